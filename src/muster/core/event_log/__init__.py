@@ -47,7 +47,11 @@ class Sealer(Protocol):
         ...
 
     def seal(self, timeout_s: float) -> str | None:
-        """Make every line that was written survive this machine; None once it does, else why it does not yet."""
+        """Make every line that was written survive this machine; None once it does, else why it does not yet.
+
+        Raises:
+            ConflictError: another process has taken this writer's place; what was not sealed is not part of the run.
+        """
         ...
 
 
@@ -158,14 +162,21 @@ class EventLog:
         """Make what was written survive this machine (decisions, commits); whether it does.
 
         A disk that takes nothing does not stop a run: True there, with ``trouble`` set. A home that takes nothing is
-        False, with ``unsealed`` saying why: do not act on what was decided, and try again.
+        False, with ``unsealed`` saying why: do not act on what was decided, and try again. The disk counts there too:
+        what it has not taken cannot be carried on.
+
+        Raises:
+            ConflictError: another process has taken this writer's place in the run's home.
         """
         if self.tend():
             try:
                 os.fsync(self._file.fileno())
             except OSError as error:
                 self.trouble = error.strerror or str(error)
-        self.unsealed = self.sealer.seal(SEAL_TIMEOUT_S) if self.sealer is not None else None
+        if self.sealer is not None:
+            self.unsealed = self.sealer.seal(SEAL_TIMEOUT_S)
+            if self._waiting and self.unsealed is None:
+                self.unsealed = f"{self.path}: {self.trouble}"
         return self.unsealed is None
 
     def close(self) -> None:

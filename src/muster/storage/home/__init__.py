@@ -14,15 +14,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
+from muster.core.errors import UsageError
 from muster.core.event_log import EventLog
 from muster.core.protocols import Clock, Store
+from muster.storage import uris
+from muster.storage.home.bucket import BucketHome
+from muster.storage.home.files import SUBMISSION_FILE
 from muster.storage.home.folder import FolderHome
+from muster.storage.store import open_store
 
-__all__ = ["HOME_FILE", "FolderHome", "Home", "HomeSync", "What", "open_home"]
+__all__ = [
+    "ANSWER_S",
+    "HOME_FILE",
+    "SUBMISSION_FILE",
+    "BucketHome",
+    "FolderHome",
+    "Home",
+    "HomeSync",
+    "What",
+    "open_home",
+]
 
 #: File of a local run folder that names the URI of the run's home; absent: the folder is the home.
 HOME_FILE = "home"
-What = Literal["events", "logs"]
+#: ``outputs``: what the run left behind beside checkpoints (``files.OUTPUTS``).
+What = Literal["events", "logs", "outputs"]
+#: Time in seconds that a call of ``Home.store`` takes at most in a bucket.
+ANSWER_S = 2.0
 
 
 class HomeSync(Protocol):
@@ -31,6 +49,10 @@ class HomeSync(Protocol):
     @property
     def trouble(self) -> str | None:
         """Why something waits to be shipped; None: nothing waits for longer than it should."""
+        ...
+
+    def lonely(self, lonely: bool) -> None:
+        """Whether this process looks for a supervisor: ``lease.json`` is brought more often then. Costs nothing."""
         ...
 
     def stop(self, timeout_s: float) -> bool:
@@ -66,11 +88,24 @@ class Home(Protocol):
         ...
 
     def open_log(self, run_id: str, writer: str, attempt: int, clock: Clock | None = None) -> EventLog:
-        """The writing end of ``events/WRITER.ATTEMPT.jsonl``; a predecessor's is continued. Raises as ``EventLog``."""
+        """The writing end of ``events/WRITER.ATTEMPT.jsonl``; a predecessor's is continued. Raises as ``EventLog``.
+
+        Contacts nothing, but for the writer ``client``, whose file another machine may have begun: as ``mirror`` then.
+        """
+        ...
+
+    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
+        """Make sure that no earlier attempt of ``writer`` (an earlier term) can add to its log any more: its next
+        ``sync`` raises ConflictError. Call it with the lease, before reading what they wrote. Raises as the store."""
         ...
 
     def mirror(self, into: Path, *, what: What = "events") -> int:
-        """Bring to the folder ``into`` what the home holds beyond it; bytes that were new. 0 where it is the same."""
+        """Bring to the run's folder ``into`` (its ``events/``, ``logs/``, ...) what the home holds beyond it; bytes
+        that were new. 0 where it is the same.
+
+        Raises:
+            MusterError: segments are missing or damaged, or a file here is not what the home holds; all else came.
+        """
         ...
 
     def heads(self, run_id: str) -> Mapping[str, str]:
@@ -78,7 +113,13 @@ class Home(Protocol):
         ...
 
     def fetch(self) -> bool:
-        """Bring the newest run file and code (``publish_run_file``) to the local folder; whether they were new."""
+        """Bring the newest run file and code (``publish_run_file``) to the local folder; whether they were new.
+
+        They are those of the local folder's submission, which its file ``submission`` names (absent: 1)."""
+        ...
+
+    def publish_run_file(self, submission: str, named: Mapping[str, bytes]) -> None:
+        """Put a corrected run file (``resolved.json``, ``run.yaml``, code by its path) where ``fetch`` finds it."""
         ...
 
     def publish(self, name: str, data: bytes, *, generation: str | None = None) -> str:
@@ -100,4 +141,13 @@ def open_home(local: Path) -> Home:
     Raises:
         UsageError: the file ``home`` names no home.
     """
-    return FolderHome(local)
+    try:
+        uri = (local / HOME_FILE).read_text().strip()
+    except FileNotFoundError:
+        return FolderHome(local)
+    if uris.is_local(uri) or not uri.isprintable() or " " in uri:
+        raise UsageError(
+            f"{local / HOME_FILE} names {uri!r}, which is no home in a bucket", hint="gs://BUCKET/runs/RUN"
+        )
+    loops = open_store(timeout_s=ANSWER_S, patience_s=ANSWER_S, answer_s=ANSWER_S)
+    return BucketHome(local, uri.rstrip("/"), store=loops, bulk=open_store(timeout_s=5.0, patience_s=5.0))

@@ -20,6 +20,9 @@ class NothingToShip:
 
     trouble: str | None = None
 
+    def lonely(self, lonely: bool) -> None:
+        """The lease is where it belongs."""
+
     def stop(self, timeout_s: float) -> bool:
         return True
 
@@ -42,6 +45,9 @@ class FolderHome:
     def open_log(self, run_id: str, writer: str, attempt: int, clock: Clock | None = None) -> EventLog:
         return EventLog(run_id, self.local / "events", writer, attempt, clock or SystemClock())
 
+    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
+        """A file's lock and the lease keep earlier ones out."""
+
     def mirror(self, into: Path, *, what: str = "events") -> int:
         return 0
 
@@ -50,6 +56,9 @@ class FolderHome:
 
     def fetch(self) -> bool:
         return False
+
+    def publish_run_file(self, submission: str, named: Mapping[str, bytes]) -> None:
+        """Everybody reads the folder."""
 
     def publish(self, name: str, data: bytes, *, generation: str | None = None) -> str:
         if generation is None:

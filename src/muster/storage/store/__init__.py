@@ -11,6 +11,8 @@ memory://         a lock in this process                              a counter
 gs://             ``ifGenerationMatch``                               the object's generation
 s3://             ``If-None-Match: *`` and ``If-Match``               ETag (never run here, see ``s3``)
 ================  ==================================================  =====================================
+
+Where a service is busy (429, 503, a connection that was reset), it is asked again for ``patience_s`` (see ``Patient``).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from muster.core.protocols import Store, Stored
 from muster.storage import uris
 from muster.storage.store.local import LocalStore
 from muster.storage.store.memory import MemoryStore
+from muster.storage.store.patient import Patient
 
 __all__ = ["AnyStore", "LocalStore", "MemoryStore", "open_store"]
 
@@ -31,6 +34,9 @@ class AnyStore:
     """Hands each call to the store of the URI's scheme. Safe to share between threads."""
 
     adapters: dict[str, Store] = field(default_factory=lambda: {"file": LocalStore(), "memory": MemoryStore()})
+    timeout_s: float = 60.0
+    patience_s: float = 5.0
+    answer_s: float | None = None
 
     def get(self, uri: str) -> Stored:
         return self._of(uri).get(uri)
@@ -53,20 +59,25 @@ class AnyStore:
     def _of(self, uri: str) -> Store:
         scheme = uris.scheme(uri)
         if scheme not in self.adapters:
-            self.adapters[scheme] = _open(scheme, uri)
+            found = _open(scheme, uri, self.timeout_s)
+            self.adapters[scheme] = Patient(found, deadline_s=self.patience_s, answer_s=self.answer_s)
         return self.adapters[scheme]
 
 
-def open_store() -> AnyStore:
-    """A store for every scheme. Nothing is contacted before the first call."""
-    return AnyStore()
+def open_store(*, timeout_s: float = 60.0, patience_s: float = 5.0, answer_s: float | None = None) -> AnyStore:
+    """A store for every scheme. Nothing is contacted before the first call.
+
+    ``timeout_s``: of a request's connection and of each wait for bytes; ``answer_s``: of a whole request, also where a
+    name server is gone, and then in a thread; ``patience_s``: of a call with everything that is asked again.
+    """
+    return AnyStore(timeout_s=timeout_s, patience_s=patience_s, answer_s=answer_s)
 
 
-def _open(scheme: str, uri: str) -> Store:
+def _open(scheme: str, uri: str, timeout_s: float) -> Store:
     if scheme == "gs":
         from muster.storage.store.gcs import GcsStore
 
-        return GcsStore()
+        return GcsStore(timeout_s)
     if scheme == "s3":
         from muster.storage.store.s3 import S3Store
 

@@ -1,7 +1,8 @@
 """Objects in Google Cloud Storage, with generation preconditions.
 
 ``STORAGE_EMULATOR_HOST`` points it at an emulator, as Google's own clients do. No call is repeated here: a
-conditional write whose answer was lost would see its own object on a second try and report a lost race.
+conditional write whose answer was lost would see its own object on a second try and report a lost race (``Patient``
+knows the difference).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from muster.core.errors import BackendError, ConflictError, MusterError
+from muster.core.errors import BackendError, BusyError, ConflictError, MusterError
 from muster.core.protocols import Stored
 from muster.storage import uris
 from muster.storage.store.blobs import translate
 
-_TIMEOUT_S = 60.0
+#: Answers after which the same request may succeed, by Google's own list for Cloud Storage.
+_BUSY = (408, 429, 500, 502, 503, 504)
 
 
 class _Blob(Protocol):
@@ -41,13 +43,14 @@ class _Bucket(Protocol):
 class _Client(Protocol):
     def bucket(self, name: str) -> _Bucket: ...
 
-    def list_blobs(self, bucket: str, *, prefix: str, timeout: float, retry: None) -> Iterable[_Blob]: ...
+    def list_blobs(self, bucket: str, *, prefix: str, fields: str, timeout: float, retry: None) -> Iterable[_Blob]: ...
 
 
 class GcsStore:
     """The ``Store`` of ``gs://``. Safe to share between threads; makes its client at the first call."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._made: _Client | None = None
 
@@ -55,7 +58,7 @@ class GcsStore:
         with self._errors(uri):
             blob = self._blob(uri)
             # One request for both: the response's header carries the generation of its bytes.
-            data = blob.download_as_bytes(timeout=_TIMEOUT_S, retry=None)
+            data = blob.download_as_bytes(timeout=self._timeout_s, retry=None)
             return Stored(data=data, generation=str(blob.generation))
 
     def put(self, uri: str, data: bytes) -> str:
@@ -73,19 +76,21 @@ class GcsStore:
         bucket, key = uris.bucket_and_key(prefix)
         folder = f"{key.rstrip('/')}/" if key.strip("/") else ""
         with self._errors(prefix):
-            result = self._client().list_blobs(bucket, prefix=folder, timeout=_TIMEOUT_S, retry=None)
+            result = self._client().list_blobs(
+                bucket, prefix=folder, fields="items(name),nextPageToken", timeout=self._timeout_s, retry=None
+            )
             # A name that ends in a slash is a folder marker that consoles and FUSE mounts leave.
             return sorted(f"gs://{bucket}/{blob.name}" for blob in result if not blob.name.endswith("/"))
 
     def delete(self, uri: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._errors(uri):
-            self._blob(uri).delete(timeout=_TIMEOUT_S, retry=None)
+            self._blob(uri).delete(timeout=self._timeout_s, retry=None)
 
     def _upload(self, uri: str, data: bytes, **condition: int) -> str:
         with self._errors(uri):
             blob = self._blob(uri)
             blob.upload_from_string(
-                data, content_type="application/octet-stream", timeout=_TIMEOUT_S, retry=None, **condition
+                data, content_type="application/octet-stream", timeout=self._timeout_s, retry=None, **condition
             )
             return str(blob.generation)
 
@@ -115,4 +120,18 @@ class GcsStore:
                 raise FileNotFoundError(uri) from error
             if code == 412:
                 raise ConflictError(f"{uri} is of another generation, exists already or is gone") from error
+            if code in _BUSY or _connection_failed(error):
+                raise BusyError(f"{uri}: {type(error).__name__}: {error}".splitlines()[0][:300]) from error
             raise translate(uri, error) from error
+
+
+def _connection_failed(error: Exception) -> bool:
+    """Whether there was a connection that broke or fell silent (one that is refused stays refused)."""
+    import requests.exceptions as failures
+    import urllib3.exceptions as below
+
+    if isinstance(error, (failures.Timeout, failures.ChunkedEncodingError, ConnectionResetError, BrokenPipeError)):
+        return True
+    return isinstance(error, failures.ConnectionError) and any(
+        isinstance(cause, (below.ProtocolError, OSError)) for cause in error.args
+    )

@@ -1,0 +1,114 @@
+"""A run whose home is in a bucket: conditional writes, sealed segments, and a local folder that looks like a run's."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from muster.core import event_log
+from muster.core.clock import SystemClock
+from muster.core.errors import UsageError
+from muster.core.event_log import EventLog
+from muster.core.protocols import Clock, Store
+from muster.storage import uris
+from muster.storage.home import files
+from muster.storage.home.merging import end_stream
+from muster.storage.home.mirror import THREADS, Mirror
+from muster.storage.home.stream import Stream, StreamSealer
+from muster.storage.home.sync import BucketSync
+from muster.storage.run_registry import existing_id
+
+SUPERVISOR, CLIENT = "supervisor", "client"
+_OUTPUT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@-]*\.log$")
+
+
+@dataclass
+class BucketHome:
+    """See ``Home``. ``store`` is for the loops of processes: no call takes longer than about 2 s. ``bulk`` is for
+    threads that ship, read and merge."""
+
+    local: Path
+    uri: str
+    store: Store
+    bulk: Store
+    now_s: Callable[[], float] = time.monotonic
+    is_folder: bool = False
+    streams: dict[str, Stream] = field(default_factory=dict)
+    """Streams of event logs that this process writes."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def uri_of(self, *parts: str) -> str:
+        return uris.join(self.uri, *parts)
+
+    def open_log(self, run_id: str, writer: str, attempt: int, clock: Clock | None = None) -> EventLog:
+        if writer == CLIENT and CLIENT not in self.streams:  # another machine may have written before this one
+            self._mirror("events", self.local, run_id, only=CLIENT)
+        stream = self.stream(run_id, writer, attempt)
+        return EventLog(
+            run_id, self.local / "events", writer, attempt, clock or SystemClock(), sealer=StreamSealer(stream)
+        )
+
+    def stream(self, run_id: str, writer: str, attempt: int = 0) -> Stream:
+        """The stream of this writer's event files. All attempts of a host share one; each supervisor has its own."""
+        one = writer == SUPERVISOR
+        name = f"{writer}.{attempt}" if one else writer
+        files_of = re.compile(rf"^{re.escape(name)}\.jsonl$" if one else rf"^{re.escape(name)}\.\d+\.jsonl$")
+        with self._lock:
+            if name not in self.streams:
+                uri, folder = self.uri_of("events", name), self.local / "events"
+                self.streams[name] = Stream(self.bulk, uri, run_id, folder, files_of, now_s=self.now_s)
+            return self.streams[name]
+
+    def output(self, run_id: str, name: str) -> Stream:
+        """The stream of what the programs of this machine print."""
+        uri, folder = self.uri_of("logs", name), self.local / "logs"
+        return Stream(self.bulk, uri, run_id, folder, _OUTPUT, chained=False, now_s=self.now_s)
+
+    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
+        others = [f"{writer}.{number}" for number in range(1, attempt)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            by = f"{writer}.{attempt}"
+            list(
+                pool.map(lambda name: end_stream(self.bulk, self.uri_of("events", name), run_id=run_id, by=by), others)
+            )
+
+    def mirror(self, into: Path, *, what: str = "events") -> int:
+        if what == "outputs":
+            return files.fetch_outputs(self.bulk, self.uri, into)
+        return self._mirror(what, into, self._run_id(into))
+
+    def _mirror(self, what: str, into: Path, run_id: str, *, only: str | None = None) -> int:
+        own = self.streams if what == "events" and into == self.local else ()
+        mirror = Mirror(self.bulk, self.uri_of(what), run_id, into / what, what, own=tuple(own), only=only)
+        return mirror.run()
+
+    def heads(self, run_id: str) -> Mapping[str, str]:
+        self._mirror("events", self.local, run_id)
+        return event_log.heads(self.local / "events", run_id=run_id)
+
+    def fetch(self) -> bool:
+        return files.fetch_run_file(self.bulk, self.uri, self.local)
+
+    def publish_run_file(self, submission: str, named: Mapping[str, bytes]) -> None:
+        files.publish_run_file(self.bulk, self.uri, submission, named)
+
+    def publish(self, name: str, data: bytes, *, generation: str | None = None) -> str:
+        if generation is None:
+            return self.store.put(self.uri_of(name), data)
+        return self.store.put_if(self.uri_of(name), data, generation)
+
+    def start(self, writer: str) -> BucketSync:
+        sync = BucketSync(self, writer, self._run_id(self.local), now_s=self.now_s)
+        sync.start()
+        return sync
+
+    def _run_id(self, folder: Path) -> str:
+        found = existing_id(self.local) or existing_id(folder)
+        if found is None:
+            raise UsageError(f"{self.local} holds no run", hint="its file `run_id` names the run")
+        return found

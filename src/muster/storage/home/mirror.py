@@ -1,0 +1,199 @@
+"""The reading end: what the home holds, as the files that they were cut from."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from muster.core.errors import MusterError
+from muster.core.event_log import genesis
+from muster.core.protocols import Store
+from muster.storage import uris
+from muster.storage.home.segments import Gap, Part, Segment, Span, cover
+
+#: Reads at once; so many objects of at most 8 MiB are in memory.
+THREADS = 16
+#: Lists at most: each follows a merge that removed what was about to be read.
+ROUNDS = 20
+_FILE = {
+    "events": re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*\.\d+\.jsonl$"),
+    "logs": re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@-]*\.log$"),
+}
+
+
+class _Again(Exception):
+    """What was listed is not there any more."""
+
+
+@dataclass
+class Mirror:
+    """Appends to the files of ``directory`` what the streams below ``uri`` hold beyond them.
+
+    Incremental: ``directory/.mirror.json`` says how far each stream was read, so that an object is read once. Streams
+    in ``own`` are left alone: their files are written here. ``only``: no other stream than this one.
+
+    Raises:
+        MusterError: segments are missing or damaged, or a file here is not what the home holds. Everything else was
+            brought.
+    """
+
+    store: Store
+    uri: str
+    run_id: str
+    directory: Path
+    what: str = "events"
+    own: Collection[str] = ()
+    only: str | None = None
+    _heads: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Bytes that were new."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = self._state()
+        total = 0
+        problems: dict[str, MusterError] = {}
+        for _ in range(ROUNDS):
+            problems.clear()
+            todo = self._todo(state.next_number, problems)
+            again = False
+            for stream, span, result in self._fetched(todo):
+                if stream in problems:
+                    continue
+                try:
+                    total += self._apply(stream, result(), state)
+                    state.next_number[stream] = max(state.next_number.get(stream, 0), span.last + 1)
+                except _Again:
+                    again = True
+                    problems[stream] = Gap(f"{uris.join(self.uri, stream, span.name)} is gone")
+                except MusterError as error:
+                    problems[stream] = error
+            if todo:
+                self._save(state)
+            if not again and not any(isinstance(problem, Gap) for problem in problems.values()):
+                break
+        for stream, problem in problems.items():
+            raise MusterError(f"{self.what} of {stream}: {problem}", hint=problem.hint)
+        return total
+
+    def _todo(self, after: Mapping[str, int], problems: dict[str, MusterError]) -> list[tuple[str, Span]]:
+        """Objects that hold something new, stream by stream, in order."""
+        result: list[tuple[str, Span]] = []
+        for stream, spans in streams(self.store, self.uri, only=self.only).items():
+            if stream in self.own:
+                continue
+            try:
+                result += [(stream, span) for span in cover(spans) if span.last >= after.get(stream, 0)]
+            except Gap as gap:
+                problems[stream] = gap
+        return result
+
+    def _fetched(self, todo: Sequence[tuple[str, Span]]) -> Iterator[tuple[str, Span, Callable[[], Segment]]]:
+        """In the order of ``todo``, at most ``THREADS`` ahead of who takes them."""
+        waiting: deque[tuple[str, Span, Future[Segment]]] = deque()
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="mirror") as pool:
+            for stream, span in todo:
+                waiting.append((stream, span, pool.submit(self._get, stream, span)))
+                if len(waiting) >= THREADS:
+                    stream, span, future = waiting.popleft()
+                    yield stream, span, future.result
+            while waiting:
+                stream, span, future = waiting.popleft()
+                yield stream, span, future.result
+
+    def _get(self, stream: str, span: Span) -> Segment:
+        uri = uris.join(self.uri, stream, span.name)
+        try:
+            return Segment.decode(self.store.get(uri).data, uri, run_id=self.run_id)
+        except FileNotFoundError as error:
+            raise _Again from error
+
+    def _apply(self, stream: str, segment: Segment, state: _State) -> int:
+        new = 0
+        for part, data in segment.stretches():
+            new += self._append(state.file_of(stream, part.name), part, data)
+        return new
+
+    def _append(self, name: str, part: Part, data: bytes) -> int:
+        if not _FILE[self.what].match(part.name):
+            raise MusterError(f"{part.name!r} is no name of a file of {self.what}")
+        path = self.directory / name
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "a+b", buffering=0) as file:
+            have = os.fstat(fd).st_size
+            if have < part.start:
+                raise MusterError(f"{path} lacks bytes {have} to {part.start}", hint="remove it: it is brought again")
+            data = data[have - part.start :]
+            if not data:
+                return 0
+            if self.what == "events" and have == part.start and self._head(name, part) != part.prev:
+                raise MusterError(f"{path} is not what the home holds", hint="move it aside: it is brought again")
+            while data:
+                data = data[file.write(data) :]
+            self._heads[name] = part.head
+            return part.end - have
+
+    def _head(self, name: str, part: Part) -> str:
+        if part.start == 0:
+            return genesis(self.run_id, part.name)
+        if name not in self._heads:
+            with open(self.directory / name, "rb") as file:
+                file.seek(max(0, part.start - (1 << 20)))
+                self._heads[name] = hashlib.sha256(file.read().splitlines(keepends=True)[-1]).hexdigest()
+        return self._heads[name]
+
+    def _state(self) -> _State:
+        state = _State()
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            held = json.loads((self.directory / STATE).read_text())
+            if held["uri"] == self.uri:
+                state = _State(dict(held["next"]), dict(held["owners"]))
+        missing = {stream for name, stream in state.owners.items() if not (self.directory / name).exists()}
+        for stream in missing:
+            state.next_number.pop(stream, None)  # a file was removed here: read its stream again
+        return state
+
+    def _save(self, state: _State) -> None:
+        held = {"uri": self.uri, "next": state.next_number, "owners": state.owners}
+        with tempfile.NamedTemporaryFile("w", dir=self.directory, prefix=".mirror-", delete=False) as file:
+            json.dump(held, file)
+        os.replace(file.name, self.directory / STATE)
+
+
+STATE = ".mirror.json"
+
+
+@dataclass
+class _State:
+    next_number: dict[str, int] = field(default_factory=dict)
+    """Of each stream: the first segment that was not read yet."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Of each file here: the stream that it comes from."""
+
+    def file_of(self, stream: str, name: str) -> str:
+        """Two hosts may have a file of one name (output): the second one's gets its stream's name as well."""
+        if self.owners.setdefault(name, stream) == stream:
+            return name
+        stem, dot, suffix = name.rpartition(".")
+        other = f"{stem}@{stream}{dot}{suffix}"
+        self.owners[other] = stream
+        return other
+
+
+def streams(store: Store, uri: str, *, only: str | None = None) -> dict[str, list[Span]]:
+    """Stream -> its objects, below ``uri``."""
+    result: dict[str, list[Span]] = {}
+    for found in store.list(uris.join(uri, only) if only else uri):
+        stream, _, name = found[len(uri.rstrip("/")) + 1 :].rpartition("/")
+        span = Span.of(name)
+        if span is not None and stream and "/" not in stream:
+            result.setdefault(stream, []).append(span)
+    return result

@@ -1,0 +1,190 @@
+"""Threads that ship a process's files to a home in a bucket, so that its own loop never waits for the store."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from muster.core.errors import ConflictError, MusterError
+from muster.core.event_log.cadence import LEASE_COPY_LONELY_S, LEASE_COPY_S, LOGS_S, SEAL_S
+from muster.core.protocols import Store
+from muster.storage.home.files import QUIET_S, Outputs, replace_bytes
+from muster.storage.home.merging import Tidier, merge_own
+from muster.storage.home.stream import Stream
+from muster.storage.store.patient import start_thread
+
+#: How often files are looked at, in seconds.
+LOOK_S = 0.5
+#: After a failure, in seconds.
+RETRY_S = 1.0
+SUPERVISOR, LEASE = "supervisor", "lease.json"
+
+
+class Shipped(Protocol):
+    """What is used of ``BucketHome``."""
+
+    local: Path
+    bulk: Store
+    streams: dict[str, Stream]
+
+    def uri_of(self, *parts: str) -> str: ...
+
+    def stream(self, run_id: str, writer: str, attempt: int = 0) -> Stream: ...
+
+    def output(self, run_id: str, name: str) -> Stream: ...
+
+
+@dataclass
+class BucketSync:
+    """See ``HomeSync``. One thread seals events and copies the lease; another one, which may wait for large objects,
+    ships output, merges and brings files. Each goes on after any error, and ``trouble`` says which."""
+
+    home: Shipped
+    writer: str
+    run_id: str
+    now_s: Callable[[], float] = time.monotonic
+    _lonely: bool = True
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _ended: list[threading.Event] = field(default_factory=list)
+    _failed: dict[str, str] = field(default_factory=dict)
+    """Which work went wrong last time, and how."""
+    _next_s: dict[str, float] = field(default_factory=dict)
+    _lease: bytes = b""
+    _until_s: float = 0.0
+    """When ``stop`` gives up."""
+
+    def __post_init__(self) -> None:
+        supervises = self.writer == SUPERVISOR
+        if not supervises:
+            self.home.stream(self.run_id, self.writer)
+        # A supervisor's pod may be followed by one that has an earlier term's folder: each has output of its own.
+        self.output = self.home.output(
+            self.run_id, f"{SUPERVISOR}.{socket.gethostname()}" if supervises else self.writer
+        )
+        self.outputs = Outputs(self.home.bulk, self.home.uri_of(), self.home.local)
+        folders = [self.home.uri_of("events"), self.home.uri_of("logs")] if supervises else []
+        self.tidiers = [Tidier(self.home.bulk, folder, self.run_id, self.now_s) for folder in folders]
+
+    def start(self) -> None:
+        for name, step in (("events", self.seal_events), ("files", self.ship_files)):
+            ended = threading.Event()
+            self._ended.append(ended)
+            start_thread(partial(self._run, step, ended), name)
+
+    def lonely(self, lonely: bool) -> None:
+        """Whether this process looks for a supervisor: the lease is copied more often then. Costs nothing."""
+        self._lonely = lonely
+
+    @property
+    def trouble(self) -> str | None:
+        streams = [*self._events(), self.output]
+        words = [stream.deposed or stream.trouble for stream in streams]
+        found = [text for text in [*words, *list(self._failed.values())] if text]
+        return found[0] if found else None
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ship what waits, and end; whether everything arrived in time."""
+        self._until_s = time.monotonic() + timeout_s
+        self._stopping.set()
+        for ended in self._ended:
+            ended.wait(max(0.0, self._until_s - time.monotonic()))
+        if not all(ended.is_set() for ended in self._ended):
+            return False
+        for stream in [*self._events(), self.output]:
+            stream.look()
+        return self.trouble is None and all(stream.waiting_since_s is None for stream in self._events())
+
+    def _events(self) -> Sequence[Stream]:
+        return list(self.home.streams.values())
+
+    def _run(self, step: Callable[[], None], ended: threading.Event) -> None:
+        """Call ``step`` until the end, and then until nothing goes wrong or the time is up."""
+        over = False
+        while not over:
+            stopping = self._stopping.wait(LOOK_S)
+            try:
+                step()
+                self._failed.pop("", None)
+            except Exception as error:  # noqa: BLE001 (nobody else would hear of it, and shipping has to go on)
+                self._failed[""] = f"shipping to the run's home failed: {type(error).__name__}: {error}"
+                traceback.print_exc(file=sys.stderr)
+            over = stopping and (self.trouble is None or time.monotonic() >= self._until_s)
+            if stopping and not over:
+                time.sleep(LOOK_S)
+        ended.set()
+
+    # ------------------------------------------------------------ events, lease
+
+    def seal_events(self) -> None:
+        """What is due now of sealing events and copying the lease."""
+        for stream in self._events():
+            stream.look()
+            self._ship(stream, SEAL_S - LOOK_S)
+        if self.writer != SUPERVISOR:
+            self._every("lease", LEASE_COPY_LONELY_S if self._lonely else LEASE_COPY_S, self._copy_lease)
+
+    def _ship(self, stream: Stream, age_s: float) -> None:
+        """Ship what waits longer than ``age_s``, or at all once this process ends."""
+        since_s = stream.waiting_since_s
+        if stream.deposed or since_s is None:
+            return
+        if self._stopping.is_set() or self.now_s() - since_s >= age_s:
+            self._guarded(stream.uri, stream.ship)
+
+    def _copy_lease(self) -> None:
+        try:
+            data = self.home.bulk.get(self.home.uri_of(LEASE)).data
+        except FileNotFoundError:
+            return
+        if data != self._lease:
+            replace_bytes(self.home.local / LEASE, data)
+            self._lease = data
+
+    # ------------------------------------------------------------ output, merges, files
+
+    def ship_files(self) -> None:
+        """What is due now of shipping output, merging and bringing files."""
+        self.output.look()
+        self._ship(self.output, LOGS_S - LOOK_S)
+        if self._stopping.is_set():
+            self._guarded("outputs", lambda: self.outputs.send(all_of_them=True))
+            return
+        self._every("outputs", QUIET_S, self.outputs.send)
+        for stream in [*self._events(), self.output]:
+            if not stream.deposed:
+                self._guarded(f"merging {stream.uri}", partial(self._merge, stream))
+        for tidier in self.tidiers:
+            self._guarded(f"merging below {tidier.uri}", tidier.tend)
+
+    def _merge(self, stream: Stream) -> None:
+        merge_own(stream, self.home.bulk, going_on=lambda: not self._stopping.is_set())
+
+    # ------------------------------------------------------------ helpers
+
+    def _every(self, name: str, interval_s: float, work: Callable[[], None]) -> None:
+        now_s = self.now_s()
+        if now_s >= self._next_s.get(name, 0.0):
+            self._next_s[name] = now_s + interval_s
+            self._guarded(name, work)
+
+    def _guarded(self, name: str, work: Callable[[], object]) -> None:
+        """Do it; a failure is kept in ``trouble`` until it succeeds, and is not tried again for a second."""
+        if self.now_s() < self._next_s.get(f"after {name}", 0.0) and not self._stopping.is_set():
+            return
+        try:
+            work()
+        except ConflictError:
+            pass  # the stream says so
+        except (MusterError, OSError) as error:
+            self._failed[name] = str(error)
+            self._next_s[f"after {name}"] = self.now_s() + RETRY_S
+            return
+        self._failed.pop(name, None)

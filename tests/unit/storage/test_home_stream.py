@@ -1,0 +1,172 @@
+"""Sealed segments: the home holds a beginning of the files, whatever is killed or lost, and of one writer only."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes.clock import VirtualClock
+from fakes.objects import Killed, Objects
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster.core import event_log
+from muster.core.errors import ConflictError, MusterError, UsageError
+from muster.storage.home import HOME_FILE, BucketHome, FolderHome, open_home
+from muster.storage.home.merging import merge_own
+
+RUN = "run-1"
+HOME = "gs://bucket/runs/run-1"
+
+
+def home_at(local, store, clock=None):
+    local.mkdir(parents=True, exist_ok=True)
+    (local / "run_id").write_text(RUN + "\n")
+    clock = clock or VirtualClock()
+    return BucketHome(local, HOME, store, store, now_s=lambda: clock.now_s)
+
+
+def say(log, *texts):
+    for text in texts:
+        log.append("run.message", detail={"text": text})
+
+
+def files(folder: Path):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.jsonl"))}
+
+
+def mirrored(store, folder):
+    """What somebody else gets to see."""
+    home_at(folder, store).mirror(folder)
+    return files(folder / "events")
+
+
+def test_the_file_home_decides(tmp_path):
+    assert isinstance(open_home(tmp_path), FolderHome)
+    (tmp_path / HOME_FILE).write_text(HOME + "\n")
+    home = open_home(tmp_path)
+    assert (home.uri, home.is_folder, home.uri_of("lease.json")) == (HOME, False, f"{HOME}/lease.json")
+    for wrong in ("/shared/run", "", "gs://a b", "gs://a\nmore"):
+        (tmp_path / HOME_FILE).write_text(wrong)
+        with pytest.raises(UsageError, match="home"):
+            open_home(tmp_path)
+
+
+def test_what_is_synced_is_in_the_home_and_nothing_else(tmp_path):
+    store = Objects()
+    log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    say(log, "one", "two")
+    assert not store.held
+    assert log.sync()
+    say(log, "three")
+    sealed = log.path.read_bytes().splitlines(keepends=True)[:2]
+    assert mirrored(store, tmp_path / "b") == {"supervisor.1.jsonl": b"".join(sealed)}
+    header = json.loads(store.held[f"{HOME}/events/supervisor.1/0-0000000000"].data.partition(b"\n")[0])
+    assert header["parts"][0]["lines"] == 2
+    assert header["parts"][0]["prev"] == event_log.genesis(RUN, "supervisor.1.jsonl")
+
+
+def test_attempts_of_a_host_share_a_stream_and_a_successor_goes_on(tmp_path):
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    first, second = home.open_log(RUN, "pod-0", 1), home.open_log(RUN, "pod-0", 2)
+    say(first, "a")
+    say(second, "b")
+    assert first.sync()
+    say(second, "c")  # not sealed when the agent is killed
+    first.close()
+    second.close()
+    again = home_at(tmp_path / "a", store)
+    third = again.open_log(RUN, "pod-0", 3)
+    say(third, "d")
+    assert third.sync()
+    assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
+    assert len(store.names(f"{HOME}/events")) == 2
+    assert all(not verdict.problem for verdict in event_log.check_directory(tmp_path / "b/events", run_id=RUN).values())
+
+
+def test_an_ended_stream_takes_nothing_more(tmp_path):
+    store = Objects()
+    zombie = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    say(zombie, "decided")
+    assert zombie.sync()
+    successor = home_at(tmp_path / "b", store)
+    successor.end_earlier(RUN, "supervisor", 3)  # term 2 died before it wrote anything
+    before = mirrored(store, tmp_path / "b")
+    say(zombie, "decided too late")
+    with pytest.raises(ConflictError, match=r"ended by supervisor\.3"):
+        zombie.sync()
+    with pytest.raises(ConflictError):
+        zombie.sync()
+    assert mirrored(store, tmp_path / "b") == mirrored(store, tmp_path / "c") == before
+    second = home_at(tmp_path / "d", store).open_log(RUN, "supervisor", 2)
+    say(second, "x")
+    with pytest.raises(ConflictError):
+        second.sync()
+    held = len(store.held)
+    successor.end_earlier(RUN, "supervisor", 4)
+    assert len(store.held) == held + 1  # supervisor.3 alone was not ended yet
+
+
+def test_two_writers_of_one_stream(tmp_path):
+    """The client on two machines: the second one goes on where the first was; whoever does not know that is refused."""
+    store = Objects()
+    first = home_at(tmp_path / "a", store).open_log(RUN, "client", 0)
+    say(first, "submitted")
+    assert first.sync()
+    other = home_at(tmp_path / "b", store).open_log(RUN, "client", 0)
+    say(other, "submitted again")
+    assert other.sync()
+    assert mirrored(store, tmp_path / "c") == files(tmp_path / "b" / "events")
+    say(first, "behind the other's back")
+    with pytest.raises(ConflictError):
+        first.sync()
+    assert mirrored(store, tmp_path / "c") == files(tmp_path / "b" / "events")
+
+
+def test_an_outage_delays_and_loses_nothing(tmp_path):
+    store = Objects()
+    log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    store.down = True
+    say(log, "one")
+    assert not log.sync()
+    assert "429" in log.unsealed
+    say(log, "two")
+    store.down = False
+    assert log.sync()
+    assert log.unsealed is None
+    assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nothing_is_lost_whatever_is_killed(tmp_path_factory, data):
+    """Lines, seals, merges and successors, with faults at any requests: the mirror is a beginning of the files, holds
+    all that a seal promised, and in the end everything."""
+    root = tmp_path_factory.mktemp("stream")
+    fault = st.sampled_from(["refused", "lost", "killed before", "killed after"])
+    store = Objects(data.draw(st.dictionaries(st.integers(0, 120), fault, max_size=12)))
+    local, promised = root / "a", {}
+    home = home_at(local, store)
+    log = home.open_log(RUN, "pod-0", 0)
+    for turn in range(data.draw(st.integers(1, 40))):
+        say(log, f"line {turn}")
+        try:
+            if log.sync():
+                promised = files(local / "events")
+            merge_own(home.stream(RUN, "pod-0"), store)
+        except Killed:
+            log.close()
+            home = home_at(local, store)
+            log = home.open_log(RUN, "pod-0", data.draw(st.integers(0, 2)))
+        except MusterError:
+            pass
+    store.faults = {}
+    seen = mirrored(store, root / "b")
+    real = files(local / "events")
+    assert all(real[name].startswith(held) for name, held in seen.items())
+    assert all(seen[name].startswith(held) for name, held in promised.items())
+    assert log.sync()
+    merge_own(home.stream(RUN, "pod-0"), store)
+    complete = {name: held for name, held in files(local / "events").items() if held}
+    assert mirrored(store, root / "b") == mirrored(store, root / "c") == complete
+    assert len(store.names(HOME)) < 3 * 8

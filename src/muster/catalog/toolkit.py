@@ -32,6 +32,10 @@ class Toolkit:
     toolkit: str
     slurm_gcp: str
     base_image: Mapping[str, str]
+    python: str
+    """Of the base image."""
+    cuda_repository: str
+    """NVIDIA's packages for the base image."""
     nccl: Mapping[str, str]
     families: Mapping[str, Family]
 

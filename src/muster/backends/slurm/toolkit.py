@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Mapping
 
-from muster.backends.slurm.toolkit_scripts import build_runners, controller_runners, node_runners
+from muster.backends.slurm.toolkit_scripts import NO_UPGRADES, build_runners, controller_runners, node_runners
 from muster.catalog.toolkit import Family, Toolkit, toolkit
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem, RunFileError
@@ -24,6 +24,8 @@ NODESET = "community/modules/compute/schedmd-slurm-gcp-v6-nodeset"
 PARTITION = "community/modules/compute/schedmd-slurm-gcp-v6-partition"
 LOGIN = "community/modules/scheduler/schedmd-slurm-gcp-v6-login"
 CONTROLLER = "community/modules/scheduler/schedmd-slurm-gcp-v6-controller"
+#: A file of the Toolkit, from the folder of the deployment group that uses it.
+LONG_PROLOG = f"../_modules/embedded/{CONTROLLER}/etc/long-prolog-slurm.conf.tpl"
 
 
 def blueprint(spec: RunSpec) -> dict[str, str]:
@@ -56,8 +58,8 @@ def blueprint(spec: RunSpec) -> dict[str, str]:
         "vars": _variables(table, family),
         "deployment_groups": [
             {"group": "network", "modules": _networks(family)},
-            {"group": "image-script", "modules": [_build_script(family)]},
-            {"group": "image", "modules": [_image(family)]},
+            {"group": "image-script", "modules": [_build_script(table, family)]},
+            {"group": "image", "modules": [_image(family, spec)]},
             {"group": "cluster", "modules": _cluster(table, family, spec)},
         ],
     }
@@ -91,6 +93,13 @@ def _refuse(spec: RunSpec) -> None:
                 key="resources.locations", message="must name a zone", value=resources.locations, hint="us-central1-b"
             )
         )
+    if resources.queue is not None and not re.fullmatch(r"[a-z][a-z0-9-]*", resources.queue):
+        problems.append(
+            Problem(
+                key="resources.queue", message="as a partition's name takes lower-case letters, digits and dashes",
+                value=resources.queue,
+            )
+        )  # fmt: skip
     mode = resources.provisioning_model or ""
     if family is not None and mode not in family.modes:
         problems.append(
@@ -118,7 +127,7 @@ def _provisioning(spec: RunSpec) -> JsonObject:
 def _variables(table: Toolkit, family: Family) -> JsonObject:
     return {
         "base_image": dict(table.base_image),
-        "image_family": "$(vars.deployment_name)-u22",
+        "image_family": "$(vars.deployment_name)-u24",
         "slurm_gcp_version": table.slurm_gcp,
         "system_range": "192.168.0.0/19",
         "filestore_range": "192.168.32.0/24",
@@ -195,16 +204,22 @@ def _vpc(name: str, short: str, cidr: str, mtu: int) -> JsonObject:
 # ---------------------------------------------------------------- image and cluster
 
 
-def _build_script(family: Family) -> JsonObject:
+def _docker(family: Family, **more: Json) -> JsonObject:
+    """The prolog of TCPXO brings up its daemon, and installs its plugin, by docker."""
+    return {"docker": {"enabled": True, **more}} if family.fabric == "tcpxo" else {}
+
+
+def _build_script(table: Toolkit, family: Family) -> JsonObject:
     settings: JsonObject = {
         "install_ansible": True,
         "enable_gpu_network_wait_online": True,
-        "runners": build_runners(family),
+        **_docker(family),
+        "runners": build_runners(table, family),
     }
     return {"id": "build-script", "source": STARTUP, "settings": settings}
 
 
-def _image(family: Family) -> JsonObject:
+def _image(family: Family, spec: RunSpec) -> JsonObject:
     return {
         "id": "node-image",
         "source": "modules/packer/custom-image",
@@ -216,14 +231,64 @@ def _image(family: Family) -> JsonObject:
             "source_image_project_id": ["$(vars.base_image.project)"],
             "image_family": "$(vars.image_family)",
             "disk_size": DISK_GB,
-            "omit_external_ip": False,
+            "omit_external_ip": spec.resources.private,
+            "metadata": {"user-data": NO_UPGRADES},
         },
     }
 
 
 def _cluster(table: Toolkit, family: Family, spec: RunSpec) -> list[JsonObject]:
     image: JsonObject = {"project": "$(vars.project_id)", "family": "$(vars.image_family)"}
-    home: JsonObject = {
+    public = not spec.resources.private
+    startup: JsonObject = {
+        "local_ssd_filesystem": {"mountpoint": "$(vars.local_ssd)", "permissions": "1777"},
+        **_docker(family, daemon_config='{"data-root": "$(vars.local_ssd)/docker"}'),
+        "runners": node_runners(table, family),
+    }
+    login: JsonObject = {
+        "instance_image": image,
+        "machine_type": "n2-standard-8",
+        "disk_size_gb": 3 * DISK_GB,
+        "enable_login_public_ips": public,
+    }
+    controller: JsonObject = {
+        "instance_image": image,
+        "machine_type": "n2-standard-16",
+        "disk_size_gb": 3 * DISK_GB,
+        "enable_controller_public_ips": public,
+        # Munge is on its way out of the Toolkit, and a cluster cannot be changed over later.
+        "enable_slurm_auth": True,
+        "enable_external_prolog_epilog": True,
+        "controller_startup_script": "$(controller-startup.startup_script)",
+        # The prolog pulls two images: it takes longer than the timeouts of the usual slurm.conf.
+        **({"slurm_conf_tpl": LONG_PROLOG} if family.prolog else {}),
+    }
+    partition: JsonObject = {
+        "partition_name": spec.resources.queue or family.partition,
+        "is_default": True,
+        "exclusive": False,
+        # Whole nodes; a node that boots slowly is not abandoned while a job waits for it.
+        "partition_conf": {"OverSubscribe": "EXCLUSIVE", "ResumeTimeout": 1200, "SuspendTimeout": 1200},
+    }
+    name = str(partition["partition_name"])
+    return [
+        _home(),
+        {"id": "node-startup", "source": STARTUP, "settings": startup},
+        _nodeset(family, image),
+        {"id": "partition", "source": PARTITION, "use": ["nodeset"], "settings": partition},
+        {"id": "login", "source": LOGIN, "use": ["system-net"], "settings": login},
+        {"id": "controller-startup", "source": STARTUP, "settings": {"runners": controller_runners(family, name)}},
+        {
+            "id": "controller",
+            "source": CONTROLLER,
+            "use": ["system-net", "partition", "login", "homefs"],
+            "settings": controller,
+        },
+    ]
+
+
+def _home() -> JsonObject:
+    return {
         "id": "homefs",
         "source": "modules/file-system/filestore",
         "use": ["system-net"],
@@ -237,46 +302,6 @@ def _cluster(table: Toolkit, family: Family, spec: RunSpec) -> list[JsonObject]:
         },
         "outputs": ["network_storage"],
     }
-    startup: JsonObject = {
-        "local_ssd_filesystem": {"mountpoint": "$(vars.local_ssd)", "permissions": "1777"},
-        "runners": node_runners(table, family),
-    }
-    login: JsonObject = {
-        "instance_image": image,
-        "machine_type": "n2-standard-8",
-        "disk_size_gb": 3 * DISK_GB,
-        "enable_login_public_ips": True,
-    }
-    controller: JsonObject = {
-        "instance_image": image,
-        "machine_type": "n2-standard-16",
-        "disk_size_gb": 3 * DISK_GB,
-        "enable_controller_public_ips": True,
-        "enable_external_prolog_epilog": True,
-        "controller_startup_script": "$(controller-startup.startup_script)",
-    }
-    partition: JsonObject = {
-        "partition_name": spec.resources.queue or family.partition,
-        "is_default": True,
-        "exclusive": False,
-        # Whole nodes; a node that boots slowly is not abandoned while a job waits for it.
-        "partition_conf": {"OverSubscribe": "EXCLUSIVE", "ResumeTimeout": 1200, "SuspendTimeout": 1200},
-    }
-    name = str(partition["partition_name"])
-    return [
-        home,
-        {"id": "node-startup", "source": STARTUP, "settings": startup},
-        _nodeset(family, image),
-        {"id": "partition", "source": PARTITION, "use": ["nodeset"], "settings": partition},
-        {"id": "login", "source": LOGIN, "use": ["system-net"], "settings": login},
-        {"id": "controller-startup", "source": STARTUP, "settings": {"runners": controller_runners(family, name)}},
-        {
-            "id": "controller",
-            "source": CONTROLLER,
-            "use": ["system-net", "partition", "login", "homefs"],
-            "settings": controller,
-        },
-    ]
 
 
 def _nodeset(family: Family, image: JsonObject) -> JsonObject:

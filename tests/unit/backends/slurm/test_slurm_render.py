@@ -1,15 +1,11 @@
 """What is sent, byte by byte (``tests/golden/slurm/slurm_cases.py`` rewrites); and that nothing in it escapes."""
 
-import re
 import subprocess
 
 import pytest
-from ruamel.yaml import YAML
-from slurm_cases import HERE, RUN_DIR, RUN_ID, blueprints, scripts, spec, texts
+from slurm_cases import HERE, RUN_DIR, RUN_ID, scripts, spec, texts
 
 from muster.backends.slurm.script import options, time_limit
-from muster.backends.slurm.toolkit import blueprint
-from muster.core.errors import RunFileError
 
 
 @pytest.mark.parametrize("file", texts())
@@ -82,38 +78,3 @@ def test_a_default_time_limit_is_for_runs_that_name_none():
 def test_the_notice_comes_before_any_limit_unless_none_is_wanted():
     assert "--signal=B:USR1@180" in list(options(spec(), RUN_ID, RUN_DIR)), "the partition has a limit too"
     assert not any("--signal" in option for option in options(spec({"signal_before_timeout_s": 0}), RUN_ID, RUN_DIR))
-
-
-# ---------------------------------------------------------------- blueprints
-
-
-@pytest.mark.parametrize("name", blueprints())
-def test_a_blueprint_refers_to_what_it_defines(name):
-    files = blueprint(blueprints()[name])
-    yaml = YAML(typ="safe", pure=True)
-    built, deployment = yaml.load(files["blueprint.yaml"]), yaml.load(files["deployment.yaml"])
-    modules = [module for group in built["deployment_groups"] for module in group["modules"]]
-    names = [module["id"] for module in modules]
-    assert len(names) == len(set(names))
-    known = set(built["vars"]) | set(deployment["vars"])
-    assert set(re.findall(r"(?<![a-z_])vars\.([a-z_0-9]+)", files["blueprint.yaml"])) <= known
-    for place, module in enumerate(modules):
-        assert set(module.get("use", ())) <= set(names[:place]), f"{module['id']} uses what comes later"
-        for reference in re.findall(r"\$\(([a-z-]+)\.", str(module["settings"])):
-            assert reference == "vars" or reference in names[:place]
-    sizes = [module["settings"]["disk_size_gb"] for module in modules if "instance_image" in module["settings"]]
-    image = next(module for module in modules if module.get("kind") == "packer")
-    assert len(sizes) == 3 and min(sizes) >= image["settings"]["disk_size"], "a disk holds its image"
-    controller = modules[-1]
-    assert {"homefs", "partition", "login"} <= set(controller["use"])
-    assert deployment["vars"]["cluster_size"] == 3, "spares are nodes too"
-    assert "gcluster destroy llama" in files["blueprint.yaml"]
-
-
-def test_what_is_not_sold_or_not_said_is_refused():
-    with pytest.raises(RunFileError) as caught:
-        blueprint(spec(machine="a4-highgpu-8g", provisioning_model="on_demand"))
-    text = str(caught.value)
-    assert "resources.provisioning_model" in text and "resources.project" in text and "resources.locations" in text
-    with pytest.raises(RunFileError, match="has no Cluster Toolkit blueprint"):
-        blueprint(spec(machine="n2-standard-8", project="p", locations=["us-central1-b"]))

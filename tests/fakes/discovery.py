@@ -25,6 +25,7 @@ APIS = (
     "cloudbilling.v1",
     "artifactregistry.v1",
     "cloudbuild.v1",
+    "iam.v1",
 )
 FORMATS = {
     "google-duration": r"-?\d+(\.\d{1,9})?s",

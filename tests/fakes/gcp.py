@@ -23,9 +23,10 @@ from fakes.stream import FakePodStream
 
 from muster.backends.gke.google.api_server_transport import ServerTransport
 from muster.backends.gke.google.http import Call, Reply, Unreachable
-from muster.backends.gke.provision.access import PERMISSIONS
+from muster.backends.gke.provision.access import MAKING_ACCOUNTS, PERMISSIONS
 
 HOST = "10.0.0.2"
+KNOWN_PERMISSIONS = PERMISSIONS.keys() | MAKING_ACCOUNTS.keys()
 ZONES = ("us-central1-b", "europe-west1-b")
 
 
@@ -75,6 +76,11 @@ class FakeGoogleCloud:
     store: dict[str, dict[str, Any]] = field(default_factory=dict)
     enabled: set[str] = field(default_factory=set)
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Path of a resource -> who may do what with it."""
+    new: dict[str, int] = field(default_factory=dict)
+    """Address of a service account -> requests that other services refuse because they do not know it yet."""
+    new_for: int = 1
+    """How many such requests after an account's creation."""
     operations: dict[str, Operation] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
     """Path of a pod's log on the cluster -> its text."""
@@ -171,7 +177,7 @@ class FakeGoogleCloud:
         if match.id in constant:
             return Reply(status=200, body=constant[match.id])
         if match.id == "cloudresourcemanager.projects.testIamPermissions":
-            assert call.body is not None and set(call.body["permissions"]) <= set(PERMISSIONS)
+            assert call.body is not None and set(call.body["permissions"]) <= KNOWN_PERMISSIONS
             granted = [one for one in call.body["permissions"] if one not in self.denied]
             return Reply(status=200, body={"permissions": granted})
         if match.id == "serviceusage.services.batchGet":
@@ -199,7 +205,7 @@ class FakeGoogleCloud:
             return gcp_services.node_pool(self, match, urllib.parse.urlsplit(call.url).path.lstrip("/"), call)
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:
             return gcp_services.build(self, match, query, call)
-        if match.id in ("storage.buckets.getIamPolicy", "storage.buckets.setIamPolicy"):
+        if match.verb in ("getIamPolicy", "setIamPolicy"):
             return gcp_services.policy(self, match, call)
         if (
             match.api in ("compute.v1", "container.v1")
@@ -235,11 +241,14 @@ class FakeGoogleCloud:
         items = [one for key, one in self.store.items() if key.split("/")[-2] == kind and key.count("/") == depth]
         if inside_a_bucket:
             items = [one for key, one in self.store.items() if key.startswith(path + "/")]
-        field_name = {"container.v1": kind, "artifactregistry.v1": "repositories"}.get(match.api, "items")
+        names = {"container.v1": kind, "artifactregistry.v1": "repositories", "iam.v1": "accounts"}
+        field_name = names.get(match.api, "items")
         return Reply(status=200, body={field_name: items} if items else {})
 
     def _create(self, match: Match, folder: str, query: dict[str, str], call: Call) -> Reply:
         assert call.body is not None and match.verb in ("insert", "create"), match.id
+        if match.api == "iam.v1":
+            return gcp_services.create_account(self, folder, call.body)
         body = dict(next((call.body[key] for key in ("cluster", "nodePool") if key in call.body), call.body))
         name = query.get("repositoryId") or body["name"]
         path = f"{folder}/{name}"
@@ -261,7 +270,7 @@ class FakeGoogleCloud:
         error = self.fail.pop(failing) if failing else None
         busy = "/".join(path.split("/")[:7]) if match.api == "container.v1" else None
         if match.api == "container.v1":
-            body["status"] = "PROVISIONING"
+            body |= {"status": "PROVISIONING", "location": path.split("/")[4]}
         if match.id.endswith("nodePools.create"):
             gcp_services.begin_nodes(self, path, body)
         if "nodePools" in body:
@@ -292,7 +301,7 @@ class FakeGoogleCloud:
             if self._pending(key):
                 self.advance(lambda one: one.body.get("targetLink", "").endswith(key))
                 return _error(400, "resourceNotReady")
-        if trouble := gcp_services.management(self.store, match, path, body):
+        if trouble := gcp_services.management(self.store, match, path, body) or gcp_services.identity(self, body):
             return _error(400, "badRequest", trouble)
         if match.id.endswith("nodePools.create"):
             cluster = path.rpartition("/nodePools/")[0]
@@ -324,13 +333,15 @@ class FakeGoogleCloud:
             return _error(400, "resourceInUseByAnotherResource")
         if match.id == "storage.buckets.delete" and any(key.startswith(f"{path}/") for key in self.store):
             return _error(409, "conflict")
-        if match.api == "storage.v1":
+        if match.api in ("storage.v1", "iam.v1"):
             del self.store[path]
+            gcp_services.forget(self, path)
             return Reply(status=204)
 
         def finish(cancelled: bool = False) -> None:
             for key in [key for key in self.store if key == path or key.startswith(path + "/")]:
                 del self.store[key]
+                gcp_services.forget(self, key)
 
         busy = "/".join(path.split("/")[:7]) if match.api == "container.v1" else None
         if busy:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import urllib.parse
 from typing import Any
 
 from fakes.discovery import Match
@@ -35,17 +38,56 @@ def machine_type(google: Any, match: Match, query: dict[str, str]) -> Reply:
 
 
 def policy(google: Any, match: Match, call: Call) -> Reply:
-    """Who may do what with a bucket, written back under its etag."""
-    bucket = match.path["bucket"]
-    if f"storage/v1/b/{bucket}" not in google.store:
+    """Who may do what with a bucket, a repository or the project, written back under its etag."""
+    path = urllib.parse.urlsplit(call.url).path.lstrip("/").partition(":")[0].removesuffix("/iam")
+    of_project = path.count("/") == 2 and path.startswith("v1/projects/")
+    if not of_project and path not in google.store:
         return error(404, "notFound")
-    found = google.policies.setdefault(bucket, {"bindings": [], "etag": "1"})
-    if call.method == "PUT":
+    if of_project and f"resourcemanager.projects.{match.verb}" in google.denied:
+        return error(403, "PERMISSION_DENIED")
+    found = google.policies.setdefault(path, {"bindings": [], "etag": "1"})
+    if match.verb == "setIamPolicy":
         assert call.body is not None
-        if call.body.get("etag") != found["etag"]:
-            return error(412, "conditionNotMet")
-        google.policies[bucket] = found = {**call.body, "etag": str(int(found["etag"]) + 1)}
+        asked = call.body if call.method == "PUT" else call.body["policy"]
+        if asked.get("etag") != found["etag"]:
+            return error(412, "conditionNotMet") if call.method == "PUT" else error(409, "ABORTED")
+        if trouble := identity(google, asked["bindings"]):
+            return error(400, "INVALID_ARGUMENT", trouble)
+        google.policies[path] = found = {**asked, "etag": str(int(found["etag"]) + 1)}
     return Reply(status=200, body=found)
+
+
+def identity(google: Any, body: Any) -> str | None:
+    """The refusal of a request that names a service account which is not there, or not known yet."""
+    for email in re.findall(r"[a-z0-9-]+@[a-z0-9.-]+\.iam\.gserviceaccount\.com", json.dumps(body)):
+        there = any(path.endswith(f"/serviceAccounts/{email}") for path in google.store)
+        if google.new.get(email, 0) > 0 or not there:
+            google.new[email] = google.new.get(email, 0) - 1
+            return f"Service account {email} does not exist."
+    return None
+
+
+def create_account(google: Any, folder: str, body: dict[str, Any]) -> Reply:
+    """An account with its address; other services learn of it a little later."""
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{4,28}[a-z0-9])", body["accountId"]), body["accountId"]
+    email = f"{body['accountId']}@{folder.split('/')[2]}.iam.gserviceaccount.com"
+    if f"{folder}/{email}" in google.store:
+        return error(409, "alreadyExists")
+    made = {**body["serviceAccount"], "email": email, "name": f"{folder.removeprefix('v1/')}/{email}"}
+    google.store[f"{folder}/{email}"] = made
+    google.creations.append(f"serviceAccounts/{email}")
+    google.new[email] = google.new_for
+    return Reply(status=200, body=made)
+
+
+def forget(google: Any, path: str) -> None:
+    """What is gone has no policy; an account that is gone stays in others' as what it was."""
+    google.policies.pop(path, None)
+    if "/serviceAccounts/" in path:
+        member = f"serviceAccount:{path.rpartition('/')[2]}"
+        for found in google.policies.values():
+            for row in found["bindings"]:
+                row["members"] = [f"deleted:{one}?uid=1" if one == member else one for one in row["members"]]
 
 
 def build(google: Any, match: Match, query: dict[str, str], call: Call) -> Reply:
@@ -61,6 +103,8 @@ def build(google: Any, match: Match, query: dict[str, str], call: Call) -> Reply
         return Reply(status=200, body={"builds": list(google.builds.values())})
     if match.id.endswith("builds.create"):
         assert call.body is not None and call.body["source"]["storageSource"]["object"] in google.uploads
+        if trouble := identity(google, call.body):
+            return error(404, "NOT_FOUND", trouble)
         made = {
             **call.body,
             "id": f"build-{len(google.builds) + 1}",

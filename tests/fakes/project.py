@@ -78,5 +78,7 @@ def everything(google):
         key: {name: value for name, value in one.items() if name != "metadata"}
         for key, one in google.kubernetes.objects.items()
     }
-    bindings = {name: policy["bindings"] for name, policy in google.policies.items()}
+    bindings = {
+        name: sorted(policy["bindings"], key=lambda row: row["role"]) for name, policy in google.policies.items()
+    }
     return google.store, objects, bindings

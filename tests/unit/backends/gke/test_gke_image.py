@@ -12,7 +12,7 @@ from cases import spec
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster
 from muster.backends.gke.provision.image import Parts, context, doubts, parts, requirements, tag
 from muster.catalog import gke as catalogue
-from muster.core.errors import BackendError, UsageError
+from muster.core.errors import AccessError, BackendError, UsageError
 
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
@@ -22,6 +22,16 @@ from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder())
 SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project")
+
+
+BUILDER = "projects/example-project/serviceAccounts/muster-build@example-project.iam.gserviceaccount.com"
+
+
+def cloud(**changes):
+    """A project where ``up`` has been."""
+    google = FakeGoogleCloud(DOCUMENTS, **changes)
+    google.store[f"v1/{BUILDER}"] = {"description": "made by muster"}
+    return google
 
 
 class Clock:
@@ -107,29 +117,36 @@ def test_another_part_is_another_image():
 
 
 def test_built_once(google=None):
-    google = FakeGoogleCloud(DOCUMENTS)
+    google = cloud()
     image = image_of(SPEC, google)
     assert image.name.startswith("us-central1-docker.pkg.dev/example-project/muster/trainer:")
     assert image.build() is True
     (made,) = google.builds.values()
     assert made["images"] == [image.name] == list(google.images)
+    assert made["serviceAccount"] == BUILDER
     name = image.name.rpartition(":")[2]
     assert google.uploads == {f"muster-build/{name}.tar.gz": context(parts())}
     assert image.build() is False and len(google.builds) == 1
 
 
 def test_an_interrupted_build_is_joined_not_doubled():
-    google = FakeGoogleCloud(DOCUMENTS, lose={4})
+    google = cloud(lose={4})
     image = image_of(SPEC, google)
     assert image.build() is True
     assert len(google.builds) == 1, "the answer to the create was lost, the build was not"
 
 
 def test_a_build_that_failed_says_where_its_log_is():
-    google = FakeGoogleCloud(DOCUMENTS, build_ends="FAILURE")
+    google = cloud(build_ends="FAILURE")
     with pytest.raises(BackendError, match="ended as FAILURE") as caught:
         image_of(SPEC, google).build()
     assert "https://log" in caught.value.hint and not google.images
+
+
+def test_a_project_where_up_has_not_been_has_no_account_to_build_as():
+    with pytest.raises(AccessError, match="cannot run as muster-build@example-project") as caught:
+        image_of(SPEC, FakeGoogleCloud(DOCUMENTS)).build()
+    assert "muster up makes that account" in caught.value.hint
 
 
 def test_the_dry_run_shows_sizes_not_bytes():

@@ -199,7 +199,8 @@ def test_the_roce_network_has_a_profile_and_no_firewall_rule():
 def test_the_binding_is_by_principal_and_keeps_others():
     google = cloud()
     up(SITES["a4"], session(google), INSTALLED, workers=1)
-    (row,) = google.policies["example-bucket"]["bindings"]
+    rows = google.policies["storage/v1/b/example-bucket"]["bindings"]
+    (row,) = [row for row in rows if row["role"] == "roles/storage.objectUser"]
     assert row == {
         "role": "roles/storage.objectUser",
         "members": [

@@ -7,6 +7,7 @@ from typing import Literal
 
 from muster.backends.gke.google.http import Call, Reply
 from muster.backends.gke.google.session import NOT_SWITCHED_ON, Session, refusal, twice
+from muster.backends.gke.provision.inventory.accounts import accounts, commands
 from muster.backends.gke.provision.inventory.networks import network_profile
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import Found, Resource
@@ -20,6 +21,7 @@ SERVICES = (
     "cloudresourcemanager.googleapis.com",
     "compute.googleapis.com",
     "container.googleapis.com",
+    "iam.googleapis.com",
     "storage.googleapis.com",
 )
 IMAGE_STREAMING = "containerfilesystem.googleapis.com"
@@ -43,6 +45,20 @@ PERMISSIONS = {
     "cloudbuild.builds.create": "roles/cloudbuild.builds.editor",
     "iam.serviceAccounts.actAs": "roles/iam.serviceAccountUser",
 }
+MAKING_ACCOUNTS = {
+    "iam.serviceAccounts.create": "roles/iam.serviceAccountAdmin",
+    "iam.serviceAccounts.delete": "roles/iam.serviceAccountAdmin",
+    "resourcemanager.projects.getIamPolicy": "roles/resourcemanager.projectIamAdmin",
+    "resourcemanager.projects.setIamPolicy": "roles/resourcemanager.projectIamAdmin",
+    "artifactregistry.repositories.setIamPolicy": "roles/artifactregistry.admin",
+}
+"""Needed where ``up`` makes the accounts of nodes and builds; not where they are there, with their roles."""
+
+
+def permissions(site: Site) -> dict[str, str]:
+    """What ``up`` and ``down`` need of the person who runs them -> a role that brings it."""
+    makes_accounts = site.makes_node_account or site.makes_build_account
+    return PERMISSIONS | (MAKING_ACCOUNTS if makes_accounts else {})
 
 
 def preflight_calls(site: Site) -> list[Call]:
@@ -75,14 +91,21 @@ def preflight(site: Site, session: Session) -> None:
     answer = _ask(question := _permissions(site), site, session)
     if answer.status >= 300:
         raise refusal(question, answer)
-    granted = texts(answer.body, "permissions")
-    missing = [permission for permission in PERMISSIONS if permission not in granted]
-    if missing:
-        lines = "\n".join(f"  {permission} (in {PERMISSIONS[permission]})" for permission in missing)
-        raise AccessError(
-            f"{len(missing)} permissions are missing in project {site.project}:\n{lines}",
-            hint="grant " + ", ".join(sorted({PERMISSIONS[permission] for permission in missing})),
-        )
+    granted, needed = texts(answer.body, "permissions"), permissions(site)
+    missing = [permission for permission in needed if permission not in granted]
+    if not missing or (set(missing) <= MAKING_ACCOUNTS.keys() and _accounts_are_there(site, session)):
+        return
+    lines = "\n".join(f"  {permission} (in {needed[permission]})" for permission in missing)
+    hint = "grant " + ", ".join(sorted({needed[permission] for permission in missing}))
+    if MAKING_ACCOUNTS.keys() & set(missing):
+        hint += "; or somebody who may runs this once, and the same command goes on:\n  "
+        hint += "\n  ".join(commands(site))
+    raise AccessError(f"{len(missing)} permissions are missing in project {site.project}:\n{lines}", hint=hint)
+
+
+def _accounts_are_there(site: Site, session: Session) -> bool:
+    """Somebody made the accounts, and where that was not by hand, their roles are seen to be there."""
+    return all(resource.look(session).state == "there" for resource in accounts(site))
 
 
 def _ask(call: Call, site: Site, session: Session) -> Reply:
@@ -186,4 +209,4 @@ def _billing(site: Site) -> Call:
 
 def _permissions(site: Site) -> Call:
     url = f"https://cloudresourcemanager.googleapis.com/v1/projects/{site.project}:testIamPermissions"
-    return Call(method="POST", url=url, body={"permissions": list(PERMISSIONS)})
+    return Call(method="POST", url=url, body={"permissions": list(permissions(site))})

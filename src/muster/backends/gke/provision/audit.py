@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from muster.backends.cluster import Leftover
 from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session
+from muster.backends.gke.google.session import Session, twice
+from muster.backends.gke.provision.inventory.policies import of_project
 from muster.backends.gke.provision.inventory.prices import machine_usd_per_hour
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import LABEL, MARK, last_word
 from muster.catalog import gke as catalogue
-from muster.core.typed_json import JsonObject, child, children, text, whole
+from muster.core.typed_json import JsonObject, child, children, text, texts, whole
 
 BILLING = ("clusters", "disks", "instances", "addresses", "buckets", "repositories")
 """Kinds that cost money while they exist; networks, subnets, firewall rules and empty groups do not."""
@@ -20,15 +21,16 @@ DAYS_A_MONTH = 730 / 24
 
 
 def audit(site: Site, session: Session, *, kept: set[str]) -> list[Leftover]:
-    """Everything of ours that a list of the project shows; asks the services, changes nothing."""
-    listed = itertools.chain(_of_compute(site, session), _of_others(site, session))
+    """Everything of ours that a list of the project shows; asks the services, changes nothing. ``kept``: keys of what
+    stays on purpose."""
+    listed = itertools.chain(_of_compute(site, session), _of_others(site, session), _of_identities(site, session))
     rows = {(kind, last_word(row["name"])): row for kind, row in listed}
     return [
         Leftover(
             kind=kind,
             name=name,
             bills=_billed_for(kind, rows[kind, name]),
-            kept=kind == "buckets" and name in kept,
+            kept=f"{kind}/{name}" in kept,
             usd_per_day=_usd_per_day(kind, rows[kind, name]),
         )
         for kind, name in sorted(rows)
@@ -87,6 +89,21 @@ def _of_others(site: Site, session: Session) -> Iterator[tuple[str, JsonObject]]
     for row in _pages(session, f"{folder}/repositories", "repositories"):
         if text(row, "labels", "managed-by") == LABEL["managed-by"] and last_word(text(row, "name")) == site.prefix:
             yield "repositories", row
+
+
+def _of_identities(site: Site, session: Session) -> Iterator[tuple[str, JsonObject]]:
+    """Our accounts, and roles on the project that one of ours has or had. Roles of an account that somebody else made
+    are theirs; a policy that may not be read is not looked at."""
+    made = {"nodes": site.node_account, "build": site.build_account}
+    url = f"https://iam.googleapis.com/v1/projects/{site.project}/serviceAccounts"
+    there = {text(row, "email"): row.get("description") for row in _pages(session, url, "accounts")}
+    reply = twice(lambda: session.send(of_project(site.project).read))
+    rows = children(reply.body, "bindings") if reply.status < 300 else []
+    for use, email in made.items():
+        if there.get(email) == MARK:
+            yield "serviceAccounts", {"name": email.partition("@")[0]}
+        if there.get(email, MARK) == MARK and any(email in one for row in rows for one in texts(row, "members")):
+            yield "grants", {"name": use}
 
 
 def _ours(row: JsonObject, site: Site) -> bool:

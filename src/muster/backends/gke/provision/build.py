@@ -10,7 +10,7 @@ from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.image import Parts, build_arguments
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import MARK
-from muster.core.errors import BackendError, UsageError
+from muster.core.errors import AccessError, BackendError, UsageError
 from muster.core.typed_json import JsonObject, child, children, text
 
 NAME = "trainer"
@@ -60,13 +60,24 @@ class Build:
         if going is None:
             session.ok(self._upload())
             try:
-                going = child(session.ok(self._create()).body, "metadata", "build")
+                going = child(self._begin(session), "metadata", "build")
             except Unreachable:
                 going = self._running(session)  # the answer is lost, not necessarily the build
                 if going is None:
                     raise
         self._wait(session, going)
         return True
+
+    def _begin(self, session: Session) -> JsonObject:
+        reply = session.send(call := self._create())
+        if reply.status in (400, 403, 404) and self.site.build_account in reply.message:
+            raise AccessError(
+                f"the build cannot run as {self.site.build_account}: {reply.message}",
+                hint="muster up makes that account; or name another: resources.build_service_account",
+            )
+        if reply.status >= 300:
+            raise refusal(call, reply)
+        return reply.body
 
     def _exists(self, session: Session) -> bool:
         call = self._there()
@@ -110,6 +121,7 @@ class Build:
             "steps": [{"name": DOCKER, "args": build_arguments(self.parts, self.image)}],
             "images": [self.image],
             "tags": [f"{MARK.replace(' ', '-')}-{self.tag}"],
+            "serviceAccount": f"projects/{self.site.project}/serviceAccounts/{self.site.build_account}",
             "timeout": f"{int(LONGEST_S)}s",
             # torch and CUDA unpack to tens of GB; the default machine has 1 CPU and 100 GB.
             "options": {"machineType": "E2_HIGHCPU_8", "diskSizeGb": "200", "logging": "CLOUD_LOGGING_ONLY"},

@@ -14,6 +14,7 @@ from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
 from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.cluster_objects import Objects
+from muster.backends.gke.provision.inventory.accounts import NODE_GRANTS, accounts, image_elsewhere, image_grants
 from muster.backends.gke.provision.inventory.clusters import clusters
 from muster.backends.gke.provision.inventory.networks import networks
 from muster.backends.gke.provision.inventory.resource_names import Site
@@ -26,10 +27,14 @@ from muster.backends.protocols import Lease
 from muster.core.errors import BackendError, CapacityError, UsageError
 from muster.core.typed_json import JsonObject, children, text
 
+SHARED_BY_REGIONS = ("networks/", "firewalls/", "buckets/", "serviceAccounts/", "grants/")
+"""Of several places they go last."""
+
 
 def resources(site: Site, installed: Software | None) -> list[Resource]:
     """Everything for the run file, in an order that satisfies each one's needs. ``installed`` None: without objects."""
-    result: list[Resource] = [Services(site=site), *networks(site), *storage(site), *clusters(site)]
+    result: list[Resource] = [Services(site=site), *accounts(site), *networks(site), *storage(site)]
+    result += [*image_grants(site), *clusters(site)]
     return result if installed is None else [*result, *_objects(site, installed)]
 
 
@@ -66,6 +71,8 @@ def up(site: Site, session: Session, installed: Software, *, workers: int = 8, p
     """
     progress(Said(text=f"{site.project}: billing and permissions"))
     preflight(site, session)
+    if elsewhere := image_elsewhere(site):
+        progress(Said(text=elsewhere))
     services = Services(site=site)
     requested = [resource for resource in resources(site, installed) if resource.key != services.key]
     progress(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *requested])))
@@ -194,10 +201,11 @@ def down(
     Networks span regions, so they go last.
     """
     kept = {f"buckets/{name}" for site in sites for name in site.buckets} if keep_data else set()
+    kept |= _accounts_of_others(sites, session)
     for site in sites[:-1]:
 
         def keep(resource: Resource) -> bool:
-            return resource.key in kept or resource.key.startswith(("networks/", "firewalls/", "buckets/"))
+            return resource.key in kept or resource.key.startswith(SHARED_BY_REGIONS)
 
         progress(
             Began(title=f"removing in {site.zone}", making=False, nodes=planned(result := _everything(site, session)))
@@ -212,8 +220,20 @@ def down(
         troubles |= dict.fromkeys(gone)
     progress(Said(text=f"looking at project {sites[0].project} for what is left"))
     for site in sites:
-        leftovers |= dict.fromkeys(audit(site, session, kept={key.partition("/")[2] for key in kept}))
+        leftovers |= dict.fromkeys(audit(site, session, kept=kept))
     return Down(troubles=tuple(troubles), leftovers=tuple(leftovers))
+
+
+def _accounts_of_others(sites: Sequence[Site], session: Session) -> set[str]:
+    """Keys of the node account and its roles where another cluster of the project has nodes that run as it."""
+    first, own = sites[0], {(site.region, site.cluster) for site in sites}
+    reply = session.find(Call(method="GET", url=f"{first.container.rpartition('/')[0]}/-/clusters"))
+    for cluster in children(reply.body, "clusters") if reply else []:
+        if (text(cluster, "location"), text(cluster, "name")) in own:
+            continue
+        if any(text(pool, "config", "serviceAccount") == first.node_account for pool in children(cluster, "nodePools")):
+            return {f"serviceAccounts/{first.node_account.partition('@')[0]}", *NODE_GRANTS}
+    return set()
 
 
 def _everything(site: Site, session: Session) -> list[Resource]:

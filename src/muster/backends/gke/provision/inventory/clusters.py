@@ -45,7 +45,8 @@ def _cluster(site: Site) -> RestResource:
         create=Call(method="POST", url=f"{site.container}/clusters", body={"cluster": body}),
         owner=("resourceLabels", "managed-by"),
         compared=compared,
-        needs=("services", f"networks/{site.prefix}-net", f"subnetworks/{site.prefix}-sub"),
+        needs=("services", f"networks/{site.prefix}-net", f"subnetworks/{site.prefix}-sub", *_identity(site)),
+        runs_as=site.node_account,
         ready=("RUNNING", "RECONCILING"),
         broken=BROKEN,
         operations=f"{site.container}/operations",
@@ -53,6 +54,13 @@ def _cluster(site: Site) -> RestResource:
         runs_up=True,
         usd_per_hour=cluster_usd_per_hour(SUPERVISOR_MACHINE, site.region),
     )
+
+
+def _identity(site: Site) -> tuple[str, ...]:
+    """The first node pulls images as soon as it is there."""
+    if not site.makes_node_account:
+        return ()
+    return (f"serviceAccounts/{site.node_account.partition('@')[0]}", "grants/nodes", "grants/nodes-images")
 
 
 def _nodes_stay(day: str) -> dict[str, Json]:

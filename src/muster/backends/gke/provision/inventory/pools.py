@@ -45,6 +45,7 @@ def cpu_pool(site: Site) -> dict[str, Json]:
         "management": {"autoRepair": True, "autoUpgrade": True},
         "config": {
             "machineType": SUPERVISOR_MACHINE,
+            "serviceAccount": site.node_account,
             "diskType": "pd-balanced",
             "diskSizeGb": SUPERVISOR_DISK_GB,
             "oauthScopes": SCOPES,
@@ -114,6 +115,9 @@ class Pool(RestResource):
         ssds = whole(config, "ephemeralStorageLocalSsdConfig", "localSsdCount")
         if resources.local_ssd is not None and ssds != resources.local_ssd:
             yield f"config.ephemeralStorageLocalSsdConfig.localSsdCount should be {resources.local_ssd}, is {ssds}"
+        account = resources.node_service_account
+        if account and text(config, "serviceAccount") != account:
+            yield f"config.serviceAccount should be {account!r}, is {text(config, 'serviceAccount')!r}"
         if resources.image_streaming and not child(config, "gcfsConfig").get("enabled"):
             yield "config.gcfsConfig should be enabled (resources.image_streaming), is not"
 
@@ -154,6 +158,7 @@ def gpu_pool(site: Site) -> Pool:
         broken=("ERROR", "RUNNING_WITH_ERROR"),
         operations=f"{site.container}/operations",
         patience_s=PATIENCE_S,
+        runs_as=site.node_account,
         bills=f"{nodes} x {placement.machine.name} as long as they exist" if static else bills,
         runs_up=static,
         usd_per_hour=nodes * usd if static and usd is not None else None,
@@ -205,6 +210,7 @@ def _node_config(site: Site) -> dict[str, Json]:
         "accelerators": [accelerator],
         "diskType": family.boot_disk,
         "diskSizeGb": boot_disk_gb(placement),
+        "serviceAccount": site.node_account,
         "oauthScopes": SCOPES,
         "resourceLabels": LABEL,
         "gvnic": {"enabled": True},

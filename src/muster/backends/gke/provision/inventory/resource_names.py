@@ -50,6 +50,35 @@ class Site:
         return tuple(sorted(named))
 
     @property
+    def repository(self) -> str:
+        """Where ``muster image`` puts what it builds."""
+        return f"projects/{self.project}/locations/{self.region}/repositories/{self.prefix}"
+
+    @property
+    def makes_node_account(self) -> bool:
+        return self.placement.spec.resources.node_service_account is None
+
+    @property
+    def makes_build_account(self) -> bool:
+        return self.placement.spec.resources.build_service_account is None
+
+    @property
+    def node_account(self) -> str:
+        """Address of the service account that nodes run as."""
+        return self.placement.spec.resources.node_service_account or self._account("nodes")
+
+    @property
+    def build_account(self) -> str:
+        """The same of image builds."""
+        return self.placement.spec.resources.build_service_account or self._account("build")
+
+    def _account(self, use: str) -> str:
+        """``muster-nodes@my-project.iam.gserviceaccount.com``: 30 characters at most before the ``@``."""
+        domain, _, name = self.project.rpartition(":")
+        place = f"{name}.{domain}" if domain else name
+        return f"{self.prefix[:24].rstrip('-')}-{use}@{place}.iam.gserviceaccount.com"
+
+    @property
     def streams_images(self) -> bool:
         """Containers start while their image is still being read: Artifact Registry alone can do that."""
         resources = self.placement.spec.resources

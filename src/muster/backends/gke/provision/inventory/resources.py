@@ -14,6 +14,8 @@ from muster.core.typed_json import Json, JsonObject, at, children, text
 
 MARK = "made by muster"
 LABEL = {"managed-by": "muster"}
+ACCOUNT_KNOWN_WITHIN_S = 120.0
+"""Google says that a new service account may be unknown to other services for a minute or more."""
 State = Literal["absent", "changing", "there", "broken"]
 
 
@@ -100,6 +102,8 @@ class RestResource(Resource):
     broken: tuple[str, ...] = ()
     patience_s: float | None = None
     """What takes longer to make is taken back, and called a lack of capacity; None: it is waited for."""
+    runs_as: str | None = None
+    """The service account of its machines: one that was made just now may not be known everywhere yet."""
     operations: str | None = None
     """Folder of operations; None: the operation's own address (Compute), or none at all."""
 
@@ -121,14 +125,20 @@ class RestResource(Resource):
         )
 
     def make(self, session: Session) -> None:
-        for _ in range(3):
+        unanswered, waited_s = 0, 0.0
+        while unanswered < 3:
             try:
                 reply = session.send(self.create)
             except Unreachable:
                 # The answer is lost, not necessarily the request: look before asking for a second one.
                 if self.look(session).state == "absent":
+                    unanswered += 1
                     continue
                 return self.settle(session)
+            if self._account_is_new(reply) and waited_s < ACCOUNT_KNOWN_WITHIN_S:
+                session.clock.sleep(5.0)
+                waited_s += 5.0
+                continue
             if reply.status == 409:
                 return self.settle(session)
             if reply.status == 404:
@@ -143,6 +153,9 @@ class RestResource(Resource):
                     self._take_back(session, late)
             return self.settle(session)
         raise BackendError(f"no answer when making {self.key}", hint="run the same command again")
+
+    def _account_is_new(self, reply: Reply) -> bool:
+        return reply.status in (400, 403) and self.runs_as is not None and self.runs_as in reply.message
 
     def amend(self, session: Session, call: Call) -> None:
         self._follow(session, twice(lambda: session.ok(call)))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from muster.backends.gke.google.http import Call, Unreachable
+from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session, refusal
+from muster.backends.gke.provision.inventory.policies import PROJECTS, STORAGE, Grant, of_bucket
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import LABEL, Found, Resource, RestResource
-from muster.core.errors import AccessError, BackendError, ConflictError
-from muster.core.typed_json import JsonObject, children, text, texts
+from muster.core.errors import AccessError, ConflictError
+from muster.core.typed_json import JsonObject, children, text
 
-STORAGE = "https://storage.googleapis.com/storage/v1"
 ROLE = "roles/storage.objectUser"
 
 
@@ -24,7 +22,8 @@ def storage(site: Site) -> list[Resource]:
     for name in site.buckets:
         # The workload pool comes into being with the first cluster of the project that has one.
         needs = (f"buckets/{name}", f"clusters/{site.cluster}")
-        result += [_bucket(site, name), Binding(key=f"bindings/{name}", needs=needs, site=site, bucket=name)]
+        binding = Binding(key=f"bindings/{name}", needs=needs, policy=of_bucket(name), role=ROLE, site=site)
+        result += [_bucket(site, name), binding]
     return result
 
 
@@ -101,79 +100,17 @@ class Bucket(RestResource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Binding(Resource):
+class Binding(Grant):
     """The pods' identity may read and write the bucket's objects: by principal, no Google service account."""
 
     site: Site
-    bucket: str
-    foreign: Literal["refuse", "use"] = "use"
 
-    def look(self, session: Session) -> Found:
-        reply = session.send(Call(method="GET", url=self._url))
-        if reply.status >= 300:
-            return Found(state="absent")
-        there = any(self._ours(row, self._member(session)) for row in children(reply.body, "bindings"))
-        return Found(state="there" if there else "absent", body=reply.body)
-
-    def make(self, session: Session) -> None:
-        member = self._member(session)
-
-        def with_member(rows: list[JsonObject]) -> list[JsonObject]:
-            if any(self._ours(row, member) for row in rows):
-                return rows
-            return [*rows, {"role": ROLE, "members": [member]}]
-
-        self._change(session, with_member)
-
-    def remove(self, session: Session) -> None:
-        member = self._member(session)
-
-        def without(rows: list[JsonObject]) -> list[JsonObject]:
-            kept: list[JsonObject] = []
-            for row in rows:
-                members = [other for other in texts(row, "members") if other != member or text(row, "role") != ROLE]
-                if members:
-                    kept.append({**row, "members": members})
-            return kept
-
-        self._change(session, without)
-
-    def requests(self) -> list[Call]:
-        row = {"role": ROLE, "members": [principal(self.site, "PROJECT_NUMBER")]}
-        return [Call(method="GET", url=self._url), Call(method="PUT", url=self._url, body={"bindings": ["...", row]})]
-
-    @property
-    def _url(self) -> str:
-        return f"{STORAGE}/b/{self.bucket}/iam"
-
-    def _change(self, session: Session, change: Callable[[list[JsonObject]], list[JsonObject]]) -> None:
-        """Read, change, write back under the policy's etag: a lost race is tried again."""
-        for _ in range(5):
-            reply = session.find(Call(method="GET", url=f"{self._url}?optionsRequestedPolicyVersion=3"))
-            if reply is None:
-                return
-            policy = dict(reply.body)
-            there = children(policy, "bindings")
-            changed = change(there)
-            if changed == there:
-                return
-            call = Call(method="PUT", url=self._url, body={**policy, "bindings": changed})
-            try:
-                answer = session.send(call)
-            except Unreachable:
-                continue
-            if answer.status < 300:
-                return
-            if answer.status != 412:
-                raise refusal(call, answer)
-        raise BackendError(f"the policy of bucket {self.bucket} keeps changing", hint="run the same command again")
-
-    def _member(self, session: Session) -> str:
-        url = f"https://cloudresourcemanager.googleapis.com/v1/projects/{self.site.project}"
+    def member(self, session: Session) -> str:
+        url = f"{PROJECTS}/{self.site.project}"
         return principal(self.site, str(session.ok(Call(method="GET", url=url)).body["projectNumber"]))
 
-    def _ours(self, row: JsonObject, member: str) -> bool:
-        return text(row, "role") == ROLE and member in texts(row, "members") and "condition" not in row
+    def shown_member(self) -> str:
+        return principal(self.site, "PROJECT_NUMBER")
 
 
 def principal(site: Site, project_number: str) -> str:

@@ -67,8 +67,6 @@ def cases() -> dict[str, Placement]:
     found["a3-high-spot"] = placement(spec("a3-highgpu-8g", "spot"))
     found["a3-high-1g-flex-start"] = placement(spec("a3-highgpu-1g", "flex_start"))
     found["a2-ultra-on-demand"] = placement(spec("a2-ultragpu-8g", "on_demand"))
-    found["a4x-reservation"] = placement(spec("a4x-highgpu-4g", "reservation"))
-    found["a4x-max-reservation"] = placement(spec("a4x-maxgpu-4g-metal", "reservation"))
     found["cpu-owned"] = placement(spec(None, None, device="cpu", hosts=3), Options(kueue=False))
     found["a4-spot-claims"] = placement(spec("a4-highgpu-8g", "spot"), Options(network="claims"))
     found["a4-spot-nccl-catalogue"] = placement(spec("a4-highgpu-8g", "spot"), Options(nccl="catalogue"))

@@ -28,7 +28,7 @@ def test_same_file_same_text():
     first, second = render(spec()), render(spec())
     assert first == second and set(first.files) == {"cluster.yaml", "run.yaml"}
     assert "name: a-run-with-blanks\n" in first.files["run.yaml"]
-    assert "/gcs/bucket/muster-runs/a-run-with-blanks" in first.files["run.yaml"]
+    assert "gs://bucket/muster-runs/a-run-with-blanks" in first.files["run.yaml"]
 
 
 def test_warnings_come_with_reasons():

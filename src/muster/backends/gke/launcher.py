@@ -304,12 +304,12 @@ class GkeLauncher:
         spec = self._remembered(run_id)
         if spec is None or (locate.by_kubeconfig(spec) and self.store is None):
             return None
-        in_pods = self._in_pods(spec, run_id)
-        return "gs://" + in_pods.removeprefix("/gcs/") if in_pods.startswith("/gcs/") else None
+        home = self._in_pods(spec, run_id)
+        return home if home.startswith("gs://") else None
 
     def _in_pods(self, spec: RunSpec, run_id: str) -> str:
-        """The run's folder as its pods see it."""
-        return place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).run_dir
+        """Where the run lives, for its pods."""
+        return place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).home
 
     def _session(self) -> Session:
         return Session(http=self.http, clock=self.clock)

@@ -27,7 +27,8 @@ ERRORS = [
     ("more ranks than GPUs", spec("a4-highgpu-8g", "spot", ranks_per_host=9), None),
     ("contradict each other", spec("a4-highgpu-8g", "spot", device="cpu"), None),
     ("is not a region or zone", spec("a4-highgpu-8g", "spot", locations=["Iowa"]), None),
-    ("by resource claims alone", spec("a4x-maxgpu-4g-metal", "reservation"), Options(network="annotations")),
+    ("one image cannot start on both", spec("a4x-highgpu-4g", "reservation"), Options()),
+    ("NVLink between hosts needs a ComputeDomain", spec("a4x-maxgpu-4g-metal", "reservation"), Options()),
     ("has no RDMA device class", spec("a3-megagpu-8g", "spot"), Options(network="claims")),
     ("is not a Kubernetes name", spec("a4-highgpu-8g", "spot", queue="My Queue"), None),
     ("is not a Kubernetes name", spec("a4-highgpu-8g", "spot"), Options(namespace="no/such")),
@@ -38,8 +39,6 @@ WARNINGS = [
     ("a lost node ends the run", spec("a4-highgpu-8g", "flex_start_queued")),
     ("a zone is needed", spec("a4-highgpu-8g", "spot", locations=["us-central1"])),
     ("GPUs of each host stay idle", spec("a4-highgpu-8g", "spot", ranks_per_host=4)),
-    ("arm64 images alone", spec("a4x-highgpu-4g", "spot")),
-    ("not conditional writes", spec("a4-highgpu-8g", "spot", checkpoint={"dir": "/gcs/b/x"})),
 ]
 
 

@@ -8,7 +8,7 @@ from cases import placement, spec
 from fakes.kubernetes import FakeKubernetes, in_memory
 
 from muster.backends.gke.manifests.jobset import jobset
-from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, mode_of
+from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, longest_run_s, mode_of
 from muster.backends.gke.manifests.pods import supervisor_template
 from muster.backends.gke.pod.continuation import continuation, newest, number_of, queue_continuation
 from muster.core.errors import BackendError, CapacityError
@@ -83,13 +83,18 @@ def test_a_run_that_somebody_ended_is_not_continued(cluster):
     [
         ("flex_start_queued", None, 604_800 - 1800, 0),
         ("flex_start_queued", 500, 604_800 - 1800, 3),
-        ("flex_start", 10, 36_000 - 1800, 1),
+        ("flex_start_queued", 0.5, 1800 + 150, 1),
+        ("flex_start", 10, 36_000 + 900, 1),
+        ("flex_start_queued", 168, 604_800 - 1800, 2),
         ("spot", 10, 0, 1),
         ("reservation", None, 0, 0),
     ],
 )
 def test_the_supervisor_leaves_before_its_allocation_does(mode, hours, leave, most):
+    """A run trains for its own hours: what it takes to start and to save is asked beyond them, up to seven days."""
     where = placement(spec("a4-highgpu-8g", mode, limits={"max_hours": hours}))
     (container,) = supervisor_template(where)["spec"]["containers"]
     words = container["command"]
+    asked = longest_run_s(where.spec)
+    assert not leave or leave < asked <= 604_800
     assert words[words.index("--leave-after-s") + 1] == str(leave) and words[words.index("--at-most") + 1] == str(most)

@@ -1,20 +1,18 @@
-"""What pods start with: the init program that places the run file, and the line that sources NCCL's script."""
+"""The init program of pods: what it places in the run's folder, on a claim and in a pod's own."""
 
 import json
 import stat
-import subprocess
-import sys
 
 import pytest
 from cases import spec
 
 from muster.backends import code_bundle
-from muster.backends.gke.manifests.pods import SOURCE_AND_RUN
+from muster.backends.gke.pod import init_container
 from muster.backends.gke.pod.init_container import place
-from muster.core.errors import UsageError
+from muster.core.errors import AccessError, UsageError
 from muster.storage import run_registry
 
-EVERYTHING = ["format", "run.yaml", "resolved.json", "token", "run_id", "job.json", "submission"]
+EVERYTHING = ["format", "run.yaml", "resolved.json", "run_id", "job.json", "submission"]
 
 
 @pytest.fixture
@@ -24,14 +22,14 @@ def placed(tmp_path):
     files.mkdir()
     for name in ("run.yaml", "resolved.json"):
         (files / name).write_text(name)
-    (tmp_path / "token").write_text("secret\n")
-    return run, lambda: place(run, run_id="llama", run_files=files, token=tmp_path / "token")
+    return run, lambda **home: place(run, run_id="llama", run_files=files, **home)
 
 
 def test_places_once(placed):
     run, again = placed
     assert again() == EVERYTHING
-    assert (run / "token").read_text() == "secret" and stat.S_IMODE((run / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE((run / "resolved.json").stat().st_mode) == 0o600
+    assert not (run / "token").exists(), "it comes from the Secret alone"
     assert run_registry.existing_id(run) == "llama" and json.loads((run / "job.json").read_text())["run_id"] == "llama"
     (run / "resolved.json").write_text("what a restart made of it")
     assert again() == []
@@ -73,14 +71,39 @@ def test_the_users_code_comes_with_the_submission(placed, tmp_path):
     assert (run / "code" / "train.py").read_text() == "what a restart shipped"
 
 
-def test_the_shell_line_sources_and_then_becomes_the_agent(tmp_path):
-    script = tmp_path / "set env.sh"
-    script.write_text("export NCCL_NET=gIB\n")
-    program = "import os, sys; print(os.environ['NCCL_NET'], sys.argv[1:], os.getpid())"
-    words = ["two words", "$HOME", '"quoted"']
-    argv = ["/bin/bash", "-c", SOURCE_AND_RUN, str(script), sys.executable, "-c", program, *words]
-    started = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    output, _ = started.communicate(timeout=30)
-    assert output.strip() == f"gIB {words} {started.pid}", "signals reach the agent itself, not a shell above it"
-    argv[3] = str(tmp_path / "missing.sh")
-    assert subprocess.run(argv, capture_output=True, timeout=30).returncode == 1
+@pytest.fixture
+def buckets(monkeypatch):
+    """Homes that answer with what is in the list, each once: an error is raised."""
+    answers, asked = [], []
+
+    class Bucket:
+        def __init__(self, local):
+            asked.append((local / "home").read_text())
+
+        def fetch(self):
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(init_container, "open_home", Bucket)
+    monkeypatch.setattr(init_container, "RETRY_S", 0.0)
+    return answers, asked
+
+
+def test_a_pods_own_folder_names_the_bucket_and_takes_what_a_restart_put_there(placed, buckets):
+    _, again = placed
+    answers, asked = buckets
+    answers += [AccessError("403"), AccessError("403"), True]  # the account of a fresh pod is not known at once
+    assert again(home="gs://example-bucket/runs/llama")[-1] == "what a restart changed"
+    assert asked == ["gs://example-bucket/runs/llama\n"] * 3
+    answers.append(False)
+    assert again(home="gs://example-bucket/runs/llama") == []
+
+
+def test_a_bucket_that_stays_closed_ends_the_pod(placed, buckets, monkeypatch):
+    _, again = placed
+    buckets[0].extend([AccessError("403")] * 2)
+    monkeypatch.setattr(init_container, "PATIENCE_S", -1.0)
+    with pytest.raises(AccessError):
+        again(home="gs://example-bucket/runs/llama")

@@ -85,7 +85,7 @@ def test_the_server_is_asked_before_anything_is_created(launcher, google, reques
 
 
 def test_run_folder_of_the_pods_is_in_the_bucket(launcher, request_):
-    assert request_.run_dir == f"/gcs/example-bucket/muster-runs/{request_.run_id}"
+    assert request_.run_dir == f"/run-local/{request_.run_id}"
 
 
 def test_the_life_of_a_run(launcher, google, request_):

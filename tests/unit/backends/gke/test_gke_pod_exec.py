@@ -84,7 +84,7 @@ def answers(inside):
     def command(pod, argv, line):
         if argv[:3] != ["python", "-m", "muster.app.remote_entrypoint"]:
             return 3, b"out of " + pod.encode(), b"to err"
-        assert argv[3:5] == ["--run-dir", f"/gcs/example-bucket/muster-runs/{inside.run_id}"]
+        assert argv[3:5] == ["--run-dir", f"/run-local/{inside.run_id}"]
         return 0, encode(pod_side.reply(inside, line.strip())) + b"\n", b""
 
     return command

@@ -13,7 +13,13 @@ from muster.config import validation
 from muster.config.load import Loaded
 from muster.core.errors import UsageError
 
-FULL = spec("a4-highgpu-8g", "flex_start_queued", spare_hosts=1, run_dir="gs://example-bucket/runs/llama")
+FULL = spec(
+    "a4-highgpu-8g",
+    "flex_start_queued",
+    spare_hosts=1,
+    run_dir="gs://example-bucket/runs/llama",
+    model={"source": "gs://example-models/llama"},
+)
 
 
 def placed(of):

@@ -12,8 +12,9 @@ from cases import placement, spec
 
 from muster.backends.gke.manifests import pods
 from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.first_program import SOURCE_AND_RUN
 from muster.backends.gke.manifests.kueue_objects import queue_objects
-from muster.backends.gke.manifests.placement import mode_of
+from muster.backends.gke.manifests.placement import mode_of, resolved
 from muster.backends.gke.manifests.render import cluster_objects, run_manifests
 from muster.catalog import gke as catalogue
 
@@ -55,7 +56,7 @@ def test_trap_admission_checks_strategy():
 def test_trap_max_run_duration_on_the_object():
     key = "provreq.kueue.x-k8s.io/maxRunDurationSeconds"
     of = spec(A4, "flex_start_queued", limits={"max_hours": 10})
-    assert jobset(of)["metadata"]["annotations"][key] == "36000"
+    assert jobset(of)["metadata"]["annotations"][key] == str(36_000 + 1800), "its own hours, and what is around them"
     assert key not in json.dumps(jobset(of)["spec"])
 
 
@@ -180,7 +181,8 @@ def test_trap_dranet_claims():
 @pytest.mark.parametrize("machine", [A4, A3U])
 def test_trap_gib_is_sourced_not_hard_coded(machine):
     command = pod(spec(machine, "spot"))["spec"]["containers"][0]["command"]
-    assert command[:4] == ["/bin/bash", "-c", 'source "$0" && exec "$@"', "/usr/local/gib/scripts/set_nccl_env.sh"]
+    assert command[:4] == ["/bin/bash", "-c", SOURCE_AND_RUN, "/usr/local/gib/scripts/set_nccl_env.sh"]
+    assert 'source "$script";' in SOURCE_AND_RUN, "not &&: the script's last command may be false"
     assert set(environment(spec(machine, "spot"))) & {"NCCL_NET", "NCCL_IB_TC", "NCCL_TUNER_CONFIG_PATH"} == set()
 
 
@@ -326,19 +328,30 @@ def test_trap_provisioning_request_config():
 
 
 def test_trap_gcsfuse():
-    of = spec(A4, "spot", checkpoint={"dir": "/gcs/example-bucket/checkpoints"})
+    """Data and weights alone are files; no option has a form that GCSFuse or its driver ignores or stumbles over."""
+    assert not [one for one in pod(spec(A4, "spot"))["spec"]["volumes"] if "csi" in one], "the run is no mount's"
+    model = {"source": "gs://example-models/llama"}
+    files = [{"type": "file", "path": "/gcs/example-data/*.jsonl"}]
+    of = spec(A4, "spot", model=model, data={"sources": files, "cache_dir": "gs://example-cache/c"})
     found = pod(of)
     for name in ("cpu", "memory", "ephemeral-storage"):
         assert found["metadata"]["annotations"][f"gke-gcsfuse/{name}-limit"] == "0"
     assert found["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
-    (volume,) = [one for one in found["spec"]["volumes"] if "csi" in one]
-    assert volume["csi"]["driver"] == "gcsfuse.csi.storage.gke.io"
-    options = volume["csi"]["volumeAttributes"]["mountOptions"].split(",")
-    assert {
-        "profile=aiml-checkpointing",
-        "write:enable-streaming-writes:true",
-        "metadata-cache:negative-ttl-secs:0",
-    } <= set(options)
+    volumes = {
+        one["csi"]["volumeAttributes"]["bucketName"]: one["csi"] for one in found["spec"]["volumes"] if "csi" in one
+    }
+    assert set(volumes) == {"example-models", "example-data", "example-cache"}
+    assert [name for name, one in volumes.items() if not one.get("readOnly")] == ["example-cache"]
+    for one in volumes.values():
+        options = one["volumeAttributes"]["mountOptions"].split(",")
+        assert one["driver"] == "gcsfuse.csi.storage.gke.io" and "implicit-dirs" in options
+        assert not [option for option in options if ":" in option or option.endswith(("=true", "=false"))]
+    assert volumes["example-models"]["volumeAttributes"]["fileCacheCapacity"] == "-1", "on the machine's local SSDs"
+    small = [one for one in pod(spec("g2-standard-48", "spot", model=model))["spec"]["volumes"] if "csi" in one]
+    assert "fileCacheCapacity" not in small[0]["csi"]["volumeAttributes"], "its boot disk would fill up"
+    assert not any("csi" in one for one in pod(of, "supervisor")["spec"]["volumes"])
+    told = resolved(placement(of))
+    assert (told.model.source, told.data.cache_dir) == ("/gcs/example-models/llama", "/gcs/example-cache/c")
 
 
 def test_trap_secrets_by_reference():

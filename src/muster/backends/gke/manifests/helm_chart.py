@@ -17,7 +17,17 @@ from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import run_objects
 from muster.backends.gke.manifests.kueue_objects import CPU_FLAVOR, account_objects, queue_objects
 from muster.backends.gke.manifests.network_objects import network_objects
-from muster.backends.gke.manifests.placement import MAX_RUN_DURATION, Placement, object_name, place, resolved
+from muster.backends.gke.manifests.placement import (
+    CLAIM_FOLDER,
+    LONGEST_LEAD_S,
+    MAX_RUN_DURATION,
+    SEVEN_DAYS_S,
+    SHORTEST_LEAD_S,
+    Placement,
+    object_name,
+    place,
+    resolved,
+)
 from muster.backends.gke.manifests.spec_rules import refuse
 from muster.backends.gke.manifests.yaml_text import Expression, Line, dump
 from muster.config.spec import Lora, RunSpec
@@ -25,7 +35,7 @@ from muster.config.spec import Lora, RunSpec
 # Placeholders for values while the object is still Python; every string that contains one becomes an expression.
 _VALUES = {
     "@run@": ".Values.runId",
-    "@dir@": ".Values.runDir",
+    "gs://@home@": ".Values.home",
     "@image@": ".Values.image",
     "@queue@": "(default $mode.queue .Values.queue)",
     "@account@": ".Values.serviceAccount",
@@ -53,10 +63,12 @@ _RUN_PRELUDE = """\
 {{- end -}}
 """  # noqa: E501
 
-_SECONDS = f"max {pods.SHORTEST_S} (sub (int .Values.maxRunDurationSeconds) {pods.LEAVE_BEFORE_S})"
+# ``placement.leave_after_s`` of the chart's own value.
+_LEAD = f"min {LONGEST_LEAD_S} (max {SHORTEST_LEAD_S} (div $asked 11))"
 _LEAVE_AFTER = (
-    '{{ if hasPrefix "flex_start" .Values.mode }}'
-    f"{{{{ {_SECONDS} | toString | quote }}}}"
+    '{{ if hasPrefix "flex_start" .Values.mode }}{{ $asked := int .Values.maxRunDurationSeconds }}'
+    f"{{{{ $lead := {_LEAD} }}}}"
+    f"{{{{ sub $asked (ternary $lead (div $lead 2) (ge $asked {SEVEN_DAYS_S})) | toString | quote }}}}"
     '{{ else }}"0"{{ end }}'
 )
 
@@ -77,7 +89,7 @@ def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None =
         "values.schema.json": helm_values.schema(placement, list(modes), list(tunings)),
         "files/name": spec.name,
         "files/modes.json": _json(modes),
-        "templates/run.yaml": _PRELUDE + _RUN_PRELUDE + _run_template(placement),
+        "templates/run.yaml": _PRELUDE + _RUN_PRELUDE + _checkpoints(placement) + _run_template(placement),
         "templates/queue.yaml": _PRELUDE + _queue_templates(placement, list(modes)),
         "templates/networks.yaml": _network_templates(placement),
         ".helmignore": "*.tgz\n",
@@ -88,6 +100,13 @@ def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None =
             resolved(replace(placement, spec=variant)).model_dump(mode="json")
         )
     return files
+
+
+def _checkpoints(placement: Placement) -> str:
+    """Checkpoints that the run file gives no place follow the home."""
+    if placement.spec.checkpoint.dir is not None or not placement.in_bucket:
+        return ""
+    return '{{- $_ := set $resolved.checkpoint "dir" (printf "%s/checkpoints" .Values.home) -}}\n'
 
 
 def _tunings(spec: RunSpec) -> dict[str, RunSpec]:
@@ -117,6 +136,7 @@ def _stand_in(placement: Placement) -> Placement:
         placement,
         spec=placement.spec.model_copy(update={"resources": resources}),
         run_id="@run@",
+        home="gs://@home@" if placement.in_bucket else f"{CLAIM_FOLDER}/@run@",
         options=replace(
             placement.options,
             namespace="@namespace@",
@@ -131,7 +151,7 @@ def _stand_in(placement: Placement) -> Placement:
 def _run_template(placement: Placement) -> str:
     marked = _stand_in(placement)
     text = json.dumps(run_objects(marked, "", "")).replace(object_name("@run@"), "@run@")
-    objects = _with_expressions(json.loads(text.replace(json.dumps(placement.run_dir), '"@dir@"')))
+    objects = _with_expressions(json.loads(text))
     config, jobset = objects[0], objects[-1]
     config["data"] = {
         "resolved.json": Expression("|{{ $resolved | toPrettyJson | nindent @INDENT@ }}"),

@@ -74,13 +74,14 @@ def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> d
         "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$",
         "maxLength": LONGEST_RUN_NAME,
     }
+    home = Knob(
+        value=placement.home,
+        about="Where the run lives, and by default its checkpoints: gs://BUCKET/FOLDER.",
+        schema={"type": "string", "pattern": "^(gs|s3)://[^/]"},
+    )
     return {
         "runId": Knob(value=placement.run_id, about="Name of the run and of its objects.", schema=run_id),
-        "runDir": Knob(
-            value=placement.run_dir,
-            about="Folder of the run in the pods; its bucket is mounted by what this chart was rendered from.",
-            schema={"type": "string", "pattern": "^/"},
-        ),
+        **({"home": home} if placement.in_bucket else {}),
         "hosts": Knob(value=spec.resources.hosts, about="Hosts that train.", schema={"type": "integer", "minimum": 1}),
         "spareHosts": Knob(
             value=spec.resources.spare_hosts,

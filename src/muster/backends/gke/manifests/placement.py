@@ -15,6 +15,9 @@ from muster.config.spec import Recovery, RunSpec
 
 SEVEN_DAYS_S = 604_800
 """The longest flex-start allocation (docs concepts/dws)."""
+SHORTEST_ALLOCATION_S = 600
+LONGEST_LEAD_S, SHORTEST_LEAD_S = 1800, 300
+"""What is asked of flex-start beyond the run's own hours, a tenth of them: hosts start, and the end is saved."""
 SPOT_POD_GRACE_S = 15
 """Of Spot's 30 s notice the pods get the first 15 (docs concepts/spot-vms)."""
 LONGEST_JOBSET_NAME = 63 - len("-supervisor-0-0-abcde")
@@ -25,6 +28,8 @@ START_TIMEOUT_S = 3600.0
 MAX_RUN_DURATION = "provreq.kueue.x-k8s.io/maxRunDurationSeconds"
 CLAIM_FOLDER = "/muster-runs"
 """Where a claim for run folders is mounted."""
+LOCAL_FOLDER = "/run-local"
+"""Where a pod of a run that lives in a bucket has its own run folder, on its node."""
 SUPERVISOR = "supervisor"
 HOST = "host"
 
@@ -35,12 +40,27 @@ class Placement:
 
     spec: RunSpec
     run_id: str
-    run_dir: str
-    """Path in the pods."""
+    home: str
+    """Where the run lives: a bucket's URI, or its folder on the claim. Anything else is refused (``spec_rules``)."""
     options: Options
     family: Family
     machine: Machine
     mode: str
+
+    @property
+    def local_dir(self) -> str:
+        """The run's folder as each pod sees it: on the claim, or the pod's own."""
+        return self.home if self.options.run_claim else f"{LOCAL_FOLDER}/{self.run_id}"
+
+    @property
+    def local_ssds(self) -> int:
+        """Local SSDs of a node, where its temporary files lie."""
+        asked = self.spec.resources.local_ssd
+        return asked if asked is not None else self.machine.local_ssd or 0
+
+    @property
+    def in_bucket(self) -> bool:
+        return is_bucket(self.home)
 
     @property
     def name(self) -> str:
@@ -107,7 +127,7 @@ def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Plac
     return Placement(
         spec=spec,
         run_id=run_id,
-        run_dir=f"{CLAIM_FOLDER}/{run_id}" if options.run_claim else _in_pods(spec, run_id, run_dir),
+        home=f"{CLAIM_FOLDER}/{run_id}" if options.run_claim else _home(spec, run_id, run_dir),
         options=options,
         family=family,
         machine=machine,
@@ -146,8 +166,10 @@ def mode_of(placement: Placement, mode: str | None = None) -> Mode:
 
 
 def resolved(placement: Placement) -> RunSpec:
-    """The run file with what the machine decides: ranks a host, device, and how long hosts are waited for."""
-    resources, recovery = placement.spec.resources, placement.spec.recovery
+    """The run file with what the machine and the home decide: ranks a host, device, how long hosts are waited for,
+    and paths as the pods see them (checkpoints by URI, weights below their mount)."""
+    spec = placement.spec
+    resources, recovery, checkpoint, model = spec.resources, spec.recovery, spec.checkpoint, spec.model
     gpus = placement.machine.gpus
     machine = {
         "ranks_per_host": resources.ranks_per_host or gpus or 1,
@@ -155,19 +177,55 @@ def resolved(placement: Placement) -> RunSpec:
     }
     # The default fits processes; pods pull an image of 20 GB first, and nodes may come one by one.
     start_s = max(recovery.start_timeout_s, START_TIMEOUT_S) if _by_default(recovery) else recovery.start_timeout_s
-    return placement.spec.model_copy(
-        update={
-            "resources": resources.model_copy(update=machine),
-            "recovery": recovery.model_copy(update={"start_timeout_s": start_s}),
-        }
-    )
+    directory = as_uri(checkpoint.dir) if checkpoint.dir else checkpoints_at_home(placement)
+    changes: dict[str, object] = {
+        "run_dir": as_uri(spec.run_dir) if spec.run_dir else None,
+        "resources": resources.model_copy(update=machine),
+        "recovery": recovery.model_copy(update={"start_timeout_s": start_s}),
+        "checkpoint": checkpoint.model_copy(update={"dir": directory}),
+    }
+    if model is not None:
+        named = {key: getattr(model, key) for key in ("source", "tokenizer")}
+        paths = {key: mounted(value) for key, value in named.items() if isinstance(value, str)}
+        changes["model"] = model.model_copy(update=paths)
+    if (data := spec.data) is not None:
+        sources = [
+            one.model_copy(update={key: mounted(path) for key, path in one.files.items()}) for one in data.sources
+        ]
+        cache = mounted(data.cache_dir) if data.cache_dir else None
+        changes["data"] = data.model_copy(update={"sources": sources, "cache_dir": cache})
+    return spec.model_copy(update=changes)
+
+
+def checkpoints_at_home(placement: Placement) -> str | None:
+    """Where checkpoints go that the run file gives no place; None: into the run's folder."""
+    return f"{placement.home}/checkpoints" if placement.in_bucket else None
 
 
 def longest_run_s(spec: RunSpec) -> int:
-    """Seconds asked of flex-start: the run's own limit, at most 7 days."""
+    """Seconds asked of flex-start: the run's own limit and what goes before and after it, at most 7 days."""
     if spec.limits.max_hours is None:
         return SEVEN_DAYS_S
-    return min(SEVEN_DAYS_S, math.ceil(spec.limits.max_hours * 3600))
+    trains_s = math.ceil(spec.limits.max_hours * 3600)
+    asked_s = trains_s + min(LONGEST_LEAD_S, max(SHORTEST_LEAD_S, trains_s // 10))
+    return min(SEVEN_DAYS_S, max(SHORTEST_ALLOCATION_S, asked_s))
+
+
+def leave_after_s(asked_s: int) -> int:
+    """Seconds of the supervisor after which a run saves that has an allocation of ``asked_s`` (``longest_run_s``): all
+    but what ``longest_run_s`` adds.
+
+    An allocation counts from the nodes' start, which is before the supervisor's by as long as the slowest of them took.
+    One that holds the whole run leaves half of it to the limit itself, which counts from the first host.
+    """
+    lead_s = min(LONGEST_LEAD_S, max(SHORTEST_LEAD_S, asked_s // 11))
+    return asked_s - (lead_s if asked_s >= SEVEN_DAYS_S else lead_s // 2)
+
+
+def most_allocations(spec: RunSpec) -> int:
+    """How many allocations ``limits.max_hours`` needs; 0: any number."""
+    hours = spec.limits.max_hours
+    return math.ceil(hours * 3600 / leave_after_s(SEVEN_DAYS_S)) if hours else 0
 
 
 def object_name(run_id: str) -> str:
@@ -179,23 +237,32 @@ def object_name(run_id: str) -> str:
     return f"{head[: LONGEST_RUN_NAME - 9].strip('-')}-{digest}"
 
 
+def as_uri(path: str) -> str:
+    """``/gcs/bucket/x`` as ``gs://bucket/x``: what is committed or shared goes to the bucket itself, never through a
+    mount, which has no conditional write; other paths as they are."""
+    return "gs://" + path.removeprefix("/gcs/").rstrip("/") if path.startswith("/gcs/") else path.rstrip("/")
+
+
 def mounted(path: str) -> str:
-    """``gs://bucket/x`` as the pods see it: ``/gcs/bucket/x`` (GCSFuse); other paths as they are."""
+    """``gs://bucket/x`` as a file below its mount, ``/gcs/bucket/x``; other paths as they are."""
     return "/gcs/" + path.removeprefix("gs://").rstrip("/") if path.startswith("gs://") else path
+
+
+def is_bucket(path: str) -> bool:
+    return path.startswith(("gs://", "s3://"))
 
 
 def _by_default(recovery: Recovery) -> bool:
     return recovery.start_timeout_s == Recovery().start_timeout_s
 
 
-def _in_pods(spec: RunSpec, run_id: str, run_dir: str) -> str:
-    """The run folder as pods see it: in a bucket as given, else next to the checkpoints where those are in one."""
-    if spec.run_dir and mounted(spec.run_dir).startswith("/gcs/"):
-        return mounted(spec.run_dir)
-    directory = mounted(spec.checkpoint.dir or "")
-    if not mounted(run_dir).startswith("/gcs/") and directory.startswith("/gcs/"):
-        return f"/gcs/{directory.split('/')[2]}/muster-runs/{run_id}"
-    return mounted(run_dir)
+def _home(spec: RunSpec, run_id: str, run_dir: str) -> str:
+    """In a bucket as given, else next to the checkpoints where those are in one."""
+    for given in (as_uri(spec.run_dir or ""), as_uri(run_dir)):
+        if is_bucket(given):
+            return given
+    directory = as_uri(spec.checkpoint.dir or "")
+    return "/".join([*directory.split("/")[:3], "muster-runs", run_id]) if is_bucket(directory) else run_dir
 
 
 def _tolerations(placement: Placement, *, spot: bool, queued: bool) -> list[Mapping[str, str]]:

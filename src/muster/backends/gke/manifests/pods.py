@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import json
-import math
 
+from muster.backends.gke.manifests.first_program import sourcing
 from muster.backends.gke.manifests.placement import (
-    CLAIM_FOLDER,
     HOST,
-    SEVEN_DAYS_S,
     SUPERVISOR,
     Mode,
     Placement,
+    leave_after_s,
     longest_run_s,
+    most_allocations,
 )
-from muster.backends.gke.manifests.volumes import bucket_annotations, bucket_volumes
+from muster.backends.gke.manifests.volumes import (
+    SCRATCH,
+    TOKEN_FILE,
+    bucket_annotations,
+    bucket_volumes,
+    ephemeral_storage,
+    run_mount,
+    run_volumes,
+    scratch_environment,
+    token_mount,
+)
 from muster.catalog.gke import Mount
 from muster.core.typed_json import Json, JsonObject
 
 Manifest = dict[str, Json]
 
-# A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it.
-SOURCE_AND_RUN = 'source "$0" && exec "$@"'
 LEAVE_AFTER = "--leave-after-s"
-SHORTEST_S = 60
-LEAVE_BEFORE_S = 1800
-"""Seconds before the end of an allocation at which the run saves: an allocation counts from the nodes' start, which is
-before the supervisor's by as long as the slowest of them took."""
+NOT_MOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+"""An autoscaler that empties a node would stop a run to save a part of it."""
 LOST_NODE_S = 30
 """Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""
 
@@ -49,7 +55,9 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
     sidecar = _sidecar(placement)
     spec["initContainers"] = [*([sidecar] if sidecar else []), _place(placement)]
     spec["containers"] = [_agent(placement)]
-    spec["volumes"] = [*_node_volumes(mounts), _shared_memory(placement), *_run_volumes(placement)]
+    buckets = [volume for volume, _ in bucket_volumes(placement)]
+    scratch: JsonObject = {"name": "scratch", "emptyDir": {}}
+    spec["volumes"] = [*_node_volumes(mounts), _shared_memory(placement), *run_volumes(placement), scratch, *buckets]
     metadata: Manifest = {"labels": dict(placement.labels), "annotations": _host_annotations(placement, mode)}
     return {"metadata": metadata, "spec": spec}
 
@@ -57,18 +65,19 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
 def supervisor_template(placement: Placement) -> Manifest:
     """The supervisor's pod: on a small CPU node of its own pool, so that no DWS request ever asks for it."""
     supervise = [
-        "python", "-m", "muster.backends.gke.pod.main", SUPERVISOR, "--run-dir", placement.run_dir,
+        "python", "-m", "muster.backends.gke.pod.main", SUPERVISOR, "--run-dir", placement.local_dir,
         "--requeue", "$(MUSTER_NAMESPACE)/$(MUSTER_JOBSET)", *_allocation(placement), "--",
-        "python", "-m", "muster.app.supervisor", "--run-dir", placement.run_dir, "--run-id", placement.run_id,
+        "python", "-m", "muster.app.supervisor", "--run-dir", placement.local_dir, "--run-id", placement.run_id,
     ]  # fmt: skip
     main = _container(placement, SUPERVISOR, supervise)
     main["env"] = [
         _pod_address(),
+        {"name": "MUSTER_TOKEN_FILE", "value": TOKEN_FILE},
         _field("MUSTER_NAMESPACE", "metadata.namespace"),
         _field("MUSTER_JOBSET", "metadata.labels['jobset.sigs.k8s.io/jobset-name']"),
         *_secrets(placement),
     ]
-    main["volumeMounts"] = _bucket_mounts(placement)
+    main["volumeMounts"] = [run_mount(placement), token_mount()]
     main["resources"] = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
     spec: Manifest = {
         "restartPolicy": "Never",
@@ -78,12 +87,9 @@ def supervisor_template(placement: Placement) -> Manifest:
         "tolerations": _give_up_lost_nodes(),
         "initContainers": [_place(placement)],
         "containers": [main],
-        "volumes": [*_run_volumes(placement)],
+        "volumes": run_volumes(placement),
     }
-    metadata: Manifest = {"labels": dict(placement.labels)}
-    if annotations := bucket_annotations(placement):
-        metadata["annotations"] = annotations
-    return {"metadata": metadata, "spec": spec}
+    return {"metadata": {"labels": dict(placement.labels), "annotations": dict(NOT_MOVED)}, "spec": spec}
 
 
 def network_annotations(placement: Placement) -> dict[str, str]:
@@ -104,29 +110,37 @@ def nccl_environment(placement: Placement) -> dict[str, str]:
         return {}
     env = dict(fabric.env)
     if placement.options.nccl == "catalogue" and fabric.source:
-        env |= fabric.env_when_not_sourced
-        if fabric.tuner_folder and placement.family.tuner_config:
-            env["NCCL_TUNER_CONFIG_PATH"] = fabric.tuner_folder + placement.family.tuner_config
+        env |= {**fabric.env_when_not_sourced, **_tuner(placement)}
     return env
+
+
+def _tuner(placement: Placement) -> dict[str, str]:
+    folder, name = placement.machine.fabric.tuner_folder, placement.family.tuner_config
+    return {"NCCL_TUNER_CONFIG_PATH": folder + name} if folder and name else {}
 
 
 def _agent(placement: Placement) -> Manifest:
     fabric = placement.machine.fabric
     host = "host-$(MUSTER_HOST_INDEX)"
     command = [
-        "python", "-m", "muster.backends.gke.pod.main", HOST, "--run-dir", placement.run_dir, "--host", host, "--",
-        "python", "-m", "muster.agent.watchdog", "--run-dir", placement.run_dir,
+        "python", "-m", "muster.backends.gke.pod.main", HOST, "--run-dir", placement.local_dir, "--host", host, "--",
+        "python", "-m", "muster.agent.watchdog", "--run-dir", placement.local_dir,
         "--run-id", placement.run_id, "--host", host,
     ]  # fmt: skip
     if placement.machine.gpus and fabric.source and placement.options.nccl == "node":
-        command = ["/bin/bash", "-c", SOURCE_AND_RUN, fabric.source, *command]
+        # As Google's recipes have it: NCCL's own variables again after the script, whose search path stays.
+        ours = {**nccl_environment(placement), **_tuner(placement)}
+        overrides = {name: value for name, value in ours.items() if name.startswith("NCCL_")}
+        command = sourcing(fabric.source, overrides, command)
     container = _container(placement, HOST, command)
     container["env"] = [
         _field("MUSTER_HOST_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
         _field("MUSTER_POD", "metadata.name"),
         _field("MUSTER_NODE", "spec.nodeName"),
         _pod_address(),
+        {"name": "MUSTER_TOKEN_FILE", "value": TOKEN_FILE},
         *({"name": name, "value": value} for name, value in nccl_environment(placement).items()),
+        *({"name": name, "value": value} for name, value in scratch_environment(placement).items()),
         *_secrets(placement),
     ]
     container["resources"] = _host_resources(placement)
@@ -136,7 +150,10 @@ def _agent(placement: Placement) -> Manifest:
     container["volumeMounts"] = [
         *({"name": mount.name, "mountPath": mount.path} for mount in node_mounts),
         {"name": "shared-memory", "mountPath": "/dev/shm"},
-        *_bucket_mounts(placement),
+        run_mount(placement),
+        token_mount(),
+        {"name": "scratch", "mountPath": SCRATCH},
+        *(mount for _, mount in bucket_volumes(placement)),
     ]
     return container
 
@@ -144,7 +161,11 @@ def _agent(placement: Placement) -> Manifest:
 def _host_resources(placement: Placement) -> Manifest:
     machine = placement.machine
     # Below the node's capacity, because GKE keeps part of it: the GPUs alone decide that a node holds one host.
-    requests: Manifest = {"cpu": str(max(1, machine.vcpus // 2)), "memory": f"{max(1, machine.memory_gb // 2)}G"}
+    requests: Manifest = {
+        "cpu": str(max(1, machine.vcpus // 2)),
+        "memory": f"{max(1, machine.memory_gb // 2)}G",
+        **ephemeral_storage(placement),
+    }
     if not machine.gpus:
         return {"requests": requests}
     resources: Manifest = {
@@ -174,7 +195,7 @@ def _sidecar(placement: Placement) -> Manifest | None:
 
 
 def _host_annotations(placement: Placement, mode: Mode) -> dict[str, str]:
-    annotations = {**network_annotations(placement), **bucket_annotations(placement)}
+    annotations = {**NOT_MOVED, **network_annotations(placement), **bucket_annotations(placement)}
     if (daemon := placement.machine.fabric.sidecar) and placement.machine.gpus:
         devices = "".join(f"- path: {device}\n" for device in daemon.devices)
         annotations[f"devices.gke.io/container.{daemon.name}"] = devices
@@ -184,17 +205,17 @@ def _host_annotations(placement: Placement, mode: Mode) -> dict[str, str]:
 
 
 def _place(placement: Placement) -> Manifest:
-    """Puts the run file and the token into the run folder: the first pod creates it, the others use it."""
+    """Puts the run file into the run's folder, and where the run lives."""
+    home = ["--home", placement.home] if placement.in_bucket else []
     to_run_dir = [
-        "python", "-m", "muster.backends.gke.pod.init_container", "--run-dir", placement.run_dir,
-        "--run-id", placement.run_id,
+        "python", "-m", "muster.backends.gke.pod.init_container", "--run-dir", placement.local_dir,
+        "--run-id", placement.run_id, *home,
     ]  # fmt: skip
     container = _container(placement, "place", to_run_dir)
     container["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
     container["volumeMounts"] = [
         {"name": "run-file", "mountPath": "/etc/muster/run", "readOnly": True},
-        {"name": "token", "mountPath": "/etc/muster/token", "readOnly": True},
-        *_bucket_mounts(placement),
+        run_mount(placement),
     ]
     return container
 
@@ -210,11 +231,9 @@ def _field(name: str, path: str) -> Manifest:
 
 def _allocation(placement: Placement) -> list[str]:
     """When to save before a flex-start allocation ends by itself (0: never), and how many the run may have (0: any)."""
-    hours = placement.spec.limits.max_hours
-    most = math.ceil(hours * 3600 / SEVEN_DAYS_S) if hours else 0
     flex = placement.mode.startswith("flex_start")
-    seconds = max(SHORTEST_S, longest_run_s(placement.spec) - LEAVE_BEFORE_S) if flex else 0
-    return [LEAVE_AFTER, str(seconds), "--at-most", str(most)]
+    seconds = leave_after_s(longest_run_s(placement.spec)) if flex else 0
+    return [LEAVE_AFTER, str(seconds), "--at-most", str(most_allocations(placement.spec))]
 
 
 def _container(placement: Placement, name: str, command: list[str]) -> Manifest:
@@ -248,22 +267,3 @@ def _node_volumes(mounts: tuple[Mount, ...]) -> list[Manifest]:
 def _shared_memory(placement: Placement) -> Manifest:
     limit = f"{placement.machine.shared_memory_gib}Gi"
     return {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}
-
-
-def _run_volumes(placement: Placement) -> list[Manifest]:
-    return [
-        {"name": "run-file", "configMap": {"name": f"{placement.name}-run"}},
-        {"name": "token", "secret": {"secretName": f"{placement.name}-token", "defaultMode": 0o400}},
-        *_claim(placement),
-        *(volume for volume, _ in bucket_volumes(placement)),
-    ]
-
-
-def _claim(placement: Placement) -> list[Manifest]:
-    claim = placement.options.run_claim
-    return [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}] if claim else []
-
-
-def _bucket_mounts(placement: Placement) -> list[Manifest]:
-    claim: list[Manifest] = [{"name": "runs", "mountPath": CLAIM_FOLDER}] if placement.options.run_claim else []
-    return [*claim, *(mount for _, mount in bucket_volumes(placement))]

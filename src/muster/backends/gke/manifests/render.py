@@ -36,7 +36,7 @@ def render(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None 
     return JobRequest(
         run_id=run_id,
         backend=BACKEND,
-        run_dir=placement.run_dir,
+        run_dir=placement.local_dir,
         tasks=(_task(roles[SUPERVISOR]), _task(roles[HOST], pods.nccl_environment(placement))),
         labels=placement.labels,
         files={"cluster.yaml": dump(cluster_objects(placement)), "run.yaml": dump(run_manifests(placement))},

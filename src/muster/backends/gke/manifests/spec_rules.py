@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement
+from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement, as_uri, is_bucket
 from muster.catalog import gke as catalogue
 from muster.core.errors import Problem, RunFileError
 
@@ -73,26 +73,20 @@ def _image_is_named(placement: Placement) -> Iterator[Finding]:
         yield _error("resources.image", image, f"this cannot be an image's name: {reason}")
 
 
-def _run_folder_outlives_a_pod(placement: Placement) -> Iterator[Finding]:
-    if not placement.run_dir.startswith("/gcs/") and placement.options.run_claim is None:
-        reason = "agents on other nodes find the supervisor through it, and a pod's disk ends with the pod"
-        message = f"the run folder is not in a bucket: {reason}"
-        yield _warning("run_dir", placement.run_dir, message, "run_dir: gs://BUCKET/runs/NAME")
+def _run_has_a_home(placement: Placement) -> Iterator[Finding]:
+    if not placement.in_bucket and placement.options.run_claim is None:
+        reason = "agents on other nodes find the supervisor there, and a pod's disk ends with the pod"
+        message = f"the run has no place in a bucket: {reason}"
+        yield _error("run_dir", placement.spec.run_dir or placement.home, message, "run_dir: gs://BUCKET/runs/NAME")
 
 
 def _checkpoints_outlive_a_pod(placement: Placement) -> Iterator[Finding]:
     folder = placement.spec.checkpoint.dir
-    if folder is None and placement.run_dir.startswith("/gcs/"):
-        folder = placement.run_dir
-    if folder is None or not folder.startswith(("gs://", "s3://", "/gcs/")):
+    if folder is not None and not is_bucket(as_uri(folder)):
         level = _error if placement.hosts > 1 and placement.mode != "owned" else _warning
         reason = "it ends with the pod, and other hosts do not see it"
         message = f"checkpoints would be written to a pod's own disk: {reason}"
         yield level("checkpoint.dir", folder, message, "checkpoint.dir: gs://BUCKET/checkpoints")
-    elif folder.startswith("/gcs/"):
-        reason = "GCSFuse has no atomic create across hosts; gs:// writes with a generation precondition"
-        message = f"commits through a mounted bucket are not conditional writes: {reason}"
-        yield _warning("checkpoint.dir", folder, message, "checkpoint.dir: " + folder.replace("/gcs/", "gs://", 1))
 
 
 def _ranks_fit_the_machine(placement: Placement) -> Iterator[Finding]:
@@ -160,10 +154,14 @@ def _claims_exist(placement: Placement) -> Iterator[Finding]:
         yield _error("network", network, f"{machine.name} takes its NICs by resource claims alone: {reason}")
 
 
-def _image_runs_on_arm(placement: Placement) -> Iterator[Finding]:
+def _arm_is_supported(placement: Placement) -> Iterator[Finding]:
     if placement.family.arch == "arm64":
-        message = f"{placement.machine.name} runs arm64 images alone: its CPUs are arm64"
-        yield _warning("resources.image", placement.spec.resources.image, message)
+        missing = (
+            "its hosts are arm64 and the supervisor's node is not, so one image cannot start on both; NVLink between "
+            "hosts needs a ComputeDomain, NVIDIA's DRA driver and a placement policy (1x72), which nothing here makes"
+        )
+        message = f"{placement.machine.name} is not supported yet: {missing}"
+        yield _error("resources.machine", placement.machine.name, message, "resources.machine: a4-highgpu-8g")
 
 
 def _names_are_labels(placement: Placement) -> Iterator[Finding]:
@@ -186,7 +184,7 @@ RULES: tuple[Callable[[Placement], Iterator[Finding]], ...] = (
     _mode_is_sold,
     _reservation_is_named,
     _image_is_named,
-    _run_folder_outlives_a_pod,
+    _run_has_a_home,
     _checkpoints_outlive_a_pod,
     _ranks_fit_the_machine,
     _device_fits_the_machine,
@@ -195,6 +193,6 @@ RULES: tuple[Callable[[Placement], Iterator[Finding]], ...] = (
     _queued_nodes_are_not_replaced,
     _locations_are_places,
     _claims_exist,
-    _image_runs_on_arm,
+    _arm_is_supported,
     _names_are_labels,
 )

@@ -1,78 +1,132 @@
-"""Buckets as folders: every ``/gcs/BUCKET/...`` path of a run file is a GCSFuse volume with options for its use."""
+"""What pods mount: the run's folder, the token, scratch space, and buckets with data and weights (GCSFuse).
+
+Nothing that a run's processes share goes through a mount (see ``muster.storage.home``). Options are flags (``a=b``, or
+the bare name of a switch): what goes into GCSFuse's configuration file instead (``a:b:c``) is ignored by 3.4.0 to 3.5.6
+on the large GPU machines, and a switch with a value (``a=true``) ends the mount with CSI drivers before v1.23, which
+hand it over as two words.
+"""
 
 from __future__ import annotations
 
-from muster.backends.gke.manifests.placement import Placement, mounted
-from muster.core.typed_json import Json
+import math
 
-_BASE = ["implicit-dirs"]
-_DATA = [
-    "profile=aiml-training",
-    "file-cache:enable-parallel-downloads:true",
-    "file-cache:parallel-downloads-per-file:100",
-    "file-cache:max-parallel-downloads:-1",
-    "file-cache:download-chunk-size-mb:10",
-    "file-cache:max-size-mb:-1",
-]
-_CHECKPOINTS = [
-    "profile=aiml-checkpointing",
-    "write:enable-streaming-writes:true",
-    "metadata-cache:negative-ttl-secs:0",
-    "file-system:kernel-list-cache-ttl-secs:0",
-]
-# The run folder is how agents find the supervisor: a cached absence or an old lease would hide it from them.
-_RUN = ["metadata-cache:ttl-secs:0"]
-_KEPT = ["metadata-cache:ttl-secs:-1"]
+from muster.backends.gke.manifests.placement import CLAIM_FOLDER, LOCAL_FOLDER, Placement, as_uri
+from muster.catalog import rows
+from muster.core.typed_json import Json, JsonObject
+
+Manifest = dict[str, Json]
+
+TOKEN_FOLDER = "/etc/muster/token"
+TOKEN_FILE = f"{TOKEN_FOLDER}/token"
+SCRATCH = "/var/tmp/muster"
+"""On the node's own disk, or its local SSDs: what is downloaded and compiled. It goes with the pod."""
+BESIDE_WEIGHTS_GIB = 20
+SHARE_OF_WEIGHTS = 1.1
+"""A download lies under its final name and, in part, under a temporary one."""
+
+# What Google's profile of this name sets is for data that are read and do not change while a run lasts.
+_READ = ["implicit-dirs", "profile=aiml-training"]
+_CACHED = ["file-cache-enable-parallel-downloads"]
+# Prepared data are written by one host and read by the others: no name may be remembered, and a finished folder is
+# renamed, which flat buckets allow up to this many files (the default off the large machines is 0).
+_WRITTEN = ["implicit-dirs", "metadata-cache-ttl-secs=0", "rename-dir-limit=200000"]
 
 
 def buckets(placement: Placement) -> dict[str, set[str]]:
-    """Bucket -> its uses (run, checkpoints, data), for every path below ``/gcs``."""
+    """Bucket -> its uses: ``home`` and ``checkpoints`` by URI, ``read`` and ``written`` below a mount."""
     result: dict[str, set[str]] = {}
 
     def note(path: str | None, use: str) -> None:
-        if path and path.startswith("/gcs/"):
-            result.setdefault(path.split("/")[2], set()).add(use)
+        if path and as_uri(path).startswith("gs://"):
+            result.setdefault(as_uri(path).split("/")[2], set()).add(use)
 
     spec = placement.spec
-    note(mounted(placement.run_dir), "run")
+    note(placement.home, "home")
     note(spec.checkpoint.dir, "checkpoints")
     if spec.model is not None:
-        note(spec.model.source, "data")
+        note(spec.model.source, "read")
+        note(spec.model.tokenizer if isinstance(spec.model.tokenizer, str) else None, "read")
     if spec.data is not None:
-        note(spec.data.cache_dir, "data")
+        note(spec.data.cache_dir, "written")
         for source in spec.data.sources:
             for path in source.files.values():
-                note(path, "data")
+                note(path, "read")
     return result
 
 
 def bucket_volumes(placement: Placement) -> list[tuple[dict[str, Json], dict[str, Json]]]:
-    """(volume, mount) for every bucket."""
+    """(volume, mount) for every bucket with data or weights."""
     rows: list[tuple[dict[str, Json], dict[str, Json]]] = []
-    for number, (bucket, uses) in enumerate(sorted(buckets(placement).items())):
-        options = ",".join(_options(uses))
-        attributes = {"bucketName": bucket, "mountOptions": options}
-        volume: dict[str, Json] = {
-            "name": f"bucket-{number}",
-            "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes},
+    mounts = {bucket: uses for bucket, uses in sorted(buckets(placement).items()) if uses & {"read", "written"}}
+    for number, (bucket, uses) in enumerate(mounts.items()):
+        source: JsonObject = {
+            "driver": "gcsfuse.csi.storage.gke.io",
+            "volumeAttributes": _attributes(placement, bucket, uses),
         }
-        rows.append((volume, {"name": f"bucket-{number}", "mountPath": f"/gcs/{bucket}"}))
+        if "written" not in uses:
+            source = {**source, "readOnly": True}
+        rows.append(
+            ({"name": f"bucket-{number}", "csi": source}, {"name": f"bucket-{number}", "mountPath": f"/gcs/{bucket}"})
+        )
     return rows
 
 
 def bucket_annotations(placement: Placement) -> dict[str, str]:
     """What the GCSFuse sidecar's injection waits for; limits of 0 mean none (a sidecar out of memory looks like an
     I/O error)."""
-    if not buckets(placement):
+    if not bucket_volumes(placement):
         return {}
     limits = {f"gke-gcsfuse/{resource}-limit": "0" for resource in ("cpu", "memory", "ephemeral-storage")}
     return {"gke-gcsfuse/volumes": "true", **limits}
 
 
-def _options(uses: set[str]) -> list[str]:
-    options = list(_BASE)
-    if "checkpoints" in uses:
-        options += _CHECKPOINTS
-    elif "data" in uses:
-        options += _DATA
-    return options + (_RUN if "run" in uses else _KEPT)
+def _attributes(placement: Placement, bucket: str, uses: set[str]) -> JsonObject:
+    """What is only read is kept on the node's local SSDs, where it has some: a boot disk would fill up."""
+    if "written" in uses:
+        return {"bucketName": bucket, "mountOptions": ",".join(_WRITTEN)}
+    if not placement.local_ssds:
+        return {"bucketName": bucket, "mountOptions": ",".join(_READ)}
+    # An attribute, because the option of the same meaning as a flag does not switch the cache on: the driver does.
+    return {"bucketName": bucket, "mountOptions": ",".join([*_READ, *_CACHED]), "fileCacheCapacity": "-1"}
+
+
+def run_volumes(placement: Placement) -> list[Manifest]:
+    """The run's own folder (on the claim, or one of this pod alone), its files, and its token."""
+    claim = placement.options.run_claim
+    folder: JsonObject = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    return [
+        {"name": "run-file", "configMap": {"name": f"{placement.name}-run"}},
+        {"name": "token", "secret": {"secretName": f"{placement.name}-token", "defaultMode": 0o400}},
+        {"name": "runs", **folder},
+    ]
+
+
+def run_mount(placement: Placement) -> Manifest:
+    return {"name": "runs", "mountPath": CLAIM_FOLDER if placement.options.run_claim else LOCAL_FOLDER}
+
+
+def token_mount() -> Manifest:
+    """For programs alone: the token is in no folder of the run."""
+    return {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True}
+
+
+def scratch_environment(placement: Placement) -> dict[str, str]:
+    """Where libraries put what they download and compile. Where ``/tmp`` is a folder of the node (TCPX has its socket
+    there), it is small, and what lies in it stays when the pod goes."""
+    env = {"HF_HOME": f"{SCRATCH}/huggingface"}
+    if placement.machine.gpus and any(mount.path == "/tmp" for mount in placement.machine.fabric.mounts):
+        env |= {
+            "TMPDIR": SCRATCH,
+            "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
+            "TRITON_CACHE_DIR": f"{SCRATCH}/triton",
+        }
+    return env
+
+
+def ephemeral_storage(placement: Placement) -> JsonObject:
+    """What a host asks of the node's disk for the weights that it downloads, where their size is known."""
+    model = placement.spec.model
+    size = rows.weights_bytes(model.source or "") if model is not None and model.weights == "hub" else None
+    if not size:
+        return {}
+    return {"ephemeral-storage": f"{math.ceil(SHARE_OF_WEIGHTS * size / 2**30) + BESIDE_WEIGHTS_GIB}Gi"}

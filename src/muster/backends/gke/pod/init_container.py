@@ -1,7 +1,9 @@
-"""Init program of every pod of a run: the run file and the token go from their volumes into the run folder.
+"""Init program of every pod of a run: the run file goes from its volume into the run's folder, and where the run lives.
 
-Run as ``python -m muster.backends.gke.pod.init_container --run-dir DIR --run-id ID``. Existing files stay: a replaced
-supervisor's successor finds the folder unchanged. A corrected run file (another submission) replaces the old one.
+Run as ``python -m muster.backends.gke.pod.init_container --run-dir DIR --run-id ID [--home URI]``. On a claim existing
+files stay: a replaced supervisor's successor finds the folder unchanged, and a corrected run file (another submission)
+replaces the old one. Where the run lives in a bucket the folder is the pod's own: its file ``home`` names the bucket's,
+and what a restart put there since the submission is fetched.
 """
 
 from __future__ import annotations
@@ -11,32 +13,38 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 from muster.backends import code_bundle
-from muster.core.errors import UsageError
+from muster.core.errors import AccessError, BackendError, MusterError
 from muster.storage import run_registry
+from muster.storage.home import HOME_FILE, open_home
 
 RUN_FILES = Path("/etc/muster/run")
-TOKEN = Path("/etc/muster/token/token")
 CODE = "code.tar.gz"
 """A file of the config map: the user's own code, where the run has any."""
 SUBMISSION = "submission"
 """A file of the config map: which submission of the run it belongs to."""
+PATIENCE_S = 180.0
+"""A fresh pod's account may be refused for a while: GKE's metadata server has to learn of it."""
+RETRY_S = 3.0
 
 
-def place(run_dir: Path, *, run_id: str, run_files: Path = RUN_FILES, token: Path = TOKEN) -> list[str]:
+def place(run_dir: Path, *, run_id: str, home: str | None = None, run_files: Path = RUN_FILES) -> list[str]:
     """Create what is missing in ``run_dir`` and bring the run file up to date; return the names written.
 
     Raises:
         UsageError: a run is there, in a format that this version does not read.
+        AccessError, BackendError: the home cannot be read.
     """
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if run_registry.existing_id(run_dir) is not None:
         run_registry.check_format(run_dir)
     files = {"format": f"{run_registry.FORMAT}\n".encode()}
     files |= {name: (run_files / name).read_bytes() for name in ("run.yaml", "resolved.json")}
-    files["token"] = token.read_bytes().strip()
+    if home is not None:
+        files[HOME_FILE] = f"{home}\n".encode()
     files["run_id"] = f"{run_id}\n".encode()
     files["job.json"] = (json.dumps({"version": 1, "run_id": run_id, "backend": "gke"}) + "\n").encode()
     # Files of an older submission are replaced; what a restart on held hosts wrote after this one stays.
@@ -45,21 +53,36 @@ def place(run_dir: Path, *, run_id: str, run_files: Path = RUN_FILES, token: Pat
     newer = _read(run_dir / SUBMISSION) != number
     if newer and (run_files / CODE).exists():
         code_bundle.unpack((run_files / CODE).read_bytes(), run_dir)
-    return [name for name, data in files.items() if _written(run_dir / name, data, replace=newer)]
+    written = [name for name, data in files.items() if _written(run_dir / name, data, replace=newer)]
+    return [*written, "what a restart changed"] if _fetched(run_dir) else written
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--run-id", required=True)
+    parser.add_argument("--home", help="URI of the bucket's folder that the run lives in; default: the run's folder")
     arguments = parser.parse_args()
     try:
-        written = place(arguments.run_dir, run_id=arguments.run_id)
-    except UsageError as error:
+        written = place(arguments.run_dir, run_id=arguments.run_id, home=arguments.home)
+    except MusterError as error:
         print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     print("placed " + (", ".join(written) or "nothing: all there"), file=sys.stderr)
     return 0
+
+
+def _fetched(run_dir: Path) -> bool:
+    """Whether the home had a newer run file of the same submission; it is in ``run_dir`` then."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return open_home(run_dir).fetch()
+        except (AccessError, BackendError) as error:
+            if time.monotonic() > until:
+                raise
+            print(f"waiting for the bucket: {error}", file=sys.stderr, flush=True)
+            time.sleep(RETRY_S)
 
 
 def _written(target: Path, data: bytes, *, replace: bool) -> bool:

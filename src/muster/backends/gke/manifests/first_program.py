@@ -1,0 +1,31 @@
+"""What runs in a container before and around Muster's own program: the shell line that sources NCCL's script. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+# A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it. The arguments
+# are put aside because a sourced script sees them. Where it fails, or its last command is false, the agent starts all
+# the same, and what is set after it wins over what it says. 75: the pod ends for nothing, and another one waits anew.
+SOURCE_AND_RUN = """\
+script=$0 words=("$@")
+trap 'exit 75' TERM
+for ((waited = 0; waited < 600; waited++)); do
+  [[ -r $script ]] && break
+  ((waited % 30)) || echo "waiting for $script: the installer of the data network's libraries has not put it here" >&2
+  sleep 1
+done
+[[ -r $script ]] || { echo "error: $script did not come in 600 s: look at the installers in kube-system" >&2; exit 75; }
+source "$script";
+set -- "${words[@]}"
+while [[ $1 != -- ]]; do export "$1"; shift; done
+shift
+trap - TERM
+exec "$@"
+"""
+
+
+def sourcing(script: str, overrides: Mapping[str, str], command: Sequence[str]) -> list[str]:
+    """``command`` after ``script`` of the node, with ``overrides`` set anew behind it."""
+    words = [f"{name}={value}" for name, value in overrides.items()]
+    return ["/bin/bash", "-c", SOURCE_AND_RUN, script, *words, "--", *command]

@@ -1,0 +1,77 @@
+"""The shell line around a host's program, run by a real bash."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cases import placement, spec
+
+from muster.backends.gke.manifests.first_program import SOURCE_AND_RUN, sourcing
+from muster.backends.gke.manifests.placement import mode_of
+from muster.backends.gke.manifests.pods import host_template
+
+SAYS = (
+    "import os, sys; print(os.environ.get('NCCL_NET'), os.environ.get('NCCL_SOCKET_IFNAME'), sys.argv[1:], os.getpid())"
+)
+WORDS = ["two words", "$HOME", '"quoted"', "--", "a=b"]
+
+
+def started(script, overrides=(), program=SAYS):
+    argv = sourcing(str(script), dict(overrides), [sys.executable, "-c", program, *WORDS])
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def script(tmp_path):
+    return tmp_path / "set env.sh"
+
+
+def test_it_sources_and_then_becomes_the_agent(script):
+    script.write_text("export NCCL_NET=gIB NCCL_SOCKET_IFNAME=lo\n")
+    process = started(script, {"NCCL_SOCKET_IFNAME": "eth0,$eth1"})
+    said, _ = process.communicate(timeout=30)
+    assert said.strip() == f"gIB eth0,$eth1 {WORDS} {process.pid}", "signals reach the agent, not a shell above it"
+
+
+@pytest.mark.parametrize("text", ["false\n", "shift 2\nset -- x\n", "set -eu\n"])
+def test_whatever_the_script_ends_with(script, text):
+    script.write_text("export NCCL_NET=gIB\n" + text)
+    said, _ = started(script).communicate(timeout=30)
+    assert said.startswith(f"gIB None {WORDS}")
+
+
+def test_a_script_that_comes_late_is_waited_for(script):
+    process = started(script)
+    time.sleep(1.5)
+    assert process.poll() is None
+    script.write_text("export NCCL_NET=gIB\n")
+    said, complaint = process.communicate(timeout=30)
+    assert said.startswith("gIB") and f"waiting for {script}" in complaint
+
+
+def test_a_script_that_never_comes_ends_the_pod_for_nothing(script):
+    argv = sourcing(str(script), {}, ["true"])
+    assert "waited < 600" in SOURCE_AND_RUN
+    argv[2] = SOURCE_AND_RUN.replace("waited < 600", "waited < 1")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 75 and "did not come in 600 s" in done.stderr
+
+
+def test_a_pod_that_is_removed_while_it_waits_ends_at_once(script):
+    process = started(script)
+    assert "waiting" in process.stderr.readline()
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=10) == 75
+
+
+def test_after_the_script_stands_what_googles_own_recipes_set_again():
+    """Not the search path: a script may have put its libraries in front."""
+    where = placement(spec("a4-highgpu-8g", "spot"))
+    (container,) = host_template(where, mode_of(where))["spec"]["containers"]
+    words = container["command"][4:]
+    assert words[: words.index("--")] == [
+        "NCCL_SOCKET_IFNAME=eth0,eth1", "NCCL_TUNER_CONFIG_PATH=/usr/local/gib/configs/tuner_config_a4.txtpb"
+    ]  # fmt: skip

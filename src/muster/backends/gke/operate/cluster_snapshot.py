@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.placement import SUPERVISOR, object_name
 from muster.backends.gke.operate import locate
-from muster.backends.gke.operate.status_reason import ClusterSnapshot, condition
+from muster.backends.gke.operate.status_reason import UNPLACED, ClusterSnapshot, condition
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import newest, number_of
 from muster.core.typed_json import JsonObject, at, child, children, text, whole
@@ -34,8 +34,11 @@ def take_snapshot(cluster: Cluster, namespace: str, run_id: str) -> ClusterSnaps
     if jobset is not None and number_of(jobset) > 1:  # an earlier allocation's pods are history
         pods = [pod for pod in pods if text(pod, "metadata", "labels", locate.JOBSET) in ("", name)]
     started = jobset is not None and not at(jobset, "spec", "suspend")  # then a pod that is missing has a reason
-    events = cluster.list("v1", "events", namespace=namespace) if pods or started else []
-    nodes = cluster.list("v1", "nodes") if pods else []
+    unseen = jobset is not None and workload is None  # and Kueue may say why it takes no notice
+    events = cluster.list("v1", "events", namespace=namespace) if pods or started or unseen else []
+    unplaced = (condition(workload, "Admitted") or {}).get("reason") == UNPLACED
+    nodes = cluster.list("v1", "nodes") if pods or unplaced else []
+    topologies = cluster.list(KUEUE_API, "topologies") if unplaced else []
     return ClusterSnapshot(
         jobset=jobset,
         workload=workload,
@@ -44,6 +47,7 @@ def take_snapshot(cluster: Cluster, namespace: str, run_id: str) -> ClusterSnaps
         pods=pods,
         events=events,
         nodes=nodes,
+        topology_labels=[text(level, "nodeLabel") for row in topologies for level in children(row, "spec", "levels")],
     )
 
 

@@ -6,14 +6,18 @@ check (DWS), the nodes, the images, the pods; then what is lost while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.backends.gke.operate.status_reason_pods import Explanation, pods_sentence, refused
+from muster.backends.gke.operate.evictions import Explanation, asked_again, deactivated_or_evicted
+from muster.backends.gke.operate.not_created import no_pod, no_workload
+from muster.backends.gke.operate.status_reason_pods import hosts_that_run, nodes_of_hosts, pods_sentence
 from muster.core.typed_json import JsonObject, at, child, children, text, whole
 from muster.core.types import JobState
 
 Manifest = JsonObject
+UNPLACED = "PendingDelayedTopologyRequests"
+"""Reason of ``Admitted`` while Kueue waits for nodes with the topology's labels: DWS has delivered them already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,8 @@ class ClusterSnapshot:
     pods: Sequence[Manifest] = ()
     events: Sequence[Manifest] = ()
     nodes: Sequence[Manifest] = ()
+    topology_labels: Sequence[str] = ()
+    """Labels by which the cluster's Topology objects place pods; asked while that is what the run waits for."""
 
 
 def explain(snapshot: ClusterSnapshot) -> Explanation:
@@ -35,7 +41,7 @@ def explain(snapshot: ClusterSnapshot) -> Explanation:
         return Explanation(JobState.ABSENT, "no such run on the cluster")
     return (
         _ended(snapshot.jobset)
-        or _deactivated_or_evicted(snapshot.workload)
+        or deactivated_or_evicted(snapshot.workload)
         or _queued(snapshot)
         or _checked(snapshot)
         or _placed(snapshot)
@@ -50,50 +56,14 @@ def _ended(jobset: Manifest | None) -> Explanation | None:
     return None
 
 
-def _deactivated_or_evicted(workload: Manifest | None) -> Explanation | None:
-    if workload is None:
-        return None
-    evicted = condition(workload, "Evicted")
-    if at(workload, "spec", "active") is False:
-        reason = _words(evicted, "its admission check was rejected too often, or it was stopped by hand")
-        hint = "muster submit again, or set spec.active of the Workload to true"
-        return Explanation(JobState.STOPPED, f"Kueue has deactivated the run: {reason}", hint)
-    known = EVICTED.get(str((evicted or {}).get("reason")))
-    if known and _true(evicted) and not _true(condition(workload, "QuotaReserved")):
-        sentence, reason = known[0], _words(evicted)
-        return _waiting(f"{sentence}: {reason}{_asked_again(workload)}", known[1])
-    return None
-
-
-EVICTED: Mapping[str, tuple[str, str | None]] = {
-    "Preempted": ("preempted; queued again", None),
-    "PodsReadyTimeout": ("evicted because not all pods became ready in time; queued again", None),
-    "AdmissionCheck": ("evicted by an admission check; queued again", "another zone or mode may have capacity"),
-    "ClusterQueueStopped": (
-        "its cluster queue was stopped; waiting",
-        "set spec.stopPolicy of the ClusterQueue to None",
-    ),
-    "LocalQueueStopped": ("its queue was stopped; waiting", "set spec.stopPolicy of the LocalQueue to None"),
-    "NodeFailures": ("evicted because nodes failed; queued again", None),
-}
-"""Reason of Kueue's ``Evicted`` -> sentence, hint."""
-
-
-def _asked_again(workload: Manifest) -> str:
-    """When Kueue lets the run try again, where it says so."""
-    state = child(workload, "status", "requeueState")
-    if not text(state, "requeueAt"):
-        return ""
-    return f"; Kueue tries again at {state['requeueAt']} (try {whole(state, 'count') + 1})"
-
-
 def _queued(snapshot: ClusterSnapshot) -> Explanation | None:
     workload = snapshot.workload
     if workload is None:
         if not at(snapshot.jobset, "spec", "suspend"):
             return None
+        said = no_workload(snapshot.jobset, snapshot.events)
         hint = "is Kueue running, and is the JobSet integration on?"
-        return _waiting("waiting for Kueue to create a Workload for the run", hint)
+        return _waiting(f"waiting for Kueue to create a Workload for the run{said}", hint)
     reserved = condition(workload, "QuotaReserved")
     if reserved is None:
         if _admitted(workload) or child(workload, "status", "admission"):
@@ -102,9 +72,17 @@ def _queued(snapshot: ClusterSnapshot) -> Explanation | None:
     if _true(reserved):
         return None
     message = _words(reserved)
-    if "request > maximum capacity" in message:
+    if "> maximum capacity" in message:
         hint = "fewer resources.hosts, or a larger nominalQuota of the cluster queue"
         return _waiting(f"Kueue can never admit the run, which is larger than its queue: {message}", hint)
+    if "unavailable in ClusterQueue" in message:
+        hint = (
+            "every resource that the pods request has to be in coveredResources; muster up RUN.yaml makes such a queue"
+        )
+        return _waiting(f"Kueue can never admit the run: its queue has no quota of a kind: {message}", hint)
+    if "doesn't match node affinity" in message or "untolerated taint" in message:
+        hint = "the queue's flavours are for other nodes: resources.queue, or muster up RUN.yaml"
+        return _waiting(f"Kueue cannot admit the run to the nodes of its queue: {message}", hint)
     if reserved.get("reason") != "Inadmissible":
         hint = "another run uses it, or the cluster queue's nominalQuota is too small"
         return _waiting(f"waiting for Kueue quota: {message}", hint)
@@ -117,8 +95,11 @@ def _queued(snapshot: ClusterSnapshot) -> Explanation | None:
 
 def _checked(snapshot: ClusterSnapshot) -> Explanation | None:
     workload = snapshot.workload
-    if workload is None or _true(condition(workload, "Admitted")):
+    admitted = condition(workload, "Admitted")
+    if workload is None or _true(admitted):
         return None
+    if (admitted or {}).get("reason") == UNPLACED:
+        return _unplaced(snapshot, _words(admitted))
     pending = [check for check in children(workload, "status", "admissionChecks") if text(check, "state") != "Ready"]
     for check in pending:
         definition = next(
@@ -133,18 +114,41 @@ def _checked(snapshot: ClusterSnapshot) -> Explanation | None:
         if active is not None and not _true(active):
             return _waiting(f"admission check {check['name']} is not active: {_words(active)}")
     if snapshot.provisioning_requests:
-        return _dws(newest(snapshot.provisioning_requests), _asked_again(workload))
+        return _dws(newest(snapshot.provisioning_requests), asked_again(workload))
     for check in pending:
         message = text(check, "message")
         name, state = text(check, "name"), text(check, "state")
         if state in ("Retry", "Rejected"):
             return _waiting(f"admission check {name} is in state {state}: {message or 'no reason given'}")
+        if message.startswith("Error creating ProvisioningRequest"):
+            return _waiting(f"Kueue cannot ask DWS for nodes: {message}", "Kueue's role, or a quota of the namespace")
         asked = f": {message}" if message else " (no request to DWS yet)"
         return _waiting(f"quota is reserved; waiting for admission check {name}{asked}")
     return None
 
 
-def _dws(request: Manifest, again: str = "") -> Explanation | None:
+def _unplaced(snapshot: ClusterSnapshot, message: str) -> Explanation:
+    """The nodes are there, and lack a label (or are not ready): Kueue never places pods on them, and DWS takes them
+    back after about ten minutes, only to be asked again."""
+    found = []
+    wanted = next((row for row in children(snapshot.workload, "spec", "podSets") if text(row, "name") == "host"), {})
+    selector = child(wanted, "template", "spec", "nodeSelector")
+    for node in snapshot.nodes:
+        labels = child(node, "metadata", "labels")
+        if selector and selector.items() <= labels.items():
+            lacks = [label for label in snapshot.topology_labels if not labels.get(label)]
+            ready = condition(node, "Ready")
+            name = text(node, "metadata", "name")
+            if lacks:
+                found.append(f"node {name} has no label {lacks[0]}")
+            elif not _true(ready):
+                found.append(f"node {name} is not ready")
+    why = "; ".join(found[:3]) or message
+    hint = "muster down ends the cost; the queue's flavour needs a Topology whose labels all nodes have, or none"
+    return _waiting(f"DWS has delivered the nodes, which bill, and Kueue does not place the pods on them: {why}", hint)
+
+
+def _dws(request: Manifest, again: str = "") -> Explanation:
     """The conditions of a ProvisioningRequest, the last word first."""
     kinds = ("Accepted", "Provisioned", "Failed", "BookingExpired", "CapacityRevoked")
     accepted, provisioned, failed, expired, revoked = (condition(request, kind) for kind in kinds)
@@ -158,7 +162,7 @@ def _dws(request: Manifest, again: str = "") -> Explanation | None:
         hint = "Kueue asks again a few times; another zone or mode may have capacity"
         return _waiting(f"DWS cannot provide the nodes: {_words(failed)}{again}", hint)
     if _true(provisioned):
-        return None
+        return _waiting("DWS has delivered the nodes, which bill; waiting for Kueue to admit the run")
     if _true(accepted):
         message = text(provisioned, "message", default="wasn't provisioned")
         said = "" if "wasn't provisioned" in message else f" ({message})"
@@ -167,18 +171,28 @@ def _dws(request: Manifest, again: str = "") -> Explanation | None:
 
 
 def _placed(snapshot: ClusterSnapshot) -> Explanation:
-    not_created = refused(snapshot.jobset, snapshot.pods, snapshot.events) if snapshot.jobset is not None else None
-    if not_created is not None:
-        hint = "a ResourceQuota or an admission policy of the namespace refuses it"
-        return _waiting(f"admitted; {not_created}", hint)
+    running = hosts_that_run(snapshot.pods)
+    if missing := no_pod(snapshot.jobset, snapshot.pods, snapshot.events):
+        if running:
+            found = pods_sentence(snapshot.pods, snapshot.events, snapshot.nodes, restarts(snapshot.jobset))
+            return found._replace(sentence=f"{found.sentence}; {missing.sentence}", hint=found.hint or missing.hint)
+        return _waiting(f"admitted; {missing.sentence}{_billed(snapshot)}", missing.hint)
     if snapshot.pods:
-        return pods_sentence(snapshot.pods, snapshot.events, snapshot.nodes, restarts(snapshot.jobset))
+        found = pods_sentence(snapshot.pods, snapshot.events, snapshot.nodes, restarts(snapshot.jobset))
+        waits = found.state is JobState.WAITING
+        return found._replace(sentence=found.sentence + _billed(snapshot)) if waits else found
     if snapshot.jobset is not None or snapshot.workload is None:
         return _waiting("admitted; its pods are being created")
     queue = text(snapshot.workload, "status", "admission", "clusterQueue", default="the queue")
     if not _admitted(snapshot.workload):
         return _waiting(f"quota is reserved in {queue}; waiting to be admitted")
     return _waiting(f"admitted by {queue}; waiting for its pods")
+
+
+def _billed(snapshot: ClusterSnapshot) -> str:
+    """How many hosts' nodes cost money while the run waits."""
+    count = len(nodes_of_hosts(snapshot.pods))
+    return f"; {count} host node{'s bill' if count > 1 else ' bills'} meanwhile" if count else ""
 
 
 def restarts(jobset: Manifest | None) -> int:

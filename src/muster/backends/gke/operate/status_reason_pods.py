@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from muster.core.typed_json import JsonObject, child, children, text, whole
+from muster.backends.gke.operate.evictions import Explanation
+from muster.core.typed_json import JsonObject, child, children, text
 from muster.core.types import JobState
 
 Manifest = JsonObject
@@ -16,14 +17,6 @@ _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNever
 TERMINATION_TAINT = "cloud.google.com/impending-node-termination"
 """Taint by which GKE announces that a node will be terminated: maintenance, or the end of a Spot VM."""
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-
-
-class Explanation(NamedTuple):
-    """The state in words that every back end shares, one sentence, and where there is one, the next step."""
-
-    state: JobState
-    sentence: str
-    hint: str | None = None
 
 
 class Trouble(NamedTuple):
@@ -91,27 +84,6 @@ def _running_sentence(newest: Sequence[Manifest], nodes: Sequence[Manifest]) -> 
     return Explanation(JobState.RUNNING, f"running: {hosts}{supervisor}{_leaving(newest, nodes)}")
 
 
-def refused(jobset: Manifest, pods: Sequence[Manifest], events: Sequence[Manifest]) -> str | None:
-    """Why a missing pod of the JobSet was not created: its Job's own message (quota, a policy)."""
-    there = {(_role(pod), text(pod, "metadata", "labels", INDEX, default="0")) for pod in pods}
-    missing = {
-        f"{text(jobset, 'metadata', 'name')}-{role['name']}-{index}": f"{role['name']}-{index}"
-        for role in children(jobset, "spec", "replicatedJobs")
-        for index in range(whole(role, "replicas", default=1))
-        if (text(role, "name"), str(index)) not in there
-    }
-    failures = [
-        event
-        for event in events
-        if text(event, "reason") == "FailedCreate" and text(event, "involvedObject", "name") in missing
-    ]
-    if not failures:
-        return None
-    last = max(failures, key=_when)
-    subject = missing[text(last, "involvedObject", "name")] if len(missing) == 1 else f"{len(missing)} pods"
-    return f"{subject} cannot be created ({_short(text(last, 'message', default='no reason given'))})"
-
-
 def _leaving(pods: Sequence[Manifest], nodes: Sequence[Manifest]) -> str:
     """Pods on nodes whose termination is announced."""
     tainted = {
@@ -166,9 +138,9 @@ def _trouble(pod: Manifest, events: Sequence[Manifest]) -> Trouble | None:
             return trouble
     for event in reversed(_events_of(pod, events)):
         if event.get("reason") in ("FailedMount", "FailedAttachVolume"):
-            return Trouble(35, f"a volume on node {node} ({_short(text(event, 'message'))})")
+            return _no_volume(node, text(event, "message"))
         if event.get("reason") == "FailedCreatePodSandBox":
-            return Trouble(34, f"its network on node {node} ({_short(text(event, 'message'))})")
+            return Trouble(34, f"its network on node {node} ({short(text(event, 'message'))})")
         if event.get("reason") == "Pulling":
             return Trouble(30, f"the image is being pulled on node {node}")
     return Trouble(25, f"starting on node {node}")
@@ -178,12 +150,41 @@ def _container_trouble(container: JsonObject) -> Trouble | None:
     waiting = child(container, "state", "waiting")
     reason, message = text(waiting, "reason"), text(waiting, "message")
     if reason in _IMAGE:
-        reason_text = f"image {container.get('image', 'its image')} cannot be pulled ({reason}: {_short(message)})"
+        reason_text = f"image {container.get('image', 'its image')} cannot be pulled ({reason}: {short(message)})"
         return Trouble(40, reason_text, "does resources.image exist, and may the nodes' service account read it?")
     if reason in _CONFIG:
-        reason_text = f"its container cannot be created ({reason}: {_short(message)})"
+        reason_text = f"its container cannot be created ({reason}: {short(message)})"
         return Trouble(45, reason_text, "a Secret or ConfigMap that the pod names is missing")
     return None
+
+
+_MOUNT = {
+    "Unauthenticated": "normal for some minutes after muster up; if it stays: muster up RUN.yaml binds the identity",
+    "PermissionDenied": "the pods' identity may not read the bucket; normal for some minutes after muster up",
+    "NotFound": "there is no such bucket",
+    "FailedPrecondition": "the bucket, or the pods' identity, is not set up as GCSFuse needs it",
+    "ResourceExhausted": "the GCSFuse sidecar needs more memory or disk than its limits give",
+    "InvalidArgument": "GCSFuse does not know an option of the mount",
+}
+"""gRPC's code in what the CSI driver of GCSFuse says of a mount that it tries again -> what to do."""
+
+
+def _no_volume(node: str, message: str) -> Trouble:
+    hint = next((hint for code, hint in _MOUNT.items() if f"code = {code}" in message), None)
+    if "not registered in CSI drivers" in message or ("driver name gcsfuse" in message and "not found" in message):
+        hint = "the node's GCSFuse driver is still starting, or the cluster has none: muster up RUN.yaml"
+    return Trouble(35, f"a volume on node {node} ({short(message)})", hint)
+
+
+def hosts_that_run(pods: Sequence[Manifest]) -> int:
+    """How many pods of hosts run."""
+    return sum(_role(pod) == "host" and _running(pod) for pod in pods)
+
+
+def nodes_of_hosts(pods: Sequence[Manifest]) -> set[str]:
+    """Nodes that pods of hosts are bound to and have not left."""
+    bound = [pod for pod in pods if _role(pod) == "host" and text(pod, "status", "phase") in ("Pending", "Running")]
+    return {node for pod in bound if (node := text(pod, "spec", "nodeName"))}
 
 
 def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
@@ -195,10 +196,10 @@ def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
             return Trouble(15, "a node is being created")
         if reason == "NotTriggerScaleUp":
             hint = "muster up RUN.yaml makes the pool; labels, taints and machine must match"
-            return Trouble(18, f"no node pool matches ({_short(message)})", hint)
+            return Trouble(18, f"no node pool matches ({short(message)})", hint)
     for row in children(pod, "status", "conditions"):
         if text(row, "type") == "PodScheduled" and text(row, "status") == "False":
-            return Trouble(10, f"no node fits ({_short(text(row, 'message', default='Unschedulable'))})")
+            return Trouble(10, f"no node fits ({short(text(row, 'message', default='Unschedulable'))})")
         if text(row, "type") == "PodScheduled" and text(row, "reason") == "SchedulingGated":
             return Trouble(5, "topology assignment pending (scheduling gate)")
     return Trouble(8, "the scheduler")
@@ -207,19 +208,19 @@ def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
 def _no_scale_up(message: str) -> Trouble:
     text = message.lower()
     if "quota" in text:
-        return Trouble(20, f"Google Cloud quota ({_short(message)})", hint="raise it, or another region")
+        return Trouble(20, f"Google Cloud quota ({short(message)})", hint="raise it, or another region")
     if "stockout" in text or "resources" in text:
-        return Trouble(20, f"no capacity in the zone ({_short(message)})", hint="another zone or mode")
-    return Trouble(20, f"the node pool cannot grow ({_short(message)})")
+        return Trouble(20, f"no capacity in the zone ({short(message)})", hint="another zone or mode")
+    return Trouble(20, f"the node pool cannot grow ({short(message)})")
 
 
 def _events_of(pod: Manifest, events: Sequence[Manifest]) -> list[Manifest]:
     name = text(pod, "metadata", "name")
     own = [event for event in events if text(event, "involvedObject", "name") == name]
-    return sorted(own, key=_when)
+    return sorted(own, key=when)
 
 
-def _when(event: Manifest) -> str:
+def when(event: Manifest) -> str:
     return str(event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
@@ -236,7 +237,7 @@ def _ending(pod: Manifest) -> str:
             return f"with exit code {ended['exitCode']}{of_container}" + (
                 f" ({ended['reason']})" if ended.get("reason") else ""
             )
-    message = f": {_short(said)}" if (said := text(status, "message")) else ""  # an eviction names what ran out
+    message = f": {short(said)}" if (said := text(status, "message")) else ""  # an eviction names what ran out
     return f"({status.get('reason', 'no reason given')}{message})"
 
 
@@ -252,6 +253,6 @@ def _role(pod: Manifest) -> str:
     return text(pod, "metadata", "labels", ROLE)
 
 
-def _short(message: str, length: int = 160) -> str:
+def short(message: str, length: int = 160) -> str:
     text = " ".join(message.split()).rstrip(".")
     return text if len(text) <= length else text[: length - 3] + "..."

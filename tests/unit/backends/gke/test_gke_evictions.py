@@ -46,7 +46,8 @@ OTHER = "Preempted to accommodate a workload (UID: u1, JobUID: u2) due to priori
         (evicted("AdmissionCheck", FAILED),
          f"evicted by an admission check; queued again: {FAILED}; {GONE}; {AGAIN}", "another zone"),
         (evicted("NodeFailures", LOST),
-         f"evicted because Kueue found no other node for one that was lost; queued again: {LOST}; {GONE}; {AGAIN}", "TASFailedNodeReplacement"),
+         f"evicted because Kueue found no other node for one that was lost; queued again: {LOST}; {GONE}; {AGAIN}",
+         "TASFailedNodeReplacement"),
         (evicted("Preempted", OTHER, quota="insufficient unused quota for nvidia.com/gpu in flavor a, 8 more needed"),
          f"preempted by another workload of the cluster; queued again: {OTHER}; it waits for Kueue quota: insufficient "
          f"unused quota for nvidia.com/gpu in flavor a, 8 more needed; {GONE}; {AGAIN}", None),

@@ -137,7 +137,7 @@ def test_an_outage_delays_and_loses_nothing(tmp_path):
     assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_nothing_is_lost_whatever_is_killed(tmp_path_factory, data):
     """Lines, seals, merges and successors, with faults at any requests: the mirror is a beginning of the files, holds

@@ -62,11 +62,12 @@ def merge_own(stream: Stream, store: Store, *, going_on: Callable[[], bool] = la
                 if group[0] not in stream.sealed:
                     return made  # it was read anew meanwhile
                 at = stream.sealed.index(group[0])
-                stream.sealed[at : at + len(group)] = [_header(group)]
+                stream.sealed[at : at + len(group)] = [merged_header(group)]
     return made
 
 
-def _header(group: Sequence[Header]) -> Header:
+def merged_header(group: Sequence[Header]) -> Header:
+    """Of the object that holds all of ``group``."""
     return Header(
         run_id=group[0].run_id,
         level=max(header.level for header in group) + 1,
@@ -77,7 +78,7 @@ def _header(group: Sequence[Header]) -> Header:
 
 
 def _merge(store: Store, uri: str, group: Sequence[Header], body: bytes) -> None:
-    header = _header(group)
+    header = merged_header(group)
     made = Segment(header, body)
     at = uris.join(uri, header.span.name)
     try:

@@ -77,7 +77,7 @@ class BucketSync:
         for name, step in (("events", self.seal_events), ("files", self.ship_files)):
             ended = threading.Event()
             self._ended.append(ended)
-            start_thread(partial(self._run, step, ended), name)
+            start_thread(partial(self._run, name, step, ended), name)
 
     def lonely(self, lonely: bool) -> None:
         """Whether this process looks for a supervisor: the lease is copied more often then. Costs nothing."""
@@ -105,16 +105,16 @@ class BucketSync:
     def _events(self) -> Sequence[Stream]:
         return list(self.home.streams.values())
 
-    def _run(self, step: Callable[[], None], ended: threading.Event) -> None:
+    def _run(self, name: str, step: Callable[[], None], ended: threading.Event) -> None:
         """Call ``step`` until the end, and then until nothing goes wrong or the time is up."""
         over = False
         while not over:
             stopping = self._stopping.wait(LOOK_S)
             try:
                 step()
-                self._failed.pop("", None)
+                self._failed.pop(name, None)
             except Exception as error:  # noqa: BLE001 (nobody else would hear of it, and shipping has to go on)
-                self._failed[""] = f"shipping to the run's home failed: {type(error).__name__}: {error}"
+                self._failed[name] = f"shipping {name} to the run's home failed: {type(error).__name__}: {error}"
                 traceback.print_exc(file=sys.stderr)
             over = stopping and (self.trouble is None or time.monotonic() >= self._until_s)
             if stopping and not over:

@@ -1,0 +1,311 @@
+"""Threads that ship: the age of an unsealed line, requests and objects that it costs, and what an end brings."""
+
+import re
+import threading
+import time
+from random import Random
+
+import pytest
+from fakes.clock import VirtualClock
+from fakes.objects import Objects
+from test_home_stream import HOME, RUN, files, home_at, mirrored, say
+
+from muster.core.event_log import cadence
+from muster.core.typed_json import parse_object
+from muster.storage.home.merging import LOOK_S, Tidier, due, merge_own, merged_header
+from muster.storage.home.segments import Header, Part
+from muster.storage.home.stream import Stream
+from muster.storage.home.sync import LOOK_S as STEP_S
+from muster.storage.home.sync import BucketSync
+
+PLANNED_WRITES = 22_542
+OBJECTS = 2_000
+
+
+def sync_of(home, writer, clock):
+    return BucketSync(home, writer, RUN, now_s=lambda: clock.now_s)
+
+
+@pytest.mark.parametrize("put_s", [0.06, 0.3])
+def test_a_line_is_in_the_home_within_five_seconds(tmp_path, put_s):
+    clock, rng = VirtualClock(), Random(7)
+    store = Objects(took=lambda method: clock.sleep(put_s))
+    home = home_at(tmp_path / "a", store, clock)
+    log = home.open_log(RUN, "pod-0", 1, clock)
+    sync = sync_of(home, "pod-0", clock)
+    path = log.path
+    written = {}
+    oldest_s = 0.0
+    while clock.now_s < 300:
+        if rng.random() < 0.4:
+            say(log, "x")
+            written[path.stat().st_size] = clock.now_s
+        clock.sleep(STEP_S)
+        sync.seal_events()
+        sealed = sum(header.size for header in home.streams["pod-0"].sealed)
+        for size in [size for size in written if size <= sealed]:
+            oldest_s = max(oldest_s, clock.now_s - written.pop(size))
+    assert 3 < oldest_s <= 5.0, oldest_s
+    assert store.counts["put"] > 300 / 6
+
+
+def test_what_another_process_wrote_is_shipped_too(tmp_path):
+    """An agent that was killed: whoever is left in its pod ships its last lines."""
+    store, clock = Objects(), VirtualClock()
+    agent = home_at(tmp_path / "a", store, clock).open_log(RUN, "pod-0", 1)
+    say(agent, "the last words")
+    agent.close()
+    sync = sync_of(home_at(tmp_path / "a", store, clock), "pod-0", clock)
+    sync.seal_events()
+    assert not [name for name in store.names(HOME) if name.startswith("0-")]
+    clock.sleep(cadence.SEAL_S)
+    sync.seal_events()
+    assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
+
+
+def test_an_hour_of_sixteen_hosts_asks_for_no_more_than_is_priced(tmp_path):
+    """One writer's hour is played, with a line and output in every second; the others' are alike."""
+    clock = VirtualClock()
+    counted = {}
+    for writer in ("pod-0", "supervisor"):
+        store = Objects()
+        home = home_at(tmp_path / writer, store, clock)
+        log = home.open_log(RUN, writer, 1, clock)
+        sync = sync_of(home, writer, clock)
+        sync.lonely(False)
+        (home.local / "logs").mkdir()
+        until_s = clock.now_s + 3600
+        with open(home.local / "logs" / "rank-0.a1.log", "w") as output:
+            while clock.now_s < until_s:
+                if clock.now_s % 1 == 0:
+                    say(log, "x")
+                    print("x", file=output, flush=True)
+                sync.seal_events()
+                sync.ship_files()
+                clock.sleep(STEP_S)
+        counted[writer] = store
+    writes = 16 * counted["pod-0"].class_a + counted["supervisor"].class_a
+    # The lease and the status are the supervisor's own, not the thread's.
+    others = 3600 / cadence.LEASE_RENEWAL_S + 3600 / cadence.STATUS_LEAST_S
+    assert 0.8 * PLANNED_WRITES < writes + others <= cadence.writes_an_hour(16) * 1.01
+    assert abs(cadence.writes_an_hour(16) - PLANNED_WRITES) < 250
+    assert 16 * counted["pod-0"].counts["get"] <= cadence.reads_an_hour(16) * 1.01
+
+
+def test_a_week_of_sixteen_hosts_leaves_at_most_two_thousand_objects():
+    """By the rules of merging, on headers without their bytes: eight ranks a host that write a line every ten seconds,
+    and output a quarter of that; 24 pods were lost, and each left two streams as the supervisor merges them."""
+    week_s = 7 * 86_400
+    each = most_objects(week_s / cadence.SEAL_S, 1100) + most_objects(week_s / cadence.LOGS_S, 2500)
+    of_others = 10 + 10  # lease, fence, end, status, run files; outputs
+    assert 17 * each + 24 * 2 * 2 + of_others <= OBJECTS, each
+
+
+def most_objects(seals, size):
+    """Of one stream that grows by ``size`` bytes each time."""
+    sealed, most = [], 0
+    for number in range(int(seals)):
+        part = Part(name="pod-0.1.jsonl", start=number * size, size=size)
+        sealed.append(Header(run_id=RUN, level=0, first=number, last=number, parts=(part,)))
+        while groups := due(sealed):
+            for group in groups:
+                at = sealed.index(group[0])
+                sealed[at : at + len(group)] = [merged_header(group)]
+                most = max(most, len(sealed) + len(group))
+    return most
+
+
+def test_lost_pods_leave_little_and_nothing_is_lost(tmp_path):
+    """Hours of three hosts, many attempts, pods that go and are replaced: what the gone ones left is merged."""
+    clock, rng = VirtualClock(), Random(3)
+    store = Objects()
+    local = tmp_path / "a"
+    writers = {f"pod-{n}": home_at(local / f"pod-{n}", store, clock) for n in range(3)}
+    lost = 0
+    tidier = Tidier(store, f"{HOME}/events", RUN, lambda: clock.now_s)
+    logs, most = {}, {}
+    seals = 0
+    while clock.now_s < 4 * 3600:
+        clock.sleep(cadence.SEAL_S)
+        seals += 1
+        for name in list(writers):
+            log = logs.get(name)
+            if log is None or rng.random() < 0.002:
+                log = logs[name] = writers[name].open_log(RUN, name, log.attempt + 1 if log else 0, clock)
+            say(log, "x")
+            stream = writers[name].stream(RUN, name)
+            stream.ship()
+            merge_own(stream, store)
+            most[name] = max(most.get(name, 0), len(stream.sealed))
+            if rng.random() < 0.0006 and lost < 6:
+                lost += 1
+                del writers[name], logs[name]
+                writers[f"new-{lost}"] = home_at(local / f"new-{lost}", store, clock)
+        tidier.tend()
+    assert lost >= 3
+    assert max(most.values()) <= at_most(seals)
+    gone = {name for name in most if name not in writers}
+    clock.sleep(3 * LOOK_S)
+    for _ in range(100):
+        tidier.tend()
+        clock.sleep(LOOK_S / 10)
+    assert all(len(store.names(f"{HOME}/events/{name}")) <= 2 for name in gone)
+    every = {name: held for path in sorted(local.iterdir()) for name, held in files(path / "events").items()}
+    assert mirrored(store, tmp_path / "b") == every
+
+
+def at_most(seals):
+    """Objects of a stream after so many seals: up to seven of each level, and one that is being merged."""
+    levels = 1
+    while seals >= cadence.FAN**levels:
+        levels += 1
+    return (cadence.FAN - 1) * levels + 1
+
+
+def test_full_objects_are_left_alone(tmp_path, monkeypatch):
+    """A stream of many bytes: at most two objects for what one could hold."""
+    for module in ("segments", "merging", "stream"):
+        monkeypatch.setattr(f"muster.storage.home.{module}.OBJECT_BYTES", 4000)
+    monkeypatch.setattr("muster.storage.home.merging.FULL_BYTES", 2000)
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    log = home.open_log(RUN, "pod-0", 1)
+    rng = Random(1)
+    for number in range(1500):
+        say(log, "x" * rng.randrange(400))
+        assert log.sync(), number
+        merge_own(home.stream(RUN, "pod-0"), store)
+    size = log.path.stat().st_size
+    assert len(store.held) <= 2 * size / 4000 + 7 * 3
+    assert max(len(held.data) for held in store.held.values()) < 4000 + 1000
+    Tidier(store, f"{HOME}/events", RUN, lambda: 0.0).tidy("pod-0")
+    assert len(store.held) <= 1.3 * size / 4000
+    assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
+
+
+def test_the_supervisor_and_a_slow_writer_merge_at_once(tmp_path):
+    """The writer lost the answer of its newest seal, was quiet for long, and goes on with more lines."""
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    log = home.open_log(RUN, "pod-0", 1)
+    for _ in range(12):
+        say(log, "x")
+        assert log.sync()
+    say(log, "sealed, but its writer does not know")
+    store.faults[store.requests] = "lost"
+    assert not log.sync()
+    tidier = Tidier(store, f"{HOME}/events", RUN, lambda: 0.0)
+    tidier.tidy("pod-0")
+    assert len(store.held) == 2
+    say(log, "more")
+    assert log.sync()
+    merge_own(home.stream(RUN, "pod-0"), store)
+    tidier.tidy("pod-0")
+    say(log, "and more")
+    assert log.sync()
+    assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
+
+
+def test_threads_ship_and_the_end_brings_all(tmp_path):
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    home.now_s = time.monotonic
+    (home.local / "logs").mkdir()
+    (home.local / "tokenizer").mkdir()
+    (home.local / "tokenizer" / "vocab.json").write_text("{}")
+    store.put(f"{HOME}/lease.json", b'{"term":1}')
+    caught = []
+    sync = home.start("pod-0")
+    log = home.open_log(RUN, "pod-0", 1)
+    say(log, "x")
+    (home.local / "logs" / "agent-pod-0.log").write_text("hello, half a li")
+    deadline = time.monotonic() + 5
+    while not (home.local / "lease.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (home.local / "lease.json").read_bytes() == b'{"term":1}'
+    assert sync.stop(10.0), caught
+    assert sync.trouble is None
+    reader = home_at(tmp_path / "b", store)
+    assert reader.mirror(reader.local) > 0
+    assert reader.mirror(reader.local, what="logs") == 16
+    assert reader.mirror(reader.local, what="outputs") == 2
+    assert [reader.mirror(reader.local, what=what) for what in ("events", "logs", "outputs")] == [0, 0, 0]
+    assert files(reader.local / "events") == files(home.local / "events")
+    assert (reader.local / "logs" / "agent-pod-0.log").read_text() == "hello, half a li"
+    assert (reader.local / "tokenizer" / "vocab.json").read_text() == "{}"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("home-")]
+
+
+def test_an_end_without_a_store_is_in_time_and_says_no(tmp_path):
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    home.now_s = time.monotonic
+    sync = home.start("pod-0")
+    log = home.open_log(RUN, "pod-0", 1)
+    store.down = True
+    say(log, "x")
+    began = time.monotonic()
+    assert not sync.stop(1.5)
+    assert time.monotonic() - began < 3
+    assert "429" in sync.trouble
+
+
+def test_a_thread_that_stumbles_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    home.now_s = time.monotonic
+    real, healed = Stream.look, threading.Event()
+
+    def look(stream):
+        if not healed.is_set():
+            raise ZeroDivisionError("a mistake of ours")
+        real(stream)
+
+    monkeypatch.setattr(Stream, "look", look)
+    sync = home.start("pod-0")
+    say(home.open_log(RUN, "pod-0", 1), "x")
+    deadline = time.monotonic() + 10
+    while sync.trouble is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    heard = sync.trouble
+    healed.set()
+    assert "a mistake of ours" in heard
+    assert sync.stop(5.0)
+    assert store.names(f"{HOME}/events")
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_output_of_one_name_from_two_hosts_stays_apart(tmp_path):
+    store, clock = Objects(), VirtualClock()
+    for host in ("pod-0", "pod-1"):
+        home = home_at(tmp_path / host, store, clock)
+        (home.local / "logs").mkdir()
+        (home.local / "logs" / "prepare.log").write_text(f"of {host}\n")
+        home.output(RUN, host).ship()
+    reader = home_at(tmp_path / "b", store)
+    for _ in range(2):
+        reader.mirror(reader.local, what="logs")
+        found = {path.name: path.read_text() for path in (reader.local / "logs").glob("*.log")}
+        assert found == {"prepare.log": "of pod-0\n", "prepare@pod-1.log": "of pod-1\n"}
+
+
+def test_run_files_of_this_submission_are_fetched(tmp_path):
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    assert not home.fetch()
+    home.publish_run_file("1", {"resolved.json": b"{}", "code/task.py": b"pass\n"})
+    home.publish_run_file("2", {"resolved.json": b'{"later": 1}'})
+    assert home.fetch()
+    assert not home.fetch()
+    assert (home.local / "resolved.json").read_bytes() == b"{}"
+    assert (home.local / "code" / "task.py").read_bytes() == b"pass\n"
+    (home.local / "submission").write_text("2\n")
+    assert home.fetch()
+    assert parse_object((home.local / "resolved.json").read_bytes()) == {"later": 1}
+
+
+def test_a_foreign_name_reaches_no_file_outside(tmp_path):
+    store = Objects()
+    store.put(f"{HOME}/run/1/../../evil", b"x")
+    with pytest.raises(Exception, match=re.escape("names no file of a run")):
+        home_at(tmp_path / "a", store).fetch()

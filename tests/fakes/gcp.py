@@ -90,6 +90,8 @@ class FakeGoogleCloud:
     """Metric -> dimensions -> limit; a metric that is not here is not known."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Name of a pool -> nodes that its instance group has or is making."""
+    limits: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Metric of a region's or the project's own table -> (limit, in use)."""
     builds: dict[str, dict[str, Any]] = field(default_factory=dict)
     build_ends: str = "SUCCESS"
     images: set[str] = field(default_factory=set)
@@ -164,8 +166,8 @@ class FakeGoogleCloud:
         return special or self._generic(match, url.path.lstrip("/").split(":")[0], query, call)
 
     def _special(self, match: Match, query: dict[str, str], call: Call) -> Reply | None:
-        if match.id == "serviceusage.services.consumerQuotaMetrics.get":
-            return gcp_services.quota(self, match.path["consumerQuotaMetricsId"])
+        if handler := gcp_services.BY_ID.get(match.id):
+            return handler(self, match, query)
         constant = {
             "cloudbilling.projects.getBillingInfo": {"billingEnabled": self.billing},
             "cloudresourcemanager.projects.get": {"projectNumber": "123456789", "projectId": "example-project"},
@@ -199,8 +201,6 @@ class FakeGoogleCloud:
         if match.id == "compute.networkProfiles.get":
             zone = match.path["networkProfile"].rpartition("-vpc")[0]
             return Reply(status=200, body={"name": "profile"}) if zone in ZONES else _error(404, "notFound")
-        if match.id in ("compute.machineTypes.get", "compute.machineTypes.aggregatedList"):
-            return gcp_services.machine_type(self, match, query)
         if match.verb in ("setSize", "setAutoscaling") or match.id == "compute.instanceGroupManagers.get":
             return gcp_services.node_pool(self, match, urllib.parse.urlsplit(call.url).path.lstrip("/"), call)
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:

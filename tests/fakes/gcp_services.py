@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 from fakes.discovery import Match
@@ -12,13 +13,29 @@ from fakes.discovery import Match
 from muster.backends.gke.google.http import Call, Reply
 
 
-def quota(google: Any, metric: str) -> Reply:
+def quota(google: Any, match: Match, query: dict[str, str]) -> Reply:
     """What the project may have of it."""
-    name = metric.removeprefix("compute.googleapis.com%2F")
+    name = match.path["consumerQuotaMetricsId"].removeprefix("compute.googleapis.com%2F")
     if name not in google.quotas:
         return error(404, "NOT_FOUND")
     rows = [{"dimensions": dict(where), "effectiveLimit": str(limit)} for where, limit in google.quotas[name].items()]
     return Reply(status=200, body={"metric": name, "consumerQuotaLimits": [{"quotaBuckets": rows}]})
+
+
+OF_THE_PROJECT = ("GPUS_ALL_REGIONS", "NETWORKS", "SUBNETWORKS", "FIREWALLS")
+
+
+def limits(google: Any, match: Match, query: dict[str, str]) -> Reply:
+    """A region's or the project's table of quotas; each metric is in one of them."""
+    if "compute.googleapis.com" not in google.enabled:
+        return error(403, "SERVICE_DISABLED")
+    of_project = match.id == "compute.projects.get"
+    rows = [
+        {"metric": name, "limit": float(limit), "usage": float(used)}
+        for name, (limit, used) in google.limits.items()
+        if (name in OF_THE_PROJECT) == of_project
+    ]
+    return Reply(status=200, body={"name": "here", "quotas": rows})
 
 
 def machine_type(google: Any, match: Match, query: dict[str, str]) -> Reply:
@@ -35,6 +52,15 @@ def machine_type(google: Any, match: Match, query: dict[str, str]) -> Reply:
         for zone in google.zones
     }
     return Reply(status=200, body={"items": items})
+
+
+BY_ID: dict[str, Callable[[Any, Match, dict[str, str]], Reply]] = {
+    "serviceusage.services.consumerQuotaMetrics.get": quota,
+    "compute.regions.get": limits,
+    "compute.projects.get": limits,
+    "compute.machineTypes.get": machine_type,
+    "compute.machineTypes.aggregatedList": machine_type,
+}
 
 
 def policy(google: Any, match: Match, call: Call) -> Reply:

@@ -21,7 +21,7 @@ from fakes.project import (
 
 from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.inventory.resource_names import site
-from muster.backends.gke.provision.quota import check_quota, quota
+from muster.backends.gke.provision.quota import check_quotas, quotas
 from muster.backends.gke.provision.up import down, up, up_first
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, UsageError
 
@@ -162,7 +162,7 @@ def test_a_quota_that_is_too_small_moves_on_before_anything_is_made():
 
 def test_a_quota_that_is_too_small_everywhere_is_said_with_its_name():
     google = cloud(quotas={B200: {(): 0}})
-    error = refused(CapacityError, f"quota {B200} in us-central1: 0; 16 GPUs are needed", google=google)
+    error = refused(CapacityError, f"quota {B200} in us-central1: limit 0; 16 GPUs are needed", google=google)
     assert "console.cloud.google.com/iam-admin/quotas?project=example-project" in error.hint
 
 
@@ -179,18 +179,19 @@ def test_a_quota_that_is_too_small_everywhere_is_said_with_its_name():
     ],
 )
 def test_each_way_of_buying_has_its_own_quota(machine, mode, name):
-    found = quota(where(machine, mode), session(cloud()))
-    assert (found and found.name) == name
-    assert found is None or (found.limit is None and "not known (refused: NOT_FOUND)" in found.sentence())
+    found = quotas(where(machine, mode), session(cloud()))
+    assert [one.name for one in found] == ([name] if name else [])
+    assert all(one.limit is None and "not known (refused: NOT_FOUND)" in one.sentence() for one in found)
 
 
 def test_the_closest_bucket_counts():
     rows = {(): 1, in_("us-central1"): 2, in_("us-central1", gpu_family="NVIDIA_H100_MEGA"): 99,
             in_("us-central1", gpu_family="NVIDIA_H200"): 3, in_("europe-west1"): 4}  # fmt: skip
     google = cloud(quotas={"gpus_per_gpu_family": rows})
-    assert quota(where("a3-megagpu-8g", "on_demand"), session(google)).limit == 99
+    assert quotas(where("a3-megagpu-8g", "on_demand"), session(google))[0].limit == 99
     endless = cloud(quotas={"gpus_per_gpu_family": {(): -1}})
-    assert not check_quota(where("a3-megagpu-8g", "on_demand"), session(endless)).short
+    check_quotas(where("a3-megagpu-8g", "on_demand"), session(endless))
+    assert "no limit" in quotas(where("a3-megagpu-8g", "on_demand"), session(endless))[0].sentence()
 
 
 def test_capacity_advice():

@@ -17,7 +17,7 @@ from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.build import Build
 from muster.backends.gke.provision.image import context, doubts, parts, tag
 from muster.backends.gke.provision.inventory.resource_names import Site, site, today
-from muster.backends.gke.provision.quota import quota
+from muster.backends.gke.provision.quota import quotas
 from muster.backends.gke.provision.software import hashes, parsed, software, unpinned
 from muster.backends.gke.provision.up import down, requests, up_first
 from muster.backends.protocols import Lease
@@ -69,8 +69,9 @@ class GkeCluster:
         preflight(first, session)
         for where, advice in zip(self.sites, capacity_advice(self.sites, session), strict=True):
             progress(Said(text=f"capacity: {advice.sentence()}"))
-            if need := quota(where, session):
-                progress(Said(text=f"capacity: {need.sentence()}"))
+            for need in quotas(where, session):
+                if need.what == "GPUs" or need.short:
+                    progress(Said(text=f"capacity: {need.sentence()}"))
         where, lease = up_first(self.sites, session, texts, pins=pins, token=token, progress=progress)
         return replace(lease, labels={**lease.labels, "zone": where.zone})
 

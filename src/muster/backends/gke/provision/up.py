@@ -20,7 +20,7 @@ from muster.backends.gke.provision.inventory.networks import networks
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import NeedGone, Resource, last_word
 from muster.backends.gke.provision.inventory.storage import Binding, Bucket, storage
-from muster.backends.gke.provision.quota import check_quota, quota_call
+from muster.backends.gke.provision.quota import check_quotas, quota_calls
 from muster.backends.gke.provision.reconcile import ensure, remove, survey
 from muster.backends.gke.provision.software import Manifest, Software, software
 from muster.backends.protocols import Lease
@@ -54,8 +54,7 @@ def planned(result: Sequence[Resource]) -> tuple[Planned, ...]:
 def requests(site: Site, installed: Software) -> list[Call]:
     """Every request that makes something, and the questions before: a dry run. Pure."""
     calls = preflight_calls(site)
-    if question := quota_call(site):
-        calls.append(question)
+    calls += quota_calls(site)
     for resource in resources(site, installed):
         calls += resource.requests()
     return calls
@@ -81,7 +80,7 @@ def up(site: Site, session: Session, installed: Software, *, workers: int = 8, p
     if lacking & {resource.key for resource in clusters(site)}:
         # Nodes that are there are not lost to a quota that has become smaller since.
         check_zone(site, session)
-        check_quota(site, session)
+        check_quotas(site, session, lacking)
     for again in (True, True, False):
         try:
             ensure(requested, session, adopt=site.adopt, workers=workers, progress=progress)

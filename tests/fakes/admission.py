@@ -57,11 +57,11 @@ def refusals(obj: Object, *, old: Object | None = None, gates: Mapping[str, bool
         found += job_refusals(obj["spec"], "spec")
         found += name_refusals(obj["metadata"]["name"], "metadata.name", "job name")
     elif kind == "ClusterQueue":
-        found += _cluster_queue(obj["spec"])
+        found += _cluster_queue(obj.get("spec", {}))
     elif kind == "ResourceFlavor":
-        found += label_refusals(obj["spec"].get("nodeLabels", {}), "spec.nodeLabels")
-        found += [f"spec.nodeTaints: {one['key']}: not a label's name" for one in obj["spec"].get("nodeTaints", [])
-                  if not is_key(one["key"])]  # fmt: skip
+        found += label_refusals(obj.get("spec", {}).get("nodeLabels", {}), "spec.nodeLabels")
+        taints = obj.get("spec", {}).get("nodeTaints", [])
+        found += [f"spec.nodeTaints: {one['key']}: not a label's name" for one in taints if not is_key(one["key"])]
     return found
 
 

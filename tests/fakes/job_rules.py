@@ -17,7 +17,7 @@ def job_refusals(job: Object, at: str) -> Iterator[str]:
     yield from metadata_refusals(template.get("metadata", {}), f"{at}.template.metadata")
     if pod.get("restartPolicy") not in ("Never", "OnFailure"):
         yield f"{at}.template.spec.restartPolicy: Never or OnFailure"
-    if job.get("completionMode") == "Indexed" and "completions" not in job:
+    if job.get("completionMode") == "Indexed" and "parallelism" in job and "completions" not in job:
         yield f"{at}.completions: needed by an Indexed Job"
     if job.get("backoffLimit", 6) < 0:
         yield f"{at}.backoffLimit: not below 0"

@@ -1,17 +1,21 @@
-"""A small Kubernetes API server in memory: discovery, create, server-side apply, read, list, delete.
+"""A small Kubernetes API server in memory: discovery, create, server-side apply, merge patch, read, list, delete.
 
-It keeps what it is given and checks nothing (schemas are checked elsewhere). ``serve`` puts it on a loopback port for
-clients that insist on a socket (Helm).
+It refuses what admission webhooks refuse (``admission``), what is immutable, and a write that names an older
+``resourceVersion`` (409). What has a finalizer stays after its deletion, with ``deletionTimestamp``; a pod that runs
+stays until somebody ends it (grace period 0); what is owned goes with its owner, a moment later. Schemas are checked
+elsewhere. ``serve`` puts it on a loopback port for clients that insist on a socket (Helm).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import http.server
 import json
+import secrets
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,46 +23,26 @@ import pytest
 pytest.importorskip("lightkube", reason="muster[gke] is not installed")
 
 import httpx2
+from fakes import admission
 from fakes.clock import VirtualClock
+from fakes.kubernetes_kinds import KINDS, changed_for_good, discovery
 from lightkube.config.kubeconfig import KubeConfig
 
 from muster.backends.gke.google.api_server_transport import ServerTransport
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.connection import Connection
 
-KINDS = {
-    "api/v1": {
-        "Namespace": ("namespaces", False),
-        "Node": ("nodes", False),
-        "ConfigMap": ("configmaps", True),
-        "Secret": ("secrets", True),
-        "Service": ("services", True),
-        "ServiceAccount": ("serviceaccounts", True),
-        "Pod": ("pods", True),
-        "Event": ("events", True),
-    },
-    "apis/apps/v1": {"DaemonSet": ("daemonsets", True), "Deployment": ("deployments", True)},
-    "apis/rbac.authorization.k8s.io/v1": {"Role": ("roles", True), "RoleBinding": ("rolebindings", True)},
-    "apis/batch/v1": {"Job": ("jobs", True)},
-    "apis/policy/v1": {"PodDisruptionBudget": ("poddisruptionbudgets", True)},
-    "apis/scheduling.k8s.io/v1": {"PriorityClass": ("priorityclasses", False)},
-    "apis/jobset.x-k8s.io/v1alpha2": {"JobSet": ("jobsets", True)},
-    "apis/resource.k8s.io/v1": {"ResourceClaimTemplate": ("resourceclaimtemplates", True)},
-    "apis/networking.gke.io/v1": {
-        "Network": ("networks", False),
-        "GKENetworkParamSet": ("gkenetworkparamsets", False),
-    },
-    "apis/kueue.x-k8s.io/v1beta2": {
-        "Topology": ("topologies", False),
-        "ResourceFlavor": ("resourceflavors", False),
-        "ProvisioningRequestConfig": ("provisioningrequestconfigs", False),
-        "AdmissionCheck": ("admissionchecks", False),
-        "ClusterQueue": ("clusterqueues", False),
-        "LocalQueue": ("localqueues", True),
-        "Workload": ("workloads", True),
-    },
-    "apis/autoscaling.x-k8s.io/v1": {"ProvisioningRequest": ("provisioningrequests", True)},
+Answer = tuple[int, dict[str, Any]]
+IN_USE = "kueue.x-k8s.io/resource-in-use"
+HELD = {"ClusterQueue", "ResourceFlavor", "AdmissionCheck", "Topology"}
+"""Kinds to which Kueue gives its finalizer, and takes it off again where nothing uses the object."""
+WEBHOOKS = {
+    "JobSet": ("mjobset.kb.io", "jobset-webhook-service.jobset-system"),
+    "Workload": ("mworkload.kb.io", "kueue-webhook-service.kueue-system"),
+    "ClusterQueue": ("mclusterqueue.kb.io", "kueue-webhook-service.kueue-system"),
+    "ResourceFlavor": ("mresourceflavor.kb.io", "kueue-webhook-service.kueue-system"),
 }
+FOREGROUND = "foregroundDeletion"
 
 
 class FakeKubernetes:
@@ -71,33 +55,38 @@ class FakeKubernetes:
         """Group and version -> how often it is asked for before it is served."""
         self.queues: set[str] = set()
         """Local queues that are there without being listed among the objects: an administrator's."""
+        self.gates: Mapping[str, bool] = admission.DEFAULT
+        self.unready: dict[str, int] = {}
+        """Kind -> how many writes of it fail because no webhook answers yet."""
+        self.faults: list[int] = []
+        """Statuses of the next answers, whatever is asked: 429, 503, ..."""
+        self.lingers = 2
+        """Requests for which Kueue keeps its finalizer on an object that is to go."""
+        self.stuck: set[str] = set()
+        """Kinds whose finalizer nobody takes off: their controller is gone."""
+        self._leaving: dict[str, int] = {}
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in self.objects.values() if one.get("kind") == kind]
 
-    def handle(self, method: str, target: str, body: bytes = b"") -> tuple[int, dict[str, Any]]:
+    def handle(self, method: str, target: str, body: bytes = b"") -> Answer:
         """Answer one request."""
         url = urllib.parse.urlsplit(target)
         path = url.path.strip("/")
         self.log.append((method, path))
-        if (found := self._discovery(path)) is not None:
+        if self.faults:
+            return _fault(self.faults.pop(0))
+        self._collect()
+        if self.late.get(path, 0) > 0:
+            self.late[path] -= 1
+            return 200, {"resources": []}
+        if (found := discovery(path)) is not None:
             return 200, found
         sent = _parsed(body) if body else None
-        if method == "POST":
-            path = f"{path}/{sent['metadata']['name']}"
-            if path in self.objects:
-                return _status(409, "AlreadyExists", f"{path} already exists")
-            return 201, self._put(path, sent)
-        assert method != "PATCH" or "fieldValidation=Strict" in url.query
-        if method == "PATCH" and "dryRun=All" in url.query:
-            return 200, sent
-        if method == "PATCH":
-            return (200 if path in self.objects else 201), self._put(path, _merged(self.objects.get(path, {}), sent))
-        if method == "PUT":
-            return 200, self._put(path, sent)
+        if method in ("POST", "PATCH", "PUT"):
+            return self._write(method, path, sent, urllib.parse.parse_qs(url.query))
         if method == "DELETE":
-            gone = self.objects.pop(path, None)
-            return (200, gone) if gone else _status(404, "NotFound", f"{path} not found")
+            return self._delete(path, sent or {}, urllib.parse.parse_qs(url.query))
         if path in self.objects:
             return 200, self.objects[path]
         if method == "GET" and path.rpartition("/localqueues/")[2] in self.queues:
@@ -106,12 +95,116 @@ class FakeKubernetes:
             return 200, self._list(path, urllib.parse.parse_qs(url.query))
         return _status(404, "NotFound", f"{path} not found")
 
+    # ---------------------------------------------------------------- writing
+
+    def _write(self, method: str, path: str, sent: dict[str, Any], query: Mapping[str, list[str]]) -> Answer:
+        whole = path.removesuffix("/status")
+        if method == "POST" and path.endswith("/binding"):
+            self.objects[path.removesuffix("/binding")]["spec"]["nodeName"] = sent["target"]["name"]
+            return 201, sent
+        if method == "POST":
+            metadata = sent["metadata"]
+            metadata.setdefault("namespace", _namespace(path))
+            if "name" not in metadata:
+                metadata["name"] = metadata["generateName"] + secrets.token_hex(3)[:5]
+            whole = path = f"{path}/{metadata['name']}"
+            if path in self.objects:
+                return _status(409, "AlreadyExists", f"{path} already exists")
+        old = self.objects.get(whole)
+        applied = "fieldManager" in query
+        assert method != "PATCH" or not applied or query.get("fieldValidation") == ["Strict"]
+        if method == "PATCH" and not applied and old is None:
+            return _status(404, "NotFound", f"{whole} not found")
+        if path != whole:  # the status is written by itself
+            sent = {"status": sent["status"], "metadata": {**sent.get("metadata", {})}}
+        elif method == "PATCH":
+            sent = {key: value for key, value in sent.items() if key != "status"}
+        new = _merged(old or {}, sent) if method == "PATCH" else sent
+        if old is None and applied and new.get("kind") == "JobSet":
+            new = admission.defaulted(new)
+        if (refused := self._refused(whole, old, new, sent)) is not None:
+            return refused
+        if query.get("dryRun") == ["All"]:
+            return 200, new
+        return (200 if old is not None else 201), self._put(whole, new)
+
+    def _refused(
+        self, path: str, old: dict[str, Any] | None, new: dict[str, Any], sent: dict[str, Any]
+    ) -> Answer | None:
+        kind, name = str(new.get("kind")), path.rpartition("/")[2]
+        if self.unready.get(kind, 0) > 0:
+            self.unready[kind] -= 1
+            hook, service = WEBHOOKS[kind]
+            words = f'failed calling webhook "{hook}": failed to call webhook: Post "https://{service}.svc:443/": '
+            return _status(500, "InternalError", words + f'no endpoints available for service "{service}"')
+        version = sent.get("metadata", {}).get("resourceVersion")
+        if old is not None and version is not None and version != old["metadata"]["resourceVersion"]:
+            words = f'Operation cannot be fulfilled on {kind.lower()} "{name}": the object has been modified'
+            return _status(409, "Conflict", words)
+        why = changed_for_good(old, new) if old is not None else []
+        why = [f"{one}: Invalid value: field is immutable" for one in why]
+        # A whole object that is put is a test's own: it may stand for one that was taken long ago.
+        why += admission.refusals(new, old=old, gates=self.gates) if sent is not new or old is None else []
+        return _status(422, "Invalid", f'{kind} "{name}" is invalid: {"; ".join(why)}') if why else None
+
     def _put(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        body = copy.deepcopy(body)
         metadata = body.setdefault("metadata", {})
         metadata.setdefault("uid", f"uid-{len(self.log)}")
         metadata["resourceVersion"] = str(len(self.log))
+        if body.get("kind") in HELD and "deletionTimestamp" not in metadata:
+            metadata.setdefault("finalizers", [IN_USE])
         self.objects[path] = body
         return body
+
+    # ---------------------------------------------------------------- deleting
+
+    def _delete(self, path: str, options: dict[str, Any], query: Mapping[str, list[str]]) -> Answer:
+        found = self.objects.get(path)
+        if found is None:
+            return _status(404, "NotFound", f"{path} not found")
+        metadata = found["metadata"]
+        if (options.get("preconditions") or {}).get("uid", metadata["uid"]) != metadata["uid"]:
+            return _status(409, "Conflict", f"{path}: the UID in the precondition is another")
+        how = options.get("propagationPolicy") or query.get("propagationPolicy", ["Background"])[0]
+        if how == "Foreground":
+            metadata.setdefault("finalizers", []).append(FOREGROUND)
+        runs = found.get("kind") == "Pod" and found["spec"].get("nodeName") is not None
+        if metadata.get("finalizers") or (runs and options.get("gracePeriodSeconds") != 0):
+            metadata.setdefault("deletionTimestamp", "2026-01-01T00:00:00Z")
+            metadata["resourceVersion"] = str(len(self.log))
+            self._leaving.setdefault(path, self.lingers)
+            return 200, found
+        return 200, self.objects.pop(path)
+
+    def _collect(self) -> None:
+        """The garbage collector and Kueue, between two requests."""
+        for path, left in list(self._leaving.items()):
+            found = self.objects.get(path)
+            if found is None or "deletionTimestamp" not in found["metadata"]:
+                del self._leaving[path]
+                continue
+            self._leaving[path] = left - 1
+            finalizers, uid = found["metadata"].get("finalizers", []), found["metadata"]["uid"]
+            if left <= 0 and found["kind"] in HELD - self.stuck and IN_USE in finalizers:
+                finalizers.remove(IN_USE)
+            if FOREGROUND in finalizers and not self._owned_by(uid):
+                finalizers.remove(FOREGROUND)
+            if not finalizers and found["kind"] != "Pod":
+                del self.objects[path], self._leaving[path]
+        uids = {one.get("metadata", {}).get("uid"): one for one in self.objects.values()}
+        for path, one in list(self.objects.items()):
+            for owner in one.get("metadata", {}).get("ownerReferences", []):
+                if "uid" not in owner:  # a test wrote it by hand
+                    continue
+                held = uids.get(owner["uid"])
+                going = held is None or FOREGROUND in held["metadata"].get("finalizers", [])
+                if going and path in self.objects and "deletionTimestamp" not in one["metadata"]:
+                    self._delete(path, {"propagationPolicy": "Background" if held is None else "Foreground"}, {})
+
+    def _owned_by(self, uid: str) -> bool:
+        owners = (one.get("metadata", {}).get("ownerReferences", []) for one in self.objects.values())
+        return any(owner.get("uid") == uid for row in owners for owner in row)
 
     def _list(self, path: str, query: dict[str, list[str]]) -> dict[str, Any]:
         group, _, plural = path.rpartition("/")
@@ -129,32 +222,6 @@ class FakeKubernetes:
                 items = [one for one in items if one["metadata"].get("labels", {}).get(name) == value.lstrip("=")]
         return {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}
 
-    def _discovery(self, path: str) -> dict[str, Any] | None:
-        if path == "version":
-            return {"major": "1", "minor": "34", "gitVersion": "v1.34.1-gke.1829001"}
-        if path == "api":
-            return {"kind": "APIVersions", "versions": ["v1"]}
-        if path == "apis":
-            groups: dict[str, list[dict[str, str]]] = {}
-            for key in KINDS:
-                if key != "api/v1":
-                    _, group, version = key.split("/")
-                    groups.setdefault(group, []).append({"groupVersion": f"{group}/{version}", "version": version})
-            rows = [{"name": group, "versions": found, "preferredVersion": found[0]} for group, found in groups.items()]
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": rows}
-        if self.late.get(path, 0) > 0:
-            self.late[path] -= 1
-            return {"resources": []}
-        if path in KINDS:
-            verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
-            rows = [
-                {"name": plural, "singularName": kind.lower(), "namespaced": namespaced, "kind": kind, "verbs": verbs}
-                for kind, (plural, namespaced) in KINDS[path].items()
-            ]
-            version = path.removeprefix("apis/").removeprefix("api/")
-            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": rows}
-        return None
-
 
 def _parsed(body: bytes) -> Any:
     try:
@@ -169,8 +236,20 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     result = dict(old)
     for key, value in new.items():
         inner = result.get(key)
-        result[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return result
+
+
+def _namespace(path: str) -> str:
+    return path.partition("/namespaces/")[2].partition("/")[0]
+
+
+def _fault(status: int) -> Answer:
+    reasons = {429: "TooManyRequests", 503: "ServiceUnavailable", 500: "InternalError", 504: "Timeout"}
+    return _status(status, reasons[status], "the server is currently unable to handle the request")
 
 
 def _status(code: int, reason: str, message: str) -> tuple[int, dict[str, Any]]:

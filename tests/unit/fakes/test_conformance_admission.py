@@ -1,11 +1,16 @@
 """The played admission webhooks refuse what the real ones refuse, and nothing else that a run sends."""
 
 import copy
+from pathlib import Path
 
 import pytest
 from fakes.admission import defaulted, refusals
 from fakes.kueue_config import gates_of, kueue_config_refusals, ready_limits
+from ruamel.yaml import YAML
 
+from muster.backends.gke.pod.continuation import continuation
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "gke"
 CONFIGURATION = {"apiVersion": "config.kueue.x-k8s.io/v1beta2", "kind": "Configuration"}
 
 
@@ -206,3 +211,19 @@ def test_row_14_kueue_waits_for_ready_pods_unless_told_otherwise(block, start_s,
     assert (found.start_s, found.recovery_s) == (start_s, recovery_s)
     off = ready_limits({**CONFIGURATION, "featureGates": {"DisableWaitForPodsReady": True}})
     assert (off.start_s, off.recovery_s) == (0, 0)
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_row_01_every_golden_is_taken(path):
+    """And so is the rest of the run in the next allocation, as it is made from what Kueue had admitted."""
+    for document in filter(None, YAML(typ="safe", pure=True).load_all(path.read_text())):
+        assert refusals(document) == []
+        if document["kind"] == "JobSet":
+            later = document
+            for _ in range(3):
+                later = continuation(defaulted(later))
+                assert refusals(later) == []
+
+
+def test_row_01_the_goldens_are_there():
+    assert len(list(GOLDEN.glob("*/run.yaml"))) > 25

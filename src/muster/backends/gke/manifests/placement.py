@@ -149,7 +149,9 @@ def mode_of(placement: Placement, mode: str | None = None) -> Mode:
     if spot:
         selector["cloud.google.com/gke-spot"] = "true"
     if mode in ("reservation", "calendar") and spec.resources.reservation:
-        selector["cloud.google.com/reservation-name"] = spec.resources.reservation
+        # The pool's label: the name alone, also where a project or a block is given (a label has no "/").
+        named = spec.resources.reservation.partition("/reservationBlocks/")[0].rpartition("/")[2]
+        selector["cloud.google.com/reservation-name"] = named
     annotations = {}
     if queued:
         # On the object, not on the pod template: Kueue copies it from the job object alone (jobframework/utils.go:264).

@@ -67,6 +67,9 @@ CORE = {
     "plan": ("test_plan_page_live.py::test_it_draws_the_chart_and_every_plan_without_an_error",),
     "simulate": ("test_rehearsal_page_live.py",),
     "Slurm": ("test_slurm_live.py::test_a_time_limit_is_continued_in_a_second_job",),
+    "Slurm: containers see what they ask for": (
+        "test_slurm_container_live.py::test_ranks_see_googles_fabric_all_cores_and_the_runs_variables[pyxis]",
+    ),
     "GKE": (
         "test_gke_control_plane_live.py::test_submit_is_one_jobset_however_often_and_whatever_is_lost",
         "test_gke_pod_live.py::test_a_verdict_is_passed_on",

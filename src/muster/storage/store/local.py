@@ -2,9 +2,11 @@
 
 A file is never changed in place: every write is a new file that takes the name once its bytes are on the
 disk, so a reader opens an old version or a new one, and a killed writer leaves at most a hidden
-temporary file. A generation is the modification time, which each write forces above the one before it
-(the kernel's own stamps come in ticks of milliseconds), with the inode. Locks are ``flock``: on a shared
-file system they must reach across its hosts (NFSv4, Lustre with ``-o flock``, Filestore do).
+temporary file. Conditional writes on a mounted bucket, which has neither links nor locks that reach
+other machines, are refused, with the URI of the bucket. A generation is the modification time, which
+each write forces above the one before it (the kernel's own stamps come in ticks of milliseconds), with
+the inode. Locks are ``flock``: on a shared file system they must reach across its hosts (NFSv4, Lustre
+with ``-o flock``, Filestore do).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 from muster.core.protocols import Stored
-from muster.storage import uris
+from muster.storage import mounts, uris
 
 _HIDDEN = ".muster-"
 _LOCK = f"{_HIDDEN}lock"
@@ -41,7 +43,7 @@ class LocalStore:
             return _replace(path, data, after_ns=_modified_ns(path))
 
     def put_if_absent(self, uri: str, data: bytes) -> str:
-        path = uris.local_path(uri)
+        path = _with_conditions(uri)
         with translated(uri):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = _written(path, data, after_ns=0)
@@ -56,7 +58,7 @@ class LocalStore:
             return generation
 
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
-        path = uris.local_path(uri)
+        path = _with_conditions(uri)
         with translated(uri):
             if not path.parent.is_dir():
                 raise ConflictError(f"{uri} is gone; expected generation {generation}")
@@ -87,6 +89,16 @@ class LocalStore:
             if path.parent.is_dir() and path.exists():
                 with _locked(path.parent):
                     path.unlink(missing_ok=True)
+
+
+def _with_conditions(uri: str) -> Path:
+    """The path. Raises UsageError on a mounted bucket, which would let several writers win."""
+    path = uris.local_path(uri)
+    bucket = mounts.uri_of_mounted(path)
+    if bucket is not None:
+        hint = f"name the bucket instead of the path: {bucket} (below it, where only a folder of it is mounted)"
+        raise UsageError(f"{uri} is on a mount of a bucket, which has no conditional writes", hint=hint)
+    return path
 
 
 @contextlib.contextmanager

@@ -55,8 +55,7 @@ class HostAgent:
     def __init__(self, identity: HostIdentity) -> None:
         self.identity = identity
         self.spec = identity.read_spec()
-        self.newest_attempt = 0
-        """That a supervisor named: a flush is committed in its name."""
+        self.newest_attempt = 0  # that a supervisor named: a flush is committed in its name
         self.exit_reason: str | None = None
         """Set once this agent is to exit."""
         self.exit_code = 0
@@ -70,7 +69,7 @@ class HostAgent:
         )
         self.hub.listen(f"unix:{identity.memory.bind_address(SOCKET)}")
         home = open_home(identity.run_dir)
-        self.log = HostLog(home=home, run_id=identity.run_id, host=identity.host)
+        self.log = HostLog(home=home, run_id=identity.run_id, host=identity.host, pod=identity.pod)
         self.home = HostHome(home=home, hub=self.hub, on_note=self.log.note)
         self._make_parts()
         self.log.write("agent.started", {"pid": os.getpid(), "ranks": self.pool.ranks_per_host})
@@ -204,14 +203,14 @@ class HostAgent:
             self.preemption.watch()
             self.pool.watch()
             self.replicator.watch()
-            self.home.watch()
+            self.home.watch(self.link.connected)
             if self.readiness.is_warming_up:
                 self._check_ready()
         self._shutdown()
         return self.exit_code
 
     def _start(self) -> None:
-        self.home.start(self.identity.host)
+        self.home.start(self.log.writer)
         self.programs.start()
         self.replicator.start()
         if not self.fork_server.start():
@@ -227,7 +226,9 @@ class HostAgent:
             self.unsupervised.watch()
             return
         self.pool.on_reconnect()
-        for report in (*([self._failure] if self._failure else []), *self.pool.exits.values()):
+        if self._failure is not None:
+            self.link.send(self._failure)
+        for report in self.pool.exits.values():
             self.link.send(report)
 
     def _on_refused(self, reason: str) -> None:

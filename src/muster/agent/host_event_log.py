@@ -29,8 +29,11 @@ def committed_event(answer: FlushCommitted, *, directory: str, attempt: int) -> 
 class HostLog:
     """Appends to the file of the newest attempt."""
 
-    def __init__(self, *, home: Home, run_id: str, host: str) -> None:
+    def __init__(self, *, home: Home, run_id: str, host: str, pod: str = "") -> None:
+        """``pod``: names the files where the home is no folder: what a lost pod could not bring home must not meet
+        what its successor of the same ``host`` writes."""
         self._home, self._run_id, self._host = home, run_id, host
+        self.writer = host if home.is_folder else pod or host
         self._log: EventLog | None = None
         self._attempt = -1
         self._behind: list[EventLog] = []
@@ -41,7 +44,7 @@ class HostLog:
         if self._attempt != attempt:
             if self._log is not None:
                 self._behind.append(self._log)
-            self._log = self._home.open_log(self._run_id, self._host, attempt)
+            self._log = self._home.open_log(self._run_id, self.writer, attempt)
             self._attempt = attempt
 
     def write(self, kind: str, detail: Mapping[str, Any], **extra: Any) -> None:

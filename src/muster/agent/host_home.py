@@ -32,8 +32,13 @@ class HostHome:
         """From here on what ``writer`` writes reaches the home."""
         self._sync = self._home.start(writer)
 
-    def watch(self) -> None:
-        """Call it in every turn of the loop: a home that cannot be reached is noted, once, and its return too."""
+    def watch(self, supervised: bool) -> None:
+        """Call it in every turn of the loop: a home that cannot be reached is noted, once, and its return too.
+
+        ``supervised``: a supervisor is connected; while none is, the lease is looked at more often.
+        """
+        if self._sync is not None:
+            self._sync.lonely(not supervised)
         trouble = self._sync.trouble if self._sync is not None else None
         if trouble is not None and self._trouble is None:
             self._on_note(f"events wait on this host: its run's home cannot be written ({trouble})")

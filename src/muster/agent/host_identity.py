@@ -29,6 +29,7 @@ class HostIdentity:
     run_dir: Path
     run_id: str
     host: str
+    """Its place in the run: another machine takes the name after this one is lost."""
     bind: str
     memory: MemoryDir
     """The host's folder in memory: snapshots, sockets."""
@@ -36,6 +37,8 @@ class HostIdentity:
     """What the programs started here inherit."""
     hosts_here: int = 1
     """Agents of the run that share this machine's cores."""
+    pod: str = ""
+    """What names this machine's share of the run alone, where a back end gives such a name."""
     metadata_url: str | None = None
     """The cloud's metadata server, which announces the end of this host; None: no cloud machine."""
 
@@ -51,6 +54,7 @@ class HostIdentity:
             memory=MemoryDir.of_host(run_dir, run_id=run_id, host=host),
             environ=environment.inherited(),
             hosts_here=arguments.hosts_here,
+            pod=environment.current().pod,
             metadata_url=environment.current().metadata_url or (None if arguments.no_metadata_server else METADATA_URL),
         )
 

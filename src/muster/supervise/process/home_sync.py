@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.core.clock import SystemClock
-from muster.core.errors import ConflictError, MusterError
+from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.event_log import EventLog
+from muster.core.event_log.cadence import STATUS_LEAST_S, STATUS_S
 from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.protocol.client import SupervisorStatus
 from muster.protocol.lease import EndRecord, HomeStatus
 from muster.storage.home import Home, HomeSync, open_home
+from muster.storage.run_registry import replace_text
 from muster.supervise.process.figures import Figures
 from muster.supervise.process.lease import LeaseKeeper
 from muster.supervise.recovery.inputs import SECOND_NS, End
 from muster.supervise.replay.rebuild_state import EventReplay
 
 STATUS, END = "status.json", "end.json"
-#: ``status.json`` is written so often; when the phase changes sooner, but never oftener than an object may be.
-STATUS_EVERY_S, PHASE_EVERY_S = 30.0, 2.0
-#: One stream of a writer that is gone is merged so often.
-MERGE_EVERY_S = 10.0
+#: File of a local folder with the term that wrote there last.
+TERMS = "term"
 #: What the end of a run may take to reach its home; the lease is renewed meanwhile.
 END_S, AGAIN_S = 60.0, 1.0
 
@@ -56,17 +57,18 @@ class SupervisorHome:
 
     # ------------------------------------------------------------ the beginning
 
-    def take_over(self, address: tuple[str, int]) -> list[Event]:
-        """Take the lease; the run's events so far, in order. No earlier supervisor writes any after this.
+    def take_over(self, run_id: str, address: tuple[str, int]) -> list[Event]:
+        """Take the lease; the run's events so far, in order. No earlier supervisor adds any after this.
 
         Raises:
             ConflictError: another supervisor holds the run.
         """
         replay = EventReplay(self.run_dir / "events")
-        self.home.mirror(replay.directory)  # weeks of events take longer than a lease lasts: most of it before
+        self.home.mirror(self.run_dir)  # weeks of events take longer than a lease lasts: most of it before
         replay.read_new_events()
         self.lease.take(address)
-        self.home.mirror(replay.directory)
+        if not self.home.is_folder:
+            replay = self._end_earlier(run_id, replay)
         replay.read_new_events()
         events = replay.in_order()
         if not self.home.is_folder:
@@ -74,6 +76,32 @@ class SupervisorHome:
             for event in events:
                 self.figures.add(event)
         return events
+
+    def _end_earlier(self, run_id: str, replay: EventReplay) -> EventReplay:
+        """Close the logs of earlier terms, wherever their supervisors are, and bring what they hold."""
+        store, lease = self.home.store, self.home.uri_of("lease.json")
+        replace_text(self.run_dir / "lease.json", store.get(lease).data.decode())  # for questions asked in this pod
+        for term in self._terms_here():
+            # What a killed predecessor in this folder had written, and not brought to the home: it is part of the run,
+            # unless another machine's supervisor has closed that log.
+            try:
+                with contextlib.closing(open_home(self.run_dir).open_log(run_id, "supervisor", term)) as log:
+                    if not log.sync():
+                        raise BackendError(f"the log of term {term} cannot be brought home: {log.unsealed}")
+            except ConflictError:
+                (self.run_dir / "events" / f"supervisor.{term}.jsonl").unlink(missing_ok=True)
+                replay = EventReplay(replay.directory)
+        self.home.end_earlier(run_id, "supervisor", self.lease.term)
+        self.home.mirror(self.run_dir)
+        replace_text(self.run_dir / TERMS, f"{self.lease.term}\n")
+        return replay
+
+    def _terms_here(self) -> list[int]:
+        """Terms whose log was written in this folder, by a process that may have been killed."""
+        try:
+            return [int(word) for word in (self.run_dir / TERMS).read_text().split()]
+        except FileNotFoundError:
+            return []
 
     def ended(self) -> EndRecord | None:
         """How the run ended, where this job of it has ended before: it is not started anew then."""
@@ -189,7 +217,7 @@ class SupervisorHome:
 
 
 class Reporter(threading.Thread):
-    """Writes the newest status that it was given, and merges streams of writers that are gone."""
+    """Writes the newest status that it was given: never twice in a second, which an object store would refuse."""
 
     def __init__(self, *, home: Home, clock: Clock) -> None:
         super().__init__(name="home-status", daemon=True)
@@ -203,7 +231,7 @@ class Reporter(threading.Thread):
 
     def due_ns(self, phase: str) -> int:
         """When the next status is to be offered."""
-        every_s = PHASE_EVERY_S if phase != self._phase else STATUS_EVERY_S
+        every_s = STATUS_LEAST_S if phase != self._phase else STATUS_S
         return 0 if self._offered_ns is None else self._offered_ns + int(every_s * SECOND_NS)
 
     def offer(self, status: HomeStatus, phase: str) -> None:
@@ -221,20 +249,27 @@ class Reporter(threading.Thread):
         self.join(END_S)
 
     def run(self) -> None:
+        until_ns = None
         while not self._ending or self._status is not None:
             with self._wake:
-                if self._status is None and not self._ending:
-                    self._wake.wait(MERGE_EVERY_S)
+                while self._status is None and not self._ending:
+                    self._wake.wait()
                 status, self._status = self._status, None
-            if status is not None and not self._put(status):
+            if status is None:
                 return
+            if self._ending and until_ns is None:
+                until_ns = self._clock.monotonic_ns() + int(END_S * SECOND_NS)
+            try:
+                self._put(status)
+            except ConflictError:
+                return  # another supervisor writes it now
+            except (MusterError, OSError):
+                if until_ns is not None and self._clock.monotonic_ns() >= until_ns:
+                    return
+                time.sleep(AGAIN_S)
+                with self._wake:
+                    self._status = self._status or status
 
-    def _put(self, status: HomeStatus) -> bool:
-        """False: another supervisor writes it now."""
-        try:
-            self._generation = self._home.publish(STATUS, encode(status), generation=self._generation)
-        except ConflictError:
-            return False
-        except (MusterError, OSError):
-            self._generation = None  # it may be there or not; the next one is newer
-        return True
+    def _put(self, status: HomeStatus) -> None:
+        generation, self._generation = self._generation, None  # after a failure it is not known
+        self._generation = self._home.publish(STATUS, encode(status), generation=generation)

@@ -103,7 +103,7 @@ class Supervisor:
         self.home = SupervisorHome(self.run_dir, job=self.job, clock=self.clock)
         self.lease = self.home.lease
         address = self.pool.listen(self.bind)
-        before = self.home.take_over((address[0], int(address[1])))
+        before = self.home.take_over(self.run_id, (address[0], int(address[1])))
         if (ended := self.home.ended()) is not None:
             self.lease.give_back()
             self.pool.shutdown()

@@ -1,0 +1,184 @@
+"""The supervisor's part in a home in a bucket: takeover, status, end. The bucket is a table, the clock virtual."""
+
+import contextlib
+import json
+
+import pytest
+from fakes.clock import VirtualClock
+from fakes.objects import Objects
+
+from muster.core.errors import BackendError, ConflictError
+from muster.core.event_log import check_directory, read
+from muster.protocol.client import SupervisorStatus
+from muster.storage.home import HOME_FILE, BucketHome
+from muster.supervise.process import home_sync
+from muster.supervise.process.home_sync import Reporter, SupervisorHome
+from muster.supervise.recovery.inputs import End
+
+URI = "gs://bucket/runs/run-1"
+STATUS = SupervisorStatus(phase="run", reason="training", attempt=1, step=7)
+DONE = End(exit_code=0, outcome="succeeded", reason="done")
+
+
+class Pods:
+    """Supervisors in folders of their own, which share ``store``."""
+
+    def __init__(self, tmp_path, monkeypatch):
+        self.root, self.store, self.clock = tmp_path, Objects(), VirtualClock()
+        monkeypatch.setattr(home_sync, "open_home", lambda folder: BucketHome(folder, URI, self.store, self.store))
+
+    def supervisor(self, pod, *, job="job-1", submission="1"):
+        folder = self.root / pod
+        folder.mkdir(exist_ok=True)
+        for name, text in {"run_id": "run-1", HOME_FILE: URI, "submission": submission}.items():
+            (folder / name).write_text(text + "\n")
+        return SupervisorHome(folder, job=job, clock=self.clock)
+
+    def take_over(self, pod, **more):
+        """Once the last one's lease is out."""
+        self.clock.sleep(60)
+        found = self.supervisor(pod, **more)
+        events = found.take_over("run-1", ("127.0.0.1", 1))
+        return found, found.open_log("run-1"), [event.detail["text"] for event in events]
+
+    def record(self, name):
+        return json.loads(self.store.get(f"{URI}/{name}.json").data)
+
+
+@pytest.fixture
+def pods(tmp_path, monkeypatch):
+    return Pods(tmp_path, monkeypatch)
+
+
+def say(log, *texts):
+    for text in texts:
+        log.append("run.message", detail={"text": text})
+
+
+def test_the_next_term_closes_the_log_of_the_last_one_and_reads_it(pods):
+    _, first, _ = pods.take_over("a")
+    say(first, "one")
+    assert first.sync()
+    second, log, events = pods.take_over("b")
+    assert events == ["one"] and second.lease.term == 2 and log.name == "supervisor.2.jsonl"
+    say(first, "what a supervisor decides whose machine was away")
+    with pytest.raises(ConflictError, match=r"ended by supervisor\.2"):
+        first.sync()
+    third, _, events = pods.take_over("c")
+    assert events == ["one"] and third.lease.term == 3
+
+
+def test_a_killed_supervisor_s_successor_in_its_folder_brings_home_what_it_wrote(pods):
+    _, first, _ = pods.take_over("a")
+    say(first, "one")
+    first.sync()
+    say(first, "two")
+    first.close()  # killed: nothing ships it
+    _, _, events = pods.take_over("a")
+    assert events == ["one", "two"]
+    _, _, events = pods.take_over("b")
+    assert events == ["one", "two"], "it is in the home"
+
+
+def test_what_was_written_after_another_one_s_takeover_is_no_part_of_the_run(pods):
+    """The machine came back, and its folder with it: what its first supervisor had not sealed was not acted on."""
+    _, first, _ = pods.take_over("a")
+    say(first, "one")
+    first.sync()
+    say(first, "never sealed")
+    first.close()
+    _, second, events = pods.take_over("b")
+    say(second, "two")
+    second.sync()
+    assert events == ["one"]
+    third, _, events = pods.take_over("a")
+    assert events == ["one", "two"]
+    assert all(found.problem is None for found in check_directory(third.run_dir / "events", run_id="run-1").values())
+
+
+def test_a_supervisor_that_waits_does_not_take_what_lives(pods):
+    pods.take_over("a")
+    other = pods.supervisor("b")
+    other.lease._vacant = lambda record: False
+    with pytest.raises(ConflictError, match="holds this run"):
+        other.take_over("run-1", ("127.0.0.1", 1))
+
+
+def test_the_end_is_known_to_a_supervisor_of_the_same_job(pods):
+    first, log, _ = pods.take_over("a")
+    first.finish(log, DONE, STATUS)
+    assert pods.record("lease")["address"] is None, "given back"
+    again, _, _ = pods.take_over("b")
+    assert again.ended().exit_code == 0 and again.ended().term == 1
+    assert pods.take_over("c", job="job-2")[0].ended() is None
+    assert pods.take_over("d", submission="2")[0].ended() is None
+    assert pods.take_over("e", job="")[0].ended() is None
+
+
+def test_without_an_end_in_the_home_the_lease_is_kept(pods):
+    first, log, _ = pods.take_over("a")
+    put = pods.store.put
+    pods.store.put = lambda uri, data: refused(uri) if uri.endswith("end.json") else put(uri, data)
+    first.finish(log, DONE, STATUS)
+    assert pods.record("lease")["address"] is not None
+    assert f"{URI}/end.json" not in pods.store.held
+
+
+def refused(uri):
+    raise BackendError(f"{uri}: 503")
+
+
+def test_lines_that_cannot_be_brought_home_keep_the_supervisor_from_starting(pods):
+    _, first, _ = pods.take_over("a")
+    say(first, "one")
+    first.close()
+    with_faults = pods.store.put_if_absent
+    pods.store.put_if_absent = lambda uri, data: refused(uri)
+    with pytest.raises(BackendError, match="cannot be brought home"):
+        pods.take_over("a")
+    pods.store.put_if_absent = with_faults
+    assert pods.take_over("a")[2] == ["one"]
+
+
+def test_status_is_written_at_changes_of_phase_and_now_and_then(pods):
+    first, _, _ = pods.take_over("a")
+    first._reporter = reporter = Reporter(home=first.home, clock=pods.clock)
+    offered = []
+    reporter.offer = lambda status, phase: (offered.append(pods.clock.now_s), Reporter.offer(reporter, status, phase))
+    began_s = pods.clock.now_s
+    for tenth in range(700):
+        phase = "run" if tenth < 20 or tenth > 25 else "draining"
+        first.report(lambda: STATUS, phase)
+        assert first.report_ns(phase) > pods.clock.monotonic_ns()
+        pods.clock.sleep(0.1)
+    assert [round(at - began_s) for at in offered] == [0, 2, 4, 34, 64]
+    reporter.start()
+    reporter.stop(None)
+    held = pods.record("status")
+    assert held["status"]["step"] == 7 and held["term"] == 1
+
+
+def test_a_deposed_supervisor_s_status_does_not_replace_its_successor_s(pods):
+    first, _, _ = pods.take_over("a")
+    second, _, _ = pods.take_over("b")
+    writers = [Reporter(home=each.home, clock=pods.clock) for each in (first, second)]
+    for writer, of in ((writers[0], first), (writers[1], second)):
+        writer._put(of._status(STATUS))
+    with pytest.raises(ConflictError):
+        writers[0]._put(first._status(STATUS))
+    assert pods.record("status")["term"] == 2
+
+
+def test_a_folder_gets_no_objects(tmp_path):
+    home = SupervisorHome(tmp_path, clock=VirtualClock())
+    home.take_over("run-1", ("127.0.0.1", 1))
+    with contextlib.closing(home.open_log("run-1")) as log:
+        home.start()
+        say(log, "one")
+        home.report(lambda: STATUS, "run")
+        home.finish(log, DONE, STATUS)
+    home.close()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file() and "lock" not in path.name) == [
+        "lease.json"
+    ]
+    assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["one"]

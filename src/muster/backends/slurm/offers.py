@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from muster.backends.slurm import parse
+from muster.backends.slurm.script import reservation_of
 from muster.catalog.devices import accelerator_of
 from muster.config.spec import RunSpec
 from muster.core.errors import CapacityError, Problem, RunFileError
@@ -31,7 +32,7 @@ def kinds(rows: Iterable[Mapping[str, str]], spec: RunSpec) -> list[Kind]:
     The run file's partition, accelerator and features are respected.
     """
     nodes_of: dict[tuple[str, str, int, str, str], set[str]] = {}
-    reservation = spec.resources.reservation is not None
+    reservation = reservation_of(spec) is not None
     for row in rows:
         if row["up"] != "up" or not parse.node_usable(row["state"], reservation=reservation):
             continue
@@ -91,7 +92,8 @@ def resolved_spec(spec: RunSpec, rows: Iterable[Mapping[str, str]]) -> RunSpec:
 
 
 def _matches(gpus: parse.Gpus, row: Mapping[str, str], spec: RunSpec) -> bool:
-    if spec.resources.accelerator is not None:
+    # Google's images give their nodes GPUs without a type: whether it is the one asked for, the run file alone knows.
+    if spec.resources.accelerator is not None and not (gpus.count and not gpus.type):
         chip, requested = accelerator_of(gpus.type), accelerator_of(spec.resources.accelerator)
         same = gpus.type.lower() == spec.resources.accelerator.lower()
         if not same and (chip is None or requested is None or chip.name != requested.name):
@@ -104,12 +106,13 @@ def _matches(gpus: parse.Gpus, row: Mapping[str, str], spec: RunSpec) -> bool:
 
 def _offer(kind: Kind, spec: RunSpec) -> Offer:
     gpus = kind.gpus
-    chip = accelerator_of(gpus.type) if gpus.type else None
+    named = gpus.type or (spec.resources.accelerator or "" if gpus.count else "")
+    chip = accelerator_of(named) if named else None
     return Offer(
         backend="slurm",
         machine=spec.resources.machine or kind.about,
         location=kind.partition,
-        accelerator=chip.name if chip else (gpus.type or ("gpu" if gpus.count else "cpu")),
+        accelerator=chip.name if chip else (named or ("gpu" if gpus.count else "cpu")),
         gpus_per_node=gpus.count,
         gpu_memory_bytes=chip.memory_bytes if chip else 0,
         usd_per_node_hour=None,

@@ -60,7 +60,7 @@ def options(spec: RunSpec, run_id: str, run_dir: str) -> Iterator[str]:
         ("qos", slurm.qos),
         ("constraint", slurm.constraint),
         ("exclude", slurm.exclude),
-        ("reservation", resources.reservation),
+        ("reservation", reservation_of(spec)),
     ):
         if value is not None:
             yield f"--{name}={value}"
@@ -93,6 +93,13 @@ def gres_of(spec: RunSpec) -> str | None:
     if spec.resources.device == "cuda":
         return f"gpu:{spec.resources.ranks_per_host or 1}"
     return None
+
+
+def reservation_of(spec: RunSpec) -> str | None:
+    """Slurm's reservation. On a cluster of one's own in Google Cloud the name is Google's: the nodes were bought by it,
+    and Slurm knows none."""
+    bought = spec.resources.provisioning_model in ("reservation", "calendar") and spec.resources.project is not None
+    return None if bought else spec.resources.reservation
 
 
 def time_limit(spec: RunSpec) -> str | None:

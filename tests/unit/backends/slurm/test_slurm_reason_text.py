@@ -165,6 +165,19 @@ def test_a_reservations_nodes_are_offered_to_a_run_that_names_it():
     assert slurm.resolve(spec_of(hosts=3, reservation="august")).resources.ranks_per_host == 8
 
 
+def test_gpus_without_a_type_may_be_the_ones_that_are_asked_for():
+    """Google's images name no type in sinfo: gpu:8."""
+    shell = FakeSlurm(
+        nodes=[("n1", "a4", "idle", "gpu:8", *NODES[0][4:]), ("n2", "a4", "idle", "gpu:8", *NODES[0][4:])]
+    )
+    slurm = SlurmLauncher(slurm=Slurm(shell=shell))
+    (offer,) = slurm.offers(spec_of(accelerator="B200"))
+    assert (offer.accelerator, offer.gpus_per_node, offer.max_nodes) == ("B200", 8, 2) and offer.gpu_memory_bytes > 0
+    found = slurm.resolve(spec_of(hosts=2, accelerator="B200"))
+    assert (found.resources.ranks_per_host, found.slurm.gres) == (8, None)
+    assert slurm.offers(spec_of())[0].accelerator == "gpu", "nobody says which"
+
+
 def test_offers_keep_to_what_the_run_file_names():
     assert [offer.location for offer in launcher().offers(spec_of(queue="cpu"))] == ["cpu"]
     assert [offer.location for offer in launcher().offers(spec_of(accelerator="H100"))] == ["main"]

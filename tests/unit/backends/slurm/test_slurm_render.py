@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from slurm_cases import HERE, RUN_DIR, RUN_ID, scripts, spec, texts
+from slurm_cases import HERE, RUN_DIR, RUN_ID, blueprints, scripts, spec, texts
 
 from muster.backends.slurm.script import options, time_limit
 
@@ -73,6 +73,14 @@ def test_a_default_time_limit_is_for_runs_that_name_none():
     assert "--time=12:00:00" in list(options(spec({"default_time_limit": "12:00:00"}), RUN_ID, RUN_DIR))
     assert time_limit(spec({"default_time_limit": "12:00:00", "time_limit": "90"})) == "90"
     assert time_limit(spec({"default_time_limit": "12:00:00"}, {"max_hours": 1})) == "0-01:00:00"
+
+
+def test_googles_reservation_is_none_of_slurms():
+    """The blueprint's run file is the one that is submitted to its cluster."""
+    google = blueprints()["toolkit-a4-reservation"]
+    assert google.resources.reservation == "mine"
+    assert not [option for option in options(google, RUN_ID, RUN_DIR) if option.startswith("--reservation")]
+    assert "--reservation=mine" in list(options(spec(reservation="mine"), RUN_ID, RUN_DIR))
 
 
 def test_the_notice_comes_before_any_limit_unless_none_is_wanted():

@@ -236,6 +236,7 @@ class GkeLauncher:
             ("v1", "ConfigMap", "configmaps"),
             ("v1", "Secret", "secrets"),
             ("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
+            ("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
         ]
         return [
             {**row, "apiVersion": api, "kind": kind}

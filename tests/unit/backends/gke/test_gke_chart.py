@@ -78,11 +78,30 @@ def test_its_own_values_give_the_plain_objects(helm, tmp_path, machine):
 
 @pytest.mark.parametrize("mode", ["spot", "flex_start", "reservation", "calendar"])
 def test_one_value_changes_the_mode(helm, tmp_path, mode):
-    values = {**QUEUE, "mode": mode}
+    values, changes = {**QUEUE, "mode": mode}, {}
     if mode in ("reservation", "calendar"):
-        values["reservation"] = "gpus-in-august"
+        changes["reservation"] = values["reservation"] = f"projects/example/reservations/{mode}/reservationBlocks/b1"
     found = installed(helm, written(tmp_path / "chart", B200), values)
-    assert comparable(found) == comparable(without_networks(plain(spec("a4-highgpu-8g", mode))))
+    assert comparable(found) == comparable(without_networks(plain(spec("a4-highgpu-8g", mode, **changes))))
+
+
+@pytest.mark.parametrize("hours", [0.5, 10, 168, None])
+def test_hours_are_asked_for_and_left_alike(helm, tmp_path, hours):
+    of = spec("a4-highgpu-8g", "flex_start_queued", limits={"max_hours": hours})
+    found = installed(helm, written(tmp_path / "chart", of), {})
+    wanted = plain(of)["JobSet", RUN_ID]
+    assert found["JobSet", RUN_ID] == wanted
+
+
+def test_one_value_moves_the_run_and_its_checkpoints(helm, tmp_path):
+    of = spec("a4-highgpu-8g", "flex_start_queued", checkpoint={}, run_dir="gs://b/here")
+    found = installed(helm, written(tmp_path / "chart", of), {"home": "gs://b/there"})
+    assert (
+        json.loads(found["ConfigMap", f"{RUN_ID}-run"]["data"]["resolved.json"])["checkpoint"]["dir"]
+        == "gs://b/there/checkpoints"
+    )
+    host = found["JobSet", RUN_ID]["spec"]["replicatedJobs"][1]["template"]["spec"]["template"]["spec"]
+    assert host["initContainers"][-1]["command"][-2:] == ["--home", "gs://b/there"]
 
 
 def test_one_value_changes_the_number_of_nodes(helm, tmp_path):
@@ -113,6 +132,8 @@ def test_more_environment(helm, tmp_path):
         ({"runId": "Not A Name"}, "runId"),
         ({"runId": "a" * 43}, "runId"),
         ({"maxRunDurationSeconds": 604801}, "maxRunDurationSeconds"),
+        ({"reservation": "projects/p/r"}, "reservation"),
+        ({"home": "/gcs/b/r"}, "home"),
     ],
 )
 def test_the_schema_refuses(helm, tmp_path, values, complaint):

@@ -81,7 +81,7 @@ def test_the_server_is_asked_before_anything_is_created(launcher, google, reques
     patches = [url for method, url in google.log if method == "PATCH"]
     assert all("fieldValidation=Strict" in url for url in patches)
     dry = [index for index, url in enumerate(patches) if "dryRun=All" in url]
-    assert len(dry) == 2 and max(dry) < min(set(range(len(patches))) - set(dry))
+    assert len(dry) == 3 and max(dry) < min(set(range(len(patches))) - set(dry))
 
 
 def test_run_folder_of_the_pods_is_in_the_bucket(launcher, request_):

@@ -56,5 +56,5 @@ def test_the_checker_refuses_what_an_api_server_refuses(definitions):
     container["imagee"] = "typo"
     assert any("imagee: unknown field" in error for error in definitions.errors(jobset))
     changed = copy.deepcopy(by_kind["JobSet"])
-    changed["spec"]["successPolicy"]["operator"] = "Any"
+    changed["spec"]["successPolicy"]["operator"] = "All"
     assert any("immutable" in error for error in definitions.errors(changed, by_kind["JobSet"]))

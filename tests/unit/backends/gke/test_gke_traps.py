@@ -16,6 +16,7 @@ from muster.backends.gke.manifests.first_program import SOURCE_AND_RUN
 from muster.backends.gke.manifests.kueue_objects import queue_objects
 from muster.backends.gke.manifests.placement import mode_of, resolved
 from muster.backends.gke.manifests.render import cluster_objects, run_manifests
+from muster.backends.gke.manifests.spec_rules import findings
 from muster.catalog import gke as catalogue
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "gke.md"
@@ -276,7 +277,7 @@ def test_trap_one_job_per_host():
 
 def test_trap_success_is_the_supervisors():
     policy = jobset(spec(A4, "spot", spare_hosts=1))["spec"]["successPolicy"]
-    assert policy == {"operator": "All", "targetReplicatedJobs": ["supervisor"]}
+    assert policy == {"operator": "Any", "targetReplicatedJobs": ["supervisor"]}, "one of two supervisors works"
 
 
 def test_trap_pod_names_fit():
@@ -297,8 +298,8 @@ def test_trap_suspended_with_queue_label():
 
 
 def test_trap_topology_needs_nodes():
-    """Kueue counts nodes that exist: from zero, only a ProvisioningRequest brings them before it counts."""
-    for mode, wanted in [("flex_start_queued", True), ("reservation", True), ("flex_start", False), ("spot", False)]:
+    """Kueue counts nodes that exist. Of a queued pool it would evict the run for one node that dies."""
+    for mode, wanted in [("flex_start_queued", False), ("reservation", True), ("flex_start", False), ("spot", False)]:
         names = {one["kind"] for one in queue_objects(placement(spec(A4, mode)))}
         assert ("Topology" in names) == mode_of(placement(spec(A4, mode))).topology == wanted
         annotations = pod(spec(A4, mode))["metadata"]["annotations"]
@@ -307,7 +308,7 @@ def test_trap_topology_needs_nodes():
 
 
 def test_trap_topology_levels():
-    (topology,) = of_kind("Topology", spec(A4, "flex_start_queued"))
+    (topology,) = of_kind("Topology", spec(A4, "reservation"))
     assert [level["nodeLabel"] for level in topology["spec"]["levels"]] == [
         "cloud.google.com/gce-topology-block",
         "cloud.google.com/gce-topology-subblock",
@@ -359,8 +360,20 @@ def test_trap_secrets_by_reference():
     assert '"secretKeyRef": {"name": "muster-hugging-face"' in text and '"kind": "Secret"' not in text
 
 
-def test_trap_reservation_label():
-    assert pod(spec(A4, "calendar"))["spec"]["nodeSelector"]["cloud.google.com/reservation-name"] == "gpus-in-august"
+@pytest.mark.parametrize(
+    "named",
+    [
+        "gpus-in-august",
+        "gpus-in-august/reservationBlocks/b1",
+        "projects/example/reservations/gpus-in-august",
+        "projects/org.com:example/reservations/gpus-in-august/reservationBlocks/b1",
+    ],
+)
+def test_trap_reservation_label(named):
+    """A label has no "/": the pool is tied to the block, its nodes carry the reservation's name."""
+    of = spec(A4, "calendar", reservation=named)
+    assert pod(of)["spec"]["nodeSelector"]["cloud.google.com/reservation-name"] == "gpus-in-august"
+    assert not [one for one in findings(placement(of)) if one.error]
 
 
 def test_trap_installers():

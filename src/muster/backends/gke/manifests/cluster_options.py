@@ -7,6 +7,8 @@ from typing import Literal
 
 from muster.core.typed_json import Record
 
+SUPERVISOR_PRIORITY = "muster-supervisor"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Record):
@@ -17,6 +19,10 @@ class Options(Record):
     """Kubernetes service account, bound to the bucket by Workload Identity."""
     supervisor_pool: str = "muster-cpu"
     """Node pool of small CPU nodes (``cloud.google.com/gke-nodepool``) for the supervisor."""
+    supervisors: Literal[1, 2] = 2
+    """The second one stands by on another node: a node that hangs is otherwise answered in ten minutes."""
+    supervisor_priority: str | None = SUPERVISOR_PRIORITY
+    """PriorityClass of supervisors; None: the cluster's default."""
     kueue: bool = True
     """False: no queue; the JobSet starts at once (a cluster without Kueue)."""
     network: Literal["auto", "annotations", "claims"] = "auto"

@@ -48,7 +48,7 @@ _PRELUDE = """\
 {{- $mode := index (.Files.Get "files/modes.json" | fromJson) .Values.mode -}}
 {{- $nodes := add (int .Values.hosts) (int .Values.spareHosts) -}}
 {{- $selector := $mode.nodeSelector -}}
-{{- if and .Values.reservation $mode.reserved }}{{ $_ := set $selector "cloud.google.com/reservation-name" .Values.reservation }}{{ end -}}
+{{- if and .Values.reservation $mode.reserved }}{{ $_ := set $selector "cloud.google.com/reservation-name" (base (first (splitList "/reservationBlocks/" .Values.reservation))) }}{{ end -}}
 """  # noqa: E501
 _RUN_PRELUDE = """\
 {{- $run := .Files.Get (printf "files/%s.run.json" .Values.tuning) | fromJson -}}

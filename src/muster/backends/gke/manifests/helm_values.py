@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from muster.backends.gke.manifests import pods
 from muster.backends.gke.manifests.placement import LONGEST_RUN_NAME, Placement, longest_run_s, mode_of
+from muster.backends.gke.manifests.spec_rules import RESERVATION
 from muster.backends.gke.manifests.yaml_text import dump
 from muster.core.typed_json import Json, JsonObject, at, child
 
@@ -104,8 +105,8 @@ def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> d
         ),
         "reservation": Knob(
             value=spec.resources.reservation or "",
-            about="Name of the reservation (modes reservation and calendar).",
-            schema=MAYBE,
+            about="The reservation (modes reservation and calendar): its name, or projects/P/reservations/R.",
+            schema={"type": "string", "pattern": f"^$|^{RESERVATION}$"},
         ),
         "maxRunDurationSeconds": Knob(
             value=longest_run_s(spec),

@@ -21,11 +21,13 @@ KEPT_AFTER_THE_END_S = 3 * 24 * 3600
 def run_objects(placement: Placement, run_file: str, resolved: str) -> list[Manifest]:
     """Everything that one run needs and that ends with it, in the order of creation."""
     claims = [_claim_template(placement)] if placement.claims else []
-    return [_config_map(placement, run_file, resolved), *claims, jobset(placement, mode_of(placement))]
+    budget = [_disruption_budget(placement)] if placement.options.supervisors > 1 else []
+    return [_config_map(placement, run_file, resolved), *claims, *budget, jobset(placement, mode_of(placement))]
 
 
 def jobset(placement: Placement, mode: Mode) -> Manifest:
-    """Hosts as child Jobs of parallelism 1, so that a lost pod replaces only itself; the supervisor as its own Job."""
+    """Hosts as child Jobs of parallelism 1, so that a lost pod replaces only itself; supervisors as Jobs of their own,
+    of which one works: the first that completes, or fails by a verdict, ends the run for all."""
     labels = dict(placement.labels)
     if placement.kueue:
         labels["kueue.x-k8s.io/queue-name"] = placement.queue
@@ -38,26 +40,27 @@ def jobset(placement: Placement, mode: Mode) -> Manifest:
         "suspend": placement.kueue,
         "network": {"enableDNSHostnames": True, "subdomain": placement.name, "publishNotReadyAddresses": True},
         # Spares never end by themselves: the run is over when the supervisor is.
-        "successPolicy": {"operator": "All", "targetReplicatedJobs": [SUPERVISOR]},
+        "successPolicy": {"operator": "Any", "targetReplicatedJobs": [SUPERVISOR]},
         "failurePolicy": _failure_policy(),
         "ttlSecondsAfterFinished": KEPT_AFTER_THE_END_S,
         "replicatedJobs": [
-            _role(SUPERVISOR, 1, SUPERVISOR_FAILURES, pods.supervisor_template(placement), _supervisor_failures()),
-            _role(HOST, placement.hosts, HOST_FAILURES, pods.host_template(placement, mode), _host_failures()),
+            _role(SUPERVISOR, placement.options.supervisors, pods.supervisor_template(placement)),
+            _role(HOST, placement.hosts, pods.host_template(placement, mode)),
         ],
     }
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
-def _role(name: str, replicas: int, limit: int, template: Manifest, failures: list[Manifest]) -> Manifest:
+def _role(name: str, replicas: int, template: Manifest) -> Manifest:
+    supervises = name == SUPERVISOR
     job: JsonObject = {
         "parallelism": 1,
         "completions": 1,
         "completionMode": "Indexed",
-        "backoffLimit": limit,
+        "backoffLimit": SUPERVISOR_FAILURES if supervises else HOST_FAILURES,
         # The only value that a pod failure policy allows: the next pod starts once the last one has really ended.
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": failures},
+        "podFailurePolicy": {"rules": _supervisor_failures() if supervises else _host_failures()},
         "template": template,
     }
     return {"name": name, "replicas": replicas, "template": {"spec": job}}
@@ -94,6 +97,17 @@ def _failure_policy() -> Manifest:
         "targetReplicatedJobs": [SUPERVISOR],
     }
     return {"maxRestarts": 0, "rules": [rule]}
+
+
+def _disruption_budget(placement: Placement) -> Manifest:
+    """Nodes are drained one supervisor at a time."""
+    selector = {"matchLabels": {**placement.labels, pods.ROLE: SUPERVISOR}}
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {**_metadata(placement, f"{placement.name}-supervisor"), "labels": dict(placement.labels)},
+        "spec": {"minAvailable": 1, "selector": selector},
+    }
 
 
 def _config_map(placement: Placement, run_file: str, resolved: str) -> Manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from muster.backends.gke.manifests.cluster_options import SUPERVISOR_PRIORITY
 from muster.backends.gke.manifests.placement import Placement, mode_of
 from muster.core.typed_json import Json, JsonObject, changed, children, text, texts
 
@@ -17,7 +18,6 @@ CPU_FLAVOR = "muster-cpu"
 COVERED = ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu")
 """Every resource that pods request: one left out keeps the job waiting ("resource cpu unavailable in ClusterQueue")."""
 SUPERVISORS_AT_ONCE = 32
-SUPERVISOR_PRIORITY = "muster-supervisor"
 _FACTORS = {
     "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
     "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,

@@ -149,9 +149,7 @@ def mode_of(placement: Placement, mode: str | None = None) -> Mode:
     if spot:
         selector["cloud.google.com/gke-spot"] = "true"
     if mode in ("reservation", "calendar") and spec.resources.reservation:
-        # The pool's label: the name alone, also where a project or a block is given (a label has no "/").
-        named = spec.resources.reservation.partition("/reservationBlocks/")[0].rpartition("/")[2]
-        selector["cloud.google.com/reservation-name"] = named
+        selector["cloud.google.com/reservation-name"] = reservation_name(spec.resources.reservation)
     annotations = {}
     if queued:
         # On the object, not on the pod template: Kueue copies it from the job object alone (jobframework/utils.go:264).
@@ -162,8 +160,9 @@ def mode_of(placement: Placement, mode: str | None = None) -> Mode:
         annotations=annotations,
         grace_s=SPOT_POD_GRACE_S if spot else max(30, math.ceil(spec.recovery.grace_s) + 5),
         queued=queued,
-        # Kueue counts nodes that exist. From zero there are none, unless a ProvisioningRequest brings them first.
-        topology=placement.family.topology and mode in (catalogue.QUEUED, "reservation", "calendar"),
+        # Kueue counts nodes that exist: from zero there are none. Queued nodes are placed compactly by who brings them,
+        # and Kueue would evict a whole run for one that dies, as no other may take its place.
+        topology=placement.family.topology and mode in ("reservation", "calendar"),
     )
 
 
@@ -228,6 +227,12 @@ def most_allocations(spec: RunSpec) -> int:
     """How many allocations ``limits.max_hours`` needs; 0: any number."""
     hours = spec.limits.max_hours
     return math.ceil(hours * 3600 / leave_after_s(SEVEN_DAYS_S)) if hours else 0
+
+
+def reservation_name(named: str) -> str:
+    """``R`` of ``R``, ``R/reservationBlocks/B`` and ``projects/P/reservations/R[/reservationBlocks/B]``: the pool is
+    tied to all of it, and its nodes carry the name alone, as a label has no ``/``."""
+    return named.partition("/reservationBlocks/")[0].rpartition("/")[2]
 
 
 def object_name(run_id: str) -> str:

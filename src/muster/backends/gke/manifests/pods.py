@@ -33,6 +33,7 @@ Manifest = dict[str, Json]
 LEAVE_AFTER = "--leave-after-s"
 NOT_MOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 """An autoscaler that empties a node would stop a run to save a part of it."""
+ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 LOST_NODE_S = 30
 """Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""
 
@@ -49,7 +50,7 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
         "tolerations": [*(dict(row) for row in mode.tolerations), *_give_up_lost_nodes()],
     }
     if not placement.machine.gpus:
-        spec["affinity"] = _one_host_a_node(placement)
+        spec["affinity"] = _one_a_node(placement, HOST)
     if placement.claims:
         spec["resourceClaims"] = [{"name": "rdma", "resourceClaimTemplateName": f"{placement.name}-rdma"}]
     sidecar = _sidecar(placement)
@@ -63,7 +64,7 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
 
 
 def supervisor_template(placement: Placement) -> Manifest:
-    """The supervisor's pod: on a small CPU node of its own pool, so that no DWS request ever asks for it."""
+    """A supervisor's pod: on a small CPU node of its own pool, so that no DWS request ever asks for it."""
     supervise = [
         "python", "-m", "muster.backends.gke.pod.main", SUPERVISOR, "--run-dir", placement.local_dir,
         "--requeue", "$(MUSTER_NAMESPACE)/$(MUSTER_JOBSET)", *_allocation(placement), "--",
@@ -89,6 +90,10 @@ def supervisor_template(placement: Placement) -> Manifest:
         "containers": [main],
         "volumes": run_volumes(placement),
     }
+    if placement.options.supervisors > 1:
+        spec["affinity"] = _one_a_node(placement, SUPERVISOR)
+    if placement.options.supervisor_priority:
+        spec["priorityClassName"] = placement.options.supervisor_priority
     return {"metadata": {"labels": dict(placement.labels), "annotations": dict(NOT_MOVED)}, "spec": spec}
 
 
@@ -250,8 +255,8 @@ def _give_up_lost_nodes() -> list[Manifest]:
     return [{"key": f"node.kubernetes.io/{state}", **lost} for state in ("not-ready", "unreachable")]
 
 
-def _one_host_a_node(placement: Placement) -> Manifest:
-    selector: JsonObject = {"matchLabels": {**placement.labels, "jobset.sigs.k8s.io/replicatedjob-name": HOST}}
+def _one_a_node(placement: Placement, role: str) -> Manifest:
+    selector: JsonObject = {"matchLabels": {**placement.labels, ROLE: role}}
     term: JsonObject = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 

@@ -11,6 +11,9 @@ from muster.catalog import gke as catalogue
 from muster.core.errors import Problem, RunFileError
 
 RESERVED = ("reservation", "calendar")
+_NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
+_PROJECT = r"([a-z][a-z0-9.-]*:)?[a-z][-a-z0-9]{4,28}[a-z0-9]"
+RESERVATION = rf"(projects/{_PROJECT}/reservations/)?{_NAME}(/reservationBlocks/{_NAME})?"
 
 
 class Finding(NamedTuple):
@@ -54,12 +57,12 @@ def _reservation_is_named(placement: Placement) -> Iterator[Finding]:
         reason = "a specific reservation is consumed by exactly one name; nodes carry it as a label"
         yield _error(key, None, f"mode {mode} needs the reservation's name: {reason}")
     if mode not in RESERVED and name and mode != "owned":
-        reason = "Spot and flex-start pools are made with NO_RESERVATION"
+        reason = "Spot and flex-start pools are made with NORESERVATION"
         hint = "set resources.provisioning_model: reservation, or drop the name"
         yield _error(key, name, f"mode {mode} cannot use a reservation: {reason}", hint)
-    if name and not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name):
-        reason = "it becomes the node label cloud.google.com/reservation-name"
-        yield _error(key, name, f"this cannot be a reservation's name: {reason}")
+    if name and not re.fullmatch(RESERVATION, name):
+        hint = "R, projects/P/reservations/R, and either with /reservationBlocks/B"
+        yield _error(key, name, "this cannot be a reservation's name: Compute Engine has none like it", hint)
 
 
 def _image_is_named(placement: Placement) -> Iterator[Finding]:

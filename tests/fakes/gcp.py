@@ -23,10 +23,10 @@ from fakes.stream import FakePodStream
 
 from muster.backends.gke.google.api_server_transport import ServerTransport
 from muster.backends.gke.google.http import Call, Reply, Unreachable
-from muster.backends.gke.provision.access import MAKING_ACCOUNTS, PERMISSIONS
+from muster.backends.gke.provision.access import MAKING_ACCOUNTS, PERMISSIONS, ROUTERS
 
 HOST = "10.0.0.2"
-KNOWN_PERMISSIONS = PERMISSIONS.keys() | MAKING_ACCOUNTS.keys()
+KNOWN_PERMISSIONS = PERMISSIONS.keys() | MAKING_ACCOUNTS.keys() | ROUTERS.keys()
 ZONES = ("us-central1-b", "europe-west1-b")
 
 
@@ -201,7 +201,7 @@ class FakeGoogleCloud:
         if match.id == "compute.networkProfiles.get":
             zone = match.path["networkProfile"].rpartition("-vpc")[0]
             return Reply(status=200, body={"name": "profile"}) if zone in ZONES else _error(404, "notFound")
-        if match.verb in ("setSize", "setAutoscaling") or match.id == "compute.instanceGroupManagers.get":
+        if match.id.endswith(gcp_services.SIZES):
             return gcp_services.node_pool(self, match, urllib.parse.urlsplit(call.url).path.lstrip("/"), call)
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:
             return gcp_services.build(self, match, query, call)

@@ -157,13 +157,17 @@ def begin_nodes(google: Any, path: str, body: dict[str, Any]) -> None:
     google.sizes[name] = body.get("initialNodeCount", 0)
 
 
+SIZES = ("nodePools.setSize", "nodePools.setAutoscaling", "clusters.update", "instanceGroupManagers.get")
+
+
 def node_pool(google: Any, match: Match, path: str, call: Call) -> Reply:
-    """Its size, asked for and changed. A size that cannot be had leaves the pool in error, with the size asked for."""
+    """Its size, asked for and changed, or the ranges of its cluster. A size that cannot be had leaves the pool in
+    error, with the size asked for."""
     if match.verb == "get":
         name = match.path["instanceGroupManager"].removeprefix("gke-").removesuffix("-grp")
         return Reply(status=200, body={"targetSize": google.sizes[name]})
     path = path.partition(":")[0]
-    cluster, _, name = path.rpartition("/nodePools/")
+    cluster, _, name = path.partition("/nodePools/")
     if path not in google.store or google.store.get(cluster, {}).get("status") != "RUNNING":
         return error(404, "notFound")
     if any(one.busy == cluster for one in google.operations.values()):
@@ -178,6 +182,8 @@ def node_pool(google: Any, match: Match, path: str, call: Call) -> Reply:
         pool["status"] = "RUNNING_WITH_ERROR" if trouble else "RUNNING"
         if match.verb == "setAutoscaling":
             pool["autoscaling"] = asked["autoscaling"]
+        elif match.verb == "update":
+            pool["controlPlaneEndpointsConfig"] = asked["update"]["desiredControlPlaneEndpointsConfig"]
 
     pool["status"] = "RECONCILING"
     answer: Reply = google.begin(path.rpartition("/")[0], pool, finish, error=trouble, busy=cluster, api=match.api)

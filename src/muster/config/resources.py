@@ -48,8 +48,8 @@ class Resources(Section):
     """Nodes without public addresses: Cloud NAT leads out, and ``authorized_networks`` alone reach the control plane.
     Google Cloud only, as are the keys below."""
     authorized_networks: list[Annotated[str, Field(pattern=CIDR)]] = Field([])
-    """Address ranges from which the control plane of a private cluster may be reached (``203.0.113.7/32``); default:
-    the address of the machine that runs ``up``."""
+    """Address ranges from which the control plane may be reached (``203.0.113.7/32``): with ``private`` there have to
+    be some, that of the machine that runs ``muster`` among them. Default: every range, with Google credentials."""
     network: str | None = None
     """An existing VPC network of the project for the cluster's own traffic; default: one that ``up`` makes."""
     node_service_account: Annotated[str, Field(pattern=ACCOUNT)] | None = None

@@ -11,7 +11,7 @@ from muster.backends.gke.provision.inventory.accounts import accounts, commands
 from muster.backends.gke.provision.inventory.networks import network_profile
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import Found, Resource
-from muster.core.errors import AccessError, BackendError, CapacityError
+from muster.core.errors import AccessError, BackendError, CapacityError, UsageError
 from muster.core.typed_json import child, children, text, texts
 
 SERVICES = (
@@ -55,10 +55,17 @@ MAKING_ACCOUNTS = {
 """Needed where ``up`` makes the accounts of nodes and builds; not where they are there, with their roles."""
 
 
+ROUTERS = {
+    "compute.routers.create": "roles/compute.networkAdmin",
+    "compute.routers.delete": "roles/compute.networkAdmin",
+}
+"""Of private clusters."""
+
+
 def permissions(site: Site) -> dict[str, str]:
     """What ``up`` and ``down`` need of the person who runs them -> a role that brings it."""
     makes_accounts = site.makes_node_account or site.makes_build_account
-    return PERMISSIONS | (MAKING_ACCOUNTS if makes_accounts else {})
+    return PERMISSIONS | (MAKING_ACCOUNTS if makes_accounts else {}) | (ROUTERS if site.private else {})
 
 
 def preflight_calls(site: Site) -> list[Call]:
@@ -123,9 +130,16 @@ def check_zone(site: Site, session: Session) -> None:
 
     Raises:
         CapacityError: not in this zone; the hint says where.
+        UsageError: the run file's network is not there.
         BackendError: a service does not answer although it is on.
     """
     _when_it_answers(Call(method="GET", url=f"{site.container}/clusters"), session)
+    network = Call(method="GET", url=f"{site.compute}/global/networks/{site.network}")
+    if not site.makes_network and _when_it_answers(network, session).status == 404:
+        raise UsageError(
+            f"resources.network: project {site.project} has no VPC network {site.network}",
+            hint="name one that is there, or none: up makes one",
+        )
     machine = site.placement.machine
     if not machine.gpus:
         return

@@ -15,7 +15,7 @@ from muster.backends.gke.provision.inventory.resources import LABEL, MARK, last_
 from muster.catalog import gke as catalogue
 from muster.core.typed_json import JsonObject, child, children, text, texts, whole
 
-BILLING = ("clusters", "disks", "instances", "addresses", "buckets", "repositories")
+BILLING = ("clusters", "disks", "instances", "addresses", "routers", "buckets", "repositories")
 """Kinds that cost money while they exist; networks, subnets, firewall rules and empty groups do not."""
 DAYS_A_MONTH = 730 / 24
 
@@ -72,7 +72,7 @@ def _of_compute(site: Site, session: Session) -> Iterator[tuple[str, JsonObject]
         for row in _pages(session, f"{site.compute}/global/{kind}", "items"):
             if row.get("description") == MARK and str(row.get("name", "")).startswith(f"{site.prefix}-"):
                 yield kind, row
-    for kind in ("subnetworks", "disks", "instances", "addresses", "instanceGroupManagers"):
+    for kind in ("subnetworks", "routers", "disks", "instances", "addresses", "instanceGroupManagers"):
         for place in _pages(session, f"{site.compute}/aggregated/{kind}", "items"):
             yield from ((kind, row) for row in children(place, kind) if _ours(row, site))
 

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 from muster.backends.cluster import Changed, Progress, Step, silent
 from muster.backends.gke.google.session import Session
+from muster.backends.gke.provision.inventory.org_policies import explained
 from muster.backends.gke.provision.inventory.resources import Resource, refuse_foreign
 from muster.core.errors import ConflictError, MusterError
 
@@ -133,11 +134,11 @@ def _whole_or_gone(act: Callable[[Session], None], resource: Resource, session: 
     """Make it, or wait for it; where that ends badly, what was half made goes away again."""
     try:
         act(session)
-    except MusterError:
+    except MusterError as error:
         result = resource.look(session)
         if result.state == "broken" and result.ours:
             resource.remove(session)
-        raise
+        raise explained(error) from error
 
 
 def _remove_one(resource: Resource, session: Session, *, keep: Callable[[Resource], bool], progress: Progress) -> None:

@@ -184,7 +184,9 @@ def _used_by_others(where: Site, session: Session) -> set[str]:
     if not others:
         return set()
     cluster, main = f"clusters/{where.cluster}", f"{where.prefix}-net"
-    result = {cluster, f"networks/{main}", f"subnetworks/{where.prefix}-sub", f"repositories/{where.prefix}"}
+    prefix = where.prefix
+    result = {cluster, f"networks/{main}", f"subnetworks/{prefix}-sub", f"routers/{prefix}-router"}
+    result |= {f"repositories/{prefix}", *(one.key for one in [*accounts(where), *image_grants(where)])}
     for row in others:
         for data in children(row, "networkConfig", "additionalNodeNetworkConfigs"):
             network, subnet = last_word(text(data, "network")), last_word(text(data, "subnetwork"))

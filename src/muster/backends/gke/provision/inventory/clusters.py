@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from muster.backends.gke.google.http import Call
+from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.pools import SUPERVISOR_MACHINE, cpu_pool, gpu_pool
 from muster.backends.gke.provision.inventory.prices import cluster_usd_per_hour
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import LABEL, RestResource
-from muster.core.typed_json import Json
+from muster.backends.gke.provision.inventory.resources import LABEL, Found, RestResource
+from muster.core.typed_json import Json, JsonObject, child, children, text
 
 NODES_STAY_DAYS = 90
 """Half of the 180 days that such an exclusion could last when they were introduced; today's limit is later."""
@@ -21,13 +24,13 @@ def clusters(site: Site) -> list[RestResource]:
     return [_cluster(site), gpu_pool(site)] if site.placement.machine.gpus else [_cluster(site)]
 
 
-def _cluster(site: Site) -> RestResource:
+def _cluster(site: Site) -> ControlPlane:
     name = site.cluster
     body: dict[str, Json] = {
         "name": name,
         "description": "made by muster",
         "resourceLabels": LABEL,
-        "network": f"projects/{site.project}/global/networks/{site.prefix}-net",
+        "network": f"projects/{site.project}/global/networks/{site.network}",
         "subnetwork": f"projects/{site.project}/regions/{site.region}/subnetworks/{site.prefix}-sub",
         "ipAllocationPolicy": {"useIpAliases": True},
         "networkConfig": {"datapathProvider": "ADVANCED_DATAPATH", "enableMultiNetworking": True},
@@ -36,16 +39,21 @@ def _cluster(site: Site) -> RestResource:
         "releaseChannel": {"channel": "REGULAR"},
         "nodePools": [cpu_pool(site)],
     }
+    if site.private:
+        body["networkConfig"] = {**child(body, "networkConfig"), "defaultEnablePrivateNodes": True}
+    if ranges := site.placement.spec.resources.authorized_networks:
+        body["controlPlaneEndpointsConfig"] = _endpoints(ranges)
     if site.day:
         body["maintenancePolicy"] = {"window": {"maintenanceExclusions": {"muster-nodes-stay": _nodes_stay(site.day)}}}
     compared = {key: body[key] for key in ("networkConfig", "workloadIdentityConfig", "network")}
-    return RestResource(
+    return ControlPlane(
         key=f"clusters/{name}",
         url=f"{site.container}/clusters/{name}",
         create=Call(method="POST", url=f"{site.container}/clusters", body={"cluster": body}),
         owner=("resourceLabels", "managed-by"),
         compared=compared,
-        needs=("services", f"networks/{site.prefix}-net", f"subnetworks/{site.prefix}-sub", *_identity(site)),
+        needs=("services", *_network_parts(site), *_identity(site)),
+        authorized=tuple(site.placement.spec.resources.authorized_networks),
         runs_as=site.node_account,
         ready=("RUNNING", "RECONCILING"),
         broken=BROKEN,
@@ -54,6 +62,46 @@ def _cluster(site: Site) -> RestResource:
         runs_up=True,
         usd_per_hour=cluster_usd_per_hour(SUPERVISOR_MACHINE, site.region),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlPlane(RestResource):
+    """The cluster. Where only certain ranges may reach it, those of a second run file are let in as well."""
+
+    authorized: tuple[str, ...] = ()
+
+    def amendment(self, session: Session, found: Found) -> Call | None:
+        """See ``Resource``: the request that lets this run file's ranges in."""
+        there = child(found.body, "controlPlaneEndpointsConfig", "ipEndpointsConfig", "authorizedNetworksConfig")
+        known = [text(row, "cidrBlock") for row in children(there, "cidrBlocks")]
+        if not there.get("enabled") or set(self.authorized) <= set(known):
+            return None
+        ranges = [*known, *(cidr for cidr in self.authorized if cidr not in known)]
+        update: JsonObject = {"desiredControlPlaneEndpointsConfig": _endpoints(ranges)}
+        return Call(method="PUT", url=self.url, body={"update": update})
+
+
+def _endpoints(ranges: Sequence[str]) -> dict[str, Json]:
+    """The control plane has a public address that these ranges alone reach; nodes and pods come by the inner one."""
+    authorized: JsonObject = {
+        "enabled": True,
+        "gcpPublicCidrsAccessEnabled": False,
+        "cidrBlocks": [{"cidrBlock": cidr, "displayName": "muster"} for cidr in ranges],
+    }
+    return {
+        "ipEndpointsConfig": {
+            "enabled": True,
+            "enablePublicEndpoint": True,
+            "authorizedNetworksConfig": authorized,
+        }
+    }
+
+
+def _network_parts(site: Site) -> tuple[str, ...]:
+    """Nodes pull images as soon as they are there: the way out comes before them."""
+    network = (f"networks/{site.network}",) if site.makes_network else ()
+    router = (f"routers/{site.prefix}-router",) if site.private else ()
+    return (*network, f"subnetworks/{site.prefix}-sub", *router)
 
 
 def _identity(site: Site) -> tuple[str, ...]:

@@ -20,7 +20,10 @@ DATA_PREFIX = 20
 
 def networks(site: Site) -> list[RestResource]:
     """Networks, subnets and firewall rules, each after what it needs."""
-    result = [_network(site, "net"), _main_subnet(site)]
+    result = [_network(site, "net")] if site.makes_network else []
+    result.append(_main_subnet(site))
+    if site.private:
+        result.append(_router(site))
     if site.placement.claims or not site.placement.machine.gpus:
         return result
     fabric = site.placement.machine.fabric
@@ -88,9 +91,49 @@ def _data_subnet(site: Site, vpc: str, suffix: str, number: int) -> RestResource
 
 
 def _main_subnet(site: Site) -> RestResource:
+    """In its own VPC or in the run file's, where Google refuses the range if it is taken."""
     body = {**_subnet_body(site, "net", "sub", MAIN_RANGE), "privateIpGoogleAccess": True}
+    body["network"] = f"{site.compute}/global/networks/{site.network}"
     compared = {"network": body["network"], "ipCidrRange": MAIN_RANGE}
-    return _compute(site, RestResource, "subnetworks", body, compared, (f"{site.prefix}-net",))
+    return _compute(site, RestResource, "subnetworks", body, compared, _main_network(site))
+
+
+def _main_network(site: Site) -> tuple[str, ...]:
+    return (site.network,) if site.makes_network else ()
+
+
+def _router(site: Site) -> RestResource:
+    """Cloud NAT: the way out of nodes without public addresses, to model hubs and registries other than Google's.
+
+    Ports are given as they are needed: a machine that downloads weights has hundreds of connections to one address, and
+    the fixed number is 64.
+    """
+    nat: JsonObject = {
+        "name": f"{site.prefix}-nat",
+        "natIpAllocateOption": "AUTO_ONLY",
+        "sourceSubnetworkIpRangesToNat": "ALL_SUBNETWORKS_ALL_IP_RANGES",
+        "enableDynamicPortAllocation": True,
+        "enableEndpointIndependentMapping": False,
+        "minPortsPerVm": 64,
+        "maxPortsPerVm": 8192,
+    }
+    if not site.makes_network:
+        # The others of that network have their own way out, or none on purpose.
+        subnet = f"{site.compute}/regions/{site.region}/subnetworks/{site.prefix}-sub"
+        nat = {
+            **nat,
+            "sourceSubnetworkIpRangesToNat": "LIST_OF_SUBNETWORKS",
+            "subnetworks": [{"name": subnet, "sourceIpRangesToNat": ["ALL_IP_RANGES"]}],
+        }
+    body: JsonObject = {
+        "name": f"{site.prefix}-router",
+        "description": MARK,
+        "network": f"{site.compute}/global/networks/{site.network}",
+        "nats": [nat],
+    }
+    made = _compute(site, RestResource, "routers", body, {"network": body["network"]}, _main_network(site))
+    needs = (*made.needs, f"subnetworks/{site.prefix}-sub")
+    return replace(made, needs=needs, bills="a NAT gateway, by the hour and VM, and the bytes through it")
 
 
 def _subnet_body(site: Site, vpc: str, suffix: str, cidr: str) -> dict[str, Json]:

@@ -32,7 +32,8 @@ RESERVATION_NAME = "cloud.google.com/reservation-name"
 
 def cpu_pool(site: Site) -> dict[str, Json]:
     """Where supervisors run: on demand, because a preempted supervisor cannot recover anything."""
-    return {
+    private: dict[str, Json] = {"networkConfig": {"enablePrivateNodes": True}} if site.private else {}
+    return private | {
         "name": site.placement.options.supervisor_pool,
         "initialNodeCount": 1,
         "locations": [site.zone],
@@ -263,10 +264,11 @@ def full_reservation(named: str, project: str) -> str:
 
 
 def _networks_of_nodes(site: Site) -> dict[str, Json]:
+    result: dict[str, Json] = {"enablePrivateNodes": True} if site.private else {}
     if site.placement.claims:
-        return {"acceleratorNetworkProfile": "auto"}
+        return {**result, "acceleratorNetworkProfile": "auto"}
     rows = [
         {"network": f"{site.prefix}-{data.vpc}", "subnetwork": f"{site.prefix}-{data.subnet}"}
         for data in site.placement.machine.fabric.networks
     ]
-    return {"additionalNodeNetworkConfigs": rows} if rows else {}
+    return {**result, "additionalNodeNetworkConfigs": rows} if rows else result

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import re
 from dataclasses import dataclass
 
 from muster.backends.gke.manifests.placement import Placement
 from muster.backends.gke.manifests.volumes import buckets
+from muster.config.resources import Resources
 from muster.core.errors import UsageError
 from muster.core.protocols import Clock
 
@@ -48,6 +50,21 @@ class Site:
         if directory and directory.startswith("gs://"):
             named.add(directory.removeprefix("gs://").split("/")[0])
         return tuple(sorted(named))
+
+    @property
+    def network(self) -> str:
+        """The cluster's own VPC: the run file's, which is there already, or ours."""
+        named = self.placement.spec.resources.network
+        return own_network(named, self.project) if named else f"{self.prefix}-net"
+
+    @property
+    def makes_network(self) -> bool:
+        return self.placement.spec.resources.network is None
+
+    @property
+    def private(self) -> bool:
+        """Nodes have no public addresses."""
+        return self.placement.spec.resources.private
 
     @property
     def repository(self) -> str:
@@ -109,7 +126,52 @@ def site(placement: Placement, *, zone: str | None = None, adopt: bool = False, 
     chosen = zone or next(iter(resources.locations), None)
     if chosen is None or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", chosen):
         raise UsageError(f"a cluster needs a zone, got {chosen!r}", hint="resources.locations: [us-central1-b]")
+    _refuse_what_is_not_done(resources, resources.project)
     return Site(placement=placement, project=resources.project, zone=chosen, adopt=adopt, day=day)
+
+
+def own_network(named: str, project: str) -> str:
+    """``NAME`` of ``NAME`` or ``projects/PROJECT/global/networks/NAME``.
+
+    Raises:
+        UsageError: another project's (shared VPC), or no network's name.
+    """
+    name = named
+    if found := re.fullmatch(r"(?:.*/)?projects/([^/]+)/global/networks/([^/]+)", named):
+        name = found[2]
+        if found[1] != project:
+            raise UsageError(
+                f"resources.network: {named} is of project {found[1]}: a shared VPC is not supported, since its "
+                f"subnets and the host project's roles for GKE would have to be there: up makes things in {project}",
+                hint="name a network of the project itself, or none: up makes one",
+            )
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name):
+        raise UsageError(
+            f"resources.network: {named!r} cannot be a VPC network's name", hint="1 to 63 of a-z, 0-9 and -"
+        )
+    return name
+
+
+def _refuse_what_is_not_done(resources: Resources, project: str) -> None:
+    """What the run file's keys ask for and ``up`` cannot make.
+
+    Raises:
+        UsageError: with the reason, before anything is asked of Google.
+    """
+    if resources.network:
+        own_network(resources.network, project)
+    if resources.private and not resources.authorized_networks:
+        raise UsageError(
+            "resources.private needs resources.authorized_networks: nobody could reach the control plane",
+            hint="the range of the machine that runs muster: resources.authorized_networks: [203.0.113.7/32]",
+        )
+    for cidr in resources.authorized_networks:
+        try:
+            ipaddress.ip_network(cidr)
+        except ValueError as error:
+            raise UsageError(
+                f"resources.authorized_networks: {error}", hint="an address range as 203.0.113.7/32"
+            ) from error
 
 
 def today(clock: Clock) -> str:

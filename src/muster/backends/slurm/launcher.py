@@ -225,8 +225,8 @@ class SlurmLauncher:
         if name not in nodes:
             raise UsageError(f"{run_id} has no {name}", hint=f"hosts: {', '.join(nodes) or 'none yet'}")
         step = [
-            "srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--no-kill",
-            f"--nodelist={nodes[name]}", f"--chdir={run_dir}",
+            "srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none",
+            "--no-kill", f"--nodelist={nodes[name]}", f"--chdir={run_dir}",
         ]  # fmt: skip
         return execute([*step, *argv], terminal)
 

@@ -3,21 +3,23 @@
 import json
 import os
 import subprocess
+import sys
 import time
 
 import pytest
 from fakes import supervisor_words
 from fakes.slurm import FakeJob, FakeSlurm
 
+from muster.backends.slurm import batch as batch_module
 from muster.backends.slurm import locate
 from muster.backends.slurm import node as node_module
-from muster.backends.slurm.batch import Batch, send_to_supervisor
+from muster.backends.slurm.batch import Batch, Step, send_to_supervisor
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.node import SILENCE_S, Node
 from muster.backends.slurm.resubmit import PART, resubmit
 from muster.backends.slurm.script import SCRIPT
 from muster.config.spec import RunSpec
-from muster.core.errors import ConflictError
+from muster.core.errors import ConflictError, UsageError
 from muster.protocol.client import StopRun
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LeaseKeeper
@@ -179,8 +181,6 @@ def test_nobody_to_tell_is_no_error(run_dir):
 
 
 def test_an_interface_that_is_not_there_is_named():
-    from muster.core.errors import UsageError
-
     with pytest.raises(UsageError, match="no-such0"):
         locate.address_of_this_node([], interface="no-such0")
     assert locate.address_of_this_node([], interface="lo") == "127.0.0.1"
@@ -231,3 +231,30 @@ def test_a_job_writes_down_which_host_is_which_node(run_dir):
     shell.hostnames = "n1\nn2\n"
     batch = Batch(run_dir, "r", ENVIRON, Slurm(shell=shell))
     assert [(step.host, step.node) for step in batch._steps()] == [("host-0", "n1"), ("host-1", "n2")]
+
+
+def test_a_step_that_says_what_is_wrong_with_the_run_file_is_not_asked_again(run_dir, monkeypatch):
+    monkeypatch.setattr(batch_module, "STEP_PAUSE_S", -1.0)
+    batch = Batch(run_dir, "r", ENVIRON, Slurm(shell=FakeSlurm()))
+    started = []
+    monkeypatch.setattr(batch, "_start", started.append)
+    for code, again in ((1, True), (UsageError.exit_code, False)):
+        step = Step(host="host-0", node="n1", process=subprocess.Popen(["sh", "-c", f"exit {code}"]), starts=1)
+        step.process.wait()
+        batch._reap(step)
+        assert batch._restart([step]) is again and (step in started) is again
+
+
+def test_what_is_wrong_stands_in_the_jobs_own_log_too(run_dir):
+    """srun's output goes there; the node's own log alone would have to be known of."""
+    spec = RunSpec.model_validate(
+        {"name": "r", "backend": "slurm", "command": ["x"], "slurm": {"interface": "no-such0"}}
+    )
+    (run_dir / "resolved.json").write_text(spec.model_dump_json())
+    words = [sys.executable, "-P", "-m", "muster.backends.slurm.node", "--run-dir", str(run_dir), "--run-id", "r"]
+    done = subprocess.run(
+        [*words, "--host", "host-0"], env={**os.environ, **ENVIRON}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == UsageError.exit_code
+    assert "host-0: error: slurm.interface" in done.stderr and "no-such0" in done.stderr
+    assert "error: slurm.interface" in (run_dir / "logs" / "node-host-0.log").read_text()

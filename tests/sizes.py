@@ -67,12 +67,17 @@ CORE = {
     "plan": ("test_plan_page_live.py::test_it_draws_the_chart_and_every_plan_without_an_error",),
     "simulate": ("test_rehearsal_page_live.py",),
     "Slurm": ("test_slurm_live.py::test_a_time_limit_is_continued_in_a_second_job",),
+    "Slurm: containers see what they ask for": (
+        "test_slurm_container_live.py::test_ranks_see_googles_fabric_all_cores_and_the_runs_variables[pyxis]",
+    ),
     "GKE": (
         "test_gke_control_plane_live.py::test_submit_is_one_jobset_however_often_and_whatever_is_lost",
         "test_gke_pod_live.py::test_a_verdict_is_passed_on",
         "test_gke_http_live.py",
         "test_gke_stream_live.py::test_a_line_in_the_output_out",
         "test_gke_terminal_live.py::test_the_tree_grows_in_place",
+        "test_gcsfuse_live.py::test_a_new_file_is_nowhere_until_it_is_closed",
+        "test_gcsfuse_run_live.py::test_the_events_of_a_killed_pod_are_lost",
     ),
     "README": (
         "test_readme.py::test_every_block_says_how_it_is_held",

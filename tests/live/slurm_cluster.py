@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -35,7 +35,7 @@ SlurmdPidFile={dir}/slurmd-%n.pid
 SlurmctldLogFile={dir}/log/slurmctld.log
 SlurmdLogFile={dir}/log/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task}
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=5
@@ -56,14 +56,21 @@ GresTypes=gpu
 class SlurmCluster:
     """A context manager: started on entry, removed on exit. ``env`` is what a user's shell needs."""
 
-    def __init__(self, directory: Path, nodes: int = 4, *, slurmd_timeout_s: int = 300, gpus: int = 8) -> None:
+    def __init__(
+        self, directory: Path, nodes: int = 4, *, slurmd_timeout_s: int = 300, gpus: int = 8, cpus: int = 8,
+        task: str = "task/none", more: str = "", shown: Mapping[str, Path] | None = None,
+    ) -> None:  # fmt: skip
+        """``task``: the task plugin; ``more``: further lines of slurm.conf; ``shown``: path that is not there on this
+        machine -> folder that nodes show there."""
         self.dir, self.gpus, self.slurmd_timeout_s = Path(directory), gpus, slurmd_timeout_s
+        self.cpus, self.task, self.more, self.shown = cpus, task, more, dict(shown or {})
         self.names = [f"node{number}" for number in range(1, nodes + 1)]
         # A deleted namespace's links go away later: a name is never used twice.
         self.tag = f"ms{secrets.token_hex(3)}"
         self.subnet = f"10.78.{secrets.randbelow(250)}"
         self.port = 20000 + secrets.randbelow(10000)
         self.env = {**os.environ, "SLURM_CONF": str(self.dir / "slurm.conf")}
+        self.made: list[Path] = []
         self.env.pop("GLOO_SOCKET_IFNAME", None)  # another test's loopback: nodes meet over their own network
 
     # ------------------------------------------------------------ up and down
@@ -75,6 +82,11 @@ class SlurmCluster:
             with contextlib.suppress(PermissionError):
                 if not folder.stat().st_mode & 0o001:
                     folder.chmod(folder.stat().st_mode | 0o011)
+        for path in map(Path, self.shown):
+            while not path.exists():  # a place to mount at; taken away again
+                missing = next(part for part in reversed([path, *path.parents]) if not part.exists())
+                missing.mkdir()
+                self.made.append(missing)
         try:
             self._munge()
             self._network()
@@ -97,6 +109,10 @@ class SlurmCluster:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", self.space(name)], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", f"{self.tag}br"], check=False, capture_output=True)
+        for folder in reversed(self.made):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        self.made.clear()
 
     def _munge(self) -> None:
         folder = self.dir / "munge"
@@ -132,13 +148,14 @@ class SlurmCluster:
         lines = [
             CONFIGURATION.format(
                 tag=self.tag, host=os.uname().nodename, bridge=f"{self.subnet}.1", port=self.port, dir=self.dir,
-                timeout_s=self.slurmd_timeout_s,
-            )
+                timeout_s=self.slurmd_timeout_s, task=self.task,
+            ),
+            self.more,
         ]  # fmt: skip
         gres = f" Gres=gpu:h100:{self.gpus}" if self.gpus else ""
         for name in self.names:
             lines.append(
-                f"NodeName={name} NodeAddr={self.address(name)} CPUs=8 RealMemory=16000 Feature=a3mega{gres} "
+                f"NodeName={name} NodeAddr={self.address(name)} CPUs={self.cpus} RealMemory=16000 Feature=a3mega{gres} "
                 "State=UNKNOWN\n"
             )
         lines.append(f"PartitionName=main Nodes=node[1-{len(self.names)}] Default=YES MaxTime=7-00:00:00 State=UP\n")
@@ -166,11 +183,14 @@ class SlurmCluster:
         # Not ip netns exec: it remounts /sys, and without /sys/fs/cgroup slurmd does not start.
         script = (
             'hostname "$0" && mount --bind "$1" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && mkdir -p /scratch'
-            ' && mount -t tmpfs tmpfs /scratch && exec slurmd -f "$2" -N "$0"'
+            " && mount -t tmpfs tmpfs /scratch && conf=$2 && name=$0 && shift 2"
+            ' && while [ $# -gt 0 ]; do mount --bind "$1" "$2" && shift 2 || exit 1; done'
+            ' && exec slurmd -f "$conf" -N "$name"'
         )
+        shown = [word for path, folder in self.shown.items() for word in (str(folder), path)]
         run(
             "nsenter", f"--net=/run/netns/{self.space(name)}", "unshare", "--uts", "--mount", "sh", "-c", script, name,
-            str(self.dir / "hosts"), self.env["SLURM_CONF"],
+            str(self.dir / "hosts"), self.env["SLURM_CONF"], *shown,
         )  # fmt: skip
 
     def cut(self, name: str) -> None:

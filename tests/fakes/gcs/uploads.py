@@ -145,9 +145,9 @@ def multipart(content_type: str, body: bytes) -> tuple[Told, str, bytes]:
     second = body.index(newline + boundary, first)
     last = body.rindex(newline + boundary + b"--")
     _, told = body[first:second].split(newline * 2, 1)
-    head, data = body[second + len(newline + boundary + newline) : last].split(newline * 2, 1)
-    kind = re.search(rb"content-type:\s*([^\r\n]+)", head, re.IGNORECASE)
-    return Told.of(told), kind.group(1).decode() if kind else "", data
+    start = body.index(newline * 2, second + len(newline + boundary)) + len(newline * 2)
+    kind = re.search(rb"content-type:\s*([^\r\n]+)", body[second:start], re.IGNORECASE)
+    return Told.of(told), kind.group(1).decode() if kind else "", body[start:last]
 
 
 def check_sums(made: Object, wanted: Mapping[str, str]) -> None:

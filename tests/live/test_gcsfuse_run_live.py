@@ -1,0 +1,110 @@
+"""Why a run's folder cannot lie on a mounted bucket: what Muster did there, call by call, fails on the double of
+gcsfuse.
+"""
+
+import contextlib
+import json
+import os
+import time
+
+import pytest
+from gcsfuse_mounts import NEEDED, opened
+
+from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.core.event_log import EventLog, verify
+from muster.core.protocols import Stored
+from muster.supervise.process.lease import LeaseKeeper
+from muster.transport.secure_session import read_token
+
+pytest_plugins = ["gcsfuse_mounts"]
+pytestmark = NEEDED
+
+
+# ---------------------------------------------------------------- what Muster did on it
+
+
+class OldStore:
+    """The system calls with which Muster's store of files made, replaced and named a version, when a run's folder
+    could still lie on a mount (now such a folder has its home in the bucket, and is refused here)."""
+
+    def get(self, uri):
+        with open(uri, "rb") as file:
+            return Stored(generation=self._generation(os.fstat(file.fileno())), data=file.read())
+
+    def put_if_absent(self, uri, data):
+        temporary = self._written(uri, data, 0)
+        try:
+            os.link(temporary, uri)
+            return self._generation(os.stat(uri))
+        except OSError as error:
+            raise BackendError(f"{uri}: {error.strerror}") from error
+        finally:
+            os.unlink(temporary)
+
+    def put_if(self, uri, data, generation):
+        found = os.stat(uri)
+        if self._generation(found) != generation:
+            raise ConflictError(f"{uri} is at generation {self._generation(found)}, not {generation}")
+        return self._replace(uri, data, found.st_mtime_ns)
+
+    def put(self, uri, data):
+        return self._replace(uri, data, 0)
+
+    def _replace(self, uri, data, after_ns):
+        temporary = self._written(uri, data, after_ns)
+        generation = self._generation(os.stat(temporary))
+        os.replace(temporary, uri)
+        return generation
+
+    def _written(self, uri, data, after_ns):
+        temporary = f"{uri}.{os.getpid()}.{time.monotonic_ns()}"
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            at = max(time.time_ns(), after_ns) + 1
+            os.utime(file.fileno(), ns=(at, at))
+            os.fsync(file.fileno())
+        return temporary
+
+    def _generation(self, found):
+        return f"{found.st_mtime_ns}.{found.st_ino}"
+
+
+def test_a_token_in_a_run_folder_on_a_mount_is_refused(two):
+    one, _ = two
+    with opened(one / "token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600) as fd:
+        os.write(fd, b"x" * 64)
+    os.chmod(one / "token", 0o600)
+    with pytest.raises(AccessError, match="can be read by others"):
+        read_token(str(one / "token"))
+
+
+def test_a_lease_in_a_run_folder_on_a_mount_cannot_be_taken(two):
+    with pytest.raises(BackendError, match=r"not permitted|not implemented"):
+        LeaseKeeper(OldStore(), str(two[0] / "lease.json")).take(("127.0.0.1", 1))
+
+
+def test_a_lease_in_a_run_folder_on_a_mount_is_lost_at_its_first_renewal(two):
+    """The number that names a version is that of the file under its old name: the move gives it another."""
+    store, uri = OldStore(), str(two[0] / "lease.json")
+    store.put(uri, b"{}")
+    keeper = LeaseKeeper(store, uri, term=1)
+    keeper._generation = store.put(uri, json.dumps({}).encode())
+    with pytest.raises(ConflictError):
+        keeper.renew()
+
+
+def test_the_events_of_a_killed_pod_are_lost(two, mounted, fake):
+    """Every one of them had been forced to the disk."""
+    one, other = two
+    log = EventLog("run", one / "events", "host-0", 1)
+    for number in range(5):
+        log.append("run.message", detail={"text": str(number)})
+        log.sync()
+    assert log.trouble is None
+    mounted.servers["a"].die()
+    with contextlib.suppress(OSError):
+        log.close()
+    left = other / "events" / "host-0.1.jsonl"
+    data = left.read_bytes() if left.exists() else b""
+    assert verify(data, run_id="run", name=left.name).events == 0

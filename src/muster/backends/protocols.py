@@ -10,6 +10,7 @@ from typing import Protocol
 from muster.config.spec import RunSpec
 from muster.core.types import JobHandle, JobRequest, JobStatus, LogChunk, Offer
 from muster.protocol.client import FromClient, SupervisorStatus
+from muster.storage.home import Home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,15 @@ class RemoteRun(Protocol):
         ...
 
     def mirror(self, run_id: str, folder: Path) -> int:
-        """Copy the run's events so far to ``folder``; return how many bytes were new (0: nothing is reachable)."""
+        """Copy the run's events so far to ``folder``, the run folder's ``events``; return how many bytes were new.
+
+        Raises:
+            MusterError: what holds them cannot be read now.
+        """
+        ...
+
+    def home(self, run_id: str) -> Home | None:
+        """The run's home, where it is in a bucket that this machine reads itself; None: only the hosts see it."""
         ...
 
 

@@ -5,47 +5,42 @@ The run's folder on the user's machine holds its intent and ``job.json``; the ru
 
 from __future__ import annotations
 
-import base64
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from muster.backends import code_bundle
 from muster.backends.gke.google.http import GoogleHttp, Http
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import place, resolved
+from muster.backends.gke.manifests.placement import object_name, place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
-from muster.backends.gke.operate import locate, pod_exec
-from muster.backends.gke.operate.cluster_snapshot import exit_code, label, take_snapshot, tasks
+from muster.backends.gke.operate import locate, pod_exec, run_home
+from muster.backends.gke.operate.cluster_snapshot import AGAIN, KUEUE_API, exit_code, label, take_snapshot, tasks
 from muster.backends.gke.operate.exec_stream import attach
-from muster.backends.gke.operate.kueue_check import kueue_warnings
 from muster.backends.gke.operate.log_follow import Follower
-from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.operate.status_reason import condition, explain
+from muster.backends.gke.operate.submission import ANNOTATION, SUBMISSION, kept_workloads, submission_of, token_of
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import newest
-from muster.backends.gke.pod.init_container import CODE
 from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
-from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
 from muster.core.protocols import Clock, Store
-from muster.core.typed_json import JsonObject, changed, child, text
+from muster.core.typed_json import JsonObject, text
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
 from muster.protocol.client import FromClient, SupervisorStatus
 from muster.protocol.codec import encode
+from muster.protocol.lease import EndRecord
 from muster.protocol.pipes import AskInPod
 from muster.storage import run_registry
-from muster.storage.store import open_store
+from muster.storage.home import Home
 
-SUBMISSION = "submission"
-"""Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
-ANNOTATION = "muster/submission"
 GONE_WITHIN_S = 120.0
 STOPPED_BY_USER = 130
 
@@ -101,33 +96,21 @@ class GkeLauncher:
             AccessError: not allowed.
             ConflictError: an older submission of the run is still being removed.
         """
-        manifests = {text(manifest, "kind"): manifest for manifest in _documents(request.files["run.yaml"])}
-        config, jobset = manifests["ConfigMap"], manifests["JobSet"]
-        spec = RunSpec.model_validate_json(text(config, "data", "resolved.json"))
-        cluster = locate.needed(spec, request.run_id, self.options, self._session())
-        number = request.labels.get(SUBMISSION, "1")
-        jobset = changed(jobset, number, "metadata", "annotations", ANNOTATION)
-        config = changed(config, number, "data", SUBMISSION)
-        shipped, code = code_bundle.pack(spec, request.run_dir)
-        if code is not None:
-            config = changed(config, shipped.model_dump_json(indent=1) + "\n", "data", "resolved.json")
-            config = changed(config, base64.b64encode(code).decode(), "binaryData", CODE)
-        manifests |= {"ConfigMap": config, "JobSet": jobset}
-        warnings: list[str] = []
+        submission, local = submission_of(request), _local_dir(request.run_id)
+        cluster = locate.needed(submission.spec, request.run_id, self.options, self._session())
         there = self._jobset(cluster, request.run_id)
-        if there is not None and _ended(there) and text(there, "metadata", "annotations", ANNOTATION) != number:
+        submitted = text(there, "metadata", "annotations", ANNOTATION)
+        if there is not None and _ended(there) and submitted != submission.number:
             self._clear(cluster, request.run_id)
             there = None
         if there is None:
-            refuse_unknown_queue(cluster, jobset)
-            warnings = kueue_warnings(cluster, jobset)
-            for manifest in manifests.values():
-                cluster.apply(manifest, dry_run=True)
-            cluster.apply(self._token(request, jobset))
-            for manifest in manifests.values():
-                cluster.apply(manifest)
-        self._record(request, number)
-        return replace(self._handle(request.run_id, request.run_dir, there or jobset), warnings=tuple(warnings))
+            submission.check(cluster)
+            if local is not None and (uri := run_home.home_of(submission.jobset)):
+                run_home.begin(local, request.run_id, uri, self.store)
+            submission.create(cluster, token_of(local) or secrets.token_hex(32))
+        self._record(request, submission.number)
+        handle = self._handle(request.run_id, request.run_dir, there or submission.jobset)
+        return replace(handle, warnings=tuple(submission.warnings))
 
     # ------------------------------------------------------------ watch
 
@@ -142,22 +125,37 @@ class GkeLauncher:
 
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once at everything, and say it in one sentence."""
-        cluster = self._known(handle.run_id)
+        cluster, home = self._known(handle.run_id), self.home(handle.run_id)
         if cluster is None:
-            return JobStatus(state=JobState.ABSENT, reason="no such run, or its cluster is gone")
+            return self._gone(home) or JobStatus(state=JobState.ABSENT, reason="no such run, or its cluster is gone")
         snapshot = take_snapshot(cluster, self.options.namespace, handle.run_id)
         result = explain(snapshot)
+        if result.state is JobState.ABSENT and (gone := self._gone(home)):
+            return gone
+        end = run_home.end_of(home) if home is not None and result.state.ended else None
+        if end is not None and end.job == text(snapshot.jobset, "metadata", "name"):
+            return replace(_ended_with(end), tasks=tasks(snapshot.pods))
         reason = result.sentence + (f" (hint: {result.hint})" if result.hint else "")
         code = exit_code(snapshot, result.state)
         # To Kubernetes every end but success is a failure; the supervisor's own code says which one it was.
         state = JobState.STOPPED if result.state is JobState.FAILED and code == STOPPED_BY_USER else result.state
-        return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks(snapshot.pods))
+        holder = run_home.holder_of(home) if home is not None and locate.several_supervisors(snapshot.pods) else None
+        return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks(snapshot.pods, holder))
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """Output of each pod's own container, and of each rank, beyond ``after`` (bytes); sidecars are left out."""
-        cluster = self._known(handle.run_id)
+        cluster, home = self._known(handle.run_id), self.home(handle.run_id)
+        pods = self._pods(cluster, handle.run_id) if cluster is not None else []
+        if home is None:
+            yield from pod_exec.logs(cluster, pods, after or {}) if cluster is not None else ()
+            return
+        try:
+            ranks, copies = list(run_home.logs(home, after or {})), False
+        except MusterError:  # the pods' own output has the ranks' too
+            ranks, copies = [], True
         if cluster is not None:
-            yield from pod_exec.logs(cluster, self._pods(cluster, handle.run_id), after or {})
+            yield from pod_exec.pod_logs(cluster, pods, after or {}, copies=copies)
+        yield from ranks
 
     def follow(self, handle: JobHandle) -> Iterator[LogChunk]:
         """The same from the beginning, and as it comes until the run has ended: one open stream per pod."""
@@ -182,16 +180,28 @@ class GkeLauncher:
         if cluster is None:
             raise BackendError(f"{run_id} has no cluster", hint=f"muster status {run_id}")
         question = AskInPod(message=encode(message).decode(), timeout_s=timeout_s)
-        return pod_exec.ask(cluster, self._pods(cluster, run_id), question, run_id, resolved)
+        pods, home = self._pods(cluster, run_id), self.home(run_id)
+        if home is None:
+            return pod_exec.ask(cluster, pods, question, run_id, resolved)
+        put = partial(run_home.publish, home)
+        holder = run_home.holder_of(home)
+        return pod_exec.ask(cluster, pods, question, run_id, resolved, holder=holder, publish=put)
+
+    def home(self, run_id: str) -> Home | None:
+        """The run's home in a bucket, as the run's folder on this machine names it; None: only its pods see it."""
+        local = _local_dir(run_id)
+        return run_home.open_of(local, self.store) if local is not None else None
 
     def mirror(self, run_id: str, folder: Path) -> int:
-        """Bring the run's events to ``folder``; returns how many bytes were new. None reachable is none new."""
+        """Bring the run's events to ``folder``, the local run folder's ``events``; returns how many bytes were new.
+
+        Raises:
+            MusterError: the bucket cannot be read. Where only pods see the run, and none answers, nothing is new.
+        """
+        if home := self.home(run_id):
+            return home.mirror(folder.parent)
         cluster = self._known(run_id)
-        jobset = self._jobset(cluster, run_id) if cluster else None
-        if cluster is not None and jobset is not None and not _ended(jobset):
-            return pod_exec.mirror(cluster, self._pods(cluster, run_id), folder)
-        kept = self._kept(run_id)
-        return pod_exec.mirror_from_bucket(self.store or open_store(), kept, folder) if kept else 0
+        return pod_exec.mirror(cluster, self._pods(cluster, run_id), folder) if cluster is not None else 0
 
     def exec(self, run_id: str, argv: Sequence[str], terminal: Terminal, *, host: int | None = None) -> int:
         """Run a command in a host's pod; returns its exit code.
@@ -246,7 +256,10 @@ class GkeLauncher:
 
     def _left(self, cluster: Cluster, run_id: str) -> list[str]:
         pods = [{**pod, "kind": "Pod"} for pod in self._pods(cluster, run_id)]
-        return [f"{row['kind']}/{text(row, 'metadata', 'name')}" for row in [*self._labelled(cluster, run_id), *pods]]
+        queued = cluster.list(KUEUE_API, "workloads", namespace=self.options.namespace)
+        workloads = [{**row, "kind": "Workload"} for row in kept_workloads(queued, object_name(run_id))]
+        rows = [*self._labelled(cluster, run_id), *pods, *workloads]
+        return [f"{row['kind']}/{text(row, 'metadata', 'name')}" for row in rows]
 
     def _pods(self, cluster: Cluster, run_id: str) -> Sequence[JsonObject]:
         return cluster.list("v1", "pods", namespace=self.options.namespace, labels=label(run_id))
@@ -265,19 +278,6 @@ class GkeLauncher:
                 raise ConflictError(f"the ended JobSet {name} is still being removed", hint="submit again in a minute")
             self.clock.sleep(2.0)
             waited_s += 2.0
-
-    def _token(self, request: JobRequest, jobset: JsonObject) -> JsonObject:
-        """The secret by which agents and supervisor know each other: the run folder's, or a new one."""
-        local = _local_dir(request.run_id)
-        path = local / "token" if local else None
-        token = path.read_text().strip() if path and path.exists() else secrets.token_hex(32)
-        metadata: JsonObject = {
-            "name": f"{text(jobset, 'metadata', 'name')}-token",
-            "namespace": text(jobset, "metadata", "namespace"),
-            "labels": dict(child(jobset, "metadata", "labels")),
-        }
-        data = {"token": base64.b64encode(token.encode()).decode()}
-        return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
 
     def _record(self, request: JobRequest, number: str) -> None:
         local = _local_dir(request.run_id)
@@ -300,13 +300,10 @@ class GkeLauncher:
         spec = self._remembered(run_id)
         return locate.cluster_of(spec, run_id, self.options, self._session()) if spec else None
 
-    def _kept(self, run_id: str) -> str | None:
-        """The run's folder as an address that needs no pod: a bucket's, on Google's own clusters."""
-        spec = self._remembered(run_id)
-        if spec is None or (locate.by_kubeconfig(spec) and self.store is None):
-            return None
-        home = self._in_pods(spec, run_id)
-        return home if home.startswith("gs://") else None
+    def _gone(self, home: Home | None) -> JobStatus | None:
+        """How the run ended, where its home says so; its objects on the cluster go three days after the end."""
+        end = run_home.end_of(home) if home is not None else None
+        return _ended_with(end) if end is not None and end.exit_code != AGAIN else None
 
     def _in_pods(self, spec: RunSpec, run_id: str) -> str:
         """Where the run lives, for its pods."""
@@ -323,10 +320,10 @@ def _local_dir(run_id: str) -> Path | None:
         return None
 
 
-def _documents(text: str) -> list[JsonObject]:
-    from ruamel.yaml import YAML
-
-    return [document for document in YAML(typ="safe", pure=True).load_all(text) if document]
+def _ended_with(end: EndRecord) -> JobStatus:
+    state = {0: JobState.SUCCEEDED, STOPPED_BY_USER: JobState.STOPPED}.get(end.exit_code, JobState.FAILED)
+    words = {JobState.SUCCEEDED: "finished", JobState.STOPPED: "stopped", JobState.FAILED: "failed"}
+    return JobStatus(state=state, reason=f"{words[state]}: {end.reason}", exit_code=end.exit_code)
 
 
 def _ended(jobset: JsonObject) -> bool:

@@ -4,11 +4,13 @@ import base64
 
 import pytest
 from cases import spec
+from fakes.bucket import Bucket
 from fakes.project import cloud_with_cluster
 
 from muster import backends
 from muster.backends.gke.google.http import Call
-from muster.backends.gke.launcher import ANNOTATION, SUBMISSION, GkeLauncher
+from muster.backends.gke.launcher import GkeLauncher
+from muster.backends.gke.operate.submission import ANNOTATION, SUBMISSION
 from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage import run_registry
@@ -30,7 +32,7 @@ def google():
 @pytest.fixture
 def launcher(google, tmp_path, monkeypatch):
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    return GkeLauncher(http=google, clock=VirtualClock())
+    return GkeLauncher(http=google, clock=VirtualClock(), store=Bucket())
 
 
 @pytest.fixture
@@ -244,5 +246,6 @@ def test_submit_says_what_the_clusters_kueue_would_do_to_the_run(launcher, googl
     config = {"metadata": {"name": "kueue-manager-config"}, "data": {"controller_manager_config.yaml": text}}
     put(google, "api/v1/namespaces/kueue-system/configmaps", config)
     warnings = launcher.submit(request_).warnings
-    assert len(warnings) == 2 and "a host short for 30 minutes is evicted" in warnings[1]
+    kueue = [line for line in warnings if line.startswith("Kueue of this cluster ends runs")]
+    assert len(kueue) == 2 and "a host short for 30 minutes is evicted" in kueue[1]
     assert launcher.submit(request_).warnings == (), "it is there already"

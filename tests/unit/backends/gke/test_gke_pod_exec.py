@@ -16,11 +16,11 @@ from muster.app.inspect.supervisor_client import SupervisorUnreachable
 from muster.app.run import exec as execute_app
 from muster.app.run import stop as stop_app
 from muster.backends.gke.launcher import GkeLauncher
+from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.operate.exec_stream import exit_code
 from muster.backends.protocols import Terminal
 from muster.core.errors import BackendError, UsageError
 from muster.core.event_log import EventLog
-from muster.core.protocols import Stored
 from muster.protocol.client import AskStatus, RestartRun, StopRun
 from muster.protocol.codec import encode
 from muster.protocol.pipes import ReadFolder
@@ -42,7 +42,7 @@ def google(tmp_path, monkeypatch):
 @pytest.fixture
 def run(google, monkeypatch, tmp_path):
     """A submitted run whose pods run: the folder of its supervisor's pod is a folder here."""
-    launcher = GkeLauncher(http=google, clock=VirtualClock())
+    launcher = GkeLauncher(http=google, clock=VirtualClock(), options=Options(run_claim="runs"))
     monkeypatch.setattr("muster.backends.load", lambda _: launcher)
     run_id = run_registry.new_run_id("llama")
     run = run_registry.create(run_id, run_registry.place(run_id, None), run_file="x", resolved=SPEC.model_dump_json())
@@ -84,7 +84,7 @@ def answers(inside):
     def command(pod, argv, line):
         if argv[:3] != ["python", "-m", "muster.app.remote_entrypoint"]:
             return 3, b"out of " + pod.encode(), b"to err"
-        assert argv[3:5] == ["--run-dir", f"/run-local/{inside.run_id}"]
+        assert argv[3:5] == ["--run-dir", f"/muster-runs/{inside.run_id}"]
         return 0, encode(pod_side.reply(inside, line.strip())) + b"\n", b""
 
     return command
@@ -169,39 +169,6 @@ def test_status_has_the_supervisors_words_and_the_events_of_the_pods(run, monkey
     log.close()
     assert status_app.status(here.run_id).summary.last_step == 3
     assert (here.events / "host-0.1.jsonl").read_bytes() == (inside.events / "host-0.1.jsonl").read_bytes()
-
-
-class Bucket:
-    """A store that holds a folder under the run's address."""
-
-    def __init__(self, run, inside):
-        self.prefix, self.folder = f"gs://example-bucket/muster-runs/{run.run_id}/", inside.path
-
-    def list(self, prefix):
-        assert prefix == self.prefix + "events/"
-        return sorted(prefix + path.name for path in (self.folder / "events").iterdir())
-
-    def get(self, uri):
-        return Stored(data=(self.folder / uri.removeprefix(self.prefix)).read_bytes(), generation="1")
-
-
-def test_after_the_end_the_events_come_from_the_bucket(run, google):
-    here, inside = run
-    log = EventLog(here.run_id, inside.events, "host-0-abcde", 1)
-    log.append("step", step=1, detail=STEP)
-    log.sync()
-    launcher = status_app.job(here)[0]
-    launcher.store = Bucket(here, inside)
-    assert launcher.mirror(here.run_id, here.events) > 0
-    log.append("step", step=2, detail=STEP)
-    log.close()
-    google.kubernetes.of_kind("JobSet")[0]["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
-    for path in [path for path in google.kubernetes.objects if "/pods/" in path]:
-        del google.kubernetes.objects[path]
-    assert status_app.status(here.run_id).summary.last_step == 2
-    google.store.clear()  # the cluster is given back; the bucket was kept
-    (here.events / "host-0-abcde.1.jsonl").unlink()
-    assert launcher.mirror(here.run_id, here.events) > 0 and launcher.mirror(here.run_id, here.events) == 0
 
 
 def test_logs_of_one_rank(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from muster.backends.gke.kubernetes.api import Cluster
@@ -15,6 +16,10 @@ from muster.core.types import JobState
 
 KUEUE_API = "kueue.x-k8s.io/v1beta2"
 PROVISIONING_API = "autoscaling.x-k8s.io/v1"
+AGAIN = 75
+"""A supervisor's pod that was removed, or stood by when the run ended: not the run's own end."""
+_EXIT_CODE = re.compile(r"failed with exit code (\d+) matching FailJob rule")
+"""In the message of a Job's condition, where its pod failure policy ended it."""
 
 
 def take_snapshot(cluster: Cluster, namespace: str, run_id: str) -> ClusterSnapshot:
@@ -39,8 +44,11 @@ def take_snapshot(cluster: Cluster, namespace: str, run_id: str) -> ClusterSnaps
     unplaced = (condition(workload, "Admitted") or {}).get("reason") == UNPLACED
     nodes = cluster.list("v1", "nodes") if pods or unplaced else []
     topologies = cluster.list(KUEUE_API, "topologies") if unplaced else []
+    over = any(text(condition(jobset, kind) or {}, "status") == "True" for kind in ("Completed", "Failed"))
+    roles = {locate.JOBSET: name, locate.ROLE: SUPERVISOR}
     return ClusterSnapshot(
         jobset=jobset,
+        jobs=cluster.list("batch/v1", "jobs", namespace=namespace, labels=roles) if over else [],
         workload=workload,
         provisioning_requests=requests,
         admission_checks=checks,
@@ -56,26 +64,46 @@ def label(run_id: str) -> dict[str, str]:
     return {"app.kubernetes.io/instance": run_id}
 
 
-def tasks(pods: Sequence[JsonObject]) -> dict[str, str]:
-    """Task -> phase and node, of its newest pod."""
+def tasks(pods: Sequence[JsonObject], holder: str | None = None) -> dict[str, str]:
+    """Task -> phase and node, of its newest pod. Of two supervisors ``supervisor`` is the one that holds the run, by
+    its address, or else the one that runs; the other one stands by."""
+    newest_pods = {locate.task(pod)[0]: pod for pod in sorted(pods, key=_made)}
+    supervisors = [name for name, pod in newest_pods.items() if locate.task(pod)[1] == SUPERVISOR]
+    supervisors.sort(key=lambda name: _standing(newest_pods[name], holder), reverse=True)
+    names = {name: f"stand-by{'' if place == 1 else place}" if place else SUPERVISOR
+             for place, name in enumerate(supervisors)}  # fmt: skip
     result = {}
-    for pod in sorted(pods, key=lambda pod: text(pod, "metadata", "creationTimestamp")):
+    for name, pod in newest_pods.items():
         node = text(pod, "spec", "nodeName")
-        result[locate.task(pod)[0]] = text(pod, "status", "phase", default="?").lower() + (
-            f" on {node}" if node else ""
-        )
+        phase = text(pod, "status", "phase", default="?").lower()
+        result[names.get(name, name)] = phase + (f" on {node}" if node else "")
     return result
 
 
+def _standing(pod: JsonObject, holder: str | None) -> tuple[bool, bool, str]:
+    running = text(pod, "status", "phase") == "Running" and not text(pod, "metadata", "deletionTimestamp")
+    return holder is not None and text(pod, "status", "podIP") == holder, running, _made(pod)
+
+
+def _made(pod: JsonObject) -> str:
+    return text(pod, "metadata", "creationTimestamp")
+
+
 def exit_code(snapshot: ClusterSnapshot, state: JobState) -> int | None:
-    """The supervisor's own, where its pod is still there; else what the JobSet says."""
+    """The supervisor's own, by what its Job says of it (its pod goes with its node, minutes after the end), else by its
+    pod; else what the JobSet says."""
     if not state.ended:
         return None
+    for job in snapshot.jobs:
+        for kind in ("Failed", "FailureTarget"):
+            said = text(condition(job, kind), "message")
+            if found := _EXIT_CODE.search(said):
+                return int(found[1])
     for pod in snapshot.pods:
-        if locate.task(pod)[0] == SUPERVISOR:
+        if locate.task(pod)[1] == SUPERVISOR:
             for container in children(pod, "status", "containerStatuses"):
                 ended = child(container, "state", "terminated")
-                if ended and text(container, "name") == SUPERVISOR:
+                if ended and text(container, "name") == SUPERVISOR and whole(ended, "exitCode") != AGAIN:
                     return whole(ended, "exitCode")
     return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state)
 

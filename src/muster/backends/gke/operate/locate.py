@@ -29,23 +29,44 @@ def sites_of(spec: RunSpec, run_id: str, options: Options) -> list[Site]:
 
 
 def task(pod: JsonObject) -> tuple[str, str]:
-    """(task, container) of a pod: ``supervisor`` or ``host-3``, and the container that does its work."""
+    """(task, container) of a pod: ``supervisor``, ``supervisor-1`` (stands by, or took over) or ``host-3``, and the
+    container that does its work."""
     labels = child(pod, "metadata", "labels")
-    role = text(labels, ROLE, default=HOST)
-    return (SUPERVISOR if role == SUPERVISOR else f"{role}-{text(labels, INDEX, default='0')}"), role
+    role, index = text(labels, ROLE, default=HOST), text(labels, INDEX, default="0")
+    return (SUPERVISOR if role == SUPERVISOR and index == "0" else f"{role}-{index}"), role
 
 
 def running(pods: Sequence[JsonObject]) -> dict[str, Target]:
     """Task -> its newest pod that runs."""
-    result = {}
-    for pod in sorted(pods, key=lambda pod: text(pod, "metadata", "creationTimestamp")):
-        if text(pod, "status", "phase") == "Running" and not text(pod, "metadata", "deletionTimestamp"):
-            name, container = task(pod)
-            metadata = pod["metadata"]
-            result[name] = Target(
-                namespace=text(metadata, "namespace"), pod=text(metadata, "name"), container=container
-            )
-    return result
+    return {task(pod)[0]: _target(pod) for pod in sorted(pods, key=_made) if _runs(pod)}
+
+
+def supervisor(pods: Sequence[JsonObject], holder: str | None = None) -> Target | None:
+    """The pod whose address is ``holder``'s (the lease's), else the newest supervisor's that runs; None: none runs.
+
+    Without the lease a pod that stands by may be taken for the one that holds the run: it says so when it is asked.
+    """
+    found = sorted((pod for pod in pods if task(pod)[1] == SUPERVISOR and _runs(pod)), key=_made)
+    held = [pod for pod in found if holder is not None and text(pod, "status", "podIP") == holder]
+    return _target((held or found)[-1]) if found else None
+
+
+def several_supervisors(pods: Sequence[JsonObject]) -> bool:
+    """Whether there is one that stands by."""
+    return len({task(pod)[0] for pod in pods if task(pod)[1] == SUPERVISOR}) > 1
+
+
+def _runs(pod: JsonObject) -> bool:
+    return text(pod, "status", "phase") == "Running" and not text(pod, "metadata", "deletionTimestamp")
+
+
+def _made(pod: JsonObject) -> str:
+    return text(pod, "metadata", "creationTimestamp")
+
+
+def _target(pod: JsonObject) -> Target:
+    metadata = child(pod, "metadata")
+    return Target(namespace=text(metadata, "namespace"), pod=text(metadata, "name"), container=task(pod)[1])
 
 
 def choose(result: Mapping[str, Target], host: int | None, run_id: str) -> Target:
@@ -61,8 +82,8 @@ def choose(result: Mapping[str, Target], host: int | None, run_id: str) -> Targe
         if f"{HOST}-{host}" not in result:
             raise UsageError(f"no host {host} of {run_id} runs", hint="there are: " + ", ".join(sorted(result)))
         return result[f"{HOST}-{host}"]
-    hosts = sorted((name for name in result if name != SUPERVISOR), key=lambda name: (len(name), name))
-    return result[hosts[0]] if hosts else result[SUPERVISOR]
+    order = sorted(result, key=lambda name: (name.startswith(SUPERVISOR), len(name), name))
+    return result[order[0]]
 
 
 def by_kubeconfig(spec: RunSpec) -> bool:

@@ -10,13 +10,11 @@ from pathlib import Path
 
 from muster.backends import code_bundle
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.manifests.placement import SUPERVISOR
 from muster.backends.gke.operate import locate
 from muster.backends.gke.operate.exec_stream import Target, run
 from muster.backends.gke.pod.log_forwarder import writer_of
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, MusterError
-from muster.core.protocols import Store
 from muster.core.typed_json import JsonObject, Unreadable, children, text, texts
 from muster.core.types import LogChunk
 from muster.protocol.client import SupervisorStatus
@@ -28,13 +26,23 @@ Pods = Sequence[JsonObject]
 RUN_DIR = "--run-dir"
 
 
-def ask(cluster: Cluster, pods: Pods, question: AskInPod, run_id: str, resolved: str | None = None) -> SupervisorStatus:
-    """The supervisor's answer, by the program in its pod.
+def ask(
+    cluster: Cluster,
+    pods: Pods,
+    question: AskInPod,
+    run_id: str,
+    resolved: str | None = None,
+    *,
+    holder: str | None = None,
+    publish: Callable[[str, bytes | None], None] | None = None,
+) -> SupervisorStatus:
+    """The supervisor's answer, by the program in its pod; ``holder``: address of the one that holds the run.
 
-    ``resolved`` replaces the run file before the question; the user's code goes along as it is now.
+    ``resolved`` replaces the run file before the question; the user's code goes along as it is now. ``publish`` puts
+    both where the other pods find them.
     Raises BackendError where that pod does not run, or the supervisor does not answer.
     """
-    target = locate.running(pods).get(SUPERVISOR)
+    target = locate.supervisor(pods, holder)
     if target is None:
         raise BackendError(f"the supervisor of {run_id} has no running pod", hint=f"muster status {run_id}")
     if resolved is not None:
@@ -42,6 +50,8 @@ def ask(cluster: Cluster, pods: Pods, question: AskInPod, run_id: str, resolved:
         shipped, code = code_bundle.pack(RunSpec.model_validate_json(resolved), run_dir_of(pod))
         packed = base64.b64encode(code).decode() if code is not None else None
         question = replace(question, resolved=shipped.model_dump_json(indent=1) + "\n", code=packed)
+        if publish is not None:
+            publish(str(question.resolved), code)
     answer = _question(cluster, target, pods, question)
     if not isinstance(answer, SupervisorStatus):
         raise BackendError(f"{target.pod} answered a question with files")
@@ -94,28 +104,10 @@ def mirror(cluster: Cluster, pods: Pods, folder: Path) -> int:
 
     A file that this machine wrote itself is no pod's, so the two never meet: the client's events are ``client.*``.
     """
-    return _keep(folder, lambda held: _files(cluster, pods, "events", held))
-
-
-def mirror_from_bucket(store: Store, uri: str, folder: Path) -> int:
-    """The same from the run's folder in a bucket, where no pod is left to be asked."""
-
-    def files(held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
-        for blob in store.list(f"{uri}/events/"):
-            name = blob.rpartition("/")[2]
-            data = store.get(blob).data
-            start = held.get(name, 0)
-            if name.endswith(".jsonl") and len(data) > start:
-                yield name, start, data[start:]
-
-    return _keep(folder, files)
-
-
-def _keep(folder: Path, files: Callable[[Mapping[str, int]], Iterator[tuple[str, int, bytes]]]) -> int:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     held = {path.name: path.stat().st_size for path in folder.glob("*.jsonl") if not path.name.startswith("client.")}
     fresh = 0
-    for name, start, data in files(held):
+    for name, start, data in _files(cluster, pods, "events", held):
         if "/" in name or name.startswith((".", "client.")):
             continue
         with open(folder / name, "r+b" if (folder / name).exists() else "wb") as file:
@@ -128,8 +120,7 @@ def _keep(folder: Path, files: Callable[[Mapping[str, int]], Iterator[tuple[str,
 
 def _files(cluster: Cluster, pods: Pods, folder: Folder, held: Mapping[str, int]) -> Iterator[tuple[str, int, bytes]]:
     """(name, offset, bytes) of what is new, until nothing is; nothing where no pod can be spoken to."""
-    result = locate.running(pods)
-    target = result.get(SUPERVISOR) or next(iter(result.values()), None)
+    target = locate.supervisor(pods) or next(iter(locate.running(pods).values()), None)
     positions = dict(held)
     while target is not None:
         try:

@@ -31,6 +31,8 @@ class ClusterSnapshot:
     pods: Sequence[Manifest] = ()
     events: Sequence[Manifest] = ()
     nodes: Sequence[Manifest] = ()
+    jobs: Sequence[Manifest] = ()
+    """Of the supervisors, once the JobSet has ended."""
     topology_labels: Sequence[str] = ()
     """Labels by which the cluster's Topology objects place pods; asked while that is what the run waits for."""
 

@@ -54,7 +54,13 @@ def _lost_sentence(lost: Sequence[tuple[Manifest, str]], count: int) -> Explanat
 def _waiting_sentence(
     kept: Sequence[Manifest], events: Sequence[Manifest], newest: Sequence[Manifest]
 ) -> Explanation | None:
-    waiting = [(pod, trouble) for pod in kept if (trouble := _trouble(pod, events))]
+    supervised = any(_role(pod) == "supervisor" and _running(pod) for pod in kept)
+    waiting = [
+        (pod, trouble)
+        for pod in kept
+        if not (supervised and _role(pod) == "supervisor")  # of two, one is enough
+        and (trouble := _trouble(pod, events))
+    ]
     if not waiting:
         return None
     pod, worst = max(waiting, key=lambda row: row[1].rank)
@@ -246,7 +252,8 @@ def _name(pod: Manifest) -> str:
     role = text(labels, ROLE)
     if not role:
         return text(pod, "metadata", "name")
-    return role if role == "supervisor" else f"{role}-{text(labels, INDEX, default='?')}"
+    index = text(labels, INDEX, default="0" if role == "supervisor" else "?")
+    return role if (role, index) == ("supervisor", "0") else f"{role}-{index}"
 
 
 def _role(pod: Manifest) -> str:

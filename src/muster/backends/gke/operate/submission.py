@@ -1,0 +1,132 @@
+"""One submission of a run to a cluster: its objects as rendered, with what only the cluster and this machine know."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from muster.backends import code_bundle
+from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.operate.kueue_check import kueue_warnings
+from muster.backends.gke.operate.queue_check import refuse_unknown_queue
+from muster.backends.gke.pod.init_container import CODE
+from muster.config.spec import RunSpec
+from muster.core.errors import AccessError
+from muster.core.typed_json import JsonObject, at, changed, child, children, text
+from muster.core.types import JobRequest
+
+SUBMISSION = "submission"
+"""Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
+ANNOTATION = "muster/submission"
+PRIORITY_API = "scheduling.k8s.io/v1"
+
+
+@dataclass
+class Submission:
+    """The objects of a request, in the order of creation."""
+
+    spec: RunSpec
+    number: str
+    documents: list[JsonObject]
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def jobset(self) -> JsonObject:
+        return next(row for row in self.documents if text(row, "kind") == "JobSet")
+
+    def check(self, cluster: Cluster) -> None:
+        """Before anything is created: the queue, what Kueue would do to the run, and the server's own dry run.
+
+        Raises:
+            UsageError: no such queue.
+            BackendError, AccessError: the server refuses an object.
+        """
+        refuse_unknown_queue(cluster, self.jobset)
+        self.warnings += kueue_warnings(cluster, self.jobset)
+        self._without_unknown_priority(cluster)
+        for manifest in self.documents:
+            cluster.apply(manifest, dry_run=True)
+
+    def create(self, cluster: Cluster, token: str) -> None:
+        """The token's Secret, then the objects."""
+        for manifest in (self._secret(token), *self.documents):
+            cluster.apply(manifest)
+
+    def _secret(self, token: str) -> JsonObject:
+        metadata: JsonObject = {
+            "name": f"{text(self.jobset, 'metadata', 'name')}-token",
+            "namespace": text(self.jobset, "metadata", "namespace"),
+            "labels": dict(child(self.jobset, "metadata", "labels")),
+        }
+        data = {"token": base64.b64encode(token.encode()).decode()}
+        return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
+
+    def _without_unknown_priority(self, cluster: Cluster) -> None:
+        """A pod of a class that is not there is refused, and Kueue makes no Workload: such a cluster runs without."""
+        jobset = self.jobset
+        roles = []
+        for role in children(jobset, "spec", "replicatedJobs"):
+            where = ("template", "spec", "template", "spec")
+            name = text(role, *where, "priorityClassName")
+            if name and not _there(cluster, name):
+                self.warnings.append(f"the cluster has no PriorityClass {name} (muster up makes it): the run has none")
+                pod = {key: value for key, value in child(role, *where).items() if key != "priorityClassName"}
+                role = changed(role, pod, *where)
+            roles.append(role)
+        if roles != at(jobset, "spec", "replicatedJobs"):
+            without = changed(jobset, roles, "spec", "replicatedJobs")
+            self.documents = [without if row is jobset else row for row in self.documents]
+
+
+def submission_of(request: JobRequest) -> Submission:
+    """What ``request`` sends, numbered, with the user's own code as it is now."""
+    from ruamel.yaml import YAML
+
+    rows = [row for row in YAML(typ="safe", pure=True).load_all(request.files["run.yaml"]) if row]
+    number = request.labels.get(SUBMISSION, "1")
+    (held,) = (text(row, "data", "resolved.json") for row in rows if text(row, "kind") == "ConfigMap")
+    spec = RunSpec.model_validate_json(held)
+    shipped, code = code_bundle.pack(spec, request.run_dir)
+    documents: list[JsonObject] = []
+    for row in rows:
+        if text(row, "kind") == "JobSet":
+            row = changed(row, number, "metadata", "annotations", ANNOTATION)
+        if text(row, "kind") == "ConfigMap":
+            row = changed(row, number, "data", SUBMISSION)
+            if code is not None:
+                row = changed(row, shipped.model_dump_json(indent=1) + "\n", "data", "resolved.json")
+                row = changed(row, base64.b64encode(code).decode(), "binaryData", CODE)
+        documents.append(row)
+    return Submission(spec=spec, number=number, documents=documents)
+
+
+def token_of(local: Path | None) -> str | None:
+    """The secret by which agents and supervisor know each other, from the run's folder."""
+    path = local / "token" if local else None
+    return path.read_text().strip() if path and path.exists() else None
+
+
+def kept_workloads(rows: Sequence[JsonObject], jobset: str) -> list[JsonObject]:
+    """Kueue's objects of a run's JobSets (the name, or with ``-c2`` after it), which stay while Kueue is down."""
+    return [
+        row
+        for row in rows
+        for owner in children(row, "metadata", "ownerReferences")
+        if text(owner, "kind") == "JobSet" and _same_run(text(owner, "name"), jobset)
+    ]
+
+
+def _same_run(name: str, jobset: str) -> bool:
+    tail = name.removeprefix(f"{jobset}-c")
+    return name == jobset or (tail != name and tail.isdigit())
+
+
+def _there(cluster: Cluster, name: str) -> bool:
+    """Who may not look is taken to have it."""
+    try:
+        found = cluster.get({"apiVersion": PRIORITY_API, "kind": "PriorityClass", "metadata": {"name": name}})
+    except AccessError:
+        return True
+    return found is not None

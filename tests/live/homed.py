@@ -175,6 +175,12 @@ class HomedRun(Judged):
             shutil.rmtree(memory.folder, ignore_errors=True)
         shutil.rmtree(pod.folder)
 
+    def replace_ended_pods(self):
+        """As a Job does: an agent that dies three times in a row ends its pod."""
+        for name in [name for name, agent in self.agents.items() if agent.poll() not in (None, 0)]:
+            self.lose(name)
+            self.start_agent(name)
+
     # ------------------------------------------------------------ what must hold
 
     def unlogged_attempts(self, number):

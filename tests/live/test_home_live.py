@@ -22,8 +22,11 @@ from muster.core.event_log.cadence import SEAL_S
 KILLS = int(os.environ.get("MUSTER_HOME_KILLS", "8"))
 #: A killed node loses at most what was not sealed: the age at which lines are sealed, and the write itself.
 ALLOWED_S = SEAL_S + 1.0
-STEPS = {"training.steps": 100 + 40 * KILLS}
+STEPS = {"training.steps": 100 + 30 * KILLS}
 CHANGES = {"resources.hosts": 2, "resources.ranks_per_host": 1, "recovery.heartbeat_timeout_s": 3.0, **STEPS}
+
+#: Of an agent, of a supervisor, of all of a host, of all of a supervisor.
+FAULTS = ["agent"] * 3 + ["supervisor"] * 3 + ["pod", "leader"]
 
 
 @pytest.fixture
@@ -69,8 +72,8 @@ def test_kills_on_a_bucket(tmp_path, reference, seed, bucket):
         began_s, first = time.monotonic(), run.step()
         for blow in range(KILLS):
             time.sleep(rng.uniform(0.2, 4.0))
-            fault = rng.choice(["agent", "agent", "agent", "supervisor", "supervisor", "supervisor", "pod", "leader"])
-            strike(run, rng, fault)
+            strike(run, rng, rng.choice(FAULTS))
+            run.replace_ended_pods()
             assert run.unlogged_attempts(blow) == [], run.story()
         print(f"{time.monotonic() - began_s:.0f} s, steps {first} to {run.step()}", flush=True)
         run.ended(timeout_s=600)
@@ -93,7 +96,7 @@ def test_kills_on_a_bucket(tmp_path, reference, seed, bucket):
 def strike(run, rng, fault):
     terms = len(run.events("supervisor.started"))
     name = rng.choice(["host-0", "host-1", "host-2"])
-    print(f"{fault} ({name})", flush=True)
+    print(f"{fault} ({name}) at step {run.step()}", flush=True)
     if fault == "agent":
         with contextlib.suppress(ProcessLookupError):
             run.kill_agent(name)

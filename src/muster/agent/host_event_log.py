@@ -26,14 +26,18 @@ def committed_event(answer: FlushCommitted, *, directory: str, attempt: int) -> 
     )
 
 
+def writer_of(home: Home, *, host: str, pod: str) -> str:
+    """What names a host's files: where the home is no folder its pod, since what a lost pod could not bring home must
+    not meet what its successor as ``host`` writes."""
+    return host if home.is_folder else pod or host
+
+
 class HostLog:
     """Appends to the file of the newest attempt."""
 
     def __init__(self, *, home: Home, run_id: str, host: str, pod: str = "") -> None:
-        """``pod``: names the files where the home is no folder: what a lost pod could not bring home must not meet
-        what its successor of the same ``host`` writes."""
         self._home, self._run_id, self._host = home, run_id, host
-        self.writer = host if home.is_folder else pod or host
+        self.writer = writer_of(home, host=host, pod=pod)
         self._log: EventLog | None = None
         self._attempt = -1
         self._behind: list[EventLog] = []

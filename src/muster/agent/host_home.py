@@ -74,3 +74,9 @@ class HostHome:
         self._ending.set()
         if self._sync is not None:
             self._sync.stop(SHIP_S)
+
+
+def ship_rest(home: Home, writer: str) -> None:
+    """Ship what an agent that was killed left behind, where no other one follows it on this machine; bounded."""
+    if not home.is_folder:
+        home.start(writer).stop(SHIP_S)

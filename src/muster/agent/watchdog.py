@@ -18,11 +18,17 @@ from pathlib import Path
 from types import FrameType
 
 from muster.agent.heartbeat import HeartbeatSender
+from muster.agent.host_event_log import writer_of
+from muster.agent.host_home import ship_rest
 from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.protocol.hello import MAX_BEAT_S
 from muster.protocol.version import OtherVersion
+from muster.storage.home import open_home
 from muster.transport.secure_session import run_token
+
+#: Exit codes of an agent that has come to its own end.
+GRACEFUL = (0, OtherVersion.exit_code, 75, 130)
 
 
 def main() -> None:
@@ -42,7 +48,11 @@ def main() -> None:
     argv = [sys.executable, "-m", "muster.agent.host_agent", *sys.argv[1:]]
     # MUSTER_NICE: the user's own niceness, to which the programs below return.
     environ = {**environment.inherited(), "MUSTER_NICE": str(nice), "MUSTER_WATCHDOG": str(os.getpid())}
-    sys.exit(keep_running(argv, environ, heartbeat))
+    code = keep_running(argv, environ, heartbeat)
+    if code not in GRACEFUL:
+        home = open_home(run_dir)
+        ship_rest(home, writer_of(home, host=arguments.host, pod=environment.current().pod))
+    sys.exit(code)
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
@@ -78,7 +88,7 @@ def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: Heartbe
         os.close(fd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code in (0, OtherVersion.exit_code, 75, 130):
+        if code in GRACEFUL:
             return code
         young_deaths = young_deaths + 1 if time.monotonic() - started < 10 else 1
         if young_deaths >= 3:

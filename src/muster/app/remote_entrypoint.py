@@ -2,13 +2,16 @@
 
 One message comes in on standard input, one goes out (``protocol.pipes``). ``AskInPod`` speaks to the supervisor (after
 putting run file and code in place, where there are any); ``ReadFolder`` is answered with what the folder's files hold
-beyond the offsets. No further authentication: who may run commands in the pod may read its token.
+beyond the offsets. A pod whose run lives in a bucket has its own files only: events are brought from there first, into
+a folder beside its own. No further authentication: who may run commands in the pod may read its token.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
+import fcntl
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +24,12 @@ from muster.protocol.client import FROM_CLIENT
 from muster.protocol.codec import encode, reader_of
 from muster.protocol.pipes import TO_POD, FilePart, FileParts, Folder, FromPod, PodError, ReadFolder, ToPod
 from muster.storage import run_registry
+from muster.storage.home import open_home
 from muster.storage.run_registry import RunDir
 
 SUFFIXES: Mapping[Folder, str] = {"logs": ".log", "events": ".jsonl"}
+SEEN = "seen"
+"""Folder of a run's folder with what was brought for questions."""
 LARGEST_BYTES = 4 * 1024 * 1024
 """In one answer; the rest comes with the next question."""
 
@@ -36,13 +42,27 @@ def answer(run: RunDir, question: ToPod) -> FromPod:
         SupervisorUnreachable: there is no supervisor.
     """
     if isinstance(question, ReadFolder):
-        return FileParts(files=read(run.path / question.folder, SUFFIXES[question.folder], question.after))
+        folder = _events(run) if question.folder == "events" else run.path / question.folder
+        return FileParts(files=read(folder, SUFFIXES[question.folder], question.after))
     message = reader_of(FROM_CLIENT)(question.message.encode())
     if question.code is not None:
         code_bundle.unpack(base64.b64decode(question.code), run.path)
     if question.resolved is not None:
         run_registry.replace_text(run.resolved, question.resolved)
     return request_here(run, message, timeout_s=question.timeout_s)
+
+
+def _events(run: RunDir) -> Path:
+    """The folder with everybody's events; where the home does not answer, those that were brought before."""
+    home = open_home(run.path)
+    if home.is_folder:
+        return run.events
+    seen = run.path / SEEN
+    seen.mkdir(mode=0o700, exist_ok=True)
+    with open(seen / ".lock", "w") as lock, contextlib.suppress(MusterError):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two questions at once
+        home.mirror(seen)
+    return seen / "events"
 
 
 def read(folder: Path, suffix: str, after: Mapping[str, int]) -> tuple[FilePart, ...]:

@@ -6,6 +6,7 @@ discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
     pytest.skip("google-api-python-client (Google's discovery documents) is not installed", allow_module_level=True)
 
+from fakes.bucket import Bucket  # noqa: E402
 from fakes.gcp import HOST, FakeGoogleCloud  # noqa: E402
 from fakes.gke_run import on_gke  # noqa: E402
 
@@ -26,6 +27,8 @@ def google(tmp_path, monkeypatch):
     found.kubernetes.queues.add("muster-l4-flex-start")
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(gke, "GoogleHttp", lambda: found)
+    bucket, open_of = Bucket(), gke.run_home.open_of
+    monkeypatch.setattr(gke.run_home, "open_of", lambda local, store=None: open_of(local, store or bucket))
     return found
 
 

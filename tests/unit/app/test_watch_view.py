@@ -153,6 +153,9 @@ def test_events_of_a_run_whose_folder_is_elsewhere_are_brought_and_not_twice_a_s
         def find(self, run_id):
             return None
 
+        def home(self, run_id):
+            return None
+
         def poll(self, handle):
             return JobStatus(state=JobState.SUCCEEDED if len(slept) == 2 else JobState.RUNNING, reason="")
 

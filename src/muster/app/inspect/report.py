@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 from pathlib import Path
 
-from muster.core.errors import UsageError
+from muster.app.inspect.home_view import bring
+from muster.app.inspect.status import spec_of
+from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import JsonObject
 from muster.report import api
 from muster.report.api import Report
@@ -19,8 +22,9 @@ from muster.storage import run_registry
 GOOGLE_RESILIENCY = "google-resiliency"
 
 
-def report(reference: str, *, reference_tokens_per_s: float | None = None) -> Report:
-    """The report of the run that ``reference`` names, or of a folder or file of events.
+def report(reference: str, *, reference_tokens_per_s: float | None = None, brought: bool = False) -> Report:
+    """The report of the run that ``reference`` names, or of a folder or file of events. ``brought``: its events are
+    here as they are now, wherever the run lives.
 
     Raises:
         UsageError: no such run, or it has no events; or a reference that is not a rate.
@@ -28,7 +32,15 @@ def report(reference: str, *, reference_tokens_per_s: float | None = None) -> Re
     given = reference_tokens_per_s
     if given is not None and not (math.isfinite(given) and given > 0):
         raise UsageError(f"--reference-tokens-per-s must be above 0, got {given:g}")
+    if not brought:
+        _bring(reference)
     return api.load(_place(reference), reference_tokens_per_s=reference_tokens_per_s)
+
+
+def _bring(reference: str) -> None:
+    with contextlib.suppress(MusterError):
+        run = run_registry.find(reference)
+        bring(run, spec_of(run).backend, "events")
 
 
 def _place(reference: str) -> Path:

@@ -7,17 +7,57 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from muster import backends
+from muster.app.inspect.home_view import as_of_now, home_of, status_in
 from muster.app.inspect.supervisor_client import request
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core import event_log
+from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobStatus
 from muster.protocol.client import AskStatus, SupervisorStatus
+from muster.protocol.lease import HomeStatus
 from muster.report.run_view import RunView, run_view
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How far a run is: from its events, or in its supervisor's words."""
+
+    name: str | None
+    attempt: int
+    last_step: int | None
+    final_loss: float | None
+    tokens: int
+    tokens_per_s: float | None
+    incident_count: int
+
+    @staticmethod
+    def of_events(view: RunView) -> Summary:
+        return Summary(
+            name=view.name,
+            attempt=view.attempt,
+            last_step=view.last_step,
+            final_loss=view.final_loss,
+            tokens=view.tokens,
+            tokens_per_s=view.tokens_per_s,
+            incident_count=view.incident_count,
+        )
+
+    @staticmethod
+    def of_home(said: HomeStatus, name: str) -> Summary:
+        return Summary(
+            name=name,
+            attempt=said.status.attempt,
+            last_step=said.status.step or None,
+            final_loss=said.loss,
+            tokens=said.tokens,
+            tokens_per_s=said.tokens_per_s,
+            incident_count=said.incidents,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +67,7 @@ class RunStatus:
     run: RunDir
     backend: str
     status: JobStatus
-    summary: RunView
+    summary: Summary
     live: SupervisorStatus | None = None
     """The supervisor's own status, where one answers."""
 
@@ -62,11 +102,17 @@ def status(reference: str) -> RunStatus:
     run = run_registry.find(reference)
     launcher, handle = job(run)
     result = launcher.poll(handle)
-    mirror(launcher, run)
-    live = None if result.state.ended else supervisor_status(run)
-    return RunStatus(
-        run=run, backend=launcher.name, status=result, summary=run_view(event_log.merged(run.events)), live=live
-    )
+    home = home_of(run, launcher)
+    said = status_in(home) if home is not None else None
+    live: SupervisorStatus | None = None
+    if said is not None:  # a run in a bucket is not read event by event for one look
+        summary = Summary.of_home(said, spec_of(run).name)
+        live = None if result.state.ended else as_of_now(said, SystemClock().wall_ns())
+    else:
+        mirror(launcher, run)
+        summary = Summary.of_events(run_view(event_log.merged(run.events)))
+        live = None if result.state.ended else supervisor_status(run)
+    return RunStatus(run=run, backend=launcher.name, status=result, summary=summary, live=live)
 
 
 def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, reason: None) -> list[RunStatus]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from muster.app.inspect.home_view import as_of_now, home_of, status_in
 from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S, new_events
 from muster.app.inspect.report import report
 from muster.app.inspect.status import job, mirror, spec_of, supervisor_status
@@ -15,6 +16,7 @@ from muster.core.event_details.incidents import IncidentDecided, IncidentDetecte
 from muster.core.event_details.run import RunFinished
 from muster.core.events import Event
 from muster.core.protocols import Clock
+from muster.protocol.client import SupervisorStatus
 from muster.report.run_view import HostView, RunView
 from muster.storage import run_registry
 from muster.storage.memory_dir import MemoryDir
@@ -106,9 +108,14 @@ class Watcher:
     def _ask(self) -> None:
         """The supervisor's own word, where one answers; without one the back end's stands."""
         self.view.phase = None
-        live = None if self.view.ended else supervisor_status(self.run)
+        live = None if self.view.ended else self._live()
         if live:
             self.view.phase, self.view.sentence = live.phase, live.reason
+
+    def _live(self) -> SupervisorStatus | None:
+        home = home_of(self.run, self.launcher)
+        said = status_in(home) if home is not None else None
+        return as_of_now(said, self.clock.wall_ns()) if said is not None else supervisor_status(self.run)
 
     def _tiers(self, now_ns: int) -> Iterator[TierView]:
         folders = [memory.folder for memory in MemoryDir.of_run(self.run.path).values()]
@@ -131,7 +138,7 @@ class Watcher:
             return
         began_ns = self.clock.monotonic_ns()
         try:
-            document = report(str(self.run.path)).document
+            document = report(str(self.run.path), brought=True).document
         except MusterError:
             return
         took_ns = self.clock.monotonic_ns() - began_ns

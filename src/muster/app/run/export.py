@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.app.inspect.home_view import bring
+from muster.app.inspect.status import spec_of
 from muster.core.errors import MusterError, UsageError
 from muster.core.processes import run_visibly
 from muster.core.typed_json import JsonObject, parse_object, text, texts, whole
@@ -33,6 +35,8 @@ def export(reference: str, *, out: Path | None = None, step: int | None = None, 
     run = run_registry.find(reference)
     if importlib.util.find_spec("torch") is None:
         raise UsageError("muster export needs torch", hint="pip install 'muster[train]'")
+    bring(run, spec_of(run).backend, "events")
+    bring(run, spec_of(run).backend, "outputs")
     argv = [sys.executable, "-P", "-m", "muster.train.export.hf_folder", "--run-dir", str(run.path)]
     if out is not None:
         argv += ["--out", os.path.abspath(os.path.expanduser(out))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,7 +134,8 @@ def down(reference: str) -> Down:
     if not before.state.ended and not _finished_since(run, before_wall_ns):
         # The supervisor was ended before it could write the end.
         reason = "muster down ended it; the newest checkpoint remains"
-        submit.log_event(run, "run.finished", {"outcome": "stopped", "exit_code": 130, "reason": reason})
+        with contextlib.suppress(MusterError):  # a bucket that does not answer keeps nobody from ending a run
+            submit.log_event(run, "run.finished", {"outcome": "stopped", "exit_code": 130, "reason": reason})
     if left:
         raise BackendError(f"left of {run.run_id}: {'; '.join(left[:5])}", hint="run muster down again")
     return Down(run=run, left=left)

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muster import __version__, backends
+from muster.app.inspect.home_view import home_of
+from muster.app.inspect.status import spec_of
 from muster.app.planning.prices import priced
 from muster.backends.protocols import Launcher
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
-from muster.core.errors import ConflictError, MusterError
-from muster.core.event_log import EventLog
+from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.redact import redact_argv
 from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobRequest
 from muster.policy.load import load_policy
 from muster.storage import run_registry
+from muster.storage.home import FolderHome, Home
 from muster.storage.run_registry import RunDir
 
 #: Label that tells one submission of a run from the next.
@@ -158,10 +160,23 @@ def log_intent(run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str]) -
 
 
 def log_event(run: RunDir, kind: str, detail: JsonObject) -> None:
-    """Write one event of this command, to the disk."""
-    with contextlib.closing(EventLog(run.run_id, run.events, "client", 0)) as log:
+    """Write one event of this command to where it outlives this machine: the run's home, or the disk.
+
+    Raises:
+        BackendError: the home cannot be written now.
+    """
+    home = _home(run)
+    with contextlib.closing(home.open_log(run.run_id, "client", 0)) as log:
         log.append(kind, detail=detail)
-        log.sync()
+        if not log.sync():
+            raise BackendError(f"{home.uri} cannot be written: {log.unsealed}", hint="the same command again")
+
+
+def _home(run: RunDir) -> Home:
+    """A run that was never submitted has no home yet: its back end brings what was written here there, first."""
+    with contextlib.suppress(MusterError):
+        return home_of(run, backends.load(spec_of(run).backend)) or FolderHome(run.path)
+    return FolderHome(run.path)
 
 
 def submission(run: RunDir) -> int:

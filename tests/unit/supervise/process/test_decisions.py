@@ -4,10 +4,12 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from fakes.objects import Objects
 from fakes.virtual_run import actions, check_invariants, kinds, machine, spec
 
 from muster.simulate import agent_model
 from muster.simulate.cluster import Cluster
+from muster.storage.home import BucketHome
 from muster.supervise.process.decisions import Decisions
 from muster.supervise.recovery.inputs import SECOND_NS, End, StopRequest
 
@@ -102,6 +104,29 @@ def test_a_recovery_makes_two_writes(fault, expected):
     ((resolved_s, _),) = kinds(found, "incident.resolved")
     during = [at for at in found.syncs if 10.0 <= at <= resolved_s]
     assert len(during) == 2, during
+
+
+@pytest.mark.parametrize("fault", [lambda found: found.kill_rank(1), lambda found: found.kill_host("host-1")])
+def test_a_recovery_in_a_bucket_makes_two_requests_more_than_in_a_folder(fault, tmp_path):
+    """Of the supervisor's own, which it waits for: what a thread ships every few seconds is the same with a fault."""
+    store = Objects()
+    (tmp_path / "run_id").write_text("r")
+    log = BucketHome(tmp_path, "gs://bucket/r", store, store).open_log("r", "supervisor", 1)
+    found = homed(spec(hosts=2, spare_hosts=1))
+    requests = []
+
+    def append(effect):
+        found._append(effect)
+        log.append("run.message", detail={"text": effect.kind})
+        if effect.kind in ("incident.detected", "incident.resolved"):
+            requests.append(store.requests)
+
+    found.decisions.append = append
+    found.decisions.sync = lambda: found._sync() or (None if log.sync() else log.unsealed)
+    found.at(10.0, lambda: fault(found))
+    assert found.run().exit_code == 0
+    before, after = requests
+    assert after - before == 2 and store.counts["get"] == 0
 
 
 @pytest.mark.parametrize("fault", [lambda found: found.kill_rank(1), lambda found: found.kill_host("host-1")])

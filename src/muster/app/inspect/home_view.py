@@ -1,0 +1,49 @@
+"""A run whose home is in a bucket, seen from the machine of somebody who follows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from muster import backends
+from muster.backends.protocols import Launcher
+from muster.core.errors import MusterError
+from muster.core.typed_json import Unreadable, decode
+from muster.protocol.client import SupervisorStatus
+from muster.protocol.lease import HomeStatus
+from muster.storage.home import Home, What
+from muster.storage.run_registry import RunDir
+
+#: The supervisor writes its status twice in this time, in seconds: an older one is no news.
+STALE_S = 60.0
+
+
+def home_of(run: RunDir, launcher: Launcher) -> Home | None:
+    """Where ``run`` lives, if this machine reads it in a bucket; None: a folder, here or in pods."""
+    return launcher.remote.home(run.run_id) if launcher.remote is not None else None
+
+
+def bring(run: RunDir, backend: str, what: What) -> None:
+    """Bring to ``run``'s folder on this machine what its home holds beyond it; what cannot be reached stays away."""
+    try:
+        home = home_of(run, backends.load(backend))
+        if home is not None:
+            home.mirror(run.path, what=what)
+    except MusterError:
+        pass
+
+
+def status_in(home: Home) -> HomeStatus | None:
+    """What the supervisor last wrote of the run: one request. None where there is nothing, or no answer."""
+    try:
+        return decode(HomeStatus, home.store.get(home.uri_of("status.json")).data)
+    except (FileNotFoundError, Unreadable, MusterError):
+        return None
+
+
+def as_of_now(said: HomeStatus, wall_ns: int) -> SupervisorStatus:
+    """It, with its age in the sentence where it is old."""
+    age_s = (wall_ns - said.wall_ns) / 1e9
+    if age_s <= STALE_S:
+        return said.status
+    text = f"{said.status.reason} (as of {age_s:.0f} s ago: the supervisor has not been heard of since)"
+    return replace(said.status, reason=text)

@@ -105,6 +105,22 @@ class Price:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Storage:
+    """What one kind of bucket costs."""
+
+    name: str
+    usd_per_1000_writes: float
+    """Class A: writes and lists."""
+    usd_per_1000_reads: float
+    """Class B."""
+    usd_per_gib_hour: float
+    reliability: str
+    origin: str
+    usd_per_gib_in: float = 0.0
+    usd_per_gib_out: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class KnownModel:
     """A model whose shape needs no hub."""
 
@@ -153,6 +169,12 @@ def machines() -> Mapping[str, Machine]:
 def modes() -> Mapping[str, Mode]:
     """Every consumption mode by name."""
     return typed(Mode, table("modes.yaml")["modes"])
+
+
+@cache
+def storage() -> Mapping[str, Storage]:
+    """Prices of buckets, by kind: flat, hierarchical, cache, rapid."""
+    return typed(Storage, table("storage.yaml")["storage"])
 
 
 @cache

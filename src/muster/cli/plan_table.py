@@ -69,6 +69,13 @@ def _figures(plan: Plan) -> Iterator[str]:
     if price:
         origin = f"{price.reliability}, {price.date}: {price.source}"
         yield f"  price    ${price.usd_per_gpu_hour:g} a GPU-hour ({origin})"
+    if requests := plan.bucket:
+        yield (
+            f"  bucket   {requests.writes_per_hour:,} writes and {requests.reads_per_hour:,} reads an hour at most, "
+            f"{format.dollars(requests.usd_per_hour)}/h ({requests.prices})"
+        )
+    for line in plan.storage:
+        yield f"  storage  {line}"
     for key, label in (("chance_in_time", "in time"), ("chance_within_max_usd", "within limits.max_usd")):
         if key in plan.chances:
             yield f"  chance   {plan.chances[key]:.0%} {label}"

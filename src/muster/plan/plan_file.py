@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from muster.catalog.rows import Price
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject
+from muster.plan.bucket import Requests
 from muster.plan.host_memory import host_memory
 from muster.plan.search import Candidate, Outcome
 from muster.plan.step_time import achieved_tflops, tokens_per_second_per_gpu
@@ -109,6 +110,10 @@ class Plan:
     frontier: tuple[PlannedWay, ...]
     rejected: tuple[NotTaken, ...]
     assumptions: tuple[str, ...]
+    bucket: Requests | None = None
+    """What the run's home costs in requests, where it is in a bucket."""
+    storage: tuple[str, ...] = ()
+    """Advice about where weights and checkpoints lie, where they can lie in a bucket."""
     why: tuple[str, ...] = ()
     evaluated_settings: int
     job: str

@@ -42,6 +42,9 @@ def test_every_row_says_where_it_is_from():
         assert mode.origin, mode.name
     for price in rows.shipped_prices():
         assert price.source and price.date and price.reliability in RELIABILITY, price
+    for kind in rows.storage().values():
+        assert kind.origin and kind.reliability in RELIABILITY, kind.name
+    assert date.fromisoformat(rows.table_date("storage.yaml"))
 
 
 def test_what_is_not_sold_is_not_in_the_catalogue():

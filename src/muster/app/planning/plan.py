@@ -8,7 +8,7 @@ where it has changed since.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +24,8 @@ from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.core.errors import NoPlanError, RunFileError, UsageError
 from muster.core.typed_json import JsonObject, child, text, texts
+from muster.plan import bucket, plan_file
 from muster.plan import format as format
-from muster.plan import plan_file
 from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
 from muster.plan.nearest_fit import explain
@@ -101,6 +101,8 @@ def plan(
             frontier=frontier,
             rejected=rejected,
             assumptions=tuple(assumptions(problem)),
+            bucket=bucket.requests(chosen.num_nodes) if _in_bucket(spec) else None,
+            storage=tuple(_storage(spec, problem, chosen)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
             job=work.title,
             evaluated_settings=outcome.evaluated,
@@ -147,6 +149,20 @@ def assumptions(problem: Problem) -> list[str]:
         "queueing time for machines is not known and not counted",
         f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts",
     ]
+
+
+def _in_bucket(spec: RunSpec) -> bool:
+    """Runs on machines that Muster makes share a bucket and no folder."""
+    return backends.get(spec.backend).cluster is not None
+
+
+def _storage(spec: RunSpec, problem: Problem, chosen: Candidate) -> Iterator[str]:
+    if not _in_bucket(spec) or spec.model is None:
+        return
+    source = spec.model.source or ""
+    size = rows.weights_bytes(source)
+    weights = size and bucket.Weights(bytes_=size, from_hub=spec.model.weights == "hub")
+    yield from bucket.advice(problem.work, chosen, weights or None, problem.constants)
 
 
 def _load(run_file: str | Path, overrides: Sequence[str]) -> tuple[Loaded, str | None]:

@@ -112,6 +112,21 @@ class Site:
         return f"https://container.googleapis.com/v1/projects/{self.project}/locations/{self.region}"
 
 
+NOT_MADE = {
+    "anywhere_cache": (
+        "up makes no caches, since a bucket that had one cannot be removed for more than an hour after the cache is "
+        "disabled: down would leave it",
+        "muster plan says when one pays; gcloud storage buckets anywhere-caches create gs://BUCKET ZONE",
+    ),
+    "rapid": (
+        "objects of a zonal bucket are written by gRPC alone, which Muster does not speak: neither a run's home nor "
+        "its checkpoints could be there",
+        "resources.storage: standard; data may be read from a zonal bucket that is there already",
+    ),
+}
+"""Kind of storage -> why ``up`` does not make it, and what to do."""
+
+
 def site(placement: Placement, *, zone: str | None = None, adopt: bool = False, day: str = "") -> Site:
     """The first place of the run file, or ``zone``.
 
@@ -165,6 +180,8 @@ def _refuse_what_is_not_done(resources: Resources, project: str) -> None:
             "resources.private needs resources.authorized_networks: nobody could reach the control plane",
             hint="the range of the machine that runs muster: resources.authorized_networks: [203.0.113.7/32]",
         )
+    if reason := NOT_MADE.get(resources.storage):
+        raise UsageError(f"resources.storage: {resources.storage}: {reason[0]}", hint=reason[1])
     for cidr in resources.authorized_networks:
         try:
             ipaddress.ip_network(cidr)

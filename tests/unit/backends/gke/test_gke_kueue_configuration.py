@@ -156,6 +156,21 @@ def test_submit_says_where_kueue_would_end_the_run(cluster, said):
     assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True)), found
 
 
+def test_only_the_flavours_of_the_runs_own_queue_count():
+    fake = FakeKubernetes()
+    cluster = cluster_of(fake, config=OURS, topology=True)
+    group = {"flavors": [{"name": "other"}]}
+    api = "apis/kueue.x-k8s.io/v1beta2"
+    queue = {"kind": "ClusterQueue", "metadata": {"name": "cq"}, "spec": {"resourceGroups": [group]}}
+    put(fake, f"{api}/clusterqueues", queue)
+    local = {"kind": "LocalQueue", "metadata": {"name": "muster"}, "spec": {"clusterQueue": "cq"}}
+    put(fake, f"{api}/namespaces/default/localqueues", local)
+    assert kueue_warnings(cluster, JOBSET) == []
+    group["flavors"].append({"name": "a4"})
+    (line,) = kueue_warnings(cluster, JOBSET)
+    assert SECOND in line
+
+
 def test_a_run_without_a_queue_asks_nothing():
     fake = FakeKubernetes()
     assert kueue_warnings(in_memory(fake), {"kind": "JobSet", "metadata": {}}) == [] and fake.log == []

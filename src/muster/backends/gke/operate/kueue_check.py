@@ -7,7 +7,7 @@ from muster.backends.gke.manifests import kueue_configuration as kueue
 from muster.backends.gke.manifests.kueue_objects import API
 from muster.backends.gke.operate.queue_check import LABEL
 from muster.core.errors import AccessError
-from muster.core.typed_json import JsonObject, text
+from muster.core.typed_json import JsonObject, children, text
 
 HINT = (
     f"in ConfigMap {kueue.NAMESPACE}/{kueue.CONFIG_MAP}: waitForPodsReady: {{timeout: 168h, recoveryTimeout: 0s}}, "
@@ -35,18 +35,30 @@ def kueue_warnings(cluster: Cluster, jobset: JsonObject) -> list[str]:
         configuration,
         arguments=kueue.arguments_of(deployment),
         release=kueue.release_of(deployment),
-        topology=_by_topology(cluster),
+        topology=_by_topology(cluster, jobset),
     )
     return [f"Kueue of this cluster ends runs: {risk} ({HINT})" for risk in found]
 
 
-def _by_topology(cluster: Cluster) -> bool:
-    """Whether a flavour of the cluster assigns nodes by topology; who may not look is taken to have one."""
+def _by_topology(cluster: Cluster, jobset: JsonObject) -> bool:
+    """Whether a flavour of the run's queue assigns nodes by topology; who may not look is taken to have one."""
+    name, namespace = text(jobset, "metadata", "labels", LABEL), text(jobset, "metadata", "namespace")
     try:
+        local = cluster.get(_queue("LocalQueue", name, namespace))
+        queue = cluster.get(_queue("ClusterQueue", text(local, "spec", "clusterQueue"), "")) if local else None
         flavors = cluster.list(API, "resourceflavors")
     except AccessError:
         return True
-    return any(text(flavor, "spec", "topologyName") for flavor in flavors)
+    groups = children(queue, "spec", "resourceGroups")
+    ours = {text(flavor, "name") for group in groups for flavor in children(group, "flavors")}
+    return any(
+        text(flavor, "spec", "topologyName") and (not ours or text(flavor, "metadata", "name") in ours)
+        for flavor in flavors
+    )
+
+
+def _queue(kind: str, name: str, namespace: str) -> JsonObject:
+    return {"apiVersion": API, "kind": kind, "metadata": {"name": name or "none", "namespace": namespace or "default"}}
 
 
 def _object(api: str, kind: str, name: str) -> JsonObject:

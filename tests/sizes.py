@@ -78,6 +78,7 @@ CORE = {
         "test_gke_terminal_live.py::test_the_tree_grows_in_place",
         "test_gcsfuse_live.py::test_a_new_file_is_nowhere_until_it_is_closed",
         "test_gcsfuse_run_live.py::test_the_events_of_a_killed_pod_are_lost",
+        "test_kubelet_live.py::test_a_bucket_is_mounted_once_the_account_may",
     ),
     "README": (
         "test_readme.py::test_every_block_says_how_it_is_held",

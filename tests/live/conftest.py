@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("gcsfuse_mounts")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import socket
 import sys
 from pathlib import Path
 
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -50,15 +50,18 @@ def build(root, volumes, hostname, address):
     (root / "etc" / "hostname").write_text(f"{hostname}\n")
     mount("proc", root / "proc", "proc")
     mount("tmpfs", root / "dev" / "shm", "tmpfs")
-    for path, source in volumes.items():
+    for path, (source, read_only) in sorted(volumes.items()):  # a volume may lie within another's path
         place = root / path.lstrip("/")
         if path == "/dev/shm":
             continue
         if path.startswith("/var/run/"):  # /run, which is the machine's: shadowed whole
             mount("tmpfs", root / "run", "tmpfs")
             place = root / "run" / path.removeprefix("/var/run/")
-        place.mkdir(parents=True, exist_ok=True)
+        if not os.path.lexists(place):  # not mkdir with exist_ok: it would look at a bucket that nobody serves yet
+            place.mkdir(parents=True)
         bind(source, place)
+        if read_only:
+            mount(None, place, flags=MS_BIND | MS_REMOUNT | MS_RDONLY)
 
 
 def main():

@@ -39,15 +39,23 @@ def why_not() -> str | None:
 
 
 def server(
-    fd: int, url: str, bucket: str, of: Settings, *, hang_s: float, link_errno: int = errno.ENOSYS, parent: int = 0
+    url: str,
+    bucket: str,
+    of: Settings,
+    *,
+    hang_s: float,
+    link_errno: int = errno.ENOSYS,
+    parent: int = 0,
+    mark: str = "",
 ) -> list[str]:
-    """The process that serves the descriptor ``fd`` of ``fuse_wire.mount``.
+    """The program that serves the descriptor of ``fuse_wire.mount`` that is its standard input.
 
-    ``hang_s`` until it begins; calls on the mount wait so long. ``parent``: it ends with this process.
+    ``hang_s`` until it begins; calls on the mount wait so long. ``parent``: it ends with this process. ``mark``: what
+    it is found by.
     """
     spec = {
-        "fd": fd, "url": url, "bucket": bucket, "settings": dataclasses.asdict(of), "hang_s": hang_s,
-        "link_errno": link_errno, "parent": parent,
+        "url": url, "bucket": bucket, "settings": dataclasses.asdict(of), "hang_s": hang_s, "link_errno": link_errno,
+        "parent": parent, "mark": mark,
     }  # fmt: skip
     return [sys.executable, str(HERE / "gcsfuse_server.py"), json.dumps(spec)]
 
@@ -83,11 +91,11 @@ class Mount:
         self.target.mkdir(parents=True, exist_ok=True)
         fd = fuse_wire.mount(self.bucket, str(self.target), read_only=self.settings.read_only)
         argv = server(
-            fd, self.url, self.bucket, self.settings, hang_s=self.hang_s, link_errno=self.link_errno, parent=os.getpid()
+            self.url, self.bucket, self.settings, hang_s=self.hang_s, link_errno=self.link_errno, parent=os.getpid()
         )
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(open(self.log, "ab")) if self.log else None
-            self.process = subprocess.Popen(argv, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            self.process = subprocess.Popen(argv, stdin=fd, stdout=output, stderr=output)
         os.close(fd)  # or nobody would hear ENOTCONN when the server dies
         return self.target
 

@@ -1,6 +1,6 @@
 """The double of gcsfuse: its file system operations (fs.go), for one mount. One process a mount; see ``gcsfuse.py``.
 
-usage: python gcsfuse_server.py SPEC-JSON, as ``gcsfuse.server`` writes it
+usage: python gcsfuse_server.py SPEC-JSON, as ``gcsfuse.server`` writes it; standard input is the mount's descriptor
 """
 
 import errno
@@ -353,7 +353,7 @@ def main() -> None:
         given["url"], given["bucket"], ttl_s=settings.ttl_s,
         negative_ttl_s=settings.metadata_cache_negative_ttl_secs,
     )  # fmt: skip
-    wire.Connection(given["fd"], FileSystem(known, settings, link_errno=given["link_errno"])).serve()
+    wire.Connection(0, FileSystem(known, settings, link_errno=given["link_errno"])).serve()
 
 
 if __name__ == "__main__":

@@ -32,8 +32,6 @@ class Shipped:
     size: int = 0
     lines: int = 0
     head: str = ""
-    seen: int = 0
-    """Its size when it was last read: what is beyond ``size`` is no whole line."""
 
 
 @dataclass
@@ -70,12 +68,8 @@ class Stream:
 
     def look(self) -> None:
         """Note what was written by others than those who say so."""
-        if self.waiting_since_s is None and any(self._grew(name, size) for name, size in self._sizes()):
+        if self.waiting_since_s is None and any(size > self._of(name).size for name, size in self._sizes()):
             self.note()
-
-    def _grew(self, name: str, size: int) -> bool:
-        known = self._of(name)
-        return size > known.size and size != known.seen
 
     def ship(self, *, wait_s: float = -1) -> None:
         """Bring everything that waits to the home.
@@ -119,6 +113,7 @@ class Stream:
         except ConflictError:
             raise
         except (MusterError, OSError) as error:
+            self.trouble = str(error)
             return str(error)
         return None
 
@@ -144,8 +139,7 @@ class Stream:
         left = OBJECT_BYTES
         for name, size in self._sizes():
             done = self._of(name)
-            done.seen = size
-            if size < done.size and self.chained:
+            if size < done.size:
                 raise MusterError(f"{self.directory / name} has become shorter than what was shipped of it")
             if size > done.size and left > 0 and (data := self._bytes(name, done.size, min(size - done.size, left))):
                 parts.append(self._part(name, done, data))

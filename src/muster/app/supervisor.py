@@ -22,7 +22,11 @@ def main() -> None:
     try:
         given = environment.current()  # the back end says where agents on other hosts can reach us
         supervisor = Supervisor(
-            run_dir=arguments.run_dir, on_event=_print, bind=given.bind, ignore_term=given.term_ignored
+            run_dir=arguments.run_dir,
+            on_event=_print,
+            bind=given.bind,
+            job=given.jobset,
+            ignore_term=given.term_ignored,
         )
         sys.exit(supervisor.serve())
     except MusterError as error:

@@ -75,6 +75,7 @@ class Environment:
     nice: int
     drill: bool
     pod: str
+    jobset: str
     token_file: Path | None
     """A Secret's file: the token is in no folder of the run."""
     storage_emulator: bool
@@ -105,6 +106,7 @@ def read(environ: Mapping[str, str]) -> Environment:
         nice=int(environ.get("MUSTER_NICE") or 0),
         drill=environ.get("MUSTER_DRILL") == "1",
         pod=environ.get("MUSTER_POD", ""),
+        jobset=environ.get("MUSTER_JOBSET", ""),
         token_file=Path(environ["MUSTER_TOKEN_FILE"]) if environ.get("MUSTER_TOKEN_FILE") else None,
         storage_emulator=bool(environ.get("STORAGE_EMULATOR_HOST")),
     )

@@ -1,6 +1,8 @@
 """Sealed segments: the home holds a beginning of the files, whatever is killed or lost, and of one writer only."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from muster.core import event_log
 from muster.core.errors import ConflictError, MusterError, UsageError
 from muster.storage.home import HOME_FILE, BucketHome, FolderHome, open_home
-from muster.storage.home.merging import merge_own
+from muster.storage.home.merging import Tidier, merge_own
 
 RUN = "run-1"
 HOME = "gs://bucket/runs/run-1"
@@ -123,6 +125,59 @@ def test_two_writers_of_one_stream(tmp_path):
     assert mirrored(store, tmp_path / "c") == files(tmp_path / "b" / "events")
 
 
+def test_a_file_here_that_is_something_else_is_left_as_it_is(tmp_path):
+    store = Objects()
+    log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    say(log, "one")
+    assert log.sync()
+    say(log, "two, three, four")
+    assert log.sync()
+    reader = home_at(tmp_path / "b", store)
+    (reader.local / "events").mkdir()
+    for wrong in (b"x" * 20 + b"\n", b"y" * (log.path.stat().st_size - 9) + b"\n"):
+        (reader.local / "events" / log.name).write_bytes(wrong)
+        with pytest.raises(MusterError, match="not what the home holds"):
+            reader.mirror(reader.local)
+        assert (reader.local / "events" / log.name).read_bytes() == wrong
+    (reader.local / "events" / log.name).unlink()
+    assert reader.mirror(reader.local) == log.path.stat().st_size
+
+
+def test_two_commands_mirror_one_folder_at_once(tmp_path):
+    store = Objects(took=lambda method: time.sleep(0.002))
+    log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    for number in range(20):
+        say(log, f"{number}")
+        assert log.sync()
+    readers = [home_at(tmp_path / "b", store) for _ in range(4)]
+    threads = [threading.Thread(target=reader.mirror, args=(reader.local,)) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert files(tmp_path / "b" / "events") == files(tmp_path / "a" / "events")
+
+
+def test_a_damaged_or_missing_segment_is_named_and_the_rest_comes(tmp_path):
+    store = Objects()
+    for host in ("pod-0", "pod-1"):
+        log = home_at(tmp_path / host, store).open_log(RUN, host, 1)
+        for text in ("one", "two", "three"):
+            say(log, text)
+            assert log.sync()
+    second = f"{HOME}/events/pod-0/0-0000000001"
+    kept = store.held.pop(second)
+    with pytest.raises(MusterError, match=r"events of pod-0: segments 1 to 1 are missing"):
+        mirrored(store, tmp_path / "b")
+    assert files(tmp_path / "b" / "events") == files(tmp_path / "pod-1" / "events")
+    store.put(second, kept.data[:-5])
+    with pytest.raises(MusterError, match=r"0-0000000001 is damaged"):
+        mirrored(store, tmp_path / "b")
+    store.put(second, kept.data)
+    mirrored(store, tmp_path / "b")
+    assert files(tmp_path / "b/events") == files(tmp_path / "pod-0/events") | files(tmp_path / "pod-1/events")
+
+
 def test_an_outage_delays_and_loses_nothing(tmp_path):
     store = Objects()
     log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
@@ -140,24 +195,35 @@ def test_an_outage_delays_and_loses_nothing(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_nothing_is_lost_whatever_is_killed(tmp_path_factory, data):
-    """Lines, seals, merges and successors, with faults at any requests: the mirror is a beginning of the files, holds
-    all that a seal promised, and in the end everything."""
+    """Lines, seals, merges (the writer's own and the supervisor's), a second process that ships the same folder, and
+    successors, with faults at any requests: the mirror is a beginning of the files, holds all that a seal promised, and
+    in the end everything."""
     root = tmp_path_factory.mktemp("stream")
     fault = st.sampled_from(["refused", "lost", "killed before", "killed after"])
     store = Objects(data.draw(st.dictionaries(st.integers(0, 120), fault, max_size=12)))
     local, promised = root / "a", {}
-    home = home_at(local, store)
+    home, beside = home_at(local, store), home_at(local, store)
     log = home.open_log(RUN, "pod-0", 0)
+    tidier = Tidier(store, f"{HOME}/events", RUN, lambda: 0.0)
+    others = st.sampled_from(["nobody", "nobody", "tidier", "beside"])
     for turn in range(data.draw(st.integers(1, 40))):
         say(log, f"line {turn}")
         try:
             if log.sync():
                 promised = files(local / "events")
             merge_own(home.stream(RUN, "pod-0"), store)
+            other = data.draw(others)
+            if other == "tidier":
+                tidier.tidy("pod-0")
+            elif other == "beside":
+                beside.stream(RUN, "pod-0").ship()
+                merge_own(beside.stream(RUN, "pod-0"), store)
         except Killed:
             log.close()
             home = home_at(local, store)
             log = home.open_log(RUN, "pod-0", data.draw(st.integers(0, 2)))
+        except ConflictError:
+            raise
         except MusterError:
             pass
     store.faults = {}

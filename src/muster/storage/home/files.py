@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Store
 from muster.storage import uris
+from muster.storage.store import blobs
 
 #: File of a local run folder with the number of its submission: run files of other submissions do not concern it.
 SUBMISSION_FILE = "submission"
@@ -22,6 +24,8 @@ ALIKE = ("tokenizer",)
 OUTPUTS = (*ALIKE, "traces", "tensorboard")
 #: A file is brought once it has not changed for this time, in seconds; all are, at the end.
 QUIET_S = 60.0
+#: Larger files (traces of a profiler) are not read into memory.
+AT_ONCE_BYTES = 8 << 20
 
 
 def publish_run_file(store: Store, home: str, submission: str, named: Mapping[str, bytes]) -> None:
@@ -80,7 +84,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 @dataclass
 class Outputs:
-    """Brings the files of ``OUTPUTS`` to the home, each version once. Files above 1 GiB stay where they are."""
+    """Brings the files of ``OUTPUTS`` to the home, each version once."""
 
     store: Store
     home: str
@@ -94,7 +98,7 @@ class Outputs:
             with suppress(FileNotFoundError):
                 changed_ns = path.stat().st_mtime_ns
                 quiet = all_of_them or time.time_ns() - changed_ns >= QUIET_S * 1e9
-                if quiet and self._sent.get(path) != changed_ns and path.stat().st_size <= 1 << 30:
+                if quiet and self._sent.get(path) != changed_ns:
                     self._put(path)
                     self._sent[path] = changed_ns
 
@@ -110,5 +114,8 @@ class Outputs:
         if inside.split("/")[0] in ALIKE:
             with suppress(ConflictError):
                 self.store.put_if_absent(uri, path.read_bytes())
-        else:
+        elif path.stat().st_size <= AT_ONCE_BYTES:
             self.store.put(uri, path.read_bytes())
+        else:
+            with open(path, "rb") as file, blobs.writing(uri) as blob:
+                shutil.copyfileobj(file, blob, AT_ONCE_BYTES)

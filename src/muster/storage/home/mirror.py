@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -58,6 +59,11 @@ class Mirror:
     def run(self) -> int:
         """Bytes that were new."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(self.directory / LOCK, "ab") as lock:  # another command may be bringing the same bytes
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return self._run()
+
+    def _run(self) -> int:
         state = self._state()
         total = 0
         problems: dict[str, MusterError] = {}
@@ -131,10 +137,12 @@ class Mirror:
             have = os.fstat(fd).st_size
             if have < part.start:
                 raise MusterError(f"{path} lacks bytes {have} to {part.start}", hint="remove it: it is brought again")
-            data = data[have - part.start :]
+            overlap, data = data[: have - part.start], data[have - part.start :]
             if not data:
                 return 0
-            if self.what == "events" and have == part.start and self._head(name, part) != part.prev:
+            if os.pread(fd, len(overlap), part.start) != overlap or (
+                self.what == "events" and not overlap and self._head(name, part) != part.prev
+            ):
                 raise MusterError(f"{path} is not what the home holds", hint="move it aside: it is brought again")
             while data:
                 data = data[file.write(data) :]
@@ -168,7 +176,7 @@ class Mirror:
         os.replace(file.name, self.directory / STATE)
 
 
-STATE = ".mirror.json"
+STATE, LOCK = ".mirror.json", ".mirror.lock"
 
 
 @dataclass

@@ -32,6 +32,8 @@ class Shipped:
     size: int = 0
     lines: int = 0
     head: str = ""
+    seen: int = 0
+    """Its size when it was last read: what is beyond ``size`` is no whole line."""
 
 
 @dataclass
@@ -68,8 +70,12 @@ class Stream:
 
     def look(self) -> None:
         """Note what was written by others than those who say so."""
-        if self.waiting_since_s is None and any(size > self._of(name).size for name, size in self._sizes()):
+        if self.waiting_since_s is None and any(self._grew(name, size) for name, size in self._sizes()):
             self.note()
+
+    def _grew(self, name: str, size: int) -> bool:
+        known = self._of(name)
+        return size > known.size and size != known.seen
 
     def ship(self, *, wait_s: float = -1) -> None:
         """Bring everything that waits to the home.
@@ -113,7 +119,6 @@ class Stream:
         except ConflictError:
             raise
         except (MusterError, OSError) as error:
-            self.trouble = str(error)
             return str(error)
         return None
 
@@ -139,7 +144,8 @@ class Stream:
         left = OBJECT_BYTES
         for name, size in self._sizes():
             done = self._of(name)
-            if size < done.size:
+            done.seen = size
+            if size < done.size and self.chained:
                 raise MusterError(f"{self.directory / name} has become shorter than what was shipped of it")
             if size > done.size and left > 0 and (data := self._bytes(name, done.size, min(size - done.size, left))):
                 parts.append(self._part(name, done, data))

@@ -50,6 +50,10 @@ class GcsStore:
     """The ``Store`` of ``gs://``. Safe to share between threads; makes its client at the first call."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
+        try:  # now: the first request may be one that has to be answered in time
+            import google.cloud.storage  # noqa: F401
+        except ImportError as error:
+            raise BackendError(f"gs:// needs a library: {error}", hint="pip install 'muster[gcs]'") from error
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._made: _Client | None = None
@@ -101,10 +105,8 @@ class GcsStore:
     def _client(self) -> _Client:
         with self._lock:
             if self._made is None:
-                try:
-                    from google.cloud import storage
-                except ImportError as error:
-                    raise BackendError(f"gs:// needs a library: {error}", hint="pip install 'muster[gcs]'") from error
+                from google.cloud import storage
+
                 self._made = storage.Client()
             return self._made
 
@@ -126,10 +128,12 @@ class GcsStore:
 
 
 def _connection_failed(error: Exception) -> bool:
-    """Whether there was a connection that broke or fell silent (one that is refused stays refused)."""
+    """Whether a connection broke or fell silent (one that is refused stays so), or no token could be had yet."""
     import requests.exceptions as failures
     import urllib3.exceptions as below
 
+    if getattr(error, "retryable", False):  # by google.auth: the metadata server of a pod that has just begun
+        return True
     if isinstance(error, (failures.Timeout, failures.ChunkedEncodingError, ConnectionResetError, BrokenPipeError)):
         return True
     return isinstance(error, failures.ConnectionError) and any(

@@ -12,10 +12,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
-from muster.core.errors import ConflictError, MusterError
+from muster.core.errors import BusyError, ConflictError, MusterError
 from muster.core.protocols import Stored
 from muster.storage import uris
 from muster.storage.store.blobs import FileSystem, filesystem, translate
+
+#: After which the same request may succeed, by Amazon's list of error codes.
+_BUSY = ("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "429", "500", "503")
 
 
 class S3Store:
@@ -87,4 +90,6 @@ def _errors(uri: str) -> Iterator[None]:
         # 412: the condition failed. 409: a racing conditional write is under way.
         if code in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
             raise ConflictError(f"{uri} is of another version, exists already or is gone") from error
+        if code in _BUSY:
+            raise BusyError(f"{uri}: {code}") from error
         raise translate(uri, error) from error

@@ -7,7 +7,7 @@ import pytest
 from slurm_cases import spec
 
 from muster.backends.slurm import nccl_settings
-from muster.backends.slurm.nccl_settings import fabric_mounts, settings, with_nccl_settings
+from muster.backends.slurm.nccl_settings import fabric_mounts, with_nccl_settings
 from muster.catalog import gke
 from muster.catalog.slurm import slurm_fabric, slurm_fabrics
 from muster.core.errors import UsageError
@@ -27,12 +27,6 @@ GOOGLES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def no_plugin(monkeypatch):
-    """A machine that is none of Google's, whatever is installed here."""
-    monkeypatch.setattr(nccl_settings, "LIBRARIES", ())
-
-
 def with_script(monkeypatch, tmp_path, machine, text):
     """The machine's fabric, with a script of ours in Google's place; the agent prints its variables."""
     path = tmp_path / "env.sh"
@@ -42,7 +36,7 @@ def with_script(monkeypatch, tmp_path, machine, text):
 
 
 def what_the_agent_sees(of, environ=None):
-    argv, variables = with_nccl_settings(of, ["env", "-0"], JOB)
+    argv, variables = with_nccl_settings(of, ["env", "-0"], {**JOB, **(environ or {})})
     done = subprocess.run(
         argv, env={"PATH": "/usr/bin:/bin", **(environ or {}), **variables}, capture_output=True, text=True, check=True
     )
@@ -80,7 +74,7 @@ def test_the_users_own_word_is_the_last(monkeypatch, tmp_path):
     assert "OTHER" not in seen, "the step has it already"
 
 
-def test_several_hosts_without_a_plugin_are_refused_rather_than_slow(no_plugin):
+def test_several_hosts_without_a_plugin_are_refused_rather_than_slow():
     for machine in ("a3-highgpu-8g", "a3-megagpu-8g", "a4-highgpu-8g"):
         with pytest.raises(
             UsageError, match=rf"no NCCL plugin for {machine}: neither /\S+ nor LD_LIBRARY_PATH"
@@ -92,22 +86,32 @@ def test_several_hosts_without_a_plugin_are_refused_rather_than_slow(no_plugin):
         with_nccl_settings(boxed, ["agent"], JOB)
 
 
-def test_one_host_needs_no_fabric(no_plugin):
+def test_one_host_needs_no_fabric():
     for machine in ("a3-highgpu-8g", "a3-megagpu-8g", "a4-highgpu-8g"):
         assert with_nccl_settings(spec(machine=machine, hosts=1), ["agent"], JOB) == (["agent"], {})
 
 
-def test_a_plugin_that_the_image_brings_gets_the_catalogues_values(no_plugin, tmp_path):
-    (tmp_path / "libnccl-net-gib.so.1").touch()
-    argv, variables = with_nccl_settings(
-        spec(machine="a4-highgpu-8g"), ["agent"], {**JOB, "LD_LIBRARY_PATH": f"/x:{tmp_path}"}
-    )
-    assert argv == ["agent"] and variables["NCCL_NET"] == "gIB" and variables["NCCL_IB_TC"] == "52"
-    assert variables["NCCL_SOCKET_IFNAME"] == "enp0s19,enp192s20" and "LD_LIBRARY_PATH" not in variables
+def test_a_plugin_elsewhere_is_known_by_googles_script_beside_it(tmp_path):
+    """An image may bring its own; another vendor's plugin has the same file name, and is not taken for it."""
+    folders = {name: tmp_path / name / "lib64" for name in ("hpcx", "gib")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+        (folder / "libnccl-net.so").touch()
+    environ = {**JOB, "LD_LIBRARY_PATH": ":".join(map(str, folders.values()))}
+    with pytest.raises(UsageError, match="no NCCL plugin"):
+        with_nccl_settings(spec(machine="a4-highgpu-8g"), ["agent"], environ)
+    (tmp_path / "gib" / "scripts").mkdir()
+    (tmp_path / "gib" / "scripts" / "set_nccl_env.sh").write_text("export NCCL_FROM_SCRIPT=1\n")
+    seen = what_the_agent_sees(spec(machine="a4-highgpu-8g"), environ)
+    assert seen["NCCL_FROM_SCRIPT"] == "1" and seen["NCCL_SOCKET_IFNAME"] == "enp0s19,enp192s20"
+    assert seen["LD_LIBRARY_PATH"].split(":")[0] == str(folders["gib"])
+    (folders["hpcx"] / "nccl-env-profile.sh").write_text("export NCCL_FROM_SCRIPT=$NCCL_LIB_DIR\n")
+    assert what_the_agent_sees(spec(machine="a3-megagpu-8g"), environ)["NCCL_FROM_SCRIPT"] == str(folders["hpcx"])
 
 
-def test_tcpx_has_no_script_and_a_socket_per_job(monkeypatch, tmp_path, no_plugin):
+def test_tcpx_has_no_script_and_a_socket_per_job(monkeypatch, tmp_path):
     found = slurm_fabric("a3-highgpu-8g")
+    (tmp_path / "libnccl-net.so").touch()
     monkeypatch.setattr(nccl_settings, "slurm_fabric", lambda _: dataclasses.replace(found, libraries=str(tmp_path)))
     argv, variables = with_nccl_settings(spec(machine="a3-highgpu-8g"), ["agent"], {**JOB, "LD_LIBRARY_PATH": "/x"})
     assert argv == ["agent"] and variables["LD_LIBRARY_PATH"] == f"{tmp_path}:/x"
@@ -123,13 +127,6 @@ def test_no_settings_where_none_are_wanted_or_known():
         spec(machine="a4-highgpu-8g", device="cpu"),
     ):
         assert with_nccl_settings(of, ["agent"], JOB) == (["agent"], {})
-
-
-def test_values_of_gkes_pods_stay_there():
-    found = settings("a4-highgpu-8g")
-    assert found["NCCL_NET"] == "gIB" and found["NCCL_IB_TC"] == "52"
-    assert not any("eth0" in value or value.startswith("/usr/local/nvidia") for value in found.values())
-    assert "NCCL_SOCKET_IFNAME" not in settings("a3-megagpu-8g")
 
 
 def test_every_fabric_of_a_machine_has_its_slurm_side():

@@ -21,7 +21,7 @@ KEPT_AFTER_THE_END_S = 3 * 24 * 3600
 def run_objects(placement: Placement, run_file: str, resolved: str) -> list[Manifest]:
     """Everything that one run needs and that ends with it, in the order of creation."""
     claims = [_claim_template(placement)] if placement.claims else []
-    budget = [_disruption_budget(placement)] if placement.options.supervisors > 1 else []
+    budget = [_disruption_budget(placement)] if placement.supervisors > 1 else []
     return [_config_map(placement, run_file, resolved), *claims, *budget, jobset(placement, mode_of(placement))]
 
 
@@ -44,7 +44,7 @@ def jobset(placement: Placement, mode: Mode) -> Manifest:
         "failurePolicy": _failure_policy(),
         "ttlSecondsAfterFinished": KEPT_AFTER_THE_END_S,
         "replicatedJobs": [
-            _role(SUPERVISOR, placement.options.supervisors, pods.supervisor_template(placement)),
+            _role(SUPERVISOR, placement.supervisors, pods.supervisor_template(placement)),
             _role(HOST, placement.hosts, pods.host_template(placement, mode)),
         ],
     }

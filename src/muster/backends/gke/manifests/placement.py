@@ -59,6 +59,16 @@ class Placement:
         return asked if asked is not None else self.machine.local_ssd or 0
 
     @property
+    def supervisors(self) -> int:
+        """One where the run lives on a claim: its end is written in no place there that the other one would know."""
+        return self.options.supervisors if self.in_bucket else 1
+
+    @property
+    def supervisor_grace_s(self) -> int:
+        """Between the first signal and the last: hosts save meanwhile where all pods go, and have less."""
+        return max(60, math.ceil(self.spec.recovery.grace_s) + 30)
+
+    @property
     def in_bucket(self) -> bool:
         return is_bucket(self.home)
 

@@ -67,7 +67,8 @@ def supervisor_template(placement: Placement) -> Manifest:
     """A supervisor's pod: on a small CPU node of its own pool, so that no DWS request ever asks for it."""
     supervise = [
         "python", "-m", "muster.backends.gke.pod.main", SUPERVISOR, "--run-dir", placement.local_dir,
-        "--requeue", "$(MUSTER_NAMESPACE)/$(MUSTER_JOBSET)", *_allocation(placement), "--",
+        "--requeue", "$(MUSTER_NAMESPACE)/$(MUSTER_JOBSET)", *_allocation(placement),
+        "--grace-s", str(placement.supervisor_grace_s), "--",
         "python", "-m", "muster.app.supervisor", "--run-dir", placement.local_dir, "--run-id", placement.run_id,
     ]  # fmt: skip
     main = _container(placement, SUPERVISOR, supervise)
@@ -83,14 +84,14 @@ def supervisor_template(placement: Placement) -> Manifest:
     spec: Manifest = {
         "restartPolicy": "Never",
         "serviceAccountName": placement.options.service_account,
-        "terminationGracePeriodSeconds": 30,
+        "terminationGracePeriodSeconds": placement.supervisor_grace_s,
         "nodeSelector": {"cloud.google.com/gke-nodepool": placement.options.supervisor_pool},
         "tolerations": _give_up_lost_nodes(),
         "initContainers": [_place(placement)],
         "containers": [main],
         "volumes": run_volumes(placement),
     }
-    if placement.options.supervisors > 1:
+    if placement.supervisors > 1:
         spec["affinity"] = _one_a_node(placement, SUPERVISOR)
     if placement.options.supervisor_priority:
         spec["priorityClassName"] = placement.options.supervisor_priority

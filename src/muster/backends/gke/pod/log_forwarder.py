@@ -1,7 +1,7 @@
 """What a host's ranks write, copied to the pod's own output: one stream per pod then tells everything.
 
-Ranks write files of the run folder, which on a bucket are invisible until they are closed; the pod's output is what
-``kubectl logs``, Cloud Logging and ``muster logs -f`` read. Each line bears its file's name: ``rank-3.a1 | ...``.
+Ranks write files of the run's folder; the pod's output is what ``kubectl logs``, Cloud Logging and ``muster logs -f``
+read. Each line bears its file's name: ``rank-3.a1 | ...``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def writer_of(line: str, pod: str) -> tuple[str, str]:
 class LogForwarder:
     """Follows the log files that belong to ``host`` below ``run_dir``, in a thread, until ``stop``.
 
-    The host's own events say which ranks are its own: other hosts write to the same folders. inotify reports writes:
-    polling a mounted bucket would cost a request each time.
+    The host's own events say which ranks are its own: on a claim other hosts write to the same folders.
     """
 
     run_dir: Path
     host: str
+    writer: str = ""
+    """Whose event files are the host's own; default: ``host``."""
     out: Callable[[bytes], object] = lambda data: os.write(1, data)
     _positions: dict[Path, int] = field(default_factory=dict)
     _rest: dict[Path, bytes] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class LogForwarder:
     def add_files(self, names: set[str]) -> None:
         """Files of this host among ``names``."""
         for name in names:
-            if name.startswith(f"{self.host}.") and name.endswith(".jsonl"):
+            if name.startswith(f"{self.writer or self.host}.") and name.endswith(".jsonl"):
                 self._events.add(self.run_dir / "events" / name)
             elif name.endswith(f"-{self.host}.log"):
                 self._logs.add(self.run_dir / "logs" / name)

@@ -5,8 +5,10 @@ Run as ``python -m muster.backends.gke.pod.main ROLE --run-dir DIR [--host NAME]
 * ``host``: a pod that is removed (drained, preempted, deleted) ends with 75, so that its Job creates another one, and
   so does one whose agent failed: whether the run goes on is the supervisor's decision, never the Job's; an agent that
   left because no supervisor connected is restarted for the lifetime of the pod.
-* ``supervisor``: a pod that is removed ends at once and the agents continue training: the next one adopts them once
-  the old one's lease has expired (10 s). Where the old one is alive (its node was only unreachable), it waits.
+* ``supervisor``: two pods have this role, and one works. The other one stands by until the run's lease is out (10 s),
+  and ends as the run did where that has ended. A pod that alone is removed lets go of the run at once: what its
+  supervisor wrote is brought home, agents continue training, and the other one adopts them. Where all pods are removed
+  at the same time (the queue evicts the run), the supervisor saves with them first.
   When the run itself saved and wants to run again (75: the allocation ends, or too little of it is left), the rest of
   it is queued as a new JobSet, which goes through the queue to a new allocation and goes on from the checkpoint.
 """
@@ -15,17 +17,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.pod.log_forwarder import LogForwarder
+from muster.backends.gke.pod.own_jobset import OwnJobSet
+from muster.backends.gke.pod.run_state import RunState
 from muster.core import environment
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
@@ -35,7 +42,18 @@ AGAIN = 75
 BACK_END_FAULT = 6
 REFUSED = 1
 """One of the causes: another supervisor holds the run."""
-STAND_BY_S = 0.5
+KILLED = 128
+"""The least exit code of a program that a signal ended."""
+SOONEST_S, LATEST_S = 1.0, 3.0
+"""How often a supervisor that stands by looks at the lease: one of 10 s is renewed every 3 s."""
+OTHERS_REQUEUE_S = 60.0
+"""The supervisor whose run asks to be continued has this time to queue the rest; then the other one does."""
+ANSWER_S = 5.0
+"""What the API server may take to say whether all pods go."""
+SHIP_S = 6.0
+"""What the last events may take of a pod's grace."""
+LATE_S = 30.0
+"""A supervisor that starts when the allocation is about to end is told so once it can listen."""
 LONELY = "no supervisor and no work"
 """The reason in ``agent.ended`` of an agent that left because no supervisor connected."""
 SHORTEST_RUN_S = 60.0
@@ -48,25 +66,31 @@ class Pod:
 
     argv: Sequence[str]
     role: str
+    state: RunState | None = None
     lonely: Callable[[], bool] = lambda: False
-    held: Callable[[], bool] = lambda: False
-    """Whether another supervisor holds the run."""
+    all_go: Callable[[], bool | None] = lambda: False
+    """Asked once the pod is to go: whether all pods of the run are; None: one cannot know."""
+    age_s: Callable[[], float | None] = lambda: None
+    """For how long the run has had its allocation; None: one cannot know."""
     requeue: Callable[[], str] | None = None
     """Queues the rest of the run; returns the name of what was made."""
     leave_after_s: float | None = None
+    grace_s: float = 30.0
     _child: int | None = None
     _taken: bool = False
+    """This pod is to end with 75, and another one comes."""
+    _leaving: bool = False
+    _worked: bool = False
     _started: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
         """The pod's exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signal)
-        signal.signal(signal.SIGALRM, self._leave)
-        if self.leave_after_s is not None:
-            signal.setitimer(signal.ITIMER_REAL, self.leave_after_s)
         if self.role == "supervisor":
+            self._set_alarm()
             return self._supervise()
+        check_hardware()
         code = self._wait()
         while code == 0 and not self._taken and self.lonely():
             print("no supervisor connected; waiting again", file=sys.stderr, flush=True)
@@ -74,45 +98,112 @@ class Pod:
         return AGAIN if self._taken or code else 0
 
     def _supervise(self) -> int:
-        """A supervisor that disappeared holds the run until its lease expires; its successor waits."""
         code: int | None = None
         while code is None and not self._taken:
-            if self.held():
-                time.sleep(STAND_BY_S)
-                continue
-            code = self._wait()
-            if code == REFUSED and self.held():
-                code = None  # another one was faster
+            if (held_s := self._held_s()) > 0:
+                self._pause(min(LATEST_S, max(SOONEST_S, held_s - SOONEST_S)))
+            elif (code := self._ended()) is not None:
+                if code == AGAIN:
+                    self._pause(OTHERS_REQUEUE_S)
+            else:
+                code = self._verdict(self._wait())
         if self._taken or code is None:
+            self._let_go(code)
             return AGAIN
         return self._requeued() if code == AGAIN else code
 
+    def _verdict(self, code: int) -> int | None:
+        """What the end of the supervisor's program means for the run; None: nothing, stand by (again)."""
+        if self._taken or (code == REFUSED and self._held_s() > 0):  # another one was faster
+            return code if self._taken else None
+        ended = self._ended()
+        if ended is None and code in (REFUSED, BACK_END_FAULT) and self._says_how_it_ended():
+            print(f"the supervisor crashed (code {code}); its pod is started again", file=sys.stderr, flush=True)
+            self._taken = True
+        return code if ended is None else ended
+
+    def _let_go(self, code: int | None) -> None:
+        """What a supervisor that goes leaves behind, for the next one."""
+        if self.state is not None and self._worked:
+            self.state.ship("supervisor", SHIP_S)
+            if code == AGAIN:  # all pods went: the run goes on with the same JobSet, not with another one
+                self.state.withdraw_end(AGAIN)
+
+    def _held_s(self) -> float:
+        return self.state.held_s() if self.state is not None else 0.0
+
+    def _ended(self) -> int | None:
+        try:
+            return self.state.ended() if self.state is not None else None
+        except (MusterError, OSError):
+            return None
+
+    def _says_how_it_ended(self) -> bool:
+        return self.state is not None and not self.state.home.is_folder
+
+    def _pause(self, seconds: float) -> None:
+        """Less where the pod is to go: a signal does not end a sleep."""
+        until = time.monotonic() + seconds
+        while not self._taken and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.25))
+
     def _wait(self) -> int:
         """Start the program and wait for its end; everything else that ends is collected, as process 1 has to."""
-        self._child = os.posix_spawnp(self.argv[0], list(self.argv), environment.inherited())
+        self._child, self._worked = os.posix_spawnp(self.argv[0], list(self.argv), environment.inherited()), True
         if self._taken:  # while it was being started
-            self._send(signal.SIGTERM)
+            self._send(signal.SIGKILL if self.role == "supervisor" else signal.SIGTERM)
+        elif self._leaving:
+            signal.setitimer(signal.ITIMER_REAL, LATE_S)
         while True:
             pid, status = os.waitpid(-1, 0)
             if pid == self._child:
                 self._child = None
                 code = os.waitstatus_to_exitcode(status)
-                return 128 - code if code < 0 else code
+                return KILLED - code if code < 0 else code
 
     def _signal(self, number: int, _frame: FrameType | None) -> None:
         self._taken = True
-        # To a supervisor SIGTERM means: the whole run is preempted. Only its pod is, so it is killed: its state is
-        # in its log, and agents wait for its successor.
-        self._send(signal.SIGKILL if self.role == "supervisor" else number)
+        if self.role == "supervisor":
+            threading.Thread(target=self._go, name="go", daemon=True).start()
+        else:
+            self._send(number)
+
+    def _go(self) -> None:
+        """To a supervisor SIGTERM means: the whole run is preempted. Where only its pod is, it is killed: its state is
+        in its log, and agents wait for its successor. Where nobody says which, its hosts do: it saves with them if
+        they are preempted too, within the pod's grace."""
+        until = time.monotonic() + self.grace_s - SHIP_S - 2.0
+        goes = self.all_go()
+        if goes is not False:
+            if goes:
+                self._send(signal.SIGTERM)
+            time.sleep(max(0.0, until - time.monotonic()))
+        self._send(signal.SIGKILL)
+
+    def _set_alarm(self) -> None:
+        """When to save is counted from the allocation's start; this pod may be a later one's."""
+        signal.signal(signal.SIGALRM, self._leave)
+        if (after_s := self.leave_after_s) is None:
+            return
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+
+        def correct() -> None:
+            age_s, own_s = self.age_s(), time.monotonic() - self._started
+            if age_s is not None and age_s > own_s:
+                signal.setitimer(signal.ITIMER_REAL, max(1.0, after_s - age_s))
+
+        threading.Thread(target=correct, name="allocation", daemon=True).start()
 
     def _leave(self, _number: int, _frame: FrameType | None) -> None:
-        print("the allocation is about to end: saving", file=sys.stderr, flush=True)
-        self._send(signal.SIGTERM)
+        self._leaving = True
+        if self._child is not None:
+            print("the allocation is about to end: saving", file=sys.stderr, flush=True)
+            self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:
-        if self._child is not None:
+        if (child := self._child) is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._child, number)
+                os.kill(child, number)
 
     def _requeued(self) -> int:
         lived_s = time.monotonic() - self._started
@@ -140,18 +231,13 @@ def name_after_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[
     return own, [own if word == host else word for word in argv]
 
 
-def lease_held(run_dir: Path) -> bool:
-    """Whether the run's lease is held now, by this pod's clock."""
-    try:
-        record = json.loads((run_dir / "lease.json").read_text())
-        return time.time_ns() < int(record.get("expires_wall_ns", 0))
-    except (OSError, ValueError, AttributeError):
-        return False
+def check_hardware() -> None:
+    """The place for a look at the host's GPUs and NICs, once before its agent starts; nothing is looked at yet."""
 
 
-def left_unsupervised(run_dir: Path, host: str) -> bool:
-    """Whether the host's newest event says that its agent left because no supervisor connected."""
-    files = sorted((run_dir / "events").glob(f"{host}.*.jsonl"), key=lambda path: path.stat().st_mtime)
+def left_unsupervised(run_dir: Path, writer: str) -> bool:
+    """Whether the newest event that ``writer`` logged says that its agent left because no supervisor connected."""
+    files = sorted((run_dir / "events").glob(f"{writer}.*.jsonl"), key=lambda path: path.stat().st_mtime)
     for path in files[-1:]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             last = json.loads(path.read_bytes().splitlines()[-1])
@@ -171,33 +257,53 @@ def main() -> int:
     parser.add_argument("--leave-after-s", type=float, default=0.0, help="save then, and queue the rest; 0: never")
     parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
+    parser.add_argument("--grace-s", type=float, default=30.0, help="what the pod has between SIGTERM and SIGKILL")
     given = parser.parse_args(own)
-    host, argv = name_after_pod(given.host, argv, environment.current().pod)
+    return _supervisor(given, argv) if given.role == "supervisor" else _host(given, argv)
+
+
+def _supervisor(given: argparse.Namespace, argv: Sequence[str]) -> int:
+    state = RunState(run_dir=given.run_dir, job=(given.requeue or "").partition("/")[2])
     pod = Pod(
-        argv=argv,
-        role=given.role,
-        lonely=lambda: left_unsupervised(given.run_dir, host),
-        held=lambda: lease_held(given.run_dir),
-        requeue=(lambda: _requeue(given.requeue, given.at_most)) if given.requeue else None,
-        leave_after_s=given.leave_after_s or None,
-    )
+        argv=argv, role=given.role, state=state, leave_after_s=given.leave_after_s or None, grace_s=given.grace_s
+    )  # fmt: skip
+    if given.requeue:
+        jobset = OwnJobSet(which=given.requeue, connect=_own_cluster)
+        pod.requeue = lambda: _requeue(given.requeue, given.at_most)
+        pod.all_go = lambda: jobset.goes(ANSWER_S)
+        pod.age_s = lambda: jobset.age_s(LATE_S, datetime.datetime.now(datetime.UTC))
+    return pod.run()
+
+
+def _host(given: argparse.Namespace, argv: Sequence[str]) -> int:
+    own_name = environment.current().pod
+    host, argv = name_after_pod(given.host, argv, own_name)
     if not host:
-        return pod.run()
-    forwarder = LogForwarder(run_dir=given.run_dir, host=host)
+        return Pod(argv=argv, role=given.role).run()
+    state = RunState(run_dir=given.run_dir)
+    writer = host if state.home.is_folder else own_name or host
+    forwarder = LogForwarder(run_dir=given.run_dir, host=host, writer=writer)
     forwarder.start()
     try:
-        return pod.run()
+        code = Pod(argv=argv, role=given.role, lonely=lambda: left_unsupervised(given.run_dir, writer)).run()
+        if code:
+            state.ship(writer, SHIP_S)
+        return code
     finally:
         forwarder.stop()
 
 
-def _requeue(which: str, at_most: int) -> str:
+def _own_cluster() -> Cluster:
     from muster.backends.gke.kubernetes.config import own_cluster
+
+    return own_cluster(SystemClock(), environment.inherited())
+
+
+def _requeue(which: str, at_most: int) -> str:
     from muster.backends.gke.pod.continuation import queue_continuation
 
     namespace, _, name = which.partition("/")
-    cluster = own_cluster(SystemClock(), environment.inherited())
-    return queue_continuation(cluster, namespace, name, at_most=at_most)
+    return queue_continuation(_own_cluster(), namespace, name, at_most=at_most)
 
 
 if __name__ == "__main__":

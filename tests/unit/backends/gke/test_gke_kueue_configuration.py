@@ -8,6 +8,8 @@ from fakes.kueue_config import gates_of, kueue_config_refusals, ready_limits
 from fakes.project import PINS, SITES, TEXTS, cloud_with_cluster, session
 
 from muster.backends.gke.manifests import kueue_configuration as kueue
+from muster.backends.gke.manifests.jobset import jobset
+from muster.backends.gke.manifests.placement import mode_of
 from muster.backends.gke.manifests.yaml_text import dump
 from muster.backends.gke.operate.kueue_check import kueue_warnings
 from muster.backends.gke.provision.cluster_objects import Objects
@@ -74,6 +76,14 @@ def test_one_gate_alone_would_keep_kueue_from_starting():
     for name in ("TASFailedNodeReplacementFailFast", "TASReplaceNodeOnPodTermination"):
         gates = {one: on for one, on in configuration(text)["featureGates"].items() if one != name}
         assert kueue_config_refusals({**configuration(text), "featureGates": gates})
+
+
+def test_every_pod_lets_kueue_remove_it_from_a_node_that_hangs():
+    """The gate acts on pods that say so, and on no others."""
+    placement = SITES["a4"].placement
+    for role in jobset(placement, mode_of(placement))["spec"]["replicatedJobs"]:
+        annotations = role["template"]["spec"]["template"]["metadata"]["annotations"]
+        assert annotations["kueue.x-k8s.io/safe-to-forcefully-delete"] == "true"
 
 
 def test_another_configuration_restarts_the_deployment_and_the_same_does_not():

@@ -33,6 +33,9 @@ Manifest = dict[str, Json]
 LEAVE_AFTER = "--leave-after-s"
 NOT_MOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 """An autoscaler that empties a node would stop a run to save a part of it."""
+GIVEN_UP = {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"}
+"""A pod on a node that hangs never ends, and its Job makes no other one: Kueue (gate FailureRecoveryPolicy) removes it
+a minute after its deletion. What may still run there is fenced."""
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 LOST_NODE_S = 30
 """Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""
@@ -95,7 +98,7 @@ def supervisor_template(placement: Placement) -> Manifest:
         spec["affinity"] = _one_a_node(placement, SUPERVISOR)
     if placement.options.supervisor_priority:
         spec["priorityClassName"] = placement.options.supervisor_priority
-    return {"metadata": {"labels": dict(placement.labels), "annotations": dict(NOT_MOVED)}, "spec": spec}
+    return {"metadata": {"labels": dict(placement.labels), "annotations": {**NOT_MOVED, **GIVEN_UP}}, "spec": spec}
 
 
 def network_annotations(placement: Placement) -> dict[str, str]:
@@ -201,7 +204,7 @@ def _sidecar(placement: Placement) -> Manifest | None:
 
 
 def _host_annotations(placement: Placement, mode: Mode) -> dict[str, str]:
-    annotations = {**NOT_MOVED, **network_annotations(placement), **bucket_annotations(placement)}
+    annotations = {**NOT_MOVED, **GIVEN_UP, **network_annotations(placement), **bucket_annotations(placement)}
     if (daemon := placement.machine.fabric.sidecar) and placement.machine.gpus:
         devices = "".join(f"- path: {device}\n" for device in daemon.devices)
         annotations[f"devices.gke.io/container.{daemon.name}"] = devices

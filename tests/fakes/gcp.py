@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 from fakes import gcp_services
 from fakes.discovery import Discovery, Match
+from fakes.gcp_operations import Operations
 from fakes.gcp_services import error as _error
 from fakes.kubernetes import FakeKubernetes
 from fakes.stream import FakePodStream
@@ -35,26 +36,11 @@ class Killed(BaseException):
 
 
 @dataclass
-class Operation:
-    """Something that takes ``looks`` looks; then ``finish`` happens."""
-
-    body: dict[str, Any]
-    looks: int
-    finish: Callable[[bool], None]
-    error: dict[str, Any] | None = None
-    busy: str | None = None
-    failed: bool = False
-    """Cancelled on the way."""
-
-
-@dataclass
-class FakeGoogleCloud:
+class FakeGoogleCloud(Operations):
     """Answers calls. Faults are set as attributes; ``log`` holds every request that arrived."""
 
     discovery: Discovery
     kubernetes: FakeKubernetes = field(default_factory=FakeKubernetes)
-    looks: int = 1
-    """How often an operation is looked at before it is over."""
     kill_at: int | None = None
     """The program dies after this request has been carried out (numbered from 1)."""
     lose: set[int] = field(default_factory=set)
@@ -81,7 +67,6 @@ class FakeGoogleCloud:
     """Address of a service account -> requests that other services refuse because they do not know it yet."""
     new_for: int = 1
     """How many such requests after an account's creation."""
-    operations: dict[str, Operation] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
     """Path of a pod's log on the cluster -> its text."""
     commands: Callable[[str, list[str], bytes], tuple[int, bytes, bytes]] | None = None
@@ -192,12 +177,12 @@ class FakeGoogleCloud:
             wanted = set(call.body["serviceIds"]) if call.body else set()
             return self.begin("op", {}, lambda _: self.enabled.update(wanted), name="operations/services")
         if match.id.endswith("perations.get"):
-            return self._look(match)
+            return self.look(match)
         if match.id == "container.projects.locations.operations.list":
             rows = [one.body for one in self.operations.values() if one.body.get("operationType") == "CREATE_NODE_POOL"]
             return Reply(status=200, body={"operations": rows})
         if match.id == "container.projects.locations.operations.cancel":
-            return self._cancel(match)
+            return self.cancel(match)
         if match.id == "compute.networkProfiles.get":
             zone = match.path["networkProfile"].rpartition("-vpc")[0]
             return Reply(status=200, body={"name": "profile"}) if zone in ZONES else _error(404, "notFound")
@@ -298,7 +283,7 @@ class FakeGoogleCloud:
             key = "compute/v1/" + network.split("/compute/v1/")[-1]
             if key not in self.store:
                 return _error(404, "notFound")
-            if self._pending(key):
+            if self.pending(key):
                 self.advance(lambda one: one.body.get("targetLink", "").endswith(key))
                 return _error(400, "resourceNotReady")
         if trouble := gcp_services.management(self.store, match, path, body) or gcp_services.identity(self, body):
@@ -311,9 +296,6 @@ class FakeGoogleCloud:
                 self.advance(lambda one: one.busy == cluster)
                 return _error(400, "CLUSTER_ALREADY_HAS_OPERATION")
         return None
-
-    def _pending(self, path: str) -> bool:
-        return any(one.body.get("targetLink", "").endswith(path) for one in self.operations.values() if one.looks > 0)
 
     def _delete(self, match: Match, path: str) -> Reply:
         if path not in self.store:
@@ -347,81 +329,3 @@ class FakeGoogleCloud:
         if busy:
             self.store[path]["status"] = "STOPPING"
         return self.begin(path.rpartition("/")[0], {}, finish, busy=busy, api=match.api, target=path)
-
-    def begin(
-        self,
-        folder: str,
-        body: dict[str, Any],
-        finish: Callable[[bool], None],
-        *,
-        error: tuple[str, str] | None = None,
-        busy: str | None = None,
-        api: str = "",
-        name: str | None = None,
-        target: str | None = None,
-        looks: int | None = None,
-    ) -> Reply:
-        number = f"operation-{len(self.operations) + 1}"
-        place = "/".join(folder.split("/")[: 6 if "regions" in folder else 5])
-        link = target or f"{folder}/{body.get('name', '')}"
-        if api == "compute.v1":
-            row: dict[str, Any] = {"name": number, "operationType": "insert", "status": "RUNNING", "targetLink": link}
-            row["selfLink"] = f"https://compute.googleapis.com/{place}/operations/{number}"
-            words = {"errors": [{"code": error[0], "message": error[1]}]} if error else None
-        elif api == "container.v1":
-            row = {"name": number, "operationType": "CREATE_NODE_POOL", "status": "RUNNING", "targetLink": link}
-            words = {"code": 8, "message": f"{error[0]}: {error[1]}"} if error else None
-        else:
-            row = {
-                "name": name or f"{folder.rpartition('/')[0].removeprefix('v1/')}/operations/{number}",
-                "done": False,
-            }
-            words = {"code": 8, "message": f"{error[0]}: {error[1]}"} if error else None
-        operation = Operation(row, self.looks if looks is None else looks, finish, words, busy)
-        self.operations[str(row["name"]).rpartition("/")[2]] = operation
-        if operation.looks == 0:
-            self._finish(operation)
-        return Reply(status=200, body=row)
-
-    def _look(self, match: Match) -> Reply:
-        name = next(match.path[key] for key in ("operation", "operationsId") if key in match.path)
-        operation = self.operations[name]
-        self._advance(operation)
-        return Reply(status=200, body=operation.body)
-
-    def _cancel(self, match: Match) -> Reply:
-        """GKE stops creating a node pool; the pool stays, in error."""
-        operation = self.operations[match.path["operationsId"]]
-        if operation.looks > 0:
-            operation.error = {"code": 1, "message": "Operation was cancelled by user."}
-            operation.failed = True
-            operation.looks = 1
-            self._advance(operation)
-        return Reply(status=200, body={})
-
-    def advance(self, which: Callable[[Operation], bool]) -> None:
-        """A refusal for being busy makes callers wait, and what they wait for goes on meanwhile."""
-        for operation in [one for one in self.operations.values() if which(one)]:
-            self._advance(operation)
-
-    def pass_time(self) -> None:
-        """What was begun goes on while nobody looks: between one run of the program and the next."""
-        for operation in self.operations.values():
-            while operation.looks > 0:
-                self._advance(operation)
-
-    def _advance(self, operation: Operation) -> None:
-        if operation.looks > 0:
-            operation.looks -= 1
-            if operation.looks == 0:
-                self._finish(operation)
-
-    def _finish(self, operation: Operation) -> None:
-        operation.finish(operation.failed)
-        operation.busy = None
-        if "status" in operation.body:
-            operation.body["status"] = "DONE"
-        else:
-            operation.body["done"] = True
-        if operation.error:
-            operation.body["error"] = operation.error

@@ -168,22 +168,25 @@ def test_a_larger_run_file_makes_the_pool_larger_and_a_smaller_one_leaves_it(mod
     assert not [url for _, url in google.log[log:] if ":set" in url]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["spot", "reservation"])
 def test_growing_may_be_killed_at_any_request(mode):
-    def grown(google):
-        up(where(mode=mode), session(google), INSTALLED, workers=1)
-        return len(google.log)
+    smaller, larger = (where("g2-standard-48", mode, hosts=hosts) for hosts in (2, 6))
 
-    counted = cloud()
-    start = grown(counted)
-    up(where(mode=mode, hosts=6), session(counted), INSTALLED, workers=1)
-    for number in range(start + 1, len(counted.log) + 1):
+    def begun():
         google = cloud()
-        grown(google)
+        up(smaller, session(google), INSTALLED, workers=1)
+        return google
+
+    counted = begun()
+    start = len(counted.log)
+    up(larger, session(counted), INSTALLED, workers=1)
+    assert size(counted, larger) == 6
+    for number in range(start + 1, len(counted.log) + 1):
+        google = begun()
         with killed(google, number):
-            up(where(mode=mode, hosts=6), session(google), INSTALLED, workers=1)
-        up(where(mode=mode, hosts=6), session(google), INSTALLED, workers=1)
-        assert size(google, where(mode=mode)) == 6, f"killed after request {number}"
+            up(larger, session(google), INSTALLED, workers=1)
+        up(larger, session(google), INSTALLED, workers=1)
+        assert size(google, larger) == 6, f"killed after request {number}"
         assert google.creations == counted.creations
 
 

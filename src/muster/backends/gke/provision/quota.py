@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.manifests.placement import Placement
-from muster.backends.gke.provision.inventory.disks import SUPERVISOR_DISK_GB, boot_disk_gb, local_ssds
+from muster.backends.gke.provision.inventory.disks import SUPERVISOR_DISK_GB, boot_disk_gb
 from muster.backends.gke.provision.inventory.pools import STATIC
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.core.errors import CapacityError
@@ -26,8 +26,6 @@ OWN_QUOTA = ("L4", "A100", "A100-80GB")
 BY_FAMILY = "gpus_per_gpu_family"
 SSD_BY_FAMILY = "local_ssd_total_storage_per_vm_family"
 SSD_GB = 375
-SUPERVISORS = 2
-"""Of a run: one that works and one that stands by."""
 SUPERVISOR_CPUS = 4
 EVERYWHERE = "all regions"
 COUNTED = {"networks": "NETWORKS", "subnetworks": "SUBNETWORKS", "firewalls": "FIREWALLS", "routers": "ROUTERS"}
@@ -128,21 +126,21 @@ def _needs(site: Site, region: dict[str, tuple[int, int]]) -> Iterator[_Need]:
     """What supervisors and nodes take of the tables."""
     placement, place = site.placement, site.region
     nodes = _nodes(placement) if placement.machine.gpus else 0
-    now = placement.mode in STATIC
-    yield _Need(names=("CPUS",), place=place, needed=SUPERVISORS * SUPERVISOR_CPUS, what="CPUs of supervisors")
+    now, supervisors = placement.mode in STATIC, placement.options.supervisors
+    yield _Need(names=("CPUS",), place=place, needed=supervisors * SUPERVISOR_CPUS, what="CPUs of supervisors")
     if nodes and not now:
         yield _Need(names=("GPUS_ALL_REGIONS",), place=EVERYWHERE, needed=_gpus(site), what="GPUs")
     if nodes and placement.mode == "on_demand" and placement.family.name.startswith("a2"):
         yield _Need(names=("A2_CPUS",), place=place, needed=nodes * placement.machine.vcpus, what="CPUs")
     if (gb := _local_ssd_gb(placement)) and not now and (name := _ssd_table(placement, region)):
         yield _Need(names=(name,), place=place, needed=gb, what="GB of local SSD")
-    disks = Counter({"pd-balanced": SUPERVISORS * SUPERVISOR_DISK_GB})
+    disks = Counter({"pd-balanced": supervisors * SUPERVISOR_DISK_GB})
     disks[placement.family.boot_disk] += nodes * boot_disk_gb(placement)
     for kind, size in disks.items():
         if kind in BOOT_DISK and size:
             yield _Need(names=BOOT_DISK[kind], place=place, needed=size, what=f"GB of {kind}")
     if not placement.spec.resources.private:
-        yield _Need(names=("IN_USE_ADDRESSES",), place=place, needed=nodes + SUPERVISORS, what="addresses of nodes")
+        yield _Need(names=("IN_USE_ADDRESSES",), place=place, needed=nodes + supervisors, what="addresses of nodes")
 
 
 def _counted(site: Site, lacking: Collection[str]) -> Iterator[_Need]:
@@ -162,7 +160,7 @@ def _gpus(site: Site) -> int:
 
 
 def _local_ssd_gb(placement: Placement) -> int:
-    return SSD_GB * local_ssds(placement) * _nodes(placement) if placement.machine.gpus else 0
+    return SSD_GB * placement.local_ssds * _nodes(placement) if placement.machine.gpus else 0
 
 
 def _preemptible(mode: str) -> bool:

@@ -6,6 +6,7 @@ Where a node has local SSDs, images and temporary files lie on them; elsewhere a
 from __future__ import annotations
 
 from muster.backends.gke.manifests.placement import Placement
+from muster.backends.gke.manifests.volumes import BESIDE_WEIGHTS_GIB, SHARE_OF_WEIGHTS
 from muster.catalog import rows
 from muster.config.spec import RunSpec
 
@@ -14,24 +15,14 @@ SUPERVISOR_DISK_GB = 100
 """An image of more than 20 GB, packed and unpacked, and what GKE keeps for itself."""
 IMAGE_GIB = 60
 """A CUDA image of 20 GB as it lies on a node: its layers and what they unpack to."""
-BESIDE_GIB = 20
-"""Caches of compilers, logs, a run's own files."""
-SHARE_OF_WEIGHTS = 1.1
-"""A download lies under its final name and, in part, under a temporary one."""
 STEP_GB = 50
-
-
-def local_ssds(placement: Placement) -> int:
-    """Local SSDs that a node's temporary files lie on; 0: none, they lie on the boot disk."""
-    named = placement.spec.resources.local_ssd
-    return named if named is not None else placement.machine.local_ssd or 0
 
 
 def boot_disk_gb(placement: Placement) -> int:
     """The boot disk of a GPU node in GiB (which Google's field calls GB)."""
-    if local_ssds(placement):
+    if placement.local_ssds:
         return LEAST_GB
-    needed = IMAGE_GIB + BESIDE_GIB + SHARE_OF_WEIGHTS * weights_on_node_bytes(placement.spec) / 2**30
+    needed = IMAGE_GIB + BESIDE_WEIGHTS_GIB + SHARE_OF_WEIGHTS * weights_on_node_bytes(placement.spec) / 2**30
     size = LEAST_GB
     while left_gib(size) < needed:
         size += STEP_GB

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session, twice
-from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, Placement, longest_run_s
-from muster.backends.gke.provision.inventory.disks import SUPERVISOR_DISK_GB, boot_disk_gb, local_ssds
+from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, Placement, longest_run_s, reservation_name
+from muster.backends.gke.provision.inventory.disks import SUPERVISOR_DISK_GB, boot_disk_gb
 from muster.backends.gke.provision.inventory.prices import machine_usd_per_hour
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import LABEL, Found, RestResource
@@ -217,7 +217,7 @@ def _node_config(site: Site) -> dict[str, Json]:
         "gvnic": {"enabled": True},
         "workloadMetadataConfig": {"mode": "GKE_METADATA"},
     }
-    if ssds := local_ssds(placement):
+    if ssds := placement.local_ssds:
         # The machine brings them in any case; said aloud, images and temporary files are sure to lie there.
         config["ephemeralStorageLocalSsdConfig"] = {"localSsdCount": ssds}
     if family.fast_socket:
@@ -244,18 +244,13 @@ def _bought(site: Site) -> dict[str, Json]:
         config["spot"] = True
     if mode in STATIC:
         named = placement.spec.resources.reservation or ""
-        labels[RESERVATION_NAME] = short_reservation(named)
+        labels[RESERVATION_NAME] = reservation_name(named)
         config["reservationAffinity"] = {
             "consumeReservationType": "SPECIFIC_RESERVATION",
             "key": "compute.googleapis.com/reservation-name",
             "values": [full_reservation(named, site.project)],
         }
     return config | ({"labels": labels} if labels else {})
-
-
-def short_reservation(named: str) -> str:
-    """``R`` of ``R``, ``R/reservationBlocks/B`` and ``projects/P/reservations/R[/reservationBlocks/B]``."""
-    return named.partition("/reservationBlocks/")[0].rpartition("/")[2]
 
 
 def full_reservation(named: str, project: str) -> str:

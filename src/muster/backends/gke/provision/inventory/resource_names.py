@@ -44,12 +44,8 @@ class Site:
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        """Of the run file's paths, direct or mounted."""
-        named = set(buckets(self.placement))
-        directory = self.placement.spec.checkpoint.dir
-        if directory and directory.startswith("gs://"):
-            named.add(directory.removeprefix("gs://").split("/")[0])
-        return tuple(sorted(named))
+        """Of the run file's paths, direct or mounted, and of its home."""
+        return tuple(sorted(buckets(self.placement)))
 
     @property
     def network(self) -> str:

@@ -21,10 +21,12 @@ class Container(Section):
     """The image that hosts run in, and what brings it up."""
 
     image: Line
-    """For pyxis an enroot image (``nvcr.io#nvidia/pytorch:25.03-py3``) or a ``.sqsh`` file; else a ``.sif`` file."""
+    """For pyxis an enroot image (``nvcr.io#nvidia/pytorch:25.03-py3``) or a ``.sqsh`` file; for apptainer a ``.sif``
+    file or a URI (``docker://nvcr.io/nvidia/pytorch:25.03-py3``). Files by their whole path."""
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     mounts: list[Line] = Field([])
-    """``SOURCE:TARGET[:OPTIONS]`` in addition to the run's folder, which is always mounted at its own path."""
+    """``SOURCE:TARGET[:OPTIONS]`` in addition to the run's folder, ``scratch`` and every folder that the run file
+    names, which are mounted at their own paths."""
     python: Line = "python"
     """Python inside the image; Muster must be installed there."""
     mount_fabric: bool = True

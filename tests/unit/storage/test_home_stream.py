@@ -1,6 +1,8 @@
 """Sealed segments: the home holds a beginning of the files, whatever is killed or lost, and of one writer only."""
 
+import contextlib
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.core import event_log
-from muster.core.errors import ConflictError, MusterError, UsageError
+from muster.core.errors import BusyError, ConflictError, MusterError, UsageError
 from muster.storage.home import HOME_FILE, BucketHome, FolderHome, open_home
 from muster.storage.home.merging import Tidier, merge_own
 
@@ -77,6 +79,7 @@ def test_attempts_of_a_host_share_a_stream_and_a_successor_goes_on(tmp_path):
     say(second, "c")  # not sealed when the agent is killed
     first.close()
     second.close()
+    home.stream(RUN, "pod-0").release()
     again = home_at(tmp_path / "a", store)
     third = again.open_log(RUN, "pod-0", 3)
     say(third, "d")
@@ -112,7 +115,8 @@ def test_an_ended_stream_takes_nothing_more(tmp_path):
 def test_two_writers_of_one_stream(tmp_path):
     """The client on two machines: the second one goes on where the first was; whoever does not know that is refused."""
     store = Objects()
-    first = home_at(tmp_path / "a", store).open_log(RUN, "client", 0)
+    home = home_at(tmp_path / "a", store)
+    first = home.open_log(RUN, "client", 0)
     say(first, "submitted")
     assert first.sync()
     other = home_at(tmp_path / "b", store).open_log(RUN, "client", 0)
@@ -123,6 +127,14 @@ def test_two_writers_of_one_stream(tmp_path):
     with pytest.raises(ConflictError):
         first.sync()
     assert mirrored(store, tmp_path / "c") == files(tmp_path / "b" / "events")
+    other.close()
+    third = home_at(tmp_path / "d", store).open_log(RUN, "client", 0)
+    say(third, "from a third machine")
+    assert third.sync()
+    third.close()
+    fourth = home_at(tmp_path / "b", store)
+    with contextlib.closing(fourth.open_log(RUN, "client", 0)) as log:  # this machine again
+        assert log.head == third.head
 
 
 def test_a_file_here_that_is_something_else_is_left_as_it_is(tmp_path):
@@ -143,8 +155,14 @@ def test_a_file_here_that_is_something_else_is_left_as_it_is(tmp_path):
     assert reader.mirror(reader.local) == log.path.stat().st_size
 
 
-def test_two_commands_mirror_one_folder_at_once(tmp_path):
-    store = Objects(took=lambda method: time.sleep(0.002))
+def test_two_commands_mirror_one_folder_at_once(tmp_path, monkeypatch):
+    store, pread = Objects(), os.pread
+
+    def slow(*given):
+        time.sleep(0.01)  # between looking at a file and adding to it
+        return pread(*given)
+
+    monkeypatch.setattr(os, "pread", slow)
     log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
     for number in range(20):
         say(log, f"{number}")
@@ -181,6 +199,7 @@ def test_a_damaged_or_missing_segment_is_named_and_the_rest_comes(tmp_path):
 def test_an_outage_delays_and_loses_nothing(tmp_path):
     store = Objects()
     log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    assert log.sync()
     store.down = True
     say(log, "one")
     assert not log.sync()
@@ -212,15 +231,19 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path_factory, data):
             if log.sync():
                 promised = files(local / "events")
             merge_own(home.stream(RUN, "pod-0"), store)
-            other = data.draw(others)
+            other = data.draw(others) if turn else "nobody"
             if other == "tidier":
                 tidier.tidy("pod-0")
             elif other == "beside":
-                beside.stream(RUN, "pod-0").ship()
-                merge_own(beside.stream(RUN, "pod-0"), store)
+                with pytest.raises(BusyError):
+                    beside.stream(RUN, "pod-0").ship()
         except Killed:
             log.close()
-            home = home_at(local, store)
+            home.stream(RUN, "pod-0").release()
+            if data.draw(st.booleans()):  # the pod's own process ships what its agent left
+                home, beside = beside, home_at(local, store)
+            else:
+                home = home_at(local, store)
             log = home.open_log(RUN, "pod-0", data.draw(st.integers(0, 2)))
         except ConflictError:
             raise

@@ -49,6 +49,25 @@ def test_a_line_is_in_the_home_within_five_seconds(tmp_path, put_s):
     assert store.counts["put"] > 300 / 6
 
 
+def test_after_a_failure_it_is_tried_again_soon(tmp_path):
+    clock, store = VirtualClock(), Objects()
+    home = home_at(tmp_path / "a", store, clock)
+    sync = sync_of(home, "pod-0", clock)
+    say(home.open_log(RUN, "pod-0", 1, clock), "x")
+    store.down = True
+    while clock.now_s < 10:
+        sync.seal_events()
+        clock.sleep(STEP_S)
+    asked, store.down = store.requests, False
+    assert "429" in sync.trouble
+    assert asked < 30
+    while clock.now_s < 11.5:
+        sync.seal_events()
+        clock.sleep(STEP_S)
+    assert store.names(f"{HOME}/events")
+    assert sync.trouble is None
+
+
 def test_what_another_process_wrote_is_shipped_too(tmp_path):
     """An agent that was killed: whoever is left in its pod ships its last lines."""
     store, clock = Objects(), VirtualClock()

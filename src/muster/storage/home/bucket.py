@@ -46,7 +46,9 @@ class BucketHome:
         return uris.join(self.uri, *parts)
 
     def open_log(self, run_id: str, writer: str, attempt: int, clock: Clock | None = None) -> EventLog:
-        if writer == CLIENT and CLIENT not in self.streams:  # another machine may have written before this one
+        if writer == CLIENT:  # another machine may have written before this one, or since
+            if (before := self.streams.pop(CLIENT, None)) is not None:
+                before.release()
             self._mirror("events", self.local, run_id, only=CLIENT)
         stream = self.stream(run_id, writer, attempt)
         return EventLog(

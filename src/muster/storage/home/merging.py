@@ -123,7 +123,7 @@ class Tidier:
                 self._waiting.append(stream)
 
     def tidy(self, stream: str) -> None:
-        """Merge all of it but its newest object, into as few as hold it."""
+        """Merge all of it but its newest object (the one that says that it ended, if any), into as few as hold it."""
         uri = uris.join(self.uri, stream)
         spans = streams(self.store, self.uri, only=stream).get(stream, [])
         try:
@@ -133,12 +133,11 @@ class Tidier:
         for span in superfluous(spans):
             self.store.delete(uris.join(uri, span.name))
         for group in self._groups(uri, kept[:-1]):
-            body = _body([segment for _, segment in group])
-            _merge(self.store, uri, [segment.header for _, segment in group], body)
+            _merge(self.store, uri, [segment.header for segment in group], _body(group))
 
-    def _groups(self, uri: str, spans: Sequence[Span]) -> Iterator[list[tuple[Span, Segment]]]:
+    def _groups(self, uri: str, spans: Sequence[Span]) -> Iterator[list[Segment]]:
         """Runs of objects that fit one; no more than one run is in memory."""
-        held: list[tuple[Span, Segment]] = []
+        held: list[Segment] = []
         size = 0
         for span in spans:
             at = uris.join(uri, span.name)
@@ -146,13 +145,12 @@ class Tidier:
                 segment = Segment.decode(self.store.get(at).data, at, run_id=self.run_id)
             except FileNotFoundError as error:
                 raise BusyError(f"{at} was merged while it was read") from error
-            if held and (size + segment.header.size > OBJECT_BYTES or segment.header.ended is not None):
+            if held and size + segment.header.size > OBJECT_BYTES:
                 if len(held) > 1:
                     yield held
                 held, size = [], 0
-            if segment.header.ended is None:
-                held.append((span, segment))
-                size += segment.header.size
+            held.append(segment)
+            size += segment.header.size
         if len(held) > 1:
             yield held
 

@@ -3,11 +3,15 @@
 The files are the truth and the buffer: nothing waits in memory, a program that was killed loses nothing that it wrote,
 and whoever comes after it in the same folder goes on at the byte. What the home holds must be a beginning of them; if
 it is not, or if the stream was ended, somebody else writes in our place, and that is the end of this writer.
+
+One process at a time ships a stream from a folder (an advisory lock, held from the first segment on): one that knows
+less than the home holds could take a number again whose segment was merged away.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -16,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from muster.core.errors import BusyError, ConflictError, MusterError
 from muster.core.event_log import genesis
@@ -23,6 +28,9 @@ from muster.core.protocols import Store
 from muster.storage import uris
 from muster.storage.home.segments import OBJECT_BYTES, Header, Part, Segment, Span, cover, superfluous
 from muster.storage.store.patient import in_time
+
+#: Times that one call finds out what the home holds: more often, somebody changes it all the time.
+ADOPTIONS = 5
 
 
 @dataclass
@@ -60,6 +68,8 @@ class Stream:
     waiting_since_s: float | None = None
     """Since when the oldest byte waits that is known to wait."""
     _files: dict[str, Shipped] = field(default_factory=dict)
+    _mine: BinaryIO | None = None
+    """Locked while this process is the one that ships."""
     _known: bool = False
     """Whether ``sealed`` and ``_files`` say what the home holds."""
 
@@ -82,7 +92,7 @@ class Stream:
 
         Raises:
             ConflictError: somebody else writes this stream, or has ended it.
-            BusyError: another thread has been shipping for ``wait_s`` (-1: wait for it).
+            BusyError: another thread has been shipping for ``wait_s`` (-1: wait for it), or another process ships.
             MusterError, OSError: not now; all of it waits for the next call.
         """
         if not self.lock.acquire(timeout=wait_s):
@@ -104,13 +114,37 @@ class Stream:
             self.lock.release()
 
     def _ship(self) -> None:
+        self._claim()
+        adopted = 0
         while True:
             if not self._known:
+                if adopted == ADOPTIONS:
+                    raise BusyError(f"{self.uri} changes while it is read")
                 self._adopt()
+                adopted += 1
             segment = self._next_segment()
             if segment is None:
                 return
             self._put(segment)
+
+    def _claim(self) -> None:
+        if self._mine is not None:
+            return
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = open(self.directory / f".shipping-{uris.name(self.uri)}", "ab")  # noqa: SIM115 (held while we ship)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise BusyError(f"another process of this host ships {self.uri}") from error
+        self._mine, self._known = file, False
+
+    def release(self) -> None:
+        """Let another process of this folder ship it."""
+        with self.lock:
+            if self._mine is not None:
+                self._mine.close()
+                self._mine = None
 
     def seal(self, timeout_s: float) -> str | None:
         """See ``Sealer``. Raises ConflictError where this writer was replaced."""

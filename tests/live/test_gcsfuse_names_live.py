@@ -211,6 +211,24 @@ def test_old_versions_ignore_a_config_file_on_fast_machines(mounted, two):
     assert seen == {"config": 1, "flag": 2, "later": 2, "slow": 2}
 
 
+def test_a_kept_listing_is_old(mounted, two):
+    kept = mounted("kept", "kernel-list-cache-ttl-secs=-1", *FRESH)
+    (two[0] / "f").write_bytes(b"x")
+    assert os.listdir(kept) == ["f"]
+    (two[0] / "g").write_bytes(b"x")
+    assert os.listdir(kept) == ["f"] and os.listdir(two[1]) == ["f", "g"]
+    assert (kept / "g").exists()
+
+
+def test_an_open_may_ask_the_bucket(mounted, two):
+    careful = mounted("careful", "strong-consistency-on-open")
+    (two[0] / "f").write_bytes(b"old")
+    assert (careful / "f").exists()
+    (two[0] / "f").write_bytes(b"newer")
+    # The mount answers ESTALE; the kernel then looks the name up once more, and finds the new file.
+    assert (careful / "f").read_bytes() == b"newer"
+
+
 def test_pages_and_maps_are_read(two):
     one, other = two
     data = os.urandom(5 << 20)

@@ -8,11 +8,14 @@ import os
 import time
 
 import pytest
+from fakes.gcs import GcsFake
 from gcsfuse_mounts import NEEDED, opened
 
-from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 from muster.core.event_log import EventLog, verify
 from muster.core.protocols import Stored
+from muster.storage.store import open_store
+from muster.storage.store.patient import Patient
 from muster.supervise.process.lease import LeaseKeeper
 from muster.transport.secure_session import read_token
 
@@ -108,3 +111,31 @@ def test_the_events_of_a_killed_pod_are_lost(two, mounted, fake):
     left = other / "events" / "host-0.1.jsonl"
     data = left.read_bytes() if left.exists() else b""
     assert verify(data, run_id="run", name=left.name).events == 0
+
+
+# ---------------------------------------------------------------- what it does now
+
+
+def test_a_conditional_write_on_a_mount_is_refused_with_the_buckets_uri(two):
+    for call in (
+        lambda: open_store().put_if_absent(str(two[0] / "lease.json"), b"{}"),
+        lambda: open_store().put_if(str(two[0] / "lease.json"), b"{}", "1"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert "gs://bucket/lease.json" in (caught.value.hint or "")
+
+
+def test_a_lease_in_the_bucket_itself_has_one_holder_and_is_renewed(monkeypatch):
+    """On a bucket with all its moods, and faster than it likes: once a second at most."""
+    pytest.importorskip("google.cloud.storage")
+    with GcsFake.unkind(seed=5) as fake:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
+        uri = "gs://bucket/runs/a/lease.json"
+        one, other = (LeaseKeeper(Patient(open_store(), deadline_s=8), uri) for _ in range(2))
+        assert one.take(("127.0.0.1", 1)) == 1
+        with pytest.raises(ConflictError):
+            other.take(("127.0.0.1", 2))
+        for _ in range(3):
+            assert one.renew()
+        assert fake.bill.classes["refused"] >= 2  # 429, asked again

@@ -76,6 +76,35 @@ def test_row_18_what_gcsfuse_does_not_know_keeps_the_pod_from_starting(options, 
         settings(options)
 
 
+def test_row_18_every_volume_of_the_goldens_is_taken_by_every_version():
+    """And means the same on all of them: no option goes by a config file that some versions ignore."""
+    yaml = pytest.importorskip("yaml")
+    found = 0
+    for path in sorted((Path(__file__).parents[2] / "golden" / "gke").glob("*/run.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            for csi in volumes(document):
+                options, attributes, _ = of_volume(csi)
+                for machine in ("e2-standard-8", FAST):
+                    now, old = (
+                        settings(options, attributes, machine=machine, version=version)
+                        for version in ("3.11.2", "3.5.3")
+                    )
+                    assert now == old, path
+                found += 1
+    assert found
+
+
+def volumes(value):
+    """The ``csi`` volumes in a manifest, at any depth."""
+    if isinstance(value, dict):
+        if value.get("driver") == "gcsfuse.csi.storage.gke.io":
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from volumes(one)
+
+
 def test_row_18_machines_and_profiles_have_their_own_defaults():
     slow, fast = settings([], machine="e2-standard-16"), settings([], machine=FAST)
     assert slow == Settings() and (slow.ttl_s, slow.metadata_cache_negative_ttl_secs) == (60, 5)

@@ -183,7 +183,7 @@ def test_from_an_empty_project_to_an_empty_project(world, manifests):
         "quota is reserved; waiting for admission check muster-dws (no request to DWS yet)",
         f"DWS has accepted the request w-{jobset['metadata']['name']}-muster-dws-1; waiting for capacity",
         "running: 3 hosts and the supervisor",
-        "1 of 4 pods lost: host-1 (TerminationByKubelet on host-1); waiting for replacements",
+        "1 of 5 pods lost: host-1 (TerminationByKubelet on host-1); waiting for replacements",
         "running: 3 hosts and the supervisor",
         "waiting for Kueue to create a Workload for the run",
         "running: 3 hosts and the supervisor",

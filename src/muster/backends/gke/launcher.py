@@ -19,7 +19,7 @@ from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import object_name, place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
 from muster.backends.gke.operate import locate, pod_exec, run_home
-from muster.backends.gke.operate.cluster_snapshot import AGAIN, KUEUE_API, exit_code, label, take_snapshot, tasks
+from muster.backends.gke.operate.cluster_snapshot import KUEUE_API, exit_code, label, take_snapshot, tasks
 from muster.backends.gke.operate.exec_stream import attach
 from muster.backends.gke.operate.log_follow import Follower
 from muster.backends.gke.operate.status_reason import condition, explain
@@ -303,7 +303,7 @@ class GkeLauncher:
     def _gone(self, home: Home | None) -> JobStatus | None:
         """How the run ended, where its home says so; its objects on the cluster go three days after the end."""
         end = run_home.end_of(home) if home is not None else None
-        return _ended_with(end) if end is not None and end.exit_code != AGAIN else None
+        return _ended_with(end) if end is not None else None
 
     def _in_pods(self, spec: RunSpec, run_id: str) -> str:
         """Where the run lives, for its pods."""

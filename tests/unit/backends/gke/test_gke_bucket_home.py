@@ -191,7 +191,8 @@ def test_the_exit_code_outlives_the_pods(launcher, google, run, home, bucket):
     assert sum(bucket.asked.values()) <= 3 and not bucket.asked["list"]
 
 
-@pytest.mark.parametrize("change", [{"submission": "2"}, {"jobset": {"metadata": {"name": "another-c2"}}}])
+@pytest.mark.parametrize("change", [{"submission": "2"}, {"jobset": {"metadata": {"name": "another-c2"}}},
+                                    {"code": 75}])  # fmt: skip
 def test_the_end_of_another_submission_or_allocation_is_not_this_ones(launcher, google, run, home, change):
     jobset = over(google, "Completed")
     end(home, **{"jobset": jobset, "code": 4, **change})

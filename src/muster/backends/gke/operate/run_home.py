@@ -19,6 +19,7 @@ from muster.storage.home import HOME_FILE, Home, open_home
 from muster.storage.home.bucket import CLIENT, BucketHome
 
 LEASE, END, RUN_ID = "lease.json", "end.json", "run_id"
+AGAIN = 75
 TRIES = 10
 """Of at most 2 s each, which the first one (a name, a token, a connection) may not keep."""
 
@@ -70,13 +71,17 @@ def begin(local: Path, run_id: str, uri: str, store: Store | None = None) -> Non
 
 
 def end_of(home: Home) -> EndRecord | None:
-    """How the newest submission from this folder ended; None where nothing says so, or the bucket does not answer."""
+    """How the newest submission from this folder ended; None where nothing says so, or the bucket does not answer.
+
+    An allocation that ended while the run wants to go on (75) is no end of the run.
+    """
     found = _read(home, END)
     try:
         end = decode(EndRecord, found) if found is not None else None
     except Unreadable:
         return None
-    return end if end is not None and end.submission == submission_of(home.local) else None
+    mine = end is not None and end.submission == submission_of(home.local) and end.exit_code != AGAIN
+    return end if mine else None
 
 
 def holder_of(home: Home) -> str | None:

@@ -269,6 +269,33 @@ def test_an_end_without_a_store_is_in_time_and_says_no(tmp_path):
     assert "429" in sync.trouble
 
 
+def test_who_was_replaced_ends_at_once(tmp_path):
+    """What is left of a supervisor that another one followed: nothing of it can be shipped, however long one waits."""
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    say(home.open_log(RUN, "supervisor", 1), "x")
+    home_at(tmp_path / "b", store).end_earlier(RUN, "supervisor", 2)
+    sync = home.start("supervisor")
+    began = time.monotonic()
+    assert not sync.stop(20.0)
+    assert time.monotonic() - began < 5
+    assert "ended by supervisor.2" in sync.trouble
+
+
+def test_after_an_end_another_process_of_the_folder_ships(tmp_path):
+    store = Objects()
+    first, second = home_at(tmp_path / "a", store), home_at(tmp_path / "a", store)
+    log = first.open_log(RUN, "supervisor", 1)
+    sync = first.start("supervisor")
+    say(log, "x")
+    assert sync.stop(10.0)
+    say(log, "y")
+    log.close()
+    again = second.open_log(RUN, "supervisor", 1)
+    assert again.sync()
+    assert mirrored(store, tmp_path / "b") == files(first.local / "events")
+
+
 def test_a_thread_that_stumbles_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
     store = Objects()
     home = home_at(tmp_path / "a", store)

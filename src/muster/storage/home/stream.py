@@ -140,11 +140,14 @@ class Stream:
         self._mine, self._known = file, False
 
     def release(self) -> None:
-        """Let another process of this folder ship it."""
-        with self.lock:
-            if self._mine is not None:
-                self._mine.close()
-                self._mine = None
+        """Let another process of this folder ship it; while a request of ours hangs, it must not."""
+        if self.lock.acquire(timeout=0.1):
+            try:
+                if self._mine is not None:
+                    self._mine.close()
+                    self._mine = None
+            finally:
+                self.lock.release()
 
     def seal(self, timeout_s: float) -> str | None:
         """See ``Sealer``. Raises ConflictError where this writer was replaced."""

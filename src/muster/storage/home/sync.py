@@ -85,25 +85,32 @@ class BucketSync:
 
     @property
     def trouble(self) -> str | None:
-        streams = [*self._events(), self.output]
-        words = [stream.deposed or stream.trouble for stream in streams]
-        found = [text for text in [*words, *list(self._failed.values())] if text]
-        return found[0] if found else None
+        deposed = [stream.deposed for stream in self._streams() if stream.deposed]
+        return next(iter(deposed), None) or self._passing_trouble()
+
+    def _passing_trouble(self) -> str | None:
+        """That may be none at the next try."""
+        words = [stream.trouble for stream in self._streams() if not stream.deposed]
+        return next((text for text in [*words, *list(self._failed.values())] if text), None)
 
     def stop(self, timeout_s: float) -> bool:
-        """Ship what waits, and end; whether everything arrived in time."""
+        """Ship what waits, end, and let others ship; whether everything arrived in time."""
         self._until_s = time.monotonic() + timeout_s
         self._stopping.set()
         for ended in self._ended:
             ended.wait(max(0.0, self._until_s - time.monotonic()))
         if not all(ended.is_set() for ended in self._ended):
             return False
-        for stream in [*self._events(), self.output]:
+        for stream in self._streams():
             stream.look()
+            stream.release()
         return self.trouble is None and all(stream.waiting_since_s is None for stream in self._events())
 
     def _events(self) -> Sequence[Stream]:
         return list(self.home.streams.values())
+
+    def _streams(self) -> Sequence[Stream]:
+        return [*self._events(), self.output]
 
     def _run(self, name: str, step: Callable[[], None], ended: threading.Event) -> None:
         """Call ``step`` until the end, and then until nothing goes wrong or the time is up."""
@@ -116,7 +123,7 @@ class BucketSync:
             except Exception as error:  # noqa: BLE001 (nobody else would hear of it, and shipping has to go on)
                 self._failed[name] = f"shipping {name} to the run's home failed: {type(error).__name__}: {error}"
                 traceback.print_exc(file=sys.stderr)
-            over = stopping and (self.trouble is None or time.monotonic() >= self._until_s)
+            over = stopping and (self._passing_trouble() is None or time.monotonic() >= self._until_s)
             if stopping and not over:
                 time.sleep(LOOK_S)
         ended.set()
@@ -158,7 +165,7 @@ class BucketSync:
             self._guarded("outputs", lambda: self.outputs.send(all_of_them=True))
             return
         self._every("outputs", QUIET_S, self.outputs.send)
-        for stream in [*self._events(), self.output]:
+        for stream in self._streams():
             if not stream.deposed:
                 self._guarded(f"merging {stream.uri}", partial(self._merge, stream))
         for tidier in self.tidiers:

@@ -193,7 +193,7 @@ class FakeGoogleCloud(Operations):
         if match.verb in ("getIamPolicy", "setIamPolicy"):
             return gcp_services.policy(self, match, call)
         if (
-            match.api in ("compute.v1", "container.v1")
+            match.api in ("compute.v1", "container.v1", "iam.v1", "artifactregistry.v1")
             and f"{match.api.split('.')[0]}.googleapis.com" not in self.enabled
         ):
             return _error(403, "SERVICE_DISABLED")

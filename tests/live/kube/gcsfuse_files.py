@@ -43,13 +43,17 @@ class Stream:
     data: bytearray = field(default_factory=bytearray)
     cut: int = 0
     """Size after a truncation beyond the end."""
+    broken: OSError | None = None
+    """Why its object could not be made: every write fails so, until all descriptors are closed."""
 
     @property
     def size(self) -> int:
         return max(len(self.data), self.cut)
 
     def write(self, data: bytes | memoryview, offset: int) -> bool:
-        """Whether that was in order."""
+        """Whether that was in order. Raises OSError."""
+        if self.broken is not None:
+            raise self.broken
         if offset != len(self.data) and not (offset == self.cut and len(self.data) < self.cut):
             return False
         if offset == self.cut:
@@ -97,7 +101,7 @@ class File:
         self.stream: Stream | None = None
         self.stage: Stage | None = None
         self.unlinked = False
-        self.lookups = 0
+        self.lookups = self.opens = 0
 
     def attributes(self) -> tuple[int, int, int]:
         """(size, modification time, links); no link is left once another object has the name."""
@@ -189,10 +193,18 @@ class File:
             made = self.bucket.insert(
                 self.name, stream.data, stream.replaces, mtime_ns=stream.mtime_ns, deadline_s=deadline_s
             )
-        except (Precondition, NotFound) as error:
-            raise stale(self.name) from error
+        except OSError as error:
+            gone = isinstance(error, (Precondition, NotFound))
+            stream.broken = stale(self.name) if gone else error
+            raise stream.broken from error
         self.drop()
         self.source = made
+
+    def closed(self) -> None:
+        """One descriptor fewer."""
+        self.opens -= 1
+        if self.opens == 0 and self.stream is not None and self.stream.broken:
+            self.drop()
 
     def drop(self) -> None:
         """Forget what was written."""

@@ -150,7 +150,8 @@ def settings(
         if key in values:
             name = flag.replace("-", "_")
             given[name] = _value(flag, values[key], kinds[name])
-    return Settings(**given, read_only="ro" in flags)  # type: ignore[arg-type]  (each of its own kind)
+    # Each value is of its field's own kind.
+    return Settings(**given, read_only="ro" in flags)  # type: ignore[arg-type]
 
 
 def told(options: Sequence[str], attributes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

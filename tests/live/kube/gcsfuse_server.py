@@ -29,6 +29,7 @@ class Opened:
     """A descriptor: what of the file was read ahead, or a folder's names as the last listing from its start found
     them."""
 
+    file: File | None
     window: Window = field(default_factory=Window)
     names: list[tuple[str, int]] = field(default_factory=list)
 
@@ -114,9 +115,12 @@ class FileSystem:
 
     # ---------------------------------------------------------------- files
 
-    def _handle(self) -> int:
+    def _handle(self, file: File | None = None) -> int:
         number = next(self.handles)
-        self.opened[number] = Opened()
+        self.opened[number] = Opened(file)
+        if file is not None:
+            with file.lock:
+                file.opens += 1
         return number
 
     def create(self, request: Request) -> bytes:
@@ -128,7 +132,7 @@ class FileSystem:
             file = self.names.create(name)
             with file.lock:
                 file.new()
-        return self.entry(file) + wire.OPEN.pack(self._handle(), 0, 0)
+        return self.entry(file) + wire.OPEN.pack(self._handle(file), 0, 0)
 
     def _made_empty(self, name: str) -> File:
         made = self.names.of(Found(name, self._new(name)))
@@ -148,7 +152,7 @@ class FileSystem:
             with file.lock:
                 file.check()
         (flags,) = struct.unpack_from("<I", request.body)
-        return wire.OPEN.pack(self._handle(), wire.DIRECT_IO if flags & os.O_DIRECT else wire.KEEP_CACHE, 0)
+        return wire.OPEN.pack(self._handle(file), wire.DIRECT_IO if flags & os.O_DIRECT else wire.KEEP_CACHE, 0)
 
     def read(self, request: Request) -> memoryview:
         handle, offset, size, *_ = wire.READ_WRITE.unpack_from(request.body)
@@ -191,7 +195,10 @@ class FileSystem:
 
     def release(self, request: Request) -> bytes:
         (handle,) = struct.unpack_from("<Q", request.body)
-        self.opened.pop(handle, None)
+        file = self.opened.pop(handle).file
+        if file is not None:
+            with file.lock:
+                file.closed()
         return b""
 
     def unlink(self, request: Request) -> bytes:

@@ -142,6 +142,27 @@ def test_row_18_the_first_flush_wins_and_the_other_is_stale(fake):
     assert len(fake.buckets["bucket"]["f"].data) == other.inode
 
 
+def test_row_18_an_upload_that_gave_up_breaks_its_file_until_it_is_closed(fake):
+    one = file(bucket(fake), "f", chunk_retry_deadline_secs=0)
+    one.new()
+    one.opens = 2
+    one.write(memoryview(b"x"), 0)
+    fake.weather.faults = Faults(unavailable=1, lost=0)
+    for call in (one.flush, lambda: one.write(memoryview(b"y"), 1), one.flush):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.errno == errno.EIO
+    fake.weather.faults = None
+    one.closed()
+    with pytest.raises(OSError):
+        one.write(memoryview(b"y"), 1)
+    one.closed()
+    one.new()
+    one.write(memoryview(b"again"), 0)
+    one.flush()
+    assert fake.buckets["bucket"]["f"].data == b"again"
+
+
 def test_row_18_streams_are_counted_and_come_back(fake):
     streams = Streams(1)
     first, second, third = (file(bucket(fake), name, streams=streams) for name in "abc")

@@ -15,13 +15,17 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from chaos import Judged
 from cluster import RUN_ID, checkpoint_hash, kill_tree
 
 from muster.core import event_log
 from muster.core.events import Event
+from muster.protocol.lease import read_lease
 from muster.storage.home import HOME_FILE, open_home
 from muster.storage.memory_dir import MemoryDir
+from muster.transport.client import ask_supervisor
+from muster.transport.secure_session import read_token
 
 JOB = "job-1"
 SUPERVISE = (
@@ -144,6 +148,11 @@ class HomedRun(Judged):
         ]
         return "\n".join([super().story(), *logs])
 
+    def tell(self, message):
+        """As ``muster`` does in the supervisor's pod."""
+        address = read_lease((self.pods["supervisor"].folder / "lease.json").read_bytes(), me="the test").address
+        return ask_supervisor(address, read_token(str(self.dir / "token")), message, timeout_s=20)
+
     def final_hash(self):
         return checkpoint_hash(f"{self.uri}/checkpoints")
 
@@ -151,9 +160,16 @@ class HomedRun(Judged):
 
     def kill_agent(self, name):
         """Its agent alone, which its watchdog starts again."""
-        os.kill(
-            [event for event in self.events("agent.started") if event.host == name][-1].detail["pid"], signal.SIGKILL
-        )
+        os.kill(self._agent(name).detail["pid"], signal.SIGKILL)
+
+    def agent_age_s(self, name):
+        """For how long its agent has lived; 0: it does not."""
+        newest = self._agent(name)
+        alive = psutil.pid_exists(newest.detail["pid"])
+        return (time.time_ns() - newest.wall_ns) / 1e9 if alive else 0.0
+
+    def _agent(self, name):
+        return [event for event in self.events("agent.started") if event.host == name][-1]
 
     def kill_supervisor(self):
         os.kill(self.supervisor.pid, signal.SIGKILL)

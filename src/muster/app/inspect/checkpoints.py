@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from muster import backends
+from muster.app.inspect.home_view import bring
 from muster.app.inspect.status import spec_of, supervisor_status
 from muster.checkpoint_format import manifest, snapshot_ring
 from muster.checkpoint_format.manifest import Manifest
@@ -115,7 +116,9 @@ def checkpoints(reference: str) -> Catalogue:
         MusterError: no such run, or its folder of checkpoints cannot be read.
     """
     run = run_registry.find(reference)
-    directory = spec_of(run).checkpoint.dir or str(run.checkpoints)
+    spec = spec_of(run)
+    bring(run, spec.backend, "events")
+    directory = spec.checkpoint.dir or str(run.checkpoints)
     skipped: list[tuple[str, str]] = []
     committed = manifest.committed(open_store(), directory, on_skip=lambda uri, reason: skipped.append((uri, reason)))
     steps = {(event.step, event.attempt): event for event in event_log.merged(run.events) if event.kind == "step"}

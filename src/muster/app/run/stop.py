@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster import backends
-from muster.app.inspect.status import job, spec_of
+from muster.app.inspect.status import job, mirror, spec_of
 from muster.app.inspect.supervisor_client import SupervisorUnreachable, request
 from muster.app.run import submit
 from muster.config import load
@@ -131,6 +131,7 @@ def down(reference: str) -> Down:
     before_wall_ns = SystemClock().wall_ns()
     launcher.cancel(handle)
     left = tuple(launcher.remaining(handle))
+    mirror(launcher, run)
     if not before.state.ended and not _finished_since(run, before_wall_ns):
         # The supervisor was ended before it could write the end.
         reason = "muster down ended it; the newest checkpoint remains"

@@ -158,8 +158,8 @@ class EventLog:
         self.trouble = None
         return True
 
-    def sync(self) -> bool:
-        """Make what was written survive this machine (decisions, commits); whether it does.
+    def sync(self, timeout_s: float = SEAL_TIMEOUT_S) -> bool:
+        """Make what was written survive this machine (decisions, commits); whether it does, after ``timeout_s``.
 
         A disk that takes nothing does not stop a run: True there, with ``trouble`` set. A home that takes nothing is
         False, with ``unsealed`` saying why: do not act on what was decided, and try again. The disk counts there too:
@@ -174,7 +174,7 @@ class EventLog:
             except OSError as error:
                 self.trouble = error.strerror or str(error)
         if self.sealer is not None:
-            self.unsealed = self.sealer.seal(SEAL_TIMEOUT_S)
+            self.unsealed = self.sealer.seal(timeout_s)
             if self._waiting and self.unsealed is None:
                 self.unsealed = f"{self.path}: {self.trouble}"
         return self.unsealed is None

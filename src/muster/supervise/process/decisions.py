@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from muster.core.event_log import SEAL_TIMEOUT_S
 from muster.supervise.recovery.inputs import SECOND_NS, Effect, End, Input, Log, Send, Tick
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
-#: How soon a write that failed is tried again.
-RETRY_S = 1.0
+#: How soon a write that failed is tried again, and how long it is waited for then: the loop has others to answer, and
+#: a write that is under way goes on.
+RETRY_S, LOOK_S = 1.0, 0.1
 
 
 @dataclass(kw_only=True)
@@ -25,8 +27,8 @@ class Decisions:
 
     machine: Callable[[], RecoveryStateMachine]
     append: Callable[[Log], None]
-    sync: Callable[[], str | None]
-    """Makes what was logged durable; None once it is, else why it is not yet."""
+    sync: Callable[[float], str | None]
+    """Makes what was logged durable, within so many seconds; None once it is, else why it is not yet."""
     act: Callable[[Send | End], None]
     note: Callable[[str], None]
     """Logs a message for people."""
@@ -63,7 +65,7 @@ class Decisions:
         if self.trouble is None:
             self.give(Tick())
             return
-        self.trouble = self._sync()
+        self.trouble = self._sync(LOOK_S)
         if self.trouble is None:
             self._release()
 
@@ -90,15 +92,15 @@ class Decisions:
 
     def _durable(self) -> bool:
         """Whether every decision so far is; if not, from here on effects wait."""
-        reason = self._sync()
+        reason = self._sync(SEAL_TIMEOUT_S)
         if reason is None:
             return True
         self.trouble, self._since_ns = reason, self.clock_ns()
         self.note(f"the run's home cannot be written ({reason}): decisions wait until it can")
         return False
 
-    def _sync(self) -> str | None:
-        reason = self.sync()
+    def _sync(self, timeout_s: float) -> str | None:
+        reason = self.sync(timeout_s)
         if reason is None:
             self._decided = False
         else:

@@ -21,7 +21,7 @@ from muster.protocol.lease import EndRecord, HomeStatus
 from muster.storage.home import Home, HomeSync, open_home
 from muster.storage.run_registry import replace_text
 from muster.supervise.process.figures import Figures
-from muster.supervise.process.lease import LeaseKeeper
+from muster.supervise.process.lease import LEASE_S, LeaseKeeper
 from muster.supervise.recovery.inputs import SECOND_NS, End
 from muster.supervise.replay.rebuild_state import EventReplay
 
@@ -86,12 +86,13 @@ class SupervisorHome:
             # unless another machine's supervisor has closed that log.
             try:
                 with contextlib.closing(open_home(self.run_dir).open_log(run_id, "supervisor", term)) as log:
-                    if not log.sync():
+                    if not self._until(log.sync):
                         raise BackendError(f"the log of term {term} cannot be brought home: {log.unsealed}")
             except ConflictError:
                 (self.run_dir / "events" / f"supervisor.{term}.jsonl").unlink(missing_ok=True)
                 replay = EventReplay(replay.directory)
         self.home.end_earlier(run_id, "supervisor", self.lease.term)
+        self.lease.renew()
         self.home.mirror(self.run_dir)
         replace_text(self.run_dir / TERMS, f"{self.lease.term}\n")
         return replay
@@ -162,19 +163,28 @@ class SupervisorHome:
     # ------------------------------------------------------------ the end
 
     def finish(self, log: EventLog, end: End, status: SupervisorStatus) -> None:
-        """Bring everything home, and give the lease back: from then on a supervisor of another job may take it.
+        """Bring everything home, and give the lease back: whoever stands by looks how the run ended then.
 
         Without an ``end.json`` in the home the lease is kept until it expires: its end would start the run anew.
 
         Raises:
             ConflictError: another supervisor took the lease from us.
         """
-        self._until(lambda: log.sync())
+        self._until(log.sync)
+        if self.home.is_folder:
+            self.lease.give_back()
+            return
+        known = self._until(lambda: self._put_end(end))
         if self._sync is not None:
-            self._sync.stop(END_S)
+            shipping = threading.Thread(target=self._sync.stop, args=(END_S,), daemon=True)
+            shipping.start()
+            while shipping.is_alive():  # outputs may be large
+                shipping.join(LEASE_S / 3)
+                if shipping.is_alive():
+                    self.lease.renew()
         if self._reporter is not None:
             self._reporter.stop(self._status(status))
-        if self.home.is_folder or self._until(lambda: self._put_end(end)):
+        if known:
             self.lease.give_back()
 
     def close(self) -> None:
@@ -225,6 +235,7 @@ class Reporter(threading.Thread):
         self._wake = threading.Condition()
         self._status: HomeStatus | None = None
         self._ending = False
+        self._until_ns = 0
         self._generation: str | None = None
         self._offered_ns: int | None = None
         self._phase = ""
@@ -242,29 +253,28 @@ class Reporter(threading.Thread):
             self._wake.notify()
 
     def stop(self, last: HomeStatus | None) -> None:
-        """Write ``last`` and end; waits for that."""
+        """End; ``last`` is written before, and waited for."""
         with self._wake:
             self._status, self._ending = last, True
+            self._until_ns = self._clock.monotonic_ns() + int(END_S * SECOND_NS) if last is not None else 0
             self._wake.notify()
-        self.join(END_S)
+        if last is not None:
+            self.join(END_S)
 
     def run(self) -> None:
-        until_ns = None
-        while not self._ending or self._status is not None:
+        while True:
             with self._wake:
                 while self._status is None and not self._ending:
                     self._wake.wait()
                 status, self._status = self._status, None
             if status is None:
                 return
-            if self._ending and until_ns is None:
-                until_ns = self._clock.monotonic_ns() + int(END_S * SECOND_NS)
             try:
                 self._put(status)
             except ConflictError:
                 return  # another supervisor writes it now
             except (MusterError, OSError):
-                if until_ns is not None and self._clock.monotonic_ns() >= until_ns:
+                if self._ending and self._clock.monotonic_ns() >= self._until_ns:
                     return
                 time.sleep(AGAIN_S)
                 with self._wake:

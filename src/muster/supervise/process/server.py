@@ -355,8 +355,8 @@ class Supervisor:
         if peer is not None:
             self.pool.send(peer, effect.message)
 
-    def _sync(self) -> str | None:
-        return None if self.log.sync() else self.log.unsealed or "no answer"
+    def _sync(self, timeout_s: float) -> str | None:
+        return None if self.log.sync(timeout_s) else self.log.unsealed or "no answer"
 
     def _append(
         self,

@@ -39,7 +39,7 @@ class HomedCluster(Cluster):
     def _append(self, effect):
         self.log.append((self.now_s, effect))
 
-    def _sync(self):
+    def _sync(self, _timeout_s):
         if any(begin <= self.now_s < end for begin, end in self.down):
             return "503"
         self.syncs.append(self.now_s)
@@ -122,7 +122,7 @@ def test_a_recovery_in_a_bucket_makes_two_requests_more_than_in_a_folder(fault, 
             requests.append(store.requests)
 
     found.decisions.append = append
-    found.decisions.sync = lambda: found._sync() or (None if log.sync() else log.unsealed)
+    found.decisions.sync = lambda timeout_s: found._sync(timeout_s) or (None if log.sync() else log.unsealed)
     found.at(10.0, lambda: fault(found))
     assert found.run().exit_code == 0
     before, after = requests
@@ -200,7 +200,7 @@ def test_inputs_wait_in_their_order():
     now = [0]
     reason = ["down"]
     decisions = Decisions(
-        machine=Machine, append=lambda log: None, sync=lambda: reason[0], act=answers.append,
+        machine=Machine, append=lambda log: None, sync=lambda timeout_s: reason[0], act=answers.append,
         note=lambda text: None, clock_ns=lambda: now[0],
     )  # fmt: skip
     decisions._decided = True

@@ -66,12 +66,15 @@ def test_who_lost_a_race_is_told_so(clock):
         patient(store, clock).put_if_absent(URI, b"mine")
 
 
-def test_a_request_that_hangs_is_given_up_in_time():
-    going_on = threading.Event()
-    store = Objects(took=lambda method: going_on.wait(20))
+def test_a_request_that_hangs_is_given_up_in_time_but_for_the_first_one():
+    going_on, slow = threading.Event(), [0.6]
+    store = Objects(took=lambda method: time.sleep(slow.pop()) if slow else going_on.wait(20))
+    mine = Patient(store, deadline_s=0.5, answer_s=0.3)
+    with pytest.raises(FileNotFoundError):  # gets a token, connects
+        mine.get(URI)
     began = time.monotonic()
     with pytest.raises(BusyError, match="no answer"):
-        Patient(store, deadline_s=0.5, answer_s=0.3).put_if_absent(URI, b"x")
+        mine.put_if_absent(URI, b"x")
     assert time.monotonic() - began < 2
     going_on.set()
 

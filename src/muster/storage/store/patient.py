@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from muster.core.errors import BusyError, ConflictError
@@ -16,6 +16,8 @@ from muster.core.protocols import Store, Stored
 _T = TypeVar("_T")
 FIRST_WAIT_S = 0.2
 LONGEST_WAIT_S = 2.0
+#: What the first request may take, which gets a token and connects.
+FIRST_ANSWER_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Patient:
     refused and the object holds exactly our bytes, it is ours, and its generation is the answer.
 
     ``answer_s``: one request is given up after this time even where the library below waits longer (a name server that
-    is gone), as a BusyError. The request may still be carried out later, like one whose answer was lost.
+    is gone), as a BusyError. The request may still be carried out later, like one whose answer was lost. Until one has
+    succeeded the limit is 15 s.
     """
 
     store: Store
@@ -35,6 +38,7 @@ class Patient:
     answer_s: float | None = None
     sleep: Callable[[float], None] = time.sleep
     now_s: Callable[[], float] = time.monotonic
+    _answered: threading.Event = field(default_factory=threading.Event)
 
     def get(self, uri: str) -> Stored:
         return self._ask(lambda: self.store.get(uri), uri)[0]
@@ -55,7 +59,7 @@ class Patient:
         self._ask(lambda: self.store.delete(uri), uri)
 
     def _write(self, call: Callable[[], str], uri: str, data: bytes) -> str:
-        until_s = self.now_s() + self.deadline_s
+        until_s = self._until_s()
         result, asked_again = self._ask(lambda: _conflict_as_value(call), uri, until_s)
         if not isinstance(result, ConflictError):
             return result
@@ -70,12 +74,11 @@ class Patient:
 
     def _ask(self, call: Callable[[], _T], uri: str, until_s: float | None = None) -> tuple[_T, bool]:
         """Its result, and whether an earlier try had no answer."""
-        until_s = self.now_s() + self.deadline_s if until_s is None else until_s
+        until_s = self._until_s() if until_s is None else until_s
         wait_s, again = FIRST_WAIT_S, False
         while True:
             try:
-                left_s = max(0.05, until_s - self.now_s())
-                return (call() if self.answer_s is None else in_time(call, min(self.answer_s, left_s), uri)), again
+                return self._in_time(call, until_s, uri), again
             except BusyError:
                 again = True
                 pause_s = wait_s * random.uniform(0.5, 1.0)
@@ -83,6 +86,22 @@ class Patient:
                     raise
                 self.sleep(pause_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _until_s(self) -> float:
+        first = self.answer_s is not None and not self._answered.is_set()
+        return self.now_s() + max(self.deadline_s, FIRST_ANSWER_S if first else 0.0)
+
+    def _in_time(self, call: Callable[[], _T], until_s: float, uri: str) -> _T:
+        if self.answer_s is None:
+            return call()
+        longest_s = self.answer_s if self._answered.is_set() else FIRST_ANSWER_S
+        try:
+            result = in_time(call, min(longest_s, max(0.05, until_s - self.now_s())), uri)
+        except FileNotFoundError:
+            self._answered.set()
+            raise
+        self._answered.set()
+        return result
 
 
 def _conflict_as_value(call: Callable[[], str]) -> str | ConflictError:

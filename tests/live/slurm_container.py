@@ -1,9 +1,10 @@
 """Stand-ins for pyxis and apptainer, neither of which a package brings: ``srun`` and ``apptainer`` for a PATH.
 
 What they stand in for is the part that a run can get wrong: a step sees an image's files, the system folders that
-enroot mounts (/proc, /sys, /dev, an empty /tmp, host names), and what it asked for, which must exist; nothing else. It
-is a mount namespace with a root of its own (``pivot_root``), not a change of paths. An image is a JSON file: folders of
-this machine that it is made of, and its variables, which win over the host's unless they are named.
+enroot mounts (/proc, /sys, /dev, an empty /tmp, host names), and what it asked for, which must exist; nothing else, and
+nothing else can be written. It is a mount namespace with a root of its own (``pivot_root``), not a change of paths. An
+image is a JSON file: folders of this machine that it is made of, and its variables, which win over the host's unless
+they are named.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ class Root:
         os.chdir("/")
         self._must(self.libc.umount2(b"/.before", MNT_DETACH), "umount")
         os.rmdir("/.before")
+        self._mount("none", "/", flags=MS_REMOUNT | MS_RDONLY)  # enroot's default, and all that a SIF file can be
 
     def _mount(self, source: str, target: str, kind: str = "", flags: int = 0) -> None:
         done = self.libc.mount(source.encode(), target.encode(), kind.encode(), flags, None)

@@ -60,6 +60,7 @@ def cluster(tmp_path_factory):
 def user(cluster, tmp_path):
     found = User(cluster, tmp_path / "home")
     found.env["PATH"] = f"{install(tmp_path / 'programs')}:{found.env['PATH']}"
+    found.env["HOME"] = str(tmp_path / "home")
     (tmp_path / "outside").mkdir()
     found.env["OUTSIDE"] = str(tmp_path / "outside")
     yield found
@@ -102,6 +103,9 @@ def test_a_run_in_containers_saves_swaps_and_stops(cluster, user, box, tmp_path)
     run.wait_for_step(at + 3)
     user.muster("stop", run.id)
     assert run.status()["state"] == "stopped" and run.status()["exit_code"] == 130
+    assert list((user.home / ".cache" / "muster" / "data").iterdir()), (
+        "prepared data is the user's, not the container's"
+    )
     assert list(shared.rglob("*.json")), "saved where it was asked for, not in a container that is gone"
 
 

@@ -76,7 +76,7 @@ class Batch:
     def run(self) -> int:
         """Start a step on every node; return the run's exit code when it has ended."""
         steps = self._steps()
-        make_places(self.spec)
+        make_places(self.spec, self.environ)
         names = {step.host: step.node for step in steps}
         run_registry.replace_text(self.run_dir / f"hosts-{self.job_id}.json", json.dumps(names) + "\n")
         with contextlib.suppress(MusterError):

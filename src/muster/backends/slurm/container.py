@@ -20,7 +20,7 @@ def step_options(spec: RunSpec, run_dir: str, environ: Mapping[str, str]) -> lis
     if container is None or container.runtime != "pyxis":
         return []
     # Else a variable of the image wins over the run's own of the same name.
-    names = environment(spec, "", run_dir)
+    names = [*environment(spec, "", run_dir), *(["HOME"] if "HOME" in environ else [])]
     return [
         f"--container-image={container.image}",
         f"--container-mounts={','.join(mounts(spec, run_dir, environ))}",
@@ -49,23 +49,25 @@ def mounts(
     spec: RunSpec, run_dir: str, environ: Mapping[str, str], *, exists: Callable[[str], bool] = os.path.exists
 ) -> list[str]:
     """``SOURCE:TARGET`` of everything that the step must see: the run's folder, what the run file names on disk, node
-    scratch, the fabric's libraries; then the user's own mounts, which take precedence where they lead to the same."""
+    scratch, the user's caches, the fabric's libraries; then the user's own mounts, which take precedence over a place
+    that they lead to."""
     given = list(spec.slurm.container.mounts) if spec.slurm.container is not None else []
     targets = [mount.split(":")[1 if ":" in mount else 0] for mount in given]
     own: list[str] = []
     scratch = [spec.slurm.scratch] if spec.slurm.scratch else []
-    named = [path for path in places(spec) if exists(path)]
+    named = [path for path in (*places(spec), *_caches(environ)) if exists(path)]
     for path in [run_dir, *scratch, *fabric_mounts(spec, environ, exists=exists), *sorted(set(named))]:
         if not any(_within(path, other) for other in (*own, *targets)):
             own.append(path)
     return [*(f"{path}:{path}" for path in own), *given]
 
 
-def make_places(spec: RunSpec) -> None:
+def make_places(spec: RunSpec, environ: Mapping[str, str]) -> None:
     """Make the folders that the run writes to: what is not there cannot be mounted."""
     if spec.slurm.container is None:
         return
-    for folder in (spec.checkpoint.dir, spec.data.cache_dir if spec.data is not None else None):
+    data = spec.data.cache_dir if spec.data is not None else None
+    for folder in (spec.checkpoint.dir, data, *_caches(environ)):
         if folder is not None and not is_remote(folder):
             with contextlib.suppress(OSError):  # the step says what cannot be written, and why
                 os.makedirs(folder, exist_ok=True)
@@ -90,6 +92,12 @@ def places(spec: RunSpec) -> Iterator[str]:
     for file in files:
         if file.startswith("/"):
             yield _folder_of(file)
+
+
+def _caches(environ: Mapping[str, str]) -> list[str]:
+    """Where data, weights and tokenizers are kept between runs: a container's root can be read only."""
+    home = [f"{environ['HOME']}/.cache"] if environ.get("HOME") else []
+    return [*home, *(path for name in ("XDG_CACHE_HOME", "HF_HOME") if (path := environ.get(name, "")).startswith("/"))]
 
 
 def _folder_of(file: str) -> str:

@@ -72,6 +72,8 @@ def environment(spec: RunSpec, run_id: str, run_dir: str) -> dict[str, str]:
     variables = {"MUSTER_RUN_ID": run_id, "MUSTER_RUN_DIR": run_dir}
     if spec.slurm.scratch is not None:
         variables |= {"TMPDIR": spec.slurm.scratch, "MUSTER_MEMORY_DIR": spec.slurm.scratch}
+    if spec.slurm.container is not None:  # its default is in the home, which a container does not have
+        variables["TRITON_CACHE_DIR"] = f"{spec.slurm.scratch or '/tmp'}/{run_id}/triton"
     # Slurm ends a job by SIGTERM to every process; only the supervisor reacts, by saving (see `node`).
     return {**variables, "MUSTER_TERM": "ignored", **spec.slurm.environment}
 

@@ -15,5 +15,6 @@
 
 export MUSTER_RUN_ID=llama-20260822-101500-1a2b
 export MUSTER_RUN_DIR=/home/me/.muster/runs/llama-20260822-101500-1a2b
+export TRITON_CACHE_DIR=/tmp/llama-20260822-101500-1a2b/triton
 export MUSTER_TERM=ignored
 exec /home/me/muster/.venv/bin/python -P -m muster.backends.slurm.batch --run-dir /home/me/.muster/runs/llama-20260822-101500-1a2b --run-id llama-20260822-101500-1a2b

@@ -7,6 +7,7 @@ from muster.backends.slurm import container as module
 from muster.backends.slurm.batch import srun
 from muster.backends.slurm.container import inside, make_places, mounts, step_environment
 from muster.backends.slurm.run_file_rules import rules
+from muster.backends.slurm.script import environment
 from muster.config import load as runfile
 from muster.config.spec import RunSpec
 from muster.core.errors import RunFileError
@@ -70,10 +71,29 @@ def test_checkpoints_go_to_the_shared_folder_from_the_first_one_on(tmp_path):
             "slurm": {"container": {"image": SQSH}},
         }
     )
-    make_places(of)
+    make_places(of, JOB)
     assert mounts(of, "/r", JOB)[1] == f"{tmp_path}/new/checkpoints:{tmp_path}/new/checkpoints"
-    make_places(of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update={"dir": "gs://b/c"})}))
+    make_places(of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update={"dir": "gs://b/c"})}), JOB)
     assert not (tmp_path / "gs:").exists()
+
+
+def test_caches_are_the_users_for_a_container_can_write_nowhere_else(tmp_path):
+    home = {
+        **JOB,
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "xdg"),
+        "HF_HOME": str(tmp_path / ".cache" / "hf"),
+    }
+    make_places(boxed(), home)
+    found = [mount.partition(":")[0] for mount in mounts(boxed(), "/r", home)]
+    assert found == ["/r", str(tmp_path / ".cache"), str(tmp_path / "xdg")], "HF_HOME is in the first"
+    (names,) = [word for word in srun(boxed(), "/r", "n7", home) if word.startswith("--container-env=")]
+    assert "HOME" in names.partition("=")[2].split(","), "an image's own home is another"
+    assert "HOME" not in "".join(step_environment(boxed("/x.sif", "apptainer"), RUN_ID, RUN_DIR)), "it refuses that"
+    assert environment(boxed(), RUN_ID, RUN_DIR)["TRITON_CACHE_DIR"] == f"/tmp/{RUN_ID}/triton"
+    own = boxed(environment={"TRITON_CACHE_DIR": "/x"}, scratch="/s")
+    assert environment(own, RUN_ID, RUN_DIR)["TRITON_CACHE_DIR"] == "/x"
+    assert "TRITON_CACHE_DIR" not in environment(spec(), RUN_ID, RUN_DIR)
 
 
 def test_what_the_run_file_names_on_disk_is_mounted(tmp_path):

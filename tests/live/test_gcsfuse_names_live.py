@@ -3,9 +3,11 @@
 import errno
 import hashlib
 import os
+import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from gcsfuse_mounts import FRESH, NEEDED, fails, objects, opened
 
@@ -241,3 +243,66 @@ def test_pages_and_maps_are_read(two):
     assert said.stdout.strip() == hashlib.sha256(data).hexdigest()
     with opened(one / "f", os.O_RDONLY) as fd:
         assert os.pread(fd, 1000, 3_000_000) == data[3_000_000:3_001_000]
+
+
+# ---------------------------------------------------------------- all together
+
+
+def change(chance, folder, names):
+    """One random change of a random file, the same for the same ``chance``."""
+    name, data = chance.choice(names), chance.randbytes(chance.choice([0, 1, 100, 5000, 300_000]))
+    path, what, at = folder / name, chance.randrange(6), chance.randrange(6000)
+    if what == 0:
+        path.write_bytes(data)
+    elif what == 1:
+        with open(path, "ab") as file:
+            file.write(data)
+            file.write(b"more")
+    elif what == 2 and path.exists():
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(data)
+            file.truncate(chance.choice([at, at + 10]))
+            file.seek(0)
+            assert len(file.read(5)) <= 5
+            file.write(b"x")
+    elif what == 3 and path.exists():
+        os.rename(path, folder / chance.choice(names))
+    elif what == 4 and path.exists():
+        path.unlink()
+    elif what == 5 and path.exists():
+        os.truncate(path, at)
+        with open(path, "r+b") as file:  # a truncated file is uploaded by the next close of a descriptor
+            os.fsync(file.fileno())
+
+
+def test_in_one_pod_it_is_a_file_system_like_any_other(mounted, two, tmp_path):
+    one, plain = mounted("one"), tmp_path / "plain"
+    names = ["a", "b", "d/a", "d/c", "d/e/a"]
+    for folder in (one, plain):
+        (folder / "d" / "e").mkdir(parents=True)
+    chances = [random.Random(20260823) for _ in range(2)]
+    for _ in range(150):
+        for chance, folder in zip(chances, (one, plain), strict=True):
+            change(chance, folder, names)
+        contents = [{name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+                    for folder in (one, plain)]  # fmt: skip
+        assert contents[0] == contents[1]
+    assert {name: (two[0] / name).read_bytes() for name in names if (two[0] / name).exists()} == contents[1]
+
+
+def test_many_threads_at_once(mounted, two):
+    one = mounted("one")
+
+    def work(number):
+        for turn in range(10):
+            path = one / f"{number}-{turn}"
+            path.write_bytes(bytes([number]) * 10_000)
+            os.replace(path, one / f"{number}")
+            assert (one / f"{number}").read_bytes() == bytes([number]) * 10_000
+            assert os.listdir(one)
+
+    with ThreadPoolExecutor(12) as threads:
+        for each in [threads.submit(work, number) for number in range(12)]:
+            each.result(60)
+    assert sorted(os.listdir(two[0]), key=int) == [str(number) for number in range(12)]

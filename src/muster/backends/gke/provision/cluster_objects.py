@@ -88,7 +88,7 @@ class Objects(Resource):
         cluster = self._cluster(session)
         for manifest in sorted(self.manifests, key=lambda manifest: manifest["kind"] not in CLUSTER_SCOPED_FIRST):
             if manifest["kind"] == "ClusterQueue":
-                _apply_queue(cluster, manifest)
+                raise_quota(cluster, manifest)
             else:
                 cluster.apply(manifest)
         self._wait_for_controllers(cluster)
@@ -140,7 +140,7 @@ class Objects(Resource):
         ]
 
 
-def _apply_queue(cluster: Cluster, manifest: JsonObject) -> None:
+def raise_quota(cluster: Cluster, manifest: JsonObject) -> None:
     """Read, raise the quotas, write over just that version: another ``up`` may do the same now."""
     for _ in range(TRIES):
         there = cluster.get(manifest)

@@ -228,6 +228,17 @@ def test_what_cannot_be_changed_is_refused_with_the_reason():
     up(where("g2-standard-48", "spot", model=SMALL), session(google), INSTALLED, workers=1)
 
 
+def test_what_google_does_not_answer_with_is_no_difference():
+    google = cloud()
+    up(where("g2-standard-48", "spot"), session(google), INSTALLED, workers=1)
+    config = pool_of(google, where("g2-standard-48", "spot"))["config"]
+    for name in ("diskType", "diskSizeGb", "reservationAffinity", "fastSocket", "gcfsConfig", "labels"):
+        config.pop(name, None)
+    up(where("g2-standard-48", "spot"), session(google), INSTALLED, workers=1)
+    config["diskType"] = "pd-standard"
+    differs(google, where("g2-standard-48", "spot"), "diskType should be 'pd-balanced', is 'pd-standard'")
+
+
 def test_nodes_of_an_earlier_version_that_end_too_early_are_refused():
     google = cloud()
     up(where(), session(google), INSTALLED, workers=1)

@@ -73,6 +73,19 @@ def test_a_public_cluster_is_not_used_for_a_private_run_file():
     google = made(where("g2-standard-48", "spot"))
     with pytest.raises(ConflictError, match="defaultEnablePrivateNodes should be True"):
         up(private(), session(google), INSTALLED, workers=1)
+    with pytest.raises(ConflictError, match=r"reached from 203.0.113.0/24 alone, is open to every range"):
+        up(private(private=False), session(google), INSTALLED, workers=1)
+
+
+def test_a_cluster_that_google_describes_in_older_words_is_the_same_one():
+    google = made(private())
+    cluster = google.store[CLUSTER]
+    del cluster["networkConfig"]["defaultEnablePrivateNodes"]
+    ranges = cluster.pop("controlPlaneEndpointsConfig")["ipEndpointsConfig"]["authorizedNetworksConfig"]
+    cluster |= {"privateClusterConfig": {"enablePrivateNodes": True}, "masterAuthorizedNetworksConfig": ranges}
+    log = len(google.log)
+    up(private(), session(google), INSTALLED, workers=1)
+    assert not [method for method, _ in google.log[log:] if method == "PUT"]
 
 
 def test_killed_at_any_request_and_run_again_and_taken_down():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
@@ -16,6 +16,7 @@ from muster.core.typed_json import Json, JsonObject, child, children, text
 
 NODES_STAY_DAYS = 90
 """Half of the 180 days that such an exclusion could last when they were introduced; today's limit is later."""
+OLDER_RANGES = "masterAuthorizedNetworksConfig"
 BROKEN = ("ERROR", "DEGRADED")
 
 
@@ -39,13 +40,13 @@ def _cluster(site: Site) -> ControlPlane:
         "releaseChannel": {"channel": "REGULAR"},
         "nodePools": [cpu_pool(site)],
     }
+    compared = {key: body[key] for key in ("networkConfig", "workloadIdentityConfig", "network")}
     if site.private:
         body["networkConfig"] = {**child(body, "networkConfig"), "defaultEnablePrivateNodes": True}
     if ranges := site.placement.spec.resources.authorized_networks:
         body["controlPlaneEndpointsConfig"] = _endpoints(ranges)
     if site.day:
         body["maintenancePolicy"] = {"window": {"maintenanceExclusions": {"muster-nodes-stay": _nodes_stay(site.day)}}}
-    compared = {key: body[key] for key in ("networkConfig", "workloadIdentityConfig", "network")}
     return ControlPlane(
         key=f"clusters/{name}",
         url=f"{site.container}/clusters/{name}",
@@ -53,6 +54,7 @@ def _cluster(site: Site) -> ControlPlane:
         owner=("resourceLabels", "managed-by"),
         compared=compared,
         needs=("services", *_network_parts(site), *_identity(site)),
+        private=site.private,
         authorized=tuple(site.placement.spec.resources.authorized_networks),
         runs_as=site.node_account,
         ready=("RUNNING", "RECONCILING"),
@@ -68,17 +70,36 @@ def _cluster(site: Site) -> ControlPlane:
 class ControlPlane(RestResource):
     """The cluster. Where only certain ranges may reach it, those of a second run file are let in as well."""
 
+    private: bool = False
     authorized: tuple[str, ...] = ()
+
+    def look(self, session: Session) -> Found:
+        result = super().look(session)
+        if result.state == "absent":
+            return result
+        return replace(result, differences=(*result.differences, *self._too_open(result.body)))
+
+    def _too_open(self, there: JsonObject) -> Iterator[str]:
+        """Google answers by the field that was sent, or by the older one that means the same."""
+        nodes = child(there, "networkConfig").get("defaultEnablePrivateNodes")
+        if self.private and not (nodes or child(there, "privateClusterConfig").get("enablePrivateNodes")):
+            yield "networkConfig.defaultEnablePrivateNodes should be True (resources.private), is not"
+        if self.authorized and not (_ranges(there).get("enabled") or child(there, OLDER_RANGES).get("enabled")):
+            yield f"the control plane should be reached from {', '.join(self.authorized)} alone, is open to every range"
 
     def amendment(self, session: Session, found: Found) -> Call | None:
         """See ``Resource``: the request that lets this run file's ranges in."""
-        there = child(found.body, "controlPlaneEndpointsConfig", "ipEndpointsConfig", "authorizedNetworksConfig")
+        there = _ranges(found.body) or child(found.body, OLDER_RANGES)
         known = [text(row, "cidrBlock") for row in children(there, "cidrBlocks")]
         if not there.get("enabled") or set(self.authorized) <= set(known):
             return None
         ranges = [*known, *(cidr for cidr in self.authorized if cidr not in known)]
         update: JsonObject = {"desiredControlPlaneEndpointsConfig": _endpoints(ranges)}
         return Call(method="PUT", url=self.url, body={"update": update})
+
+
+def _ranges(there: JsonObject) -> JsonObject:
+    return child(there, "controlPlaneEndpointsConfig", "ipEndpointsConfig", "authorizedNetworksConfig")
 
 
 def _endpoints(ranges: Sequence[str]) -> dict[str, Json]:

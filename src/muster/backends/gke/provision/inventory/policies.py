@@ -127,6 +127,7 @@ class Grant(Resource):
             if answer.status < 300:
                 return True
             if answer.status in (409, 412):
+                session.clock.sleep(1.0)
                 tries += 1
             elif answer.status == 400 and "does not exist" in answer.message and waited_s < ACCOUNT_KNOWN_WITHIN_S:
                 session.clock.sleep(5.0)

@@ -111,6 +111,9 @@ class Pool(RestResource):
         there_s = text(config, "maxRunDuration").removesuffix("s")
         if there_s and float(there_s) < runs_s:
             yield f"config.maxRunDuration should be at least '{runs_s}s', is '{there_s}s'"
+        kind = text(config, "diskType", default=self.placement.family.boot_disk)
+        if kind != self.placement.family.boot_disk:
+            yield f"config.diskType should be {self.placement.family.boot_disk!r}, is {kind!r}"
         if "diskSizeGb" in config and whole(config, "diskSizeGb") < disk:
             yield f"config.diskSizeGb should be at least {disk} for the weights, is {whole(config, 'diskSizeGb')}"
         ssds = whole(config, "ephemeralStorageLocalSsdConfig", "localSsdCount")
@@ -134,9 +137,9 @@ def gpu_pool(site: Site) -> Pool:
         "machineType": placement.machine.name,
         "flexStart": flex,
         "spot": mode == "spot",
-        "diskType": config["diskType"],
-        "reservationAffinity": config["reservationAffinity"],
     }
+    if static:
+        compared["reservationAffinity"] = config["reservationAffinity"]
     subnets = tuple(
         f"subnetworks/{site.prefix}-{data.subnet}" for data in placement.machine.fabric.networks if not placement.claims
     )

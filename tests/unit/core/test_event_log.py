@@ -271,3 +271,37 @@ def test_every_kind_says_what_it_means():
     for name, kind in KINDS.items():
         assert kind.doc.endswith("."), name
         assert all({**kind.required(), **kind.optional()}.values()), name
+
+
+class Carrier:
+    """A sealer that answers as told."""
+
+    def __init__(self, answers: list[str | None]) -> None:
+        self.answers, self.notes = answers, 0
+
+    def note(self) -> None:
+        self.notes += 1
+
+    def seal(self, timeout_s: float) -> str | None:
+        return self.answers.pop(0)
+
+
+def test_what_is_synced_is_sealed_or_the_caller_is_told(tmp_path: Path) -> None:
+    carrier = Carrier(["the bucket is busy", None])
+    log = EventLog("run-1", tmp_path, "agent", 3, clock=Ticks(), sealer=carrier)
+    log.append("run.message", detail={"text": "x"})
+    assert (carrier.notes, log.sync(), log.unsealed) == (1, False, "the bucket is busy")
+    assert (log.sync(), log.unsealed) == (True, None)
+
+
+def test_a_line_that_the_disk_has_not_taken_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is carried from the disk; without a home, a full disk stops no run."""
+    for sealer, durable in ((None, True), (Carrier([None, None]), False)):
+        log = EventLog("run-1", tmp_path / str(durable), "agent", 3, clock=Ticks(), sealer=sealer)
+        with open("/dev/full", "ab", buffering=0) as full, monkeypatch.context() as patch:
+            patch.setattr(log, "_file", full)
+            log.append("run.message", detail={"text": "x"})
+            assert log.sync() is durable
+            assert log.trouble == "No space left on device"
+        assert log.sync() is True
+        assert verify(log.path.read_bytes(), run_id="run-1", name=NAME).events == 1

@@ -253,11 +253,13 @@ def on_one_clock(files: Mapping[str, Sequence[Event]]) -> list[Event]:
 
 def heads(directory: str | Path, *, run_id: str) -> dict[str, str]:
     """What the next line of every file would cite: file name -> SHA-256 of its last whole line. Reads no other."""
-    result = {}
-    for path in _files(directory):
-        last = _last_line(path)
-        result[path.name] = hashlib.sha256(last).hexdigest() if last else genesis(run_id, path.name)
-    return result
+    return {path.name: head(path, run_id=run_id) for path in _files(directory)}
+
+
+def head(path: Path, *, run_id: str) -> str:
+    """What the next line of one file would cite. What follows its last whole line was torn."""
+    last = _last_line(path)
+    return hashlib.sha256(last).hexdigest() if last else genesis(run_id, path.name)
 
 
 def _last_line(path: Path, *, block: int = 1 << 16) -> bytes:

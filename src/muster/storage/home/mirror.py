@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -15,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from muster.core import event_log
 from muster.core.errors import MusterError
-from muster.core.event_log import genesis
 from muster.core.protocols import Store
 from muster.storage import uris
 from muster.storage.home.segments import Gap, Part, Segment, Span, cover
@@ -24,7 +23,7 @@ from muster.storage.home.segments import Gap, Part, Segment, Span, cover
 #: Reads at once; so many objects of at most 8 MiB are in memory.
 THREADS = 16
 #: Lists at most: each follows a merge that removed what was about to be read.
-ROUNDS = 20
+ROUNDS = 8
 _FILE = {
     "events": re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*\.\d+\.jsonl$"),
     "logs": re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@-]*\.log$"),
@@ -141,7 +140,7 @@ class Mirror:
             if not data:
                 return 0
             if os.pread(fd, len(overlap), part.start) != overlap or (
-                self.what == "events" and not overlap and self._head(name, part) != part.prev
+                self.what == "events" and not overlap and self._head(name) != part.prev
             ):
                 raise MusterError(f"{path} is not what the home holds", hint="move it aside: it is brought again")
             while data:
@@ -149,13 +148,9 @@ class Mirror:
             self._heads[name] = part.head
             return part.end - have
 
-    def _head(self, name: str, part: Part) -> str:
-        if part.start == 0:
-            return genesis(self.run_id, part.name)
+    def _head(self, name: str) -> str:
         if name not in self._heads:
-            with open(self.directory / name, "rb") as file:
-                file.seek(max(0, part.start - (1 << 20)))
-                self._heads[name] = hashlib.sha256(file.read().splitlines(keepends=True)[-1]).hexdigest()
+            self._heads[name] = event_log.head(self.directory / name, run_id=self.run_id)
         return self._heads[name]
 
     def _state(self) -> _State:

@@ -28,7 +28,7 @@ RETRY_S = 1.0
 SUPERVISOR, LEASE = "supervisor", "lease.json"
 
 
-class Shipped(Protocol):
+class _Home(Protocol):
     """What is used of ``BucketHome``."""
 
     local: Path
@@ -47,7 +47,7 @@ class BucketSync:
     """See ``HomeSync``. One thread seals events and copies the lease; another one, which may wait for large objects,
     ships output, merges and brings files. Each goes on after any error, and ``trouble`` says which."""
 
-    home: Shipped
+    home: _Home
     writer: str
     run_id: str
     now_s: Callable[[], float] = time.monotonic
@@ -65,7 +65,7 @@ class BucketSync:
         supervises = self.writer == SUPERVISOR
         if not supervises:
             self.home.stream(self.run_id, self.writer)
-        # A supervisor's pod may be followed by one that has an earlier term's folder: each has output of its own.
+        # Supervisors stand by in pods of their own: output is the pod's, whatever its terms.
         self.output = self.home.output(
             self.run_id, f"{SUPERVISOR}.{socket.gethostname()}" if supervises else self.writer
         )

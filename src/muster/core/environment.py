@@ -54,6 +54,7 @@ VARIABLES = (
     Variable("MUSTER_ATTEMPT", "Number of the attempt of a rank.", "the fork server"),
     Variable("MUSTER_DRILL", "`1`: ranks accept injected faults.", "`muster drill`"),
     Variable("MUSTER_TOKEN_FILE", "File with the run's token.", GKE, "`token` in the run's folder"),
+    Variable("MUSTER_MODEL_COPIES", "Folder of models copied from the hub (`model.weights: bucket`).", GKE),
     Variable("MUSTER_NAMESPACE", "Namespace of the pod.", GKE),
     Variable("MUSTER_JOBSET", "JobSet of the pod.", GKE),
     Variable("MUSTER_HOST_INDEX", "Index of the host's Job.", GKE),
@@ -76,6 +77,8 @@ class Environment:
     drill: bool
     pod: str
     jobset: str
+    model_copies: Path | None
+    """A folder of complete copies of models from the hub (``core.model_copies``)."""
     token_file: Path | None
     """A Secret's file: the token is in no folder of the run."""
     storage_emulator: bool
@@ -107,6 +110,7 @@ def read(environ: Mapping[str, str]) -> Environment:
         drill=environ.get("MUSTER_DRILL") == "1",
         pod=environ.get("MUSTER_POD", ""),
         jobset=environ.get("MUSTER_JOBSET", ""),
+        model_copies=Path(environ["MUSTER_MODEL_COPIES"]) if environ.get("MUSTER_MODEL_COPIES") else None,
         token_file=Path(environ["MUSTER_TOKEN_FILE"]) if environ.get("MUSTER_TOKEN_FILE") else None,
         storage_emulator=bool(environ.get("STORAGE_EMULATOR_HOST")),
     )

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from muster.config.spec import Model
+from muster.core import environment
 from muster.core.errors import BackendError, CheckpointError, UsageError
+from muster.core.model_copies import find_copy
 from muster.train.distributed.reduce import local
 from muster.train.model.weights import fill, local_ranges, plain_name, transient_buffers
 
@@ -40,7 +42,7 @@ def open_source(model: Model) -> Folder | None:
 
 
 def fetch(source: str, revision: str | None) -> Path:
-    """The local folder of a model: itself, or the hub's copy in the cache (weights and configuration only).
+    """The local folder of a model: itself, a copy of it here, or the hub's in the cache (weights and configuration).
 
     Raises:
         UsageError: no such model.
@@ -48,6 +50,9 @@ def fetch(source: str, revision: str | None) -> Path:
     """
     if Path(source).is_dir():
         return Path(source)
+    copies = environment.current().model_copies
+    if copies is not None and (copy := find_copy(copies, source, revision)) is not None:
+        return copy
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UsageError(f"model.source: no folder {source}", hint="give a local folder or a hub id like org/name")
     from huggingface_hub import snapshot_download

@@ -85,6 +85,13 @@ def test_one_value_changes_the_mode(helm, tmp_path, mode):
     assert comparable(found) == comparable(without_networks(plain(spec("a4-highgpu-8g", mode, **changes))))
 
 
+def test_a_model_that_is_copied_once(helm, tmp_path):
+    model = {"source": "meta-llama/Llama-3.1-70B", "weights": "bucket"}
+    of = spec("a4-highgpu-8g", "flex_start_queued", model=model)
+    found = installed(helm, written(tmp_path / "chart", of), {})
+    assert found["JobSet", RUN_ID] == plain(of)["JobSet", RUN_ID]
+
+
 @pytest.mark.parametrize("hours", [0.5, 10, 168, None])
 def test_hours_are_asked_for_and_left_alike(helm, tmp_path, hours):
     of = spec("a4-highgpu-8g", "flex_start_queued", limits={"max_hours": hours})

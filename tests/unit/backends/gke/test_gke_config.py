@@ -14,6 +14,7 @@ from fakes.clock import VirtualClock
 pytest.importorskip("lightkube", reason="muster[gke] is not installed")
 
 from muster.backends.gke.google.http import Unreachable
+from muster.backends.gke.kubernetes import config
 from muster.backends.gke.kubernetes.config import connect, own_cluster
 from muster.backends.gke.operate.locate import by_kubeconfig
 from muster.core.errors import AccessError, UsageError
@@ -141,3 +142,18 @@ def test_outside_a_pod_there_is_no_own_cluster(tmp_path):
         own_cluster(None, {}, tmp_path)
     with pytest.raises(AccessError, match="not running in a pod"):
         own_cluster(None, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path)
+
+
+def test_a_pods_own_account_is_read_again_when_its_token_was_exchanged(tmp_path, server, monkeypatch):
+    """The kubelet exchanges it within the hour; the old one is refused from then on."""
+    url, accepted, sent = server
+    (tmp_path / "token").write_text("one")
+    real = config.Server
+    monkeypatch.setattr(config, "Server", lambda **given: real(server=url))
+    environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    cluster = own_cluster(None, environ, tmp_path)
+    assert cluster.knows(POD)
+    (tmp_path / "token").write_text("two")
+    accepted[:] = ["Bearer two"]
+    cluster._kinds.clear()
+    assert cluster.knows(POD) and sent == ["Bearer one", "Bearer one", "Bearer two"]

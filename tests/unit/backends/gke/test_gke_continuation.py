@@ -1,10 +1,10 @@
 """The rest of a run in a new allocation: what is queued, and that it is queued once."""
 
-import copy
 import json
 
 import pytest
 from cases import placement, spec
+from fakes.admission import defaulted, refusals
 from fakes.kubernetes import FakeKubernetes, in_memory
 
 from muster.backends.gke.manifests.jobset import jobset
@@ -16,16 +16,27 @@ from muster.core.errors import BackendError, CapacityError
 WHERE = placement(spec("a4-highgpu-8g", "flex_start_queued"))
 
 
-def admitted():
-    """The JobSet as the server holds it after Kueue has let it run."""
-    found = copy.deepcopy(jobset(WHERE, mode_of(WHERE)))
+def admitted(where=WHERE):
+    """The JobSet as the server holds it after Kueue has let it run: what 0.19.2 injects, flavour by flavour."""
+    found = defaulted(jobset(where, mode_of(where)))
     found["metadata"] |= {"uid": "u", "resourceVersion": "7", "managedFields": [{}], "creationTimestamp": "x"}
+    found["metadata"] |= {"finalizers": ["foregroundDeletion"], "deletionTimestamp": "x"}
     found["spec"]["suspend"] = False
     found["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
     for role in found["spec"]["replicatedJobs"]:
         pod = role["template"]["spec"]["template"]
-        pod["metadata"].setdefault("annotations", {})["autoscaling.x-k8s.io/consume-provisioning-request"] = "old"
-        pod["metadata"]["labels"]["kueue.x-k8s.io/podset"] = role["name"]
+        notes = pod["metadata"].setdefault("annotations", {})
+        notes |= {
+            "kueue.x-k8s.io/workload": "jobset-llama-1a2b3",
+            "autoscaling.x-k8s.io/consume-provisioning-request": "old",
+            "autoscaling.x-k8s.io/provisioning-class-name": "queued-provisioning.gke.io",
+        }
+        if "kueue.x-k8s.io/podset-preferred-topology" not in notes:
+            notes["kueue.x-k8s.io/podset-unconstrained-topology"] = "true"
+        queues = {f"kueue.x-k8s.io/{kind}-queue-name": "old" for kind in ("local", "cluster")}
+        pod["metadata"]["labels"] |= {"kueue.x-k8s.io/podset": role["name"], **queues}
+        flavour = mode_of(where).node_selector if role["name"] == "host" else {}
+        pod["spec"]["nodeSelector"] = {**pod["spec"]["nodeSelector"], **flavour}
         pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/topology"}, {"name": "mine"}]
     return found
 
@@ -39,11 +50,14 @@ def cluster():
     return found, kubernetes
 
 
-def test_it_is_what_was_submitted_under_the_next_name(definitions):
-    found, first = continuation(admitted()), jobset(WHERE, mode_of(WHERE))
-    assert found["spec"]["suspend"] is True and "status" not in found and "uid" not in found["metadata"]
+@pytest.mark.parametrize("mode", ["flex_start_queued", "reservation", "spot"])
+def test_it_is_what_was_submitted_under_the_next_name(definitions, mode):
+    where = placement(spec("a4-highgpu-8g", mode))
+    found, first = continuation(admitted(where)), jobset(where, mode_of(where))
+    assert found["spec"]["suspend"] is True and "status" not in found
+    assert set(found["metadata"]) == set(first["metadata"]) and refusals(found) == []
     assert found["metadata"]["labels"] == first["metadata"]["labels"]
-    assert found["metadata"]["name"] != WHERE.name and len(found["metadata"]["name"]) <= LONGEST_JOBSET_NAME
+    assert found["metadata"]["name"] != where.name and len(found["metadata"]["name"]) <= LONGEST_JOBSET_NAME
     for role, before in zip(found["spec"]["replicatedJobs"], first["spec"]["replicatedJobs"], strict=True):
         template, old = role["template"]["spec"]["template"], before["template"]["spec"]["template"]
         assert template["spec"].pop("schedulingGates") == [{"name": "mine"}]

@@ -226,6 +226,11 @@ def test_trap_tcpx_socket_and_preset():
     assert "a3vm" in daemon["args"] and '"--verbose 128 2 0 "' in daemon["args"]
     paths = {mount["name"]: mount["mountPath"] for mount in found["containers"][0]["volumeMounts"]}
     assert paths["tcpx-socket"] == "/tmp"
+    # What is compiled must not go to that folder of the node: it is small, and outlives the pod.
+    env = environment(spec(HIGH, "spot"))
+    places = [env[name] for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME")]
+    assert all(place.startswith(paths["scratch"]) for place in places)
+    assert "TMPDIR" not in environment(spec(A4, "spot"))
     assert {"name": "tcpx-socket", "mountPath": "/run/tcpx"} in daemon["volumeMounts"]
     assert environment(spec(HIGH, "spot"))["NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"] == "eth1,eth2,eth3,eth4"
 

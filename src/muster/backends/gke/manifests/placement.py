@@ -46,6 +46,9 @@ class Placement:
     family: Family
     machine: Machine
     mode: str
+    model_copies: str | None = None
+    """Folder of the home's bucket with the model's copy that hosts read (next to the runs: it stays); None: they
+    download it, or it is a path."""
 
     @property
     def local_dir(self) -> str:
@@ -134,10 +137,12 @@ def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Plac
     """
     requested = spec.resources
     family, machine = catalogue.find(requested.machine, requested.accelerator, cpu=requested.device == "cpu")
+    home = f"{CLAIM_FOLDER}/{run_id}" if options.run_claim else _home(spec, run_id, run_dir)
     return Placement(
         spec=spec,
         run_id=run_id,
-        home=f"{CLAIM_FOLDER}/{run_id}" if options.run_claim else _home(spec, run_id, run_dir),
+        home=home,
+        model_copies=_model_copies(spec, home),
         options=options,
         family=family,
         machine=machine,
@@ -280,6 +285,14 @@ def _home(spec: RunSpec, run_id: str, run_dir: str) -> str:
             return given
     directory = as_uri(spec.checkpoint.dir or "")
     return "/".join([*directory.split("/")[:3], "muster-runs", run_id]) if is_bucket(directory) else run_dir
+
+
+def _model_copies(spec: RunSpec, home: str) -> str | None:
+    model = spec.model
+    if model is None or model.weights != "bucket" or model.source is None or not home.startswith("gs://"):
+        return None
+    from_hub = model.source[:1] not in ("", ".", "/", "~") and "://" not in model.source
+    return f"gs://{home.split('/')[2]}/muster-models" if from_hub else None
 
 
 def _tolerations(placement: Placement, *, spot: bool, queued: bool) -> list[Mapping[str, str]]:

@@ -57,7 +57,8 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
     if placement.claims:
         spec["resourceClaims"] = [{"name": "rdma", "resourceClaimTemplateName": f"{placement.name}-rdma"}]
     sidecar = _sidecar(placement)
-    spec["initContainers"] = [*([sidecar] if sidecar else []), _place(placement)]
+    copied = _weights(placement)
+    spec["initContainers"] = [*([sidecar] if sidecar else []), _place(placement), *([copied] if copied else [])]
     spec["containers"] = [_agent(placement)]
     buckets = [volume for volume, _ in bucket_volumes(placement)]
     scratch: JsonObject = {"name": "scratch", "emptyDir": {}}
@@ -226,6 +227,23 @@ def _place(placement: Placement) -> Manifest:
         {"name": "run-file", "mountPath": "/etc/muster/run", "readOnly": True},
         run_mount(placement),
     ]
+    return container
+
+
+def _weights(placement: Placement) -> Manifest | None:
+    """Copies the model into the bucket, on the first host that comes; the others wait for it."""
+    model, copies = placement.spec.model, placement.model_copies
+    if model is None or copies is None:
+        return None
+    revision = ["--revision", model.revision] if model.revision else []
+    command = [
+        "python", "-m", "muster.backends.gke.pod.weights", "--source", model.source or "", *revision,
+        "--copies", copies,
+    ]  # fmt: skip
+    container = _container(placement, "weights", command)
+    container["env"] = [{"name": "HF_HOME", "value": SCRATCH}, *_secrets(placement)]
+    container["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
+    container["volumeMounts"] = [{"name": "scratch", "mountPath": SCRATCH}]
     return container
 
 

@@ -92,6 +92,13 @@ def _checkpoints_outlive_a_pod(placement: Placement) -> Iterator[Finding]:
         yield level("checkpoint.dir", folder, message, "checkpoint.dir: gs://BUCKET/checkpoints")
 
 
+def _copies_have_a_bucket(placement: Placement) -> Iterator[Finding]:
+    model = placement.spec.model
+    if model is not None and model.weights == "bucket" and not placement.home.startswith("gs://"):
+        message = "weights can be copied to the bucket that the run lives in, and it lives in none of Google's"
+        yield _error("model.weights", model.weights, message, "run_dir: gs://BUCKET/runs/NAME")
+
+
 def _ranks_fit_the_machine(placement: Placement) -> Iterator[Finding]:
     key, ranks, gpus = "resources.ranks_per_host", placement.spec.resources.ranks_per_host, placement.machine.gpus
     if gpus and ranks and ranks > gpus:
@@ -189,6 +196,7 @@ RULES: tuple[Callable[[Placement], Iterator[Finding]], ...] = (
     _image_is_named,
     _run_has_a_home,
     _checkpoints_outlive_a_pod,
+    _copies_have_a_bucket,
     _ranks_fit_the_machine,
     _device_fits_the_machine,
     _grace_that_spot_gives,

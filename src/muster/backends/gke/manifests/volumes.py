@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from muster.backends.gke.manifests.placement import CLAIM_FOLDER, LOCAL_FOLDER, Placement, as_uri
+from muster.backends.gke.manifests.placement import CLAIM_FOLDER, LOCAL_FOLDER, Placement, as_uri, mounted
 from muster.catalog import rows
 from muster.core.typed_json import Json, JsonObject
 
@@ -43,6 +43,7 @@ def buckets(placement: Placement) -> dict[str, set[str]]:
     spec = placement.spec
     note(placement.home, "home")
     note(spec.checkpoint.dir, "checkpoints")
+    note(placement.model_copies, "read")
     if spec.model is not None:
         note(spec.model.source, "read")
         note(spec.model.tokenizer if isinstance(spec.model.tokenizer, str) else None, "read")
@@ -114,6 +115,8 @@ def scratch_environment(placement: Placement) -> dict[str, str]:
     """Where libraries put what they download and compile. Where ``/tmp`` is a folder of the node (TCPX has its socket
     there), it is small, and what lies in it stays when the pod goes."""
     env = {"HF_HOME": f"{SCRATCH}/huggingface"}
+    if placement.model_copies:
+        env["MUSTER_MODEL_COPIES"] = mounted(placement.model_copies)
     if placement.machine.gpus and any(mount.path == "/tmp" for mount in placement.machine.fabric.mounts):
         env |= {
             "TMPDIR": SCRATCH,

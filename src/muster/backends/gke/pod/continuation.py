@@ -18,7 +18,9 @@ NUMBER = "muster/allocation"
 """Annotation of a continuation: which allocation of the run it is."""
 INSTANCE = "app.kubernetes.io/instance"
 _SERVERS_OWN = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "ownerReferences",
-                "deletionTimestamp", "selfLink")  # fmt: skip
+                "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers", "selfLink")  # fmt: skip
+_ASKED = ("kueue.x-k8s.io/podset-preferred-topology", "kueue.x-k8s.io/safe-to-forcefully-delete")
+"""The annotations of Kueue's own that manifests have: it puts others of this form there by itself."""
 
 
 def number_of(jobset: JsonObject) -> int:
@@ -90,5 +92,4 @@ def _without_the_queue(role: JsonObject) -> JsonObject:
 
 
 def _of_an_allocation(key: str) -> bool:
-    asked = key.startswith("kueue.x-k8s.io/podset-") and key.endswith("-topology")
-    return key.startswith(("autoscaling.x-k8s.io/", "kueue.x-k8s.io/")) and not asked
+    return key.startswith(("autoscaling.x-k8s.io/", "kueue.x-k8s.io/")) and key not in _ASKED

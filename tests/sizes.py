@@ -54,6 +54,9 @@ CORE = {
         "test_recovery_live.py::test_a_lost_host_is_replaced_by_the_spare",
         "test_recovery_live.py::test_the_supervisor_dies_and_a_new_one_takes_over",
     ),
+    "recovery: nothing shared but a bucket": (
+        "test_home_live.py::test_a_bucket_that_is_away_delays_decisions_and_stops_no_step",
+    ),
     "recovery: replicas": ("test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[killed]",),
     "recovery: a user's policy": (
         "test_policy_live.py::test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world",

@@ -18,7 +18,7 @@ from muster.core.protocols import Clock
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.protocol.client import SupervisorStatus
 from muster.protocol.lease import EndRecord, HomeStatus
-from muster.storage.home import Home, HomeSync, open_home
+from muster.storage.home import BucketHome, Home, HomeSync, open_home
 from muster.storage.run_registry import replace_text
 from muster.supervise.process.figures import Figures
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper
@@ -82,13 +82,7 @@ class SupervisorHome:
         store, lease = self.home.store, self.home.uri_of("lease.json")
         replace_text(self.run_dir / "lease.json", store.get(lease).data.decode())  # for questions asked in this pod
         for term in self._terms_here():
-            # What a killed predecessor in this folder had written, and not brought to the home: it is part of the run,
-            # unless another machine's supervisor has closed that log.
-            try:
-                with contextlib.closing(open_home(self.run_dir).open_log(run_id, "supervisor", term)) as log:
-                    if not self._until(log.sync):
-                        raise BackendError(f"the log of term {term} cannot be brought home: {log.unsealed}")
-            except ConflictError:
+            if not self._bring_rest(run_id, term):
                 (self.run_dir / "events" / f"supervisor.{term}.jsonl").unlink(missing_ok=True)
                 replay = EventReplay(replay.directory)
         self.home.end_earlier(run_id, "supervisor", self.lease.term)
@@ -96,6 +90,21 @@ class SupervisorHome:
         self.home.mirror(self.run_dir)
         replace_text(self.run_dir / TERMS, f"{self.lease.term}\n")
         return replay
+
+    def _bring_rest(self, run_id: str, term: int) -> bool:
+        """What a killed predecessor in this folder had written, and not brought home: it is part of the run, unless
+        another machine's supervisor has closed that log (False)."""
+        home = open_home(self.run_dir)
+        try:
+            with contextlib.closing(home.open_log(run_id, "supervisor", term)) as log:
+                if not self._until(log.sync):
+                    raise BackendError(f"the log of term {term} cannot be brought home: {log.unsealed}")
+        except ConflictError:
+            return False
+        finally:
+            for stream in home.streams.values() if isinstance(home, BucketHome) else ():
+                stream.release()
+        return True
 
     def _terms_here(self) -> list[int]:
         """Terms whose log was written in this folder, by a process that may have been killed."""

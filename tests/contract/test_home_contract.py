@@ -114,3 +114,27 @@ def test_one_object_changed_twice_a_second_is_met_with_patience(bucket):
     with pytest.raises(BusyError):
         for number in range(4, 8):
             generation = quick.put_if(uri, str(number).encode(), generation)
+
+
+@pytest.mark.parametrize(("wrong_s", "said"), [(0, None), (-30, "30 s behind"), (40, "40 s ahead of")])
+def test_a_clock_that_is_wrong_is_told_of_once(monkeypatch, capsys, wrong_s, said):
+    pytest.importorskip("google.cloud.storage")
+    from fakes.gcs import GcsFake
+
+    real = time.time
+    with GcsFake() as fake:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
+        store = open_store()
+        monkeypatch.setattr("muster.storage.store.gcs.time", Clock(lambda: real() + wrong_s))
+        for _ in range(3):
+            store.put("gs://bucket/a", b"x")
+    told = [line for line in capsys.readouterr().err.splitlines() if "clock" in line]
+    assert len(told) == (0 if said is None else 1)
+    assert said is None or said in told[0]
+
+
+class Clock:
+    """A module ``time`` with another time."""
+
+    def __init__(self, now):
+        self.time = now

@@ -8,8 +8,11 @@ knows the difference).
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from typing import Protocol
 
 from muster.core.errors import BackendError, BusyError, ConflictError, MusterError
@@ -17,6 +20,8 @@ from muster.core.protocols import Stored
 from muster.storage import uris
 from muster.storage.store.blobs import translate
 
+#: A clock that is further off from the bucket's is told of, in seconds: half a lease.
+SKEW_S = 5.0
 #: Answers after which the same request may succeed, by Google's own list for Cloud Storage.
 _BUSY = (408, 429, 500, 502, 503, 504)
 
@@ -26,6 +31,7 @@ class _Blob(Protocol):
 
     name: str
     generation: int
+    updated: datetime | None
 
     def download_as_bytes(self, *, timeout: float, retry: None) -> bytes: ...
 
@@ -57,6 +63,7 @@ class GcsStore:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._made: _Client | None = None
+        self._clock_compared = False
 
     def get(self, uri: str) -> Stored:
         with self._errors(uri):
@@ -92,11 +99,25 @@ class GcsStore:
 
     def _upload(self, uri: str, data: bytes, **condition: int) -> str:
         with self._errors(uri):
-            blob = self._blob(uri)
+            blob, began_s = self._blob(uri), time.time()
             blob.upload_from_string(
                 data, content_type="application/octet-stream", timeout=self._timeout_s, retry=None, **condition
             )
+            self._compare_clocks(began_s, blob.updated)
             return str(blob.generation)
+
+    def _compare_clocks(self, began_s: float, written: datetime | None) -> None:
+        """Say, once, that this machine's clock is wrong: leases are compared by the clocks of several machines."""
+        if written is None or self._clock_compared:
+            return
+        ahead_s, behind_s = began_s - written.timestamp(), written.timestamp() - time.time()
+        if max(ahead_s, behind_s) > SKEW_S:
+            self._clock_compared = True
+            wrong = f"{ahead_s:.0f} s ahead of" if ahead_s > 0 else f"{behind_s:.0f} s behind"
+            text = (
+                f"this machine's clock is {wrong} the bucket's: the run's lease may be taken from it, or kept too long"
+            )
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _blob(self, uri: str) -> _Blob:
         bucket, key = uris.bucket_and_key(uri)

@@ -144,7 +144,7 @@ def test_lost_pods_leave_little_and_nothing_is_lost(tmp_path):
     tidier = Tidier(store, f"{HOME}/events", RUN, lambda: clock.now_s)
     logs, most = {}, {}
     seals = 0
-    while clock.now_s < 4 * 3600:
+    while clock.now_s < 2 * 3600:
         clock.sleep(cadence.SEAL_S)
         seals += 1
         for name in list(writers):
@@ -156,7 +156,7 @@ def test_lost_pods_leave_little_and_nothing_is_lost(tmp_path):
             stream.ship()
             merge_own(stream, store)
             most[name] = max(most.get(name, 0), len(stream.sealed))
-            if rng.random() < 0.0006 and lost < 6:
+            if rng.random() < 0.0012 and lost < 6:
                 lost += 1
                 del writers[name], logs[name]
                 writers[f"new-{lost}"] = home_at(local / f"new-{lost}", store, clock)
@@ -190,7 +190,7 @@ def test_full_objects_are_left_alone(tmp_path, monkeypatch):
     home = home_at(tmp_path / "a", store)
     log = home.open_log(RUN, "pod-0", 1)
     rng = Random(1)
-    for number in range(1500):
+    for number in range(900):
         say(log, "x" * rng.randrange(400))
         assert log.sync(), number
         merge_own(home.stream(RUN, "pod-0"), store)

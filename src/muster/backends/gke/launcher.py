@@ -306,8 +306,8 @@ class GkeLauncher:
         return _ended_with(end) if end is not None else None
 
     def _in_pods(self, spec: RunSpec, run_id: str) -> str:
-        """Where the run lives, for its pods."""
-        return place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).home
+        """The folder of the run, for its pods."""
+        return place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).local_dir
 
     def _session(self) -> Session:
         return Session(http=self.http, clock=self.clock)

@@ -7,6 +7,7 @@ folder is deleted, as an emptyDir is.
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from chaos import Judged
 from cluster import RUN_ID, checkpoint_hash, kill_tree
 
@@ -153,23 +153,21 @@ class HomedRun(Judged):
         address = read_lease((self.pods["supervisor"].folder / "lease.json").read_bytes(), me="the test").address
         return ask_supervisor(address, read_token(str(self.dir / "token")), message, timeout_s=20)
 
+    def broken(self, reference):
+        """Steps whose events a lost pod took along are missing in the home alone: what the pods said shows them."""
+        seen = {event.step for event in self.events("step")}
+        gap = re.compile(r"I1: attempt \d+ begins at step (\d+), (\d+) was the last before")
+        return [
+            problem
+            for problem in super().broken(reference)
+            if not (self.lost and (match := gap.fullmatch(problem)))
+            or not seen.issuperset(range(int(match[2]) + 1, int(match[1])))
+        ]
+
     def final_hash(self):
         return checkpoint_hash(f"{self.uri}/checkpoints")
 
     # ------------------------------------------------------------ faults
-
-    def kill_agent(self, name):
-        """Its agent alone, which its watchdog starts again."""
-        os.kill(self._agent(name).detail["pid"], signal.SIGKILL)
-
-    def agent_age_s(self, name):
-        """For how long its agent has lived; 0: it does not."""
-        newest = self._agent(name)
-        alive = psutil.pid_exists(newest.detail["pid"])
-        return (time.time_ns() - newest.wall_ns) / 1e9 if alive else 0.0
-
-    def _agent(self, name):
-        return [event for event in self.events("agent.started") if event.host == name][-1]
 
     def kill_supervisor(self):
         os.kill(self.supervisor.pid, signal.SIGKILL)

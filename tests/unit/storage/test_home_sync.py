@@ -181,6 +181,28 @@ def at_most(seals):
     return (cadence.FAN - 1) * levels + 1
 
 
+def test_the_supervisor_has_read_nearly_all_when_the_run_ends(tmp_path):
+    """Reading a week's events at once takes longer than a lease lasts."""
+    clock, store = VirtualClock(), Objects()
+    host = home_at(tmp_path / "pod-0", store, clock)
+    log = host.open_log(RUN, "pod-0", 1, clock)
+    home = home_at(tmp_path / "a", store, clock)
+    sync, most = sync_of(home, "supervisor", clock), 0
+    stream = host.stream(RUN, "pod-0")
+    while clock.now_s < 3 * cadence.MIRROR_S + 60:
+        say(log, "x")
+        stream.ship()
+        merge_own(stream, store)
+        before = store.counts["get"]
+        sync.ship_files()
+        most = max(most, store.counts["get"] - before)
+        clock.sleep(cadence.SEAL_S)
+    before = store.counts["get"]
+    assert home.heads(RUN)[log.name] == log.head
+    assert store.counts["get"] - before < 20
+    assert 0 < most * 6 <= cadence.reads_an_hour(1) - 3600 / cadence.LEASE_COPY_S
+
+
 def test_full_objects_are_left_alone(tmp_path, monkeypatch):
     """A stream of many bytes: at most two objects for what one could hold."""
     for module in ("segments", "merging", "stream"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from muster.core.errors import ConflictError, MusterError
-from muster.core.event_log.cadence import LEASE_COPY_LONELY_S, LEASE_COPY_S, LOGS_S, SEAL_S
+from muster.core.event_log.cadence import LEASE_COPY_LONELY_S, LEASE_COPY_S, LOGS_S, MIRROR_S, SEAL_S
 from muster.core.protocols import Store
 from muster.storage.home.files import QUIET_S, Outputs, replace_bytes
 from muster.storage.home.merging import Tidier, merge_own
@@ -40,6 +40,8 @@ class _Home(Protocol):
     def stream(self, run_id: str, writer: str, attempt: int = 0) -> Stream: ...
 
     def output(self, run_id: str, name: str) -> Stream: ...
+
+    def mirror(self, into: Path, *, what: str = "events") -> int: ...
 
 
 @dataclass
@@ -71,6 +73,7 @@ class BucketSync:
         )
         self.outputs = Outputs(self.home.bulk, self.home.uri_of(), self.home.local)
         folders = [self.home.uri_of("events"), self.home.uri_of("logs")] if supervises else []
+        self._next_s["mirror"] = self.now_s() + MIRROR_S
         self.tidiers = [Tidier(self.home.bulk, folder, self.run_id, self.now_s) for folder in folders]
 
     def start(self) -> None:
@@ -168,6 +171,8 @@ class BucketSync:
         for stream in self._streams():
             if not stream.deposed:
                 self._guarded(f"merging {stream.uri}", partial(self._merge, stream))
+        if self.writer == SUPERVISOR:  # so that little is left at the end, for its last word on every chain
+            self._every("mirror", MIRROR_S, lambda: self.home.mirror(self.home.local))
         for tidier in self.tidiers:
             self._guarded(f"merging below {tidier.uri}", tidier.tend)
 
@@ -176,7 +181,7 @@ class BucketSync:
 
     # ------------------------------------------------------------ helpers
 
-    def _every(self, name: str, interval_s: float, work: Callable[[], None]) -> None:
+    def _every(self, name: str, interval_s: float, work: Callable[[], object]) -> None:
         now_s = self.now_s()
         if now_s >= self._next_s.get(name, 0.0):
             self._next_s[name] = now_s + interval_s

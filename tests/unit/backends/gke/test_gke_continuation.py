@@ -31,8 +31,7 @@ def admitted(where=WHERE):
             "autoscaling.x-k8s.io/consume-provisioning-request": "old",
             "autoscaling.x-k8s.io/provisioning-class-name": "queued-provisioning.gke.io",
         }
-        if "kueue.x-k8s.io/podset-preferred-topology" not in notes:
-            notes["kueue.x-k8s.io/podset-unconstrained-topology"] = "true"
+        notes["kueue.x-k8s.io/podset-unconstrained-topology"] = "true"
         queues = {f"kueue.x-k8s.io/{kind}-queue-name": "old" for kind in ("local", "cluster")}
         pod["metadata"]["labels"] |= {"kueue.x-k8s.io/podset": role["name"], **queues}
         flavour = mode_of(where).node_selector if role["name"] == "host" else {}

@@ -14,7 +14,7 @@ from muster.backends.gke.manifests import pods
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.first_program import SOURCE_AND_RUN
 from muster.backends.gke.manifests.kueue_objects import queue_objects
-from muster.backends.gke.manifests.placement import mode_of, resolved
+from muster.backends.gke.manifests.placement import resolved
 from muster.backends.gke.manifests.render import cluster_objects, run_manifests
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.catalog import gke as catalogue
@@ -302,24 +302,25 @@ def test_trap_suspended_with_queue_label():
     assert free["spec"]["suspend"] is False and "kueue.x-k8s.io/queue-name" not in free["metadata"]["labels"]
 
 
-def test_trap_topology_needs_nodes():
-    """Kueue counts nodes that exist. Of a queued pool it would evict the run for one node that dies."""
-    for mode, wanted in [("flex_start_queued", False), ("reservation", True), ("flex_start", False), ("spot", False)]:
-        names = {one["kind"] for one in queue_objects(placement(spec(A4, mode)))}
-        assert ("Topology" in names) == mode_of(placement(spec(A4, mode))).topology == wanted
-        annotations = pod(spec(A4, mode))["metadata"]["annotations"]
-        assert ("kueue.x-k8s.io/podset-preferred-topology" in annotations) == wanted
-    assert not mode_of(placement(spec("g2-standard-48", "flex_start_queued"))).topology
-
-
-def test_trap_topology_levels():
-    (topology,) = of_kind("Topology", spec(A4, "reservation"))
-    assert [level["nodeLabel"] for level in topology["spec"]["levels"]] == [
+@pytest.mark.parametrize("mode", ["flex_start_queued", "reservation", "flex_start", "spot"])
+def test_trap_topology_is_the_schedulers(mode):
+    """Kueue's own would evict the run when a second node is lost before the first is replaced."""
+    for found in queue_objects(placement(spec(A4, mode))):
+        assert found["kind"] != "Topology" and "topologyName" not in found["spec"]
+    wanted = pod(spec(A4, mode))
+    assert not [key for key in wanted["metadata"]["annotations"] if "topology" in key]
+    terms = wanted["spec"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == [
         "cloud.google.com/gce-topology-block",
         "cloud.google.com/gce-topology-subblock",
-        "cloud.google.com/gce-topology-host",
-        "kubernetes.io/hostname",
     ]
+    labels = wanted["metadata"]["labels"] | {"jobset.sigs.k8s.io/replicatedjob-name": "host"}
+    for term in terms:
+        assert term["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_trap_topology_is_of_families_whose_nodes_have_it():
+    assert "affinity" not in pod(spec("g2-standard-48", "flex_start"))["spec"]
 
 
 def test_trap_provisioning_request_config():

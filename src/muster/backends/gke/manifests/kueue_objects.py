@@ -13,7 +13,6 @@ Manifest = dict[str, Json]
 API = "kueue.x-k8s.io/v1beta2"
 RBAC = "rbac.authorization.k8s.io/v1"
 CHECK = "muster-dws"
-TOPOLOGY = "muster-gce"
 CPU_FLAVOR = "muster-cpu"
 COVERED = ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu")
 """Every resource that pods request: one left out keeps the job waiting ("resource cpu unavailable in ClusterQueue")."""
@@ -26,12 +25,14 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi|)")
 
 
 def queue_objects(placement: Placement) -> list[Manifest]:
-    """Topology, flavours, the DWS check, cluster queue and local queue, in the order of creation."""
+    """Flavours, the DWS check, cluster queue and local queue, in the order of creation.
+
+    No topology: with it Kueue binds each pod to a node, and evicts the whole run when a second one is lost before the
+    first is replaced (v0.19.2 pkg/controller/tas/node_controller.go: no feature gate is asked). Pods prefer their
+    run's block by themselves (``pods``).
+    """
     mode = mode_of(placement)
-    objects = []
-    if mode.topology:
-        objects.append(_topology())
-    objects += [_host_flavor(placement), _cpu_flavor(placement)]
+    objects = [_host_flavor(placement), _cpu_flavor(placement)]
     if mode.queued:
         objects += [_request_config(), _admission_check()]
     return [*objects, _cluster_queue(placement, queued=mode.queued), _local_queue(placement)]
@@ -100,16 +101,9 @@ def priority_class() -> Manifest:
     return {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": metadata, **rank}
 
 
-def _topology() -> Manifest:
-    levels = [f"cloud.google.com/gce-topology-{level}" for level in ("block", "subblock", "host")]
-    return _object("Topology", TOPOLOGY, {"levels": [{"nodeLabel": n} for n in [*levels, "kubernetes.io/hostname"]]})
-
-
 def _host_flavor(placement: Placement) -> Manifest:
     mode = mode_of(placement)
     spec: dict[str, Json] = {"nodeLabels": dict(mode.node_selector)} if mode.node_selector else {}
-    if mode.topology:
-        spec["topologyName"] = TOPOLOGY
     return _object("ResourceFlavor", placement.queue_objects, spec)
 
 

@@ -126,7 +126,6 @@ class Mode:
     """On the JobSet itself."""
     grace_s: int
     queued: bool
-    topology: bool
 
 
 def place(spec: RunSpec, *, run_id: str, run_dir: str, options: Options) -> Placement:
@@ -175,9 +174,6 @@ def mode_of(placement: Placement, mode: str | None = None) -> Mode:
         annotations=annotations,
         grace_s=SPOT_POD_GRACE_S if spot else max(30, math.ceil(spec.recovery.grace_s) + 5),
         queued=queued,
-        # Kueue counts nodes that exist: from zero there are none. Queued nodes are placed compactly by who brings them,
-        # and Kueue would evict a whole run for one that dies, as no other may take its place.
-        topology=placement.family.topology and mode in ("reservation", "calendar"),
     )
 
 

@@ -54,6 +54,8 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
     }
     if not placement.machine.gpus:
         spec["affinity"] = _one_a_node(placement, HOST)
+    elif placement.family.topology:
+        spec["affinity"] = _close_together(placement)
     if placement.claims:
         spec["resourceClaims"] = [{"name": "rdma", "resourceClaimTemplateName": f"{placement.name}-rdma"}]
     sidecar = _sidecar(placement)
@@ -209,8 +211,6 @@ def _host_annotations(placement: Placement, mode: Mode) -> dict[str, str]:
     if (daemon := placement.machine.fabric.sidecar) and placement.machine.gpus:
         devices = "".join(f"- path: {device}\n" for device in daemon.devices)
         annotations[f"devices.gke.io/container.{daemon.name}"] = devices
-    if mode.topology and placement.kueue:
-        annotations["kueue.x-k8s.io/podset-preferred-topology"] = "cloud.google.com/gce-topology-block"
     return annotations
 
 
@@ -281,6 +281,22 @@ def _one_a_node(placement: Placement, role: str) -> Manifest:
     selector: JsonObject = {"matchLabels": {**placement.labels, ROLE: role}}
     term: JsonObject = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+
+
+def _close_together(placement: Placement) -> Manifest:
+    """Hosts prefer the sub-block, then the block, of those that are there; nodes without these labels count as far."""
+    selector: JsonObject = {"matchLabels": {**placement.labels, ROLE: HOST}}
+    terms: list[JsonObject] = [
+        {
+            "weight": weight,
+            "podAffinityTerm": {
+                "topologyKey": f"cloud.google.com/gce-topology-{level}",
+                "labelSelector": selector,
+            },
+        }
+        for level, weight in (("block", 50), ("subblock", 50))
+    ]
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
 def _node_volumes(mounts: tuple[Mount, ...]) -> list[Manifest]:

@@ -19,7 +19,7 @@ NUMBER = "muster/allocation"
 INSTANCE = "app.kubernetes.io/instance"
 _SERVERS_OWN = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "ownerReferences",
                 "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers", "selfLink")  # fmt: skip
-_ASKED = ("kueue.x-k8s.io/podset-preferred-topology", "kueue.x-k8s.io/safe-to-forcefully-delete")
+_ASKED = ("kueue.x-k8s.io/safe-to-forcefully-delete",)
 """The annotations of Kueue's own that manifests have: it puts others of this form there by itself."""
 
 

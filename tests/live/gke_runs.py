@@ -273,5 +273,5 @@ class Run:
         return None
 
     def losses(self):
-        """Step -> loss, of the last time that the step was made."""
-        return {event.step: event.detail.loss for event in self.events("step")}
+        """Step -> loss as hex, the last word on each step."""
+        return {event.step: float(event.detail["loss"]).hex() for event in self.events("step") if event.step}

@@ -112,6 +112,29 @@ def test_an_ended_stream_takes_nothing_more(tmp_path):
     assert len(store.held) == held + 1  # supervisor.3 alone was not ended yet
 
 
+def test_what_was_merged_since_lets_no_zombie_in(tmp_path):
+    """Its last answer was lost, it was away while its successor ended and merged its log, and it has more lines now."""
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    zombie = home.open_log(RUN, "supervisor", 1)
+    for number in range(3):
+        say(zombie, f"{number}")
+        assert zombie.sync()
+    say(zombie, "sealed, but its writer does not know")
+    store.faults[store.requests] = "lost"
+    assert not zombie.sync()
+    home_at(tmp_path / "b", store).end_earlier(RUN, "supervisor", 2)
+    tidier = Tidier(store, f"{HOME}/events", RUN, lambda: 0.0)
+    for _ in range(2):
+        tidier.tidy("supervisor.1")
+    assert len(store.names(f"{HOME}/events/supervisor.1")) == 3
+    before = mirrored(store, tmp_path / "c")
+    say(zombie, "decided too late")
+    with pytest.raises(ConflictError, match=r"ended by supervisor\.2"):
+        zombie.sync()
+    assert mirrored(store, tmp_path / "d") == before
+
+
 def test_two_writers_of_one_stream(tmp_path):
     """The client on two machines: the second one goes on where the first was; whoever does not know that is refused."""
     store = Objects()

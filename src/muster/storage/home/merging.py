@@ -2,7 +2,8 @@
 
 A writer merges what it sealed itself, from the files on its disk, so that nothing is read for it. What a writer that is
 gone left behind is merged by the supervisor. Both may happen to one stream at once: nothing is removed that a wider
-object does not hold already, and the newest segment, whose answer its writer may still wait for, is left to it.
+object does not hold already, and the newest segment, whose answer its writer may still wait for, is left to it. In a
+stream that was ended that is the one before the end: its number would be free for a writer that does not know.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Tidier:
                 self._waiting.append(stream)
 
     def tidy(self, stream: str) -> None:
-        """Merge all of it but its newest object (the one that says that it ended, if any), into as few as hold it."""
+        """Merge all of it into as few objects as hold it, but for what its writer wrote last and for the end."""
         uri = uris.join(self.uri, stream)
         spans = streams(self.store, self.uri, only=stream).get(stream, [])
         try:
@@ -132,7 +133,10 @@ class Tidier:
             return  # its writer merges it
         for span in superfluous(spans):
             self.store.delete(uris.join(uri, span.name))
-        for group in self._groups(uri, kept[:-1]):
+        left = kept[:-1]
+        if len(left) > 1 and (newest := kept[-1]).level == 0 and _ended(self.store, uri, newest, self.run_id):
+            left = left[:-1]
+        for group in self._groups(uri, left) if len(left) > 1 else ():
             _merge(self.store, uri, [segment.header for segment in group], _body(group))
 
     def _groups(self, uri: str, spans: Sequence[Span]) -> Iterator[list[Segment]]:
@@ -162,6 +166,15 @@ def _body(group: Sequence[Segment]) -> bytes:
         for part, data in segment.stretches():
             pieces.setdefault(part.name, []).append(data)
     return b"".join(piece for found in pieces.values() for piece in found)
+
+
+def _ended(store: Store, uri: str, span: Span, run_id: str) -> bool:
+    """Whether this object says that the stream at ``uri`` was ended. Raises as the store; BusyError: it is gone."""
+    at = uris.join(uri, span.name)
+    try:
+        return Segment.decode(store.get(at).data, at, run_id=run_id).header.ended is not None
+    except FileNotFoundError as error:
+        raise BusyError(f"{at} was merged while it was read") from error
 
 
 def end_stream(store: Store, uri: str, *, run_id: str, by: str) -> None:

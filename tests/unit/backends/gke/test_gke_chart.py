@@ -92,12 +92,23 @@ def test_a_model_that_is_copied_once(helm, tmp_path):
     assert found["JobSet", RUN_ID] == plain(of)["JobSet", RUN_ID]
 
 
-@pytest.mark.parametrize("hours", [0.5, 10, 168, None])
-def test_hours_are_asked_for_and_left_alike(helm, tmp_path, hours):
+@pytest.mark.parametrize(
+    ("mode", "hours"),
+    [("flex_start_queued", 0.5), ("flex_start_queued", 10), ("flex_start_queued", 168), ("flex_start_queued", None),
+     ("flex_start", 10), ("spot", 10)],
+)  # fmt: skip
+def test_hours_are_asked_for_and_left_alike(helm, tmp_path, mode, hours):
     of = spec("a4-highgpu-8g", "flex_start_queued", limits={"max_hours": hours})
-    found = installed(helm, written(tmp_path / "chart", of), {})
-    wanted = plain(of)["JobSet", RUN_ID]
+    found = installed(helm, written(tmp_path / "chart", of), {"mode": mode})
+    wanted = plain(spec("a4-highgpu-8g", mode, limits={"max_hours": hours}))["JobSet", RUN_ID]
     assert found["JobSet", RUN_ID] == wanted
+
+
+def test_the_shortest_allocation_is_left_too(helm, tmp_path):
+    found = installed(helm, written(tmp_path / "chart", B200), {"maxRunDurationSeconds": 600})
+    pod = found["JobSet", RUN_ID]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    words = pod["containers"][0]["command"]
+    assert words[words.index("--leave-after-s") + 1] == "300", "0 would be never"
 
 
 def test_one_value_moves_the_run_and_its_checkpoints(helm, tmp_path):

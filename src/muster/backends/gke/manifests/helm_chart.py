@@ -19,11 +19,13 @@ from muster.backends.gke.manifests.kueue_objects import CPU_FLAVOR, account_obje
 from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.manifests.placement import (
     CLAIM_FOLDER,
-    LONGEST_LEAD_S,
+    END_S,
+    LEAD_S,
     MAX_RUN_DURATION,
     SEVEN_DAYS_S,
-    SHORTEST_LEAD_S,
     Placement,
+    allocation_ends,
+    leave_after_s,
     object_name,
     place,
     resolved,
@@ -63,12 +65,12 @@ _RUN_PRELUDE = """\
 {{- end -}}
 """  # noqa: E501
 
-# ``placement.leave_after_s`` of the chart's own value.
-_LEAD = f"min {LONGEST_LEAD_S} (max {SHORTEST_LEAD_S} (div $asked 11))"
+# ``placement.allocation_ends`` of the chart's own values.
 _LEAVE_AFTER = (
-    '{{ if hasPrefix "flex_start" .Values.mode }}{{ $asked := int .Values.maxRunDurationSeconds }}'
-    f"{{{{ $lead := {_LEAD} }}}}"
-    f"{{{{ sub $asked (ternary $lead (div $lead 2) (ge $asked {SEVEN_DAYS_S})) | toString | quote }}}}"
+    '{{ if eq .Values.mode "flex_start_queued" }}{{ $asked := int .Values.maxRunDurationSeconds }}'
+    f"{{{{ $before := ternary {LEAD_S} {END_S} (ge $asked {SEVEN_DAYS_S}) }}}}"
+    "{{ max (div $asked 2) (sub $asked $before) | toString | quote }}"
+    f'{{{{ else if eq .Values.mode "flex_start" }}}}"{leave_after_s(SEVEN_DAYS_S)}"'
     '{{ else }}"0"{{ end }}'
 )
 
@@ -167,6 +169,10 @@ def _run_template(placement: Placement) -> str:
     supervisor, host = jobset["spec"]["replicatedJobs"]
     command = supervisor["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
     command[command.index(pods.LEAVE_AFTER) + 1] = Expression(_LEAVE_AFTER)
+    most = allocation_ends(placement.spec, "flex_start_queued")[1]
+    command[command.index(pods.AT_MOST) + 1] = Expression(
+        f'{{{{ ternary "0" "{most}" (eq .Values.mode "flex_start") | quote }}}}'
+    )
     host["replicas"] = Expression("{{ $nodes }}")
     pod = host["template"]["spec"]["template"]
     annotations = pod["metadata"].get("annotations", {})

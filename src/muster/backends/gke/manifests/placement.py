@@ -15,9 +15,12 @@ from muster.config.spec import Recovery, RunSpec
 
 SEVEN_DAYS_S = 604_800
 """The longest flex-start allocation (docs concepts/dws)."""
-SHORTEST_ALLOCATION_S = 600
-LONGEST_LEAD_S, SHORTEST_LEAD_S = 1800, 300
-"""What is asked of flex-start beyond the run's own hours, a tenth of them: hosts start, and the end is saved."""
+LEAD_S = 1800
+"""What is asked of flex-start beyond the run's own hours, which count from the first host: two thirds for what comes
+before it (an image of 20 GB takes 5 to 15 min), the rest is ``END_S``. Time that is not used is not paid."""
+END_S = 600
+"""Before an allocation's end: it counts from its machines' start, a boot and Kueue's admission before the supervisor
+does, and the run saves."""
 SPOT_POD_GRACE_S = 15
 """Of Spot's 30 s notice the pods get the first 15 (docs concepts/spot-vms)."""
 LONGEST_JOBSET_NAME = 63 - len("-supervisor-0-0-abcde")
@@ -215,29 +218,35 @@ def checkpoints_at_home(placement: Placement) -> str | None:
 
 
 def longest_run_s(spec: RunSpec) -> int:
-    """Seconds asked of flex-start: the run's own limit and what goes before and after it, at most 7 days."""
+    """Seconds asked of queued flex-start: the run's own limit and ``LEAD_S``, at most 7 days."""
     if spec.limits.max_hours is None:
         return SEVEN_DAYS_S
-    trains_s = math.ceil(spec.limits.max_hours * 3600)
-    asked_s = trains_s + min(LONGEST_LEAD_S, max(SHORTEST_LEAD_S, trains_s // 10))
-    return min(SEVEN_DAYS_S, max(SHORTEST_ALLOCATION_S, asked_s))
+    return min(SEVEN_DAYS_S, math.ceil(spec.limits.max_hours * 3600) + LEAD_S)
 
 
 def leave_after_s(asked_s: int) -> int:
-    """Seconds of the supervisor after which a run saves that has an allocation of ``asked_s`` (``longest_run_s``): all
-    but what ``longest_run_s`` adds.
+    """Seconds of the supervisor after which a run saves that has an allocation of ``asked_s`` (``longest_run_s``).
 
-    An allocation counts from the nodes' start, which is before the supervisor's by as long as the slowest of them took.
-    One that holds the whole run leaves half of it to the limit itself, which counts from the first host.
+    One that holds the whole run ends ``LEAD_S`` after its hours, so hosts may start ``LEAD_S - END_S`` after the
+    supervisor before this falls ahead of ``limits.max_hours``, which then ends the run itself. One of 7 days holds no
+    whole run: what is left goes on in the next, and nothing is lost where all of ``LEAD_S`` is kept for the end. At
+    least half, as the chart's value may be as short as Google allows (600 s), and 0 would mean never.
     """
-    lead_s = min(LONGEST_LEAD_S, max(SHORTEST_LEAD_S, asked_s // 11))
-    return asked_s - (lead_s if asked_s >= SEVEN_DAYS_S else lead_s // 2)
+    return max(asked_s // 2, asked_s - (LEAD_S if asked_s >= SEVEN_DAYS_S else END_S))
 
 
-def most_allocations(spec: RunSpec) -> int:
-    """How many allocations ``limits.max_hours`` needs; 0: any number."""
+def allocation_ends(spec: RunSpec, mode: str) -> tuple[int, int]:
+    """(when the supervisor saves because its allocation ends, 0: never; how many the run may have, 0: any number).
+
+    Nodes of plain flex-start live 7 days whatever the run asks for, and the supervisor starts before the first of them
+    is there: its waiting counts here and must not count against the run's hours, which its own limit holds over all
+    allocations.
+    """
+    if mode == "flex_start":
+        return leave_after_s(SEVEN_DAYS_S), 0
     hours = spec.limits.max_hours
-    return math.ceil(hours * 3600 / leave_after_s(SEVEN_DAYS_S)) if hours else 0
+    most = math.floor(hours * 3600 / leave_after_s(SEVEN_DAYS_S)) + 1 if hours else 0
+    return leave_after_s(longest_run_s(spec)) if mode == catalogue.QUEUED else 0, most
 
 
 def reservation_name(named: str) -> str:

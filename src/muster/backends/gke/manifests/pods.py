@@ -10,9 +10,7 @@ from muster.backends.gke.manifests.placement import (
     SUPERVISOR,
     Mode,
     Placement,
-    leave_after_s,
-    longest_run_s,
-    most_allocations,
+    allocation_ends,
 )
 from muster.backends.gke.manifests.volumes import (
     SCRATCH,
@@ -30,7 +28,7 @@ from muster.core.typed_json import Json, JsonObject
 
 Manifest = dict[str, Json]
 
-LEAVE_AFTER = "--leave-after-s"
+LEAVE_AFTER, AT_MOST = "--leave-after-s", "--at-most"
 NOT_MOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 """An autoscaler that empties a node would stop a run to save a part of it."""
 GIVEN_UP = {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"}
@@ -257,10 +255,9 @@ def _field(name: str, path: str) -> Manifest:
 
 
 def _allocation(placement: Placement) -> list[str]:
-    """When to save before a flex-start allocation ends by itself (0: never), and how many the run may have (0: any)."""
-    flex = placement.mode.startswith("flex_start")
-    seconds = leave_after_s(longest_run_s(placement.spec)) if flex else 0
-    return [LEAVE_AFTER, str(seconds), "--at-most", str(most_allocations(placement.spec))]
+    """When to save before a flex-start allocation ends by itself, and how many the run may have."""
+    seconds, most = allocation_ends(placement.spec, placement.mode)
+    return [LEAVE_AFTER, str(seconds), AT_MOST, str(most)]
 
 
 def _container(placement: Placement, name: str, command: list[str]) -> Manifest:

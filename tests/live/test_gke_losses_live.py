@@ -4,8 +4,11 @@ The losses afterwards are those of an undisturbed run on this machine, bit for b
 ``gke_runs``.
 """
 
+import os
+import signal
 import time
 
+import psutil
 import pytest
 from cluster import LiveRun
 from gke_runs import JOBSETS, WORKLOADS, Run, document
@@ -90,3 +93,36 @@ def undisturbed(plane, folder, step):
         live.start()
         live.wait_for_step(step, 240)
         return live.losses()
+
+
+@pytest.mark.soak
+def test_before_seven_days_are_over_the_rest_is_queued_and_goes_on_in_another_allocation(plane, played, home):
+    """The supervisor's own clock rings: it saves, queues the rest by its own account, once, and ends well."""
+    run = Run(plane, home, "rest", **{"resources.hosts": 2, "checkpoint.every_steps": 50})
+    run.wait_for_step(3, 240)
+    first, began = run.jobset(), time.monotonic()
+    time.sleep(max(0.0, 75 - (time.monotonic() - began)))  # a run that asks sooner is not queued again
+    played.hold = True
+    ring(plane, run.pods()["supervisor", run.leader()])
+    name = f"{first['metadata']['name']}-c2"
+    plane.wait(lambda: (found := run.jobset()) and found["metadata"]["name"] == name, "rest in the queue", 120)
+    saved = run.step()
+    ended = f"{JOBSETS}/namespaces/default/jobsets/{first['metadata']['name']}"
+    plane.wait(lambda: plane.get(ended).get("status", {}).get("terminalState") == "Completed", "first allocation's end")
+    plane.wait(lambda: run.status()["state"] == "waiting", "waiting", 60)
+    played.admit()
+    attempt = run.attempt()
+    run.wait_for_attempt(attempt, 240)
+    made = min(event.step for event in run.events("step") if event.attempt == run.attempt())
+    assert made == saved + 1, "it goes on from the step at which it saved"
+    run.muster("down", run.id)
+    plane.wait(lambda: not run.pods() and not plane.items(f"{JOBSETS}/jobsets"), "end")
+
+
+def ring(plane, pod):
+    """The pod's first program is told that its allocation is about to end."""
+    mark = f"{plane.dir}/pods/{pod['metadata']['uid']}/"
+    outer = [one for one in psutil.process_iter(["cmdline"]) if mark in " ".join(one.info["cmdline"] or [])]
+    inner = [one for each in outer for one in each.children(recursive=True)]
+    (first,) = {one.pid for one in inner if "muster.backends.gke.pod.main" in one.cmdline()}
+    os.kill(first, signal.SIGALRM)

@@ -54,6 +54,8 @@ class FakeGoogleCloud(Operations):
     billing: bool = True
     denied: set[str] = field(default_factory=set)
     zones: tuple[str, ...] = ("us-central1-a", *ZONES)
+    acts_as: set[str] = field(default_factory=set)
+    """Service accounts that the caller may act as by a role on each, whatever the project's roles are."""
     lacking: dict[str, set[str]] = field(default_factory=dict)
     """Zone -> machine types that it does not have."""
     slow: dict[str, int] = field(default_factory=dict)
@@ -75,6 +77,8 @@ class FakeGoogleCloud(Operations):
     """Metric -> dimensions -> limit; a metric that is not here is not known."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Name of a pool -> nodes that its instance group has or is making."""
+    partly: set[str] = field(default_factory=set)
+    """Pools whose nodes are there although the pool is in error; those of others have not come."""
     limits: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Metric of a region's or the project's own table -> (limit, in use)."""
     builds: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -190,7 +194,7 @@ class FakeGoogleCloud(Operations):
             return gcp_services.node_pool(self, match, urllib.parse.urlsplit(call.url).path.lstrip("/"), call)
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:
             return gcp_services.build(self, match, query, call)
-        if match.verb in ("getIamPolicy", "setIamPolicy"):
+        if match.verb in ("getIamPolicy", "setIamPolicy", "testIamPermissions"):
             return gcp_services.policy(self, match, call)
         if (
             match.api in ("compute.v1", "container.v1", "iam.v1", "artifactregistry.v1")
@@ -224,6 +228,8 @@ class FakeGoogleCloud(Operations):
         kind = path.rpartition("/")[2]
         depth = path.count("/") + 1
         items = [one for key, one in self.store.items() if key.split("/")[-2] == kind and key.count("/") == depth]
+        if match.api in ("artifactregistry.v1", "compute.v1"):
+            items = [one for key, one in self.store.items() if key.startswith(path + "/") and key.count("/") == depth]
         if inside_a_bucket:
             items = [one for key, one in self.store.items() if key.startswith(path + "/")]
         names = {"container.v1": kind, "artifactregistry.v1": "repositories", "iam.v1": "accounts"}
@@ -256,8 +262,7 @@ class FakeGoogleCloud(Operations):
         busy = "/".join(path.split("/")[:7]) if match.api == "container.v1" else None
         if match.api == "container.v1":
             body |= {"status": "PROVISIONING", "location": path.split("/")[4]}
-        if match.id.endswith("nodePools.create"):
-            gcp_services.begin_nodes(self, path, body)
+        gcp_services.begin_nodes(self, match, path, body)
         if "nodePools" in body:
             for pool in body["nodePools"]:
                 self.store[f"{path}/nodePools/{pool['name']}"] = {**pool, "status": "RUNNING"}
@@ -308,7 +313,7 @@ class FakeGoogleCloud(Operations):
                 return _error(400, "CLUSTER_ALREADY_HAS_OPERATION")
         users = [
             key for key, body in self.store.items()
-            if key != path and any(str(body.get(at, "")).endswith(f"/{name}") for at in ("network", "subnetwork"))
+            if key != path and any(str(body.get(at, "")).rpartition("/")[2] == name for at in ("network", "subnetwork"))
         ]  # fmt: skip
         nodes = [key for key, body in list(self.store.items()) if f'"subnetwork": "{name}"' in json.dumps(body)]
         if match.api == "compute.v1" and (users or nodes):

@@ -54,17 +54,26 @@ def machine_type(google: Any, match: Match, query: dict[str, str]) -> Reply:
     return Reply(status=200, body={"items": items})
 
 
+def places(google: Any, match: Match, query: dict[str, str]) -> Reply:
+    """Where Artifact Registry may have repositories; in truth some fifty."""
+    names = ("asia", "europe", "europe-west1", "us", "us-central1")
+    return Reply(status=200, body={"locations": [{"locationId": one} for one in names]})
+
+
 BY_ID: dict[str, Callable[[Any, Match, dict[str, str]], Reply]] = {
     "serviceusage.services.consumerQuotaMetrics.get": quota,
     "compute.regions.get": limits,
     "compute.projects.get": limits,
     "compute.machineTypes.get": machine_type,
+    "artifactregistry.projects.locations.list": places,
     "compute.machineTypes.aggregatedList": machine_type,
 }
 
 
 def policy(google: Any, match: Match, call: Call) -> Reply:
     """Who may do what with a bucket, a repository or the project, written back under its etag."""
+    if match.verb == "testIamPermissions":
+        return may_act(google, match, call)
     path = urllib.parse.urlsplit(call.url).path.lstrip("/").partition(":")[0].removesuffix("/iam")
     of_project = path.count("/") == 2 and path.startswith("v1/projects/")
     if not of_project and path not in google.store:
@@ -91,6 +100,19 @@ def identity(google: Any, body: Any) -> str | None:
             google.new[email] = google.new.get(email, 0) - 1
             return f"Service account {email} does not exist."
     return None
+
+
+def may_act(google: Any, match: Match, call: Call) -> Reply:
+    """Which of the permissions the caller has on one service account: by a role on it, or on the project."""
+    assert call.body is not None
+    email = urllib.parse.urlsplit(call.url).path.rpartition("/")[2].partition(":")[0]
+    if not any(path.endswith(f"/serviceAccounts/{email}") for path in google.store):
+        return error(404, "NOT_FOUND")
+    asked = call.body["permissions"]
+    return Reply(
+        status=200,
+        body={"permissions": [one for one in asked if one not in google.denied or email in google.acts_as]},
+    )
 
 
 def create_account(google: Any, folder: str, body: dict[str, Any]) -> Reply:
@@ -149,12 +171,26 @@ def build(google: Any, match: Match, query: dict[str, str], call: Call) -> Reply
     return Reply(status=200, body=found)
 
 
-def begin_nodes(google: Any, path: str, body: dict[str, Any]) -> None:
-    """A pool's nodes are an instance group of Compute Engine's, which alone says how many they are."""
+def begin_nodes(google: Any, match: Match, path: str, body: dict[str, Any]) -> None:
+    """A pool's nodes are an instance group of Compute Engine's, which alone says how many they are; a cluster's
+    networks have other names in the answer."""
+    if match.id.endswith("clusters.create"):
+        name_networks(path, body)
+    if not match.id.endswith("nodePools.create"):
+        return
     name, zone = path.rpartition("/")[2], body["locations"][0]
     folder = f"https://www.googleapis.com/compute/v1/projects/{path.split('/')[2]}/zones/{zone}"
     body["instanceGroupUrls"] = [f"{folder}/instanceGroupManagers/gke-{name}-grp"]
     google.sizes[name] = body.get("initialNodeCount", 0)
+
+
+def name_networks(path: str, body: dict[str, Any]) -> None:
+    """Of a cluster's network and subnet GKE answers the plain names; their paths are in ``networkConfig``."""
+    folders = {"network": "global/networks", "subnetwork": f"regions/{path.split('/')[4]}/subnetworks"}
+    names = {at: body.get(at, "default").rpartition("/")[2] for at in folders}
+    paths = {at: f"projects/{path.split('/')[2]}/{folders[at]}/{name}" for at, name in names.items()}
+    body |= names
+    body["networkConfig"] = {**body.get("networkConfig", {}), **paths}
 
 
 SIZES = ("nodePools.setSize", "nodePools.setAutoscaling", "clusters.update", "instanceGroupManagers.get")
@@ -165,7 +201,10 @@ def node_pool(google: Any, match: Match, path: str, call: Call) -> Reply:
     error, with the size asked for."""
     if match.verb == "get":
         name = match.path["instanceGroupManager"].removeprefix("gke-").removesuffix("-grp")
-        return Reply(status=200, body={"targetSize": google.sizes[name]})
+        pool = next((one for key, one in google.store.items() if key.endswith(f"/nodePools/{name}")), {})
+        there = pool.get("status") != "ERROR" or name in google.partly
+        actions = {"none" if there else "creating": google.sizes[name]}
+        return Reply(status=200, body={"targetSize": google.sizes[name], "currentActions": actions})
     path = path.partition(":")[0]
     cluster, _, name = path.partition("/nodePools/")
     if path not in google.store or google.store.get(cluster, {}).get("status") != "RUNNING":

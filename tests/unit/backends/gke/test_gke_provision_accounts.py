@@ -6,9 +6,9 @@ import pytest
 from fakes.project import INSTALLED, cloud, session, where
 
 from muster.backends.cluster import Said
-from muster.backends.gke.provision.access import MAKING_ACCOUNTS
+from muster.backends.gke.provision.access import ACT_AS, MAKING_ACCOUNTS
 from muster.backends.gke.provision.audit import audit
-from muster.backends.gke.provision.inventory.accounts import commands
+from muster.backends.gke.provision.inventory.accounts import commands, repository_of
 from muster.backends.gke.provision.up import down, up
 from muster.core.errors import AccessError, BackendError
 
@@ -106,6 +106,19 @@ def test_accounts_made_by_hand_are_used_and_stay():
     assert result.clean and google.names() == {f"serviceAccounts/{NODES}", f"serviceAccounts/{BUILD}"}
 
 
+def test_who_may_run_as_the_accounts_by_a_role_on_each_needs_none_on_the_project():
+    google = cloud(denied={*MAKING_ACCOUNTS, ACT_AS}, acts_as={NODES})
+    with pytest.raises(AccessError, match="6 permissions are missing"):
+        up(where(), session(google), INSTALLED, workers=1)
+    made_by_hand(google)
+    with pytest.raises(AccessError, match="1 permissions are missing") as caught:
+        up(where(), session(google), INSTALLED, workers=1)
+    assert f"service-accounts add-iam-policy-binding {BUILD} " in caught.value.hint and google.creations == []
+    google.acts_as.add(BUILD)
+    up(where(), session(google), INSTALLED, workers=1)
+    assert commands(where())[-1].endswith("--role=roles/iam.serviceAccountUser")
+
+
 def test_accounts_that_an_earlier_up_made_need_no_permission_but_to_see_their_roles():
     google = cloud()
     up(where(), session(google), INSTALLED, workers=1)
@@ -144,10 +157,16 @@ def test_the_account_of_another_clusters_nodes_stays():
     for site in (here, where("g2-standard-48", "spot", cluster="team")):
         up(site, session(google), INSTALLED, workers=1)
     result = down([here], session(google), workers=1)
-    assert f"serviceAccounts/{NODES}" in google.names() and f"serviceAccounts/{BUILD}" not in google.names()
+    assert {f"serviceAccounts/{NODES}", f"serviceAccounts/{BUILD}"} <= google.names()
     assert ("example-project", "roles/container.defaultNodeServiceAccount", "muster-nodes") in roles(google)
+    assert ("example-project", "roles/logging.logWriter", "muster-build") in roles(google)
     kept = {(one.kind, one.name) for one in result.leftovers if one.kept}
-    assert kept >= {("serviceAccounts", "muster-nodes"), ("grants", "nodes")}
+    assert kept >= {
+        ("serviceAccounts", "muster-nodes"),
+        ("serviceAccounts", "muster-build"),
+        ("grants", "nodes"),
+        ("grants", "build"),
+    }
 
 
 def test_the_audit_sees_accounts_and_roles_that_stayed():
@@ -171,6 +190,47 @@ def test_nodes_pull_from_another_repository_of_the_project_too():
     assert roles(google) == LEAST | {("team", "roles/artifactregistry.reader", "muster-nodes")}
     down([site], session(google), workers=1)
     assert roles(google) == set() and google.store == {f"v1/{folder}": {"name": folder}}
+
+
+def test_a_role_on_a_repository_goes_although_the_image_is_another_by_now():
+    google = cloud()
+    folder = "projects/example-project/locations/europe-west1/repositories/team"
+    google.store[f"v1/{folder}"] = {"name": folder, "format": "DOCKER"}
+    up(where(image="europe-west1-docker.pkg.dev/example-project/team/trainer:1"), session(google), INSTALLED, workers=1)
+    theirs = {"role": "roles/artifactregistry.reader", "members": ["user:a@example.com"]}
+    google.policies[f"v1/{folder}"]["bindings"].append(theirs)
+    assert down([where(image=None)], session(google), workers=1).clean
+    assert roles(google) == set() and google.policies[f"v1/{folder}"]["bindings"] == [theirs]
+
+
+@pytest.mark.parametrize(
+    ("image", "project", "path"),
+    [
+        ("gcr.io/example-project/trainer:1", "example-project", "us/repositories/gcr.io"),
+        ("us.gcr.io/example-project/team/trainer", "example-project", "us/repositories/us.gcr.io"),
+        ("eu.gcr.io/example-project/trainer:1", "example-project", "europe/repositories/eu.gcr.io"),
+        ("asia.gcr.io/example-project/trainer@sha256:0", "example-project", "asia/repositories/asia.gcr.io"),
+        ("gcr.io/example.com/proj/trainer:1", "example.com:proj", "us/repositories/gcr.io"),
+        ("us-east1-docker.pkg.dev/example.com/proj/repo/trainer:1", "example.com:proj", "us-east1/repositories/repo"),
+        ("europe-docker.pkg.dev/example-project/repo/a/b:1", "example-project", "europe/repositories/repo"),
+    ],
+)
+def test_the_repository_of_an_image_by_every_kind_of_address(image, project, path):
+    found = repository_of(image)
+    assert found is not None and found.path == f"projects/{project}/locations/{path}"
+
+
+@pytest.mark.parametrize("image", ["docker.io/a/b:1", "ubuntu", "nvcr.io/nvidia/nemo:25.04", "", "gcr.io/x"])
+def test_images_elsewhere_have_no_repository_of_googles(image):
+    assert repository_of(image) is None
+
+
+def test_nodes_pull_from_the_projects_container_registry():
+    google = cloud()
+    folder = "projects/example-project/locations/europe/repositories/eu.gcr.io"
+    google.store[f"v1/{folder}"] = {"name": folder, "format": "DOCKER"}
+    up(where(image="eu.gcr.io/example-project/trainer:1"), session(google), INSTALLED, workers=1)
+    assert ("eu.gcr.io", "roles/artifactregistry.reader", "muster-nodes") in roles(google)
 
 
 def test_an_image_of_another_project_is_said_with_the_command():

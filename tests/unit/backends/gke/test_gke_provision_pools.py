@@ -5,6 +5,7 @@ import json
 import pytest
 from fakes.project import INSTALLED, cloud, killed, session, where
 
+from muster.backends.cluster import Said
 from muster.backends.gke.provision.inventory.disks import boot_disk_gb, left_gib
 from muster.backends.gke.provision.inventory.pools import gpu_pool
 from muster.backends.gke.provision.up import up
@@ -252,3 +253,40 @@ def test_seventy_billion_parameters_do_not_go_on_a_disk_of_200_gb():
     up(where("a2-highgpu-8g", "on_demand"), session(google), INSTALLED, workers=1)
     pool_of(google, where("a2-highgpu-8g", "on_demand"))["config"]["diskSizeGb"] = 200
     differs(google, where("a2-highgpu-8g", "on_demand"), "diskSizeGb should be at least 400 for the weights, is 200")
+
+
+# ---------------------------------------------------------------- what is there and not well
+
+CLUSTER = "v1/projects/example-project/locations/us-central1/clusters/muster"
+
+
+@pytest.mark.parametrize(
+    ("thing", "status"), [("cluster", "DEGRADED"), ("pool", "RUNNING_WITH_ERROR"), ("pool", "ERROR")]
+)
+def test_what_serves_although_it_is_not_well_stays_and_is_said(thing, status):
+    google, site = cloud(), where(mode="reservation")
+    up(site, session(google), INSTALLED, workers=1)
+    made_before = list(google.creations)
+    found = google.store[CLUSTER] if thing == "cluster" else pool_of(google, site)
+    found |= {"status": status, "statusMessage": "one machine is ill"}
+    google.partly = {site.pool}
+    words, log = [], len(google.log)
+    up(site, session(google), INSTALLED, workers=1, progress=words.append)
+    assert google.creations == made_before and not [url for method, url in google.log[log:] if method == "DELETE"]
+    said = [one.text for one in words if isinstance(one, Said) and "one machine is ill" in one.text]
+    assert len(said) == 1 and status in said[0]
+
+
+def test_a_pool_in_error_without_nodes_is_made_anew():
+    google, site = cloud(), where(mode="reservation")
+    up(site, session(google), INSTALLED, workers=1)
+    pool_of(google, site)["status"] = "ERROR"
+    up(site, session(google), INSTALLED, workers=1)
+    assert google.creations.count(f"nodePools/{site.pool}") == 2 and pool_of(google, site)["status"] == "RUNNING"
+
+
+def test_a_pool_of_a_reservation_without_the_label_that_runs_ask_for_is_refused():
+    google, site = cloud(), where(mode="reservation")
+    up(site, session(google), INSTALLED, workers=1)
+    pool_of(google, site)["config"]["labels"].pop("cloud.google.com/reservation-name")
+    differs(google, site, "labels should have cloud.google.com/reservation-name=gpus-in-august .*has none")

@@ -140,7 +140,7 @@ def with_network():
 def test_an_existing_network_gets_a_subnet_of_ours_and_stays(named):
     google, site = with_network(), private(network=named)
     up(site, session(google), INSTALLED, workers=1)
-    assert google.store[CLUSTER]["network"] == "projects/example-project/global/networks/company"
+    assert google.store[CLUSTER]["networkConfig"]["network"] == "projects/example-project/global/networks/company"
     assert not any(name.startswith("networks/muster") for name in google.names())
     router = google.store[f"{FOLDER}/regions/us-central1/routers/muster-router"]
     (nat,) = router["nats"]
@@ -148,6 +148,20 @@ def test_an_existing_network_gets_a_subnet_of_ours_and_stays(named):
     assert nat["sourceSubnetworkIpRangesToNat"] == "LIST_OF_SUBNETWORKS", "the others' way out is theirs"
     assert [row["name"].rpartition("/")[2] for row in nat["subnetworks"]] == ["muster-sub"]
     assert down([site], session(google), workers=1).clean and google.names() == {"networks/company"}
+
+
+def test_google_answers_a_clusters_network_by_name_and_another_network_is_refused():
+    google, site = with_network(), private(network="company")
+    up(site, session(google), INSTALLED, workers=1)
+    cluster = google.store[CLUSTER]
+    assert (cluster["network"], cluster["subnetwork"]) == ("company", "muster-sub")
+    up(site, session(google), INSTALLED, workers=1)
+    for path, name in (("projects/example-project/global/networks/other", "other"), (None, "other")):
+        cluster["networkConfig"]["network"], cluster["network"] = path, name
+        with pytest.raises(ConflictError, match=f"networks/company', is '{path or name}'"):
+            up(site, session(google), INSTALLED, workers=1)
+    cluster["network"] = "company"
+    up(site, session(google), INSTALLED, workers=1)
 
 
 def test_a_network_that_is_not_there_is_said_before_anything_is_made():

@@ -7,7 +7,7 @@ from typing import Literal
 
 from muster.backends.gke.google.http import Call, Reply
 from muster.backends.gke.google.session import NOT_SWITCHED_ON, Session, refusal, twice
-from muster.backends.gke.provision.inventory.accounts import accounts, commands
+from muster.backends.gke.provision.inventory.accounts import accounts, acting_commands, commands
 from muster.backends.gke.provision.inventory.networks import network_profile
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import Found, Resource
@@ -27,6 +27,7 @@ SERVICES = (
 IMAGE_STREAMING = "containerfilesystem.googleapis.com"
 ANSWERS_WITHIN_S = 600.0
 """Google speaks of "a few minutes" between switching a service on and its first answer."""
+ACT_AS = "iam.serviceAccounts.actAs"
 PERMISSIONS = {
     "serviceusage.services.enable": "roles/serviceusage.serviceUsageAdmin",
     "compute.networks.create": "roles/compute.networkAdmin",
@@ -43,7 +44,7 @@ PERMISSIONS = {
     "artifactregistry.repositories.create": "roles/artifactregistry.admin",
     "artifactregistry.repositories.delete": "roles/artifactregistry.admin",
     "cloudbuild.builds.create": "roles/cloudbuild.builds.editor",
-    "iam.serviceAccounts.actAs": "roles/iam.serviceAccountUser",
+    ACT_AS: "roles/iam.serviceAccountUser",
 }
 MAKING_ACCOUNTS = {
     "iam.serviceAccounts.create": "roles/iam.serviceAccountAdmin",
@@ -99,15 +100,32 @@ def preflight(site: Site, session: Session) -> None:
     if answer.status >= 300:
         raise refusal(question, answer)
     granted, needed = texts(answer.body, "permissions"), permissions(site)
+    if ACT_AS not in granted and _may_act(site, session):
+        granted = [*granted, ACT_AS]
     missing = [permission for permission in needed if permission not in granted]
-    if not missing or (set(missing) <= MAKING_ACCOUNTS.keys() and _accounts_are_there(site, session)):
+    making = MAKING_ACCOUNTS.keys() & set(missing)
+    if making and set(missing) <= {ACT_AS, *making} and _accounts_are_there(site, session):
+        missing = [permission for permission in missing if permission not in making]
+    if not missing:
         return
     lines = "\n".join(f"  {permission} (in {needed[permission]})" for permission in missing)
     hint = "grant " + ", ".join(sorted({needed[permission] for permission in missing}))
     if MAKING_ACCOUNTS.keys() & set(missing):
         hint += "; or somebody who may runs this once, and the same command goes on:\n  "
         hint += "\n  ".join(commands(site))
+    elif ACT_AS in missing:
+        hint += "; or for the accounts alone:\n  " + "\n  ".join(acting_commands(site))
     raise AccessError(f"{len(missing)} permissions are missing in project {site.project}:\n{lines}", hint=hint)
+
+
+def _may_act(site: Site, session: Session) -> bool:
+    """Whether nodes and builds may run as their accounts by a role on each of them, where the project gives none."""
+    for email in dict.fromkeys((site.node_account, site.build_account)):
+        url = f"https://iam.googleapis.com/v1/projects/-/serviceAccounts/{email}:testIamPermissions"
+        reply = _ask(Call(method="POST", url=url, body={"permissions": [ACT_AS]}), site, session)
+        if reply.status >= 300 or ACT_AS not in texts(reply.body, "permissions"):
+            return False
+    return True
 
 
 def _accounts_are_there(site: Site, session: Session) -> bool:

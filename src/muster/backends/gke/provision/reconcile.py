@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 
-from muster.backends.cluster import Changed, Progress, Step, silent
+from muster.backends.cluster import Changed, Progress, Said, Step, silent
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.org_policies import explained
-from muster.backends.gke.provision.inventory.resources import Resource, refuse_foreign
+from muster.backends.gke.provision.inventory.resources import Found, Resource, refuse_foreign
 from muster.core.errors import ConflictError, MusterError
+from muster.core.typed_json import text
 
 
 def ensure(
@@ -108,6 +110,10 @@ def _reporting(resource: Resource, progress: Progress, conflict: Step = "differs
 def _ensure_one(resource: Resource, session: Session, *, adopt: bool, progress: Progress) -> None:
     with _reporting(resource, progress) as tell:
         result = resource.look(session)
+        if result.state == "broken" and resource.in_use(session, result):
+            result = replace(result, state="there")
+        if result.state == "there" and (trouble := _trouble(resource, result)):
+            progress(Said(text=trouble))
         if result.state in ("there", "changing"):
             refuse_foreign(resource, result, adopt=adopt)
         if result.state == "changing":
@@ -128,6 +134,14 @@ def _ensure_one(resource: Resource, session: Session, *, adopt: bool, progress: 
                 tell("waiting")
                 resource.amend(session, call)
     tell("there")
+
+
+def _trouble(resource: Resource, result: Found) -> str:
+    """What Google says of one that is there and not well; empty: it is well."""
+    status = text(result.body, "status")
+    if status not in ("ERROR", "DEGRADED", "RUNNING_WITH_ERROR"):
+        return ""
+    return f"{resource.key} is {status} and used as it is: {text(result.body, 'statusMessage') or 'no reason given'}"
 
 
 def _whole_or_gone(act: Callable[[Session], None], resource: Resource, session: Session) -> None:

@@ -14,7 +14,14 @@ from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
 from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.cluster_objects import Objects
-from muster.backends.gke.provision.inventory.accounts import NODE_GRANTS, accounts, image_elsewhere, image_grants
+from muster.backends.gke.provision.inventory.accounts import (
+    BUILD_GRANTS,
+    NODE_GRANTS,
+    accounts,
+    grants_elsewhere,
+    image_elsewhere,
+    image_grants,
+)
 from muster.backends.gke.provision.inventory.clusters import clusters
 from muster.backends.gke.provision.inventory.networks import networks
 from muster.backends.gke.provision.inventory.resource_names import Site
@@ -202,7 +209,8 @@ def down(
     Networks span regions, so they go last.
     """
     kept = {f"buckets/{name}" for site in sites for name in site.buckets} if keep_data else set()
-    kept |= _accounts_of_others(sites, session)
+    kept |= (shared := _accounts_of_others(sites, session))
+    elsewhere = [] if shared else grants_elsewhere(sites[0], session)
     for site in sites[:-1]:
 
         def keep(resource: Resource) -> bool:
@@ -215,7 +223,7 @@ def down(
     troubles: dict[str, None] = {}
     leftovers: dict[Leftover, None] = {}
     for site in reversed(sites):
-        result = _everything(site, session)
+        result = [*_everything(site, session), *elsewhere]
         progress(Began(title=f"removing in {site.zone}", making=False, nodes=planned(result)))
         gone = remove(result, session, keep=lambda resource: resource.key in kept, workers=workers, progress=progress)
         troubles |= dict.fromkeys(gone)
@@ -226,14 +234,16 @@ def down(
 
 
 def _accounts_of_others(sites: Sequence[Site], session: Session) -> set[str]:
-    """Keys of the node account and its roles where another cluster of the project has nodes that run as it."""
+    """Keys of our accounts and their roles where another cluster of the project has nodes that run as it."""
     first, own = sites[0], {(site.region, site.cluster) for site in sites}
     reply = session.find(Call(method="GET", url=f"{first.container.rpartition('/')[0]}/-/clusters"))
     for cluster in children(reply.body, "clusters") if reply else []:
         if (text(cluster, "location"), text(cluster, "name")) in own:
             continue
         if any(text(pool, "config", "serviceAccount") == first.node_account for pool in children(cluster, "nodePools")):
-            return {f"serviceAccounts/{first.node_account.partition('@')[0]}", *NODE_GRANTS}
+            # Whose nodes run as ours builds its images as ours, too.
+            emails = (first.node_account, first.build_account)
+            return {*(f"serviceAccounts/{email.partition('@')[0]}" for email in emails), *NODE_GRANTS, *BUILD_GRANTS}
     return set()
 
 

@@ -11,13 +11,14 @@ from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.pools import SUPERVISOR_MACHINE, cpu_pool, gpu_pool
 from muster.backends.gke.provision.inventory.prices import cluster_usd_per_hour
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import LABEL, Found, RestResource
+from muster.backends.gke.provision.inventory.resources import LABEL, Found, RestResource, last_word
 from muster.core.typed_json import Json, JsonObject, child, children, text
 
 NODES_STAY_DAYS = 90
 """Half of the 180 days that such an exclusion could last when they were introduced; today's limit is later."""
 OLDER_RANGES = "masterAuthorizedNetworksConfig"
-BROKEN = ("ERROR", "DEGRADED")
+READY = ("RUNNING", "RECONCILING", "DEGRADED")
+"""A degraded cluster wants a person; what trains on it goes on."""
 
 
 def clusters(site: Site) -> list[RestResource]:
@@ -40,7 +41,7 @@ def _cluster(site: Site) -> ControlPlane:
         "releaseChannel": {"channel": "REGULAR"},
         "nodePools": [cpu_pool(site)],
     }
-    compared = {key: body[key] for key in ("networkConfig", "workloadIdentityConfig", "network")}
+    compared = {key: body[key] for key in ("networkConfig", "workloadIdentityConfig")}
     if site.private:
         body["networkConfig"] = {**child(body, "networkConfig"), "defaultEnablePrivateNodes": True}
     if ranges := site.placement.spec.resources.authorized_networks:
@@ -54,11 +55,12 @@ def _cluster(site: Site) -> ControlPlane:
         owner=("resourceLabels", "managed-by"),
         compared=compared,
         needs=("services", *_network_parts(site), *_identity(site)),
+        network=text(body, "network"),
         private=site.private,
         authorized=tuple(site.placement.spec.resources.authorized_networks),
         runs_as=site.node_account,
-        ready=("RUNNING", "RECONCILING"),
-        broken=BROKEN,
+        ready=READY,
+        broken=("ERROR",),
         operations=f"{site.container}/operations",
         bills=f"a cluster and one {SUPERVISOR_MACHINE}",
         runs_up=True,
@@ -70,6 +72,8 @@ def _cluster(site: Site) -> ControlPlane:
 class ControlPlane(RestResource):
     """The cluster. Where only certain ranges may reach it, those of a second run file are let in as well."""
 
+    network: str
+    """``projects/P/global/networks/N``."""
     private: bool = False
     authorized: tuple[str, ...] = ()
 
@@ -77,7 +81,16 @@ class ControlPlane(RestResource):
         result = super().look(session)
         if result.state == "absent":
             return result
-        return replace(result, differences=(*result.differences, *self._too_open(result.body)))
+        return replace(
+            result, differences=(*result.differences, *self._elsewhere(result.body), *self._too_open(result.body))
+        )
+
+    def _elsewhere(self, there: JsonObject) -> Iterator[str]:
+        """Google answers with the network's name alone in ``network``, with its path in ``networkConfig.network``."""
+        network = text(there, "networkConfig", "network") or text(there, "network")
+        same = network.endswith(self.network) if "/" in network else network == last_word(self.network)
+        if not same:
+            yield f"network should be {self.network!r}, is {network!r}"
 
     def _too_open(self, there: JsonObject) -> Iterator[str]:
         """Google answers by the field that was sent, or by the older one that means the same."""

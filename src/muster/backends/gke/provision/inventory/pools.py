@@ -27,6 +27,8 @@ SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 PATIENCE_S = 1800.0
 """A pool whose machines are not there by then has no capacity. Only pools of reservations have any from the start."""
 STATIC = ("reservation", "calendar")
+NO_NODE_YET = ("creating", "creatingWithoutRetries", "deleting", "abandoning")
+"""What an instance group is doing for machines that are not there, or are about to go."""
 RESERVATION_NAME = "cloud.google.com/reservation-name"
 
 
@@ -83,8 +85,7 @@ class Pool(RestResource):
         return Call(method="POST", url=f"{self.url}:setAutoscaling", body=body)
 
     def amend(self, session: Session, call: Call) -> None:
-        """See ``Resource``. Where the nodes of a reservation do not come, the pool goes back to those that it had: one
-        that stays in error would be replaced, with what trains on it."""
+        """See ``Resource``. Where the nodes of a reservation do not come, the pool goes back to those that it had."""
         before = self._standing(session, self.look(session)) if self.placement.mode in STATIC else None
         try:
             super().amend(session, call)
@@ -93,6 +94,15 @@ class Pool(RestResource):
                 self._follow(session, twice(lambda: session.ok(self._resize(before))))
             raise
 
+    def in_use(self, session: Session, found: Found) -> bool:
+        """See ``Resource``: a pool in error whose nodes are there may have runs on them."""
+        for group in texts(found.body, "instanceGroupUrls"):
+            reply = session.find(self._group(group))
+            actions = child(reply.body, "currentActions") if reply else {}
+            if any(whole(actions, action) for action in actions if action not in NO_NODE_YET):
+                return True
+        return False
+
     def _resize(self, nodes: int) -> Call:
         return Call(method="POST", url=f"{self.url}:setSize", body={"nodeCount": nodes})
 
@@ -100,9 +110,11 @@ class Pool(RestResource):
         """Nodes that its instance groups have or are making."""
         total = 0
         for group in texts(found.body, "instanceGroupUrls"):
-            place = group.partition("/zones/")[2]
-            total += whole(session.ok(Call(method="GET", url=f"{self.compute}/zones/{place}")).body, "targetSize")
+            total += whole(session.ok(self._group(group)).body, "targetSize")
         return total
+
+    def _group(self, address: str) -> Call:
+        return Call(method="GET", url=f"{self.compute}/zones/{address.partition('/zones/')[2]}")
 
     def _too_little(self, config: JsonObject) -> Iterator[str]:
         """What of the pool's nodes is not enough for this run; more than enough is no difference."""
@@ -119,6 +131,10 @@ class Pool(RestResource):
         ssds = whole(config, "ephemeralStorageLocalSsdConfig", "localSsdCount")
         if resources.local_ssd is not None and ssds != resources.local_ssd:
             yield f"config.ephemeralStorageLocalSsdConfig.localSsdCount should be {resources.local_ssd}, is {ssds}"
+        if self.placement.mode in STATIC:
+            named = reservation_name(resources.reservation or "")
+            if (there := child(config, "labels").get(RESERVATION_NAME)) != named:
+                yield f"config.labels should have {RESERVATION_NAME}={named} (runs ask for it), has {there or 'none'}"
         account = resources.node_service_account
         if account and text(config, "serviceAccount") != account:
             yield f"config.serviceAccount should be {account!r}, is {text(config, 'serviceAccount')!r}"
@@ -158,8 +174,8 @@ def gpu_pool(site: Site) -> Pool:
             "locations": [site.zone],
         },
         needs=(f"clusters/{site.cluster}", *subnets),
-        ready=("RUNNING", "RECONCILING"),
-        broken=("ERROR", "RUNNING_WITH_ERROR"),
+        ready=("RUNNING", "RECONCILING", "RUNNING_WITH_ERROR"),
+        broken=("ERROR",),
         operations=f"{site.container}/operations",
         patience_s=PATIENCE_S,
         runs_as=site.node_account,

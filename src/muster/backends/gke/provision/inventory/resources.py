@@ -67,6 +67,10 @@ class Resource(ABC):
         """Cancel its creation, where that goes on and is not waited for; returns why it cannot be cancelled."""
         return "it cannot be cancelled"
 
+    def in_use(self, session: Session, found: Found) -> bool:
+        """Whether a broken one still serves somebody: then it is not replaced."""
+        return False
+
     def amendment(self, session: Session, found: Found) -> Call | None:
         """The request after which what is there and ours serves this run file too; None: it does already."""
         return None

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from muster.core import event_log
 from muster.core.errors import BusyError, ConflictError, MusterError, UsageError
-from muster.storage.home import HOME_FILE, BucketHome, FolderHome, open_home
+from muster.storage.home import HOME_FILE, BucketHome, FolderHome, open_home, waiting
 from muster.storage.home.merging import Tidier, merge_own
+from muster.storage.home.segments import Header, Part, Segment
 
 RUN = "run-1"
 HOME = "gs://bucket/runs/run-1"
@@ -135,6 +136,88 @@ def test_what_was_merged_since_lets_no_zombie_in(tmp_path):
     assert mirrored(store, tmp_path / "d") == before
 
 
+def test_ending_costs_little_however_many_terms_there_were(tmp_path):
+    store = Objects()
+    for term in range(1, 30):
+        home = home_at(tmp_path / f"{term}", store)
+        log = home.open_log(RUN, "supervisor", term)
+        say(log, "mine")
+        assert log.sync()
+        store.counts.clear()
+        home_at(tmp_path / "next", store).end_earlier(RUN, "supervisor", term + 1)
+        assert store.requests and sum(store.counts.values()) <= 5, term
+    store.held.pop(f"{HOME}/ended/supervisor")  # it spares requests, no more
+    store.counts.clear()
+    home_at(tmp_path / "next", store).end_earlier(RUN, "supervisor", 30)
+    assert store.counts["list"] == 1
+    for wrong in (b"nonsense", b""):
+        store.put(f"{HOME}/ended/supervisor", wrong)
+        home_at(tmp_path / "next", store).end_earlier(RUN, "supervisor", 30)
+    ended = [name for name in store.held if "/events/" in name]
+    assert len(ended) == 2 * 29
+
+
+def test_a_stream_that_changes_all_the_time_is_ended_or_given_up(tmp_path):
+    """A writer that seals between our list and our write; the next list is of this stream alone."""
+    store = Objects()
+    log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    put, left = store.put_if_absent, [3]
+
+    def raced(uri, data):
+        if b'"ended":"' in data and left[0] > 0:
+            left[0] -= 1
+            store.put_if_absent = put
+            say(log, "quick")
+            assert log.sync()
+            store.put_if_absent = raced
+        return put(uri, data)
+
+    store.put_if_absent = raced
+    successor = home_at(tmp_path / "b", store)
+    successor.end_earlier(RUN, "supervisor", 2)
+    assert left == [0]
+    say(log, "too late")
+    with pytest.raises(ConflictError, match="ended by"):
+        log.sync()
+    log = home_at(tmp_path / "c", store).open_log(RUN, "supervisor", 2)
+    left[0] = 1000
+    with pytest.raises(BusyError, match="changes while it is ended"):
+        successor.end_earlier(RUN, "supervisor", 3)
+
+
+def test_whoever_waits_for_the_home_can_renew_a_lease_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "BETWEEN_S", 0.02)
+    store = Objects()
+    log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    say(log, "one")
+    assert log.sync()
+    store.took = lambda method: time.sleep(0.2)  # a request that hangs
+    home, calls = home_at(tmp_path / "b", store), []
+
+    def between():
+        assert threading.current_thread() is threading.main_thread()
+        calls.append(1)
+
+    for ask in (
+        lambda: home.end_earlier(RUN, "supervisor", 2, between=between),
+        lambda: home.mirror(home.local, between=between),
+        lambda: home.heads(RUN, between=between),
+    ):
+        calls.clear()
+        ask()
+        assert len(calls) >= 3
+    with pytest.raises(ConflictError, match="taken"):
+        home.heads(RUN, between=lambda: taken())
+    store.took, store.down = lambda method: None, True
+    with pytest.raises(BusyError):
+        home.mirror(home.local, between=between)
+    assert FolderHome(tmp_path / "a").heads(RUN, between=between)[log.name] == log.head
+
+
+def taken():
+    raise ConflictError("the lease was taken")
+
+
 def test_two_writers_of_one_stream(tmp_path):
     """The client on two machines: the second one goes on where the first was; whoever does not know that is refused."""
     store = Objects()
@@ -217,6 +300,36 @@ def test_a_damaged_or_missing_segment_is_named_and_the_rest_comes(tmp_path):
     store.put(second, kept.data)
     mirrored(store, tmp_path / "b")
     assert files(tmp_path / "b/events") == files(tmp_path / "pod-0/events") | files(tmp_path / "pod-1/events")
+
+
+def test_damage_of_one_host_stops_nobody_but_is_told(tmp_path):
+    store = Objects()
+    for writer in ("pod-0", "pod-1", "pod-2", "supervisor"):
+        log = home_at(tmp_path / writer, store).open_log(RUN, writer, 1)
+        say(log, "one")
+        assert log.sync()
+    store.put(f"{HOME}/events/pod-0/0-0000000001", b"of somebody else")
+    store.held.pop(f"{HOME}/events/pod-1/0-0000000000")
+    store.put(f"{HOME}/events/pod-1/0-0000000007", b"{}")
+    long = Part(name=f"{'x' * 300}.1.jsonl", start=0, size=1)
+    header = Header(run_id=RUN, level=0, first=0, last=0, parts=(long,))
+    store.put(f"{HOME}/events/pod-3/0-0000000000", Segment(header, b"\n").encode())
+    reader, told = home_at(tmp_path / "b", store), []
+    assert reader.mirror(reader.local, on_damage=told.append) > 0
+    assert sorted(line.split(":")[0] for line in told) == [f"events of pod-{number}" for number in (0, 1, 3)]
+    assert set(files(reader.local / "events")) == {"pod-0.1.jsonl", "pod-2.1.jsonl", "supervisor.1.jsonl"}
+    assert reader.heads(RUN, on_damage=told.append)["supervisor.1.jsonl"] and len(told) == 6
+    with pytest.raises(MusterError, match="events of pod"):
+        reader.mirror(reader.local)
+    refused = home_at(tmp_path / "c", store)
+    store.faults = {store.requests + number: "refused" for number in range(1, 20)}
+    with pytest.raises(BusyError):
+        refused.mirror(refused.local, on_damage=told.append)  # a busy store is no damage
+    assert all("429" not in line for line in told)
+    store.faults = {}
+    store.put(f"{HOME}/events/supervisor.1/0-0000000001", b"of somebody else")
+    with pytest.raises(MusterError, match=r"events of supervisor\.1"):
+        reader.mirror(reader.local, on_damage=told.append)
 
 
 def test_an_outage_delays_and_loses_nothing(tmp_path):

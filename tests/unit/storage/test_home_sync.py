@@ -247,6 +247,17 @@ def test_the_supervisor_and_a_slow_writer_merge_at_once(tmp_path):
     assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
 
 
+def test_damage_of_one_host_is_said_once_and_holds_up_no_end(tmp_path, capsys):
+    store, clock = Objects(), VirtualClock()
+    sync = sync_of(home_at(tmp_path / "a", store, clock), "supervisor", clock)
+    store.put(f"{HOME}/events/pod-0/0-0000000000", b"of somebody else")
+    for _ in range(3):
+        clock.sleep(cadence.MIRROR_S + 1)
+        sync.ship_files()
+    assert sync.trouble is None
+    assert capsys.readouterr().err.count("events of pod-0") == 1
+
+
 def test_threads_ship_and_the_end_brings_all(tmp_path):
     store = Objects()
     home = home_at(tmp_path / "a", store)

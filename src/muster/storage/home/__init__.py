@@ -10,7 +10,7 @@ and a thread ships event logs as sealed segments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -94,22 +94,43 @@ class Home(Protocol):
         """
         ...
 
-    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
+    def end_earlier(self, run_id: str, writer: str, attempt: int, *, between: Callable[[], None] | None = None) -> None:
         """Make sure that no earlier attempt of ``writer`` (an earlier term) can add to its log any more: its next
-        ``sync`` raises ConflictError. Call it with the lease, before reading what they wrote. Raises as the store."""
+        ``sync`` raises ConflictError. Call it with the lease, before reading what they wrote. Raises as the store.
+
+        ``between``, here and below: called every 2 s meanwhile, in the caller's thread, to renew a lease. What it
+        raises is raised at once; what was begun may still be done then.
+        """
         ...
 
-    def mirror(self, into: Path, *, what: What = "events") -> int:
+    def mirror(
+        self,
+        into: Path,
+        *,
+        what: What = "events",
+        between: Callable[[], None] | None = None,
+        on_damage: Callable[[str], None] | None = None,
+    ) -> int:
         """Bring to the run's folder ``into`` (its ``events/``, ``logs/``, ...) what the home holds beyond it; bytes
         that were new. 0 where it is the same.
+
+        ``on_damage``: told, in one line each, which streams could be brought in part only, instead of an error; not so
+        for what a supervisor wrote, without which nobody can go on.
 
         Raises:
             MusterError: segments are missing or damaged, or a file here is not what the home holds; all else came.
         """
         ...
 
-    def heads(self, run_id: str) -> Mapping[str, str]:
-        """What the next line of every event file would cite, as far as it is sealed: file name -> SHA-256."""
+    def heads(
+        self,
+        run_id: str,
+        *,
+        between: Callable[[], None] | None = None,
+        on_damage: Callable[[str], None] | None = None,
+    ) -> Mapping[str, str]:
+        """What the next line of every event file would cite, as far as it is sealed: file name -> SHA-256. Brings them
+        and raises as ``mirror``."""
         ...
 
     def fetch(self) -> bool:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.core import event_log
 from muster.core.clock import SystemClock
-from muster.core.errors import UsageError
+from muster.core.errors import MusterError, UsageError
 from muster.core.event_log import EventLog
 from muster.core.protocols import Clock, Store
 from muster.storage import uris
 from muster.storage.home import files
-from muster.storage.home.merging import end_stream
-from muster.storage.home.mirror import THREADS, Mirror
+from muster.storage.home.merging import end_streams
+from muster.storage.home.mirror import Mirror
 from muster.storage.home.stream import Stream, StreamSealer
 from muster.storage.home.sync import BucketSync
+from muster.storage.home.waiting import meanwhile
 from muster.storage.run_registry import existing_id
 
 SUPERVISOR, CLIENT = "supervisor", "client"
@@ -71,26 +72,59 @@ class BucketHome:
         uri, folder = self.uri_of("logs", name), self.local / "logs"
         return Stream(self.bulk, uri, run_id, folder, _OUTPUT, chained=False, now_s=self.now_s)
 
-    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
-        others = [f"{writer}.{number}" for number in range(1, attempt)]
-        with ThreadPoolExecutor(THREADS) as pool:
-            by = f"{writer}.{attempt}"
-            list(
-                pool.map(lambda name: end_stream(self.bulk, self.uri_of("events", name), run_id=run_id, by=by), others)
-            )
+    def end_earlier(self, run_id: str, writer: str, attempt: int, *, between: Callable[[], None] | None = None) -> None:
+        meanwhile(lambda: self._end_earlier(run_id, writer, attempt), between)
 
-    def mirror(self, into: Path, *, what: str = "events") -> int:
+    def _end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
+        marker = self.uri_of("ended", writer)
+        others = [f"{writer}.{number}" for number in range(self._ended_up_to(marker) + 1, attempt)]
+        end_streams(self.bulk, self.uri_of("events"), others, run_id=run_id, by=f"{writer}.{attempt}")
+        with contextlib.suppress(MusterError, OSError):  # it spares the next one requests, no more
+            self.bulk.put(marker, b"%d\n" % (attempt - 1))
+
+    def _ended_up_to(self, marker: str) -> int:
+        """All attempts up to this one were ended; 0 where nobody knows."""
+        try:
+            return int(self.bulk.get(marker).data)
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def mirror(
+        self,
+        into: Path,
+        *,
+        what: str = "events",
+        between: Callable[[], None] | None = None,
+        on_damage: Callable[[str], None] | None = None,
+    ) -> int:
         if what == "outputs":
-            return files.fetch_outputs(self.bulk, self.uri, into)
-        return self._mirror(what, into, self._run_id(into))
+            return meanwhile(lambda: files.fetch_outputs(self.bulk, self.uri, into), between)
+        run_id = self._run_id(into)
+        return meanwhile(lambda: self._mirror(what, into, run_id, on_damage=on_damage), between)
 
-    def _mirror(self, what: str, into: Path, run_id: str, *, only: str | None = None) -> int:
+    def _mirror(
+        self,
+        what: str,
+        into: Path,
+        run_id: str,
+        *,
+        only: str | None = None,
+        on_damage: Callable[[str], None] | None = None,
+    ) -> int:
         own = self.streams if what == "events" and into == self.local else ()
-        mirror = Mirror(self.bulk, self.uri_of(what), run_id, into / what, what, own=tuple(own), only=only)
+        mirror = Mirror(
+            self.bulk, self.uri_of(what), run_id, into / what, what, own=tuple(own), only=only, on_damage=on_damage
+        )
         return mirror.run()
 
-    def heads(self, run_id: str) -> Mapping[str, str]:
-        self._mirror("events", self.local, run_id)
+    def heads(
+        self,
+        run_id: str,
+        *,
+        between: Callable[[], None] | None = None,
+        on_damage: Callable[[str], None] | None = None,
+    ) -> Mapping[str, str]:
+        meanwhile(lambda: self._mirror("events", self.local, run_id, on_damage=on_damage), between)
         return event_log.heads(self.local / "events", run_id=run_id)
 
     def fetch(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,13 +45,26 @@ class FolderHome:
     def open_log(self, run_id: str, writer: str, attempt: int, clock: Clock | None = None) -> EventLog:
         return EventLog(run_id, self.local / "events", writer, attempt, clock or SystemClock())
 
-    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
+    def end_earlier(self, run_id: str, writer: str, attempt: int, *, between: Callable[[], None] | None = None) -> None:
         """A file's lock and the lease keep earlier ones out."""
 
-    def mirror(self, into: Path, *, what: str = "events") -> int:
+    def mirror(
+        self,
+        into: Path,
+        *,
+        what: str = "events",
+        between: Callable[[], None] | None = None,
+        on_damage: Callable[[str], None] | None = None,
+    ) -> int:
         return 0
 
-    def heads(self, run_id: str) -> Mapping[str, str]:
+    def heads(
+        self,
+        run_id: str,
+        *,
+        between: Callable[[], None] | None = None,
+        on_damage: Callable[[str], None] | None = None,
+    ) -> Mapping[str, str]:
         return event_log.heads(self.local / "events", run_id=run_id)
 
     def fetch(self) -> bool:

@@ -9,13 +9,14 @@ stream that was ended that is the one before the end: its number would be free f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from muster.core.errors import BusyError, ConflictError, MusterError
 from muster.core.event_log.cadence import FAN
 from muster.core.protocols import Store
 from muster.storage import uris
-from muster.storage.home.mirror import streams
+from muster.storage.home.mirror import THREADS, streams
 from muster.storage.home.segments import (
     OBJECT_BYTES,
     Gap,
@@ -27,7 +28,7 @@ from muster.storage.home.segments import (
     merged_parts,
     superfluous,
 )  # fmt: skip
-from muster.storage.home.stream import Stream
+from muster.storage.home.stream import Stream, spans_of
 
 #: From this size on an object is not merged with smaller ones any more.
 FULL_BYTES = OBJECT_BYTES // 2
@@ -36,6 +37,8 @@ LOOK_S = 300.0
 QUIET_LOOKS = 2
 #: At most one of them in this time, in seconds.
 TIDY_S = 10.0
+#: A stream that is to be ended is listed at most so often.
+TRIES = 20
 
 
 def due(sealed: Sequence[Header]) -> list[list[Header]]:
@@ -168,34 +171,47 @@ def _body(group: Sequence[Segment]) -> bytes:
     return b"".join(piece for found in pieces.values() for piece in found)
 
 
+class Merged(BusyError):
+    """What was listed is not there any more: list again."""
+
+
 def _ended(store: Store, uri: str, span: Span, run_id: str) -> bool:
-    """Whether this object says that the stream at ``uri`` was ended. Raises as the store; BusyError: it is gone."""
+    """Whether this object says that the stream at ``uri`` was ended. Raises as the store, or Merged."""
     at = uris.join(uri, span.name)
     try:
         return Segment.decode(store.get(at).data, at, run_id=run_id).header.ended is not None
     except FileNotFoundError as error:
-        raise BusyError(f"{at} was merged while it was read") from error
+        raise Merged(f"{at} was merged while it was read") from error
 
 
-def end_stream(store: Store, uri: str, *, run_id: str, by: str) -> None:
+def end_streams(store: Store, uri: str, writers: Sequence[str], *, run_id: str, by: str) -> None:
+    """``end_stream`` for each of these streams below ``uri``, after one list for all of them. Raises as the store."""
+    if not writers:
+        return
+    found = streams(store, uri)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="ending") as pool:
+        ending = [
+            pool.submit(end_stream, store, uris.join(uri, writer), found.get(writer, []), run_id=run_id, by=by)
+            for writer in writers
+        ]
+        for one in ending:
+            one.result()
+
+
+def end_stream(store: Store, uri: str, spans: Sequence[Span], *, run_id: str, by: str) -> None:
     """Make sure that whoever still writes the stream at ``uri`` cannot add to it: its next number is taken.
 
-    Raises as the store.
+    ``spans``: its objects, as they were listed. Raises as the store; BusyError: it changes all the time.
     """
-    while True:
-        spans = [span for found in store.list(uri) if (span := Span.of(uris.name(found))) is not None]
-        newest = max(spans, key=lambda span: span.last, default=None)
-        if newest is not None:
-            at = uris.join(uri, newest.name)
-            try:
-                if Segment.decode(store.get(at).data, at, run_id=run_id).header.ended is not None:
-                    return
-            except FileNotFoundError:
-                continue  # merged meanwhile
-        number = newest.last + 1 if newest is not None else 0
-        header = Header(run_id=run_id, level=0, first=number, last=number, ended=by)
+    for _ in range(TRIES):
+        newest = max(spans, key=lambda span: (span.last, -span.level), default=None)
         try:
+            if newest is not None and newest.level == 0 and _ended(store, uri, newest, run_id):
+                return
+            number = newest.last + 1 if newest is not None else 0
+            header = Header(run_id=run_id, level=0, first=number, last=number, ended=by)
             store.put_if_absent(uris.join(uri, header.span.name), Segment(header, b"").encode())
             return
-        except ConflictError:
-            continue  # it was written meanwhile, perhaps by us
+        except (ConflictError, Merged):  # it was written or merged meanwhile, perhaps by us
+            spans = spans_of(store.list(uri))
+    raise BusyError(f"{uri} changes while it is ended")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.core import event_log
-from muster.core.errors import MusterError
+from muster.core.errors import BusyError, MusterError
 from muster.core.protocols import Store
 from muster.storage import uris
 from muster.storage.home.segments import Gap, Part, Segment, Span, cover
@@ -24,6 +24,10 @@ from muster.storage.home.segments import Gap, Part, Segment, Span, cover
 THREADS = 16
 #: Lists at most: each follows a merge that removed what was about to be read.
 ROUNDS = 8
+#: What the streams of supervisors begin with.
+SUPERVISORS = "supervisor."
+#: Of a file's name, at most.
+NAME_BYTES = 255
 _FILE = {
     "events": re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*\.\d+\.jsonl$"),
     "logs": re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@-]*\.log$"),
@@ -39,7 +43,8 @@ class Mirror:
     """Appends to the files of ``directory`` what the streams below ``uri`` hold beyond them.
 
     Incremental: ``directory/.mirror.json`` says how far each stream was read, so that an object is read once. Streams
-    in ``own`` are left alone: their files are written here. ``only``: no other stream than this one.
+    in ``own`` are left alone: their files are written here. ``only``: no other stream than this one. ``on_damage``:
+    told of streams that are damaged, but for supervisors', instead of an error.
 
     Raises:
         MusterError: segments are missing or damaged, or a file here is not what the home holds. Everything else was
@@ -53,6 +58,7 @@ class Mirror:
     what: str = "events"
     own: Collection[str] = ()
     only: str | None = None
+    on_damage: Callable[[str], None] | None = None
     _heads: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> int:
@@ -78,16 +84,26 @@ class Mirror:
                     state.next_number[stream] = max(state.next_number.get(stream, 0), span.last + 1)
                 except _Again:
                     again = True
-                    problems[stream] = Gap(f"{uris.join(self.uri, stream, span.name)} is gone")
+                    problems[stream] = BusyError(f"{uris.join(self.uri, stream, span.name)} was merged meanwhile")
                 except MusterError as error:
                     problems[stream] = error
             if todo:
                 self._save(state)
             if not again and not any(isinstance(problem, Gap) for problem in problems.values()):
                 break
-        for stream, problem in problems.items():
-            raise MusterError(f"{self.what} of {stream}: {problem}", hint=problem.hint)
+        serious = [self._told(stream, problem) for stream, problem in problems.items()]
+        for found in serious:
+            if found is not None:
+                raise found
         return total
+
+    def _told(self, stream: str, problem: MusterError) -> MusterError | None:
+        """None once it was reported: damage stays, and nobody is to be stopped by one host's; all else may pass."""
+        text = f"{self.what} of {stream}: {problem}"
+        if self.on_damage is None or type(problem) not in (MusterError, Gap) or stream.startswith(SUPERVISORS):
+            return type(problem)(text, hint=problem.hint)
+        self.on_damage(text)
+        return None
 
     def _todo(self, after: Mapping[str, int], problems: dict[str, MusterError]) -> list[tuple[str, Span]]:
         """Objects that hold something new, stream by stream, in order."""
@@ -124,12 +140,13 @@ class Mirror:
     def _apply(self, stream: str, segment: Segment, state: _State) -> int:
         new = 0
         for part, data in segment.stretches():
+            longest = f"{part.name}@{stream}"
+            if not (_FILE[self.what].match(part.name) and stream.isprintable() and len(longest.encode()) <= NAME_BYTES):
+                raise MusterError(f"{part.name!r} is no name of a file of {self.what}")
             new += self._append(state.file_of(stream, part.name), part, data)
         return new
 
     def _append(self, name: str, part: Part, data: bytes) -> int:
-        if not _FILE[self.what].match(part.name):
-            raise MusterError(f"{part.name!r} is no name of a file of {self.what}")
         path = self.directory / name
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(fd, "a+b", buffering=0) as file:

@@ -41,7 +41,7 @@ class _Home(Protocol):
 
     def output(self, run_id: str, name: str) -> Stream: ...
 
-    def mirror(self, into: Path, *, what: str = "events") -> int: ...
+    def mirror(self, into: Path, *, what: str = "events", on_damage: Callable[[str], None] | None = None) -> int: ...
 
 
 @dataclass
@@ -58,6 +58,7 @@ class BucketSync:
     _ended: list[threading.Event] = field(default_factory=list)
     _failed: dict[str, str] = field(default_factory=dict)
     """Which work went wrong last time, and how."""
+    _said: set[str] = field(default_factory=set)
     _next_s: dict[str, float] = field(default_factory=dict)
     _lease: bytes = b""
     _until_s: float = 0.0
@@ -172,9 +173,15 @@ class BucketSync:
             if not stream.deposed:
                 self._guarded(f"merging {stream.uri}", partial(self._merge, stream))
         if self.writer == SUPERVISOR:  # so that little is left at the end, for its last word on every chain
-            self._every("mirror", MIRROR_S, lambda: self.home.mirror(self.home.local))
+            self._every("mirror", MIRROR_S, lambda: self.home.mirror(self.home.local, on_damage=self._say_once))
         for tidier in self.tidiers:
             self._guarded(f"merging below {tidier.uri}", tidier.tend)
+
+    def _say_once(self, damage: str) -> None:
+        """It stays, and is no reason to wait for anything."""
+        if damage not in self._said:
+            self._said.add(damage)
+            print(damage, file=sys.stderr)
 
     def _merge(self, stream: Stream) -> None:
         merge_own(stream, self.home.bulk, going_on=lambda: not self._stopping.is_set())

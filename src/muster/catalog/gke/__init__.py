@@ -68,6 +68,9 @@ class Fabric:
     forbidden_env: tuple[str, ...] = ()
     source: str | None = None
     """Script on the node that sets NCCL's environment; Google's way, in place of fixed values."""
+    wait_for: str | None = None
+    """NCCL's plugin for this network, which an installer puts on the node after pods may run there; a rank that starts
+    before uses plain sockets. Where the script is sourced, that is waited for instead."""
     mtu: int | None = None
     installers: tuple[str, ...] = ()
     """Paths below ``installers_url``."""

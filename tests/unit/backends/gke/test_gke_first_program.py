@@ -9,7 +9,8 @@ import time
 import pytest
 from cases import placement, spec
 
-from muster.backends.gke.manifests.first_program import SOURCE_AND_RUN, sourcing
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.first_program import SOURCE_AND_RUN, sourcing, waiting
 from muster.backends.gke.manifests.placement import mode_of
 from muster.backends.gke.manifests.pods import host_template
 
@@ -75,3 +76,39 @@ def test_after_the_script_stands_what_googles_own_recipes_set_again():
     assert words[: words.index("--")] == [
         "NCCL_SOCKET_IFNAME=eth0,eth1", "NCCL_TUNER_CONFIG_PATH=/usr/local/gib/configs/tuner_config_a4.txtpb"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("machine", "nccl", "library"),
+    [
+        ("a3-highgpu-8g", "node", "/usr/local/nvidia/lib64/libnccl-net.so"),
+        ("a3-megagpu-8g", "catalogue", "/usr/local/nvidia/lib64/libnccl-net.so"),
+        ("a3-ultragpu-8g", "catalogue", "/usr/local/gib/lib64/libnccl-net.so"),
+        ("a4-highgpu-8g", "catalogue", "/usr/local/gib/lib64/libnccl-net.so"),
+    ],
+)
+def test_where_nothing_is_sourced_the_plugin_is_waited_for(machine, nccl, library):
+    """A rank that starts before the installer has put it there trains over plain sockets, and says nothing."""
+    where = placement(spec(machine, "spot"), Options(nccl=nccl))
+    (container,) = host_template(where, mode_of(where))["spec"]["containers"]
+    assert container["command"][:2] == ["/bin/bash", "-c"] and container["command"][3] == library
+    assert any(library.startswith(mount["mountPath"] + "/") for mount in container["volumeMounts"])
+
+
+@pytest.mark.parametrize("machine", ["g2-standard-48", "a3-highgpu-1g"])
+def test_machines_without_a_data_network_wait_for_nothing(machine):
+    where = placement(spec(machine, "spot"))
+    (container,) = host_template(where, mode_of(where))["spec"]["containers"]
+    assert container["command"][0] == "python"
+
+
+def test_a_library_that_comes_late_is_waited_for_and_not_sourced(tmp_path):
+    library = tmp_path / "libnccl-net.so"
+    argv = waiting(str(library), [sys.executable, "-c", SAYS, *WORDS])
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert f"waiting for {library}" in process.stderr.readline()
+    time.sleep(1.2)
+    assert process.poll() is None
+    library.write_text("export NCCL_NET=sourced\n")
+    said, _ = process.communicate(timeout=30)
+    assert said.strip() == f"None None {WORDS} {process.pid}"

@@ -1,4 +1,4 @@
-"""What runs in a container before and around Muster's own program: the shell line that sources NCCL's script. Pure."""
+"""What runs in a container before Muster's own program: the shell line that waits for the data network. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 # A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it. The arguments
 # are put aside because a sourced script sees them. Where it fails, or its last command is false, the agent starts all
 # the same, and what is set after it wins over what it says. 75: the pod ends for nothing, and another one waits anew.
-SOURCE_AND_RUN = """\
+WAIT = """\
 script=$0 words=("$@")
 trap 'exit 75' TERM
 for ((waited = 0; waited < 600; waited++)); do
@@ -16,12 +16,18 @@ for ((waited = 0; waited < 600; waited++)); do
   sleep 1
 done
 [[ -r $script ]] || { echo "error: $script did not come in 600 s: look at the installers in kube-system" >&2; exit 75; }
-source "$script";
-set -- "${words[@]}"
+"""
+SOURCE_AND_RUN = f"""\
+{WAIT}source "$script";
+set -- "${{words[@]}}"
 while [[ $1 != -- ]]; do export "$1"; shift; done
 shift
 trap - TERM
 exec "$@"
+"""
+WAIT_AND_RUN = f"""\
+{WAIT}trap - TERM
+exec "${{words[@]}}"
 """
 
 
@@ -29,3 +35,8 @@ def sourcing(script: str, overrides: Mapping[str, str], command: Sequence[str]) 
     """``command`` after ``script`` of the node, with ``overrides`` set anew behind it."""
     words = [f"{name}={value}" for name, value in overrides.items()]
     return ["/bin/bash", "-c", SOURCE_AND_RUN, script, *words, "--", *command]
+
+
+def waiting(path: str, command: Sequence[str]) -> list[str]:
+    """``command`` once ``path`` of the node is there, with an environment that needs no script."""
+    return ["/bin/bash", "-c", WAIT_AND_RUN, path, *command]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from muster.backends.gke.manifests.first_program import sourcing
+from muster.backends.gke.manifests.first_program import sourcing, waiting
 from muster.backends.gke.manifests.placement import (
     HOST,
     SUPERVISOR,
@@ -142,6 +142,8 @@ def _agent(placement: Placement) -> Manifest:
         ours = {**nccl_environment(placement), **_tuner(placement)}
         overrides = {name: value for name, value in ours.items() if name.startswith("NCCL_")}
         command = sourcing(fabric.source, overrides, command)
+    elif placement.machine.gpus and fabric.wait_for:
+        command = waiting(fabric.wait_for, command)
     container = _container(placement, HOST, command)
     container["env"] = [
         _field("MUSTER_HOST_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"),

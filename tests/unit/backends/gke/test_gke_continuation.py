@@ -9,7 +9,7 @@ from fakes.kubernetes import FakeKubernetes, in_memory
 
 from muster.backends.gke.manifests.jobset import jobset
 from muster.backends.gke.manifests.placement import LONGEST_JOBSET_NAME, longest_run_s, mode_of
-from muster.backends.gke.manifests.pods import supervisor_template
+from muster.backends.gke.manifests.pods import host_template, supervisor_template
 from muster.backends.gke.pod.continuation import continuation, newest, number_of, queue_continuation
 from muster.core.errors import BackendError, CapacityError
 
@@ -115,3 +115,16 @@ def test_the_supervisor_leaves_before_its_allocation_does(mode, hours, leave, mo
     asked = longest_run_s(where.spec) if mode == "flex_start_queued" else 604_800
     assert not leave or leave < asked <= 604_800
     assert words[words.index("--leave-after-s") + 1] == str(leave) and words[words.index("--at-most") + 1] == str(most)
+
+
+def test_the_supervisor_that_stands_by_never_waits_for_a_node_of_its_own():
+    """It would wait for ever on a pool of one node, and Kueue ends a run that has a pod waiting; hosts without GPUs,
+    which nothing else keeps apart, do have a node each."""
+    where = placement(spec(None, None, device="cpu", hosts=3))
+    roles = supervisor_template(where), host_template(where, mode_of(where))
+    ours, hosts = (role["spec"]["affinity"]["podAntiAffinity"] for role in roles)
+    (apart,) = ours["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert len(ours) == 1 and apart["weight"] == 100
+    labels = apart["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    assert labels["jobset.sigs.k8s.io/replicatedjob-name"] == "supervisor"
+    assert list(hosts) == ["requiredDuringSchedulingIgnoredDuringExecution"]

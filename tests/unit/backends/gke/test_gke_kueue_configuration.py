@@ -64,7 +64,7 @@ def test_the_release_evicts_a_run_that_is_a_host_short_and_ours_does_not():
     after = configuration(text)
     assert kueue_config_refusals(after) == []
     limits = ready_limits(after)
-    assert (limits.start_s, limits.recovery_s) == (7 * 24 * 3600, 0)
+    assert (limits.start_s, limits.recovery_s) == (8760 * 3600, 0)
     gates = gates_of(after)
     assert gates["FailureRecoveryPolicy"] and gates["TopologyAwareScheduling"]
     assert not any(on for name, on in gates.items() if name.startswith(("TASFailedNode", "TASReplaceNode")))
@@ -111,7 +111,7 @@ def test_the_pin_is_of_the_released_bytes():
     assert pins != PINS and pins == {**PINS, next(url for url in PINS if "/kueue/" in url): hashlib.sha256(
         texts["kueue.yaml"].encode()).hexdigest()}  # fmt: skip
     rows = software(SITES["a4"], texts, pins=pins).documents["kueue.yaml"]
-    assert configuration(rows[0]["data"][kueue.KEY])["waitForPodsReady"] == {"timeout": "168h", "recoveryTimeout": "0s"}
+    assert configuration(rows[0]["data"][kueue.KEY])["waitForPodsReady"] == kueue.WAIT
     assert parsed(SITES["a4"], texts).documents["kueue.yaml"] == rows, "a dry run shows what would be sent"
 
 
@@ -148,7 +148,8 @@ OURS = installed(CONFIG_MAP, DEPLOYMENT)[0]
         ({"config": OURS, "topology": True}, [SECOND]),
         ({"topology": True}, [START, SHORT, FIRST]),
         ({"config": RELEASED + "waitForPodsReady: {timeout: 0s}\n"}, [START, SHORT]),
-        ({"config": RELEASED + "waitForPodsReady: {timeout: 24h}\n"}, ["a host short for 1440 minutes"]),
+        ({"config": RELEASED + "waitForPodsReady: {timeout: 24h}\n"}, ["all ready 24 hours", "short for 24 hours"]),
+        ({"config": RELEASED + "waitForPodsReady: {timeout: 168h, recoveryTimeout: 0s}\n"}, ["all ready 168 hours"]),
         ({"config": RELEASED + "waitForPodsReady: {timeout: 5m, recoveryTimeout: 0s}\n"}, ["all ready 5 minutes"]),
         ({"config": RELEASED + "featureGates: {DisableWaitForPodsReady: true}\n"}, []),
         ({"flags": ["--feature-gates=DisableWaitForPodsReady=true,TASFailedNodeReplacementFailFast=false"],
@@ -164,6 +165,13 @@ OURS = installed(CONFIG_MAP, DEPLOYMENT)[0]
 def test_submit_says_where_kueue_would_end_the_run(cluster, said):
     found = kueue_warnings(cluster_of(FakeKubernetes(), **cluster), JOBSET)
     assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True)), found
+
+
+@pytest.mark.parametrize(("hours", "warned"), [(None, 1), (200, 1), (23.9, 1), (23, 0), (0.5, 0)])
+def test_a_timer_counts_where_the_run_may_outlast_it(hours, warned):
+    """A run that trains without a spare, or without the supervisor that stands by, is under it to its end."""
+    cluster = cluster_of(FakeKubernetes(), config=RELEASED + "waitForPodsReady: {timeout: 24h, recoveryTimeout: 0s}\n")
+    assert len(kueue_warnings(cluster, JOBSET, max_hours=hours)) == warned
 
 
 def test_only_the_flavours_of_the_runs_own_queue_count():

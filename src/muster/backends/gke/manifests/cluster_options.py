@@ -20,7 +20,8 @@ class Options(Record):
     supervisor_pool: str = "muster-cpu"
     """Node pool of small CPU nodes (``cloud.google.com/gke-nodepool``) for the supervisor."""
     supervisors: Literal[1, 2] = 2
-    """The second one stands by on another node: a node that hangs is otherwise answered in ten minutes."""
+    """The second one stands by, on another node where there is one: a node that hangs is otherwise answered in ten
+    minutes."""
     supervisor_priority: str | None = SUPERVISOR_PRIORITY
     """PriorityClass of supervisors; None: the cluster's default."""
     kueue: bool = True

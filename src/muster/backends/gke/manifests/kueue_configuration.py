@@ -21,9 +21,11 @@ KEY = "controller_manager_config.yaml"
 DEPLOYMENT = "kueue-controller-manager"
 ANNOTATION = "muster/kueue-configuration-sha256"
 """Of the Deployment's pods: the file is mounted by subPath and never read again, so another text needs new pods."""
-WAIT: Mapping[str, Json] = {"timeout": "168h", "recoveryTimeout": "0s"}
-"""A timeout of 0 would be taken as none given, 30 minutes; a recoveryTimeout of 0 switches that one off
-(pkg/controller/core/core.go, waitForPodsReady)."""
+WAIT: Mapping[str, Json] = {"timeout": "8760h", "recoveryTimeout": "0s"}
+"""The timeout ends only once every pod has been ready at the same time, spares and the stand-by too: a run that trains
+without one of them is under it to its end, so it has to be longer than any run. 0 would be taken as none given, 30
+minutes; a recoveryTimeout of 0 switches that one off (pkg/controller/core/core.go, waitForPodsReady)."""
+LONGEST_RUN_S = 8760 * 3600.0
 GATES: Mapping[str, bool] = {
     "TASFailedNodeReplacement": False,
     "TASFailedNodeReplacementFailFast": False,
@@ -83,19 +85,25 @@ def parsed(written: str) -> dict[str, Json] | None:
 
 
 def evictions(
-    configuration: JsonObject, *, arguments: Sequence[str] = (), release: tuple[int, int] | None = None, topology: bool
+    configuration: JsonObject,
+    *,
+    arguments: Sequence[str] = (),
+    release: tuple[int, int] | None = None,
+    topology: bool,
+    lasts_s: float = LONGEST_RUN_S,
 ) -> list[str]:
     """How Kueue with this Configuration ends a run that is a host short or slow to start, one phrase each.
 
     ``arguments`` are the manager's own, which may set feature gates too; ``release`` is its version, None: as 0.19;
-    ``topology``: the run's nodes may be assigned by topology-aware scheduling.
+    ``topology``: the run's nodes may be assigned by topology-aware scheduling; ``lasts_s``: seconds that it holds its
+    nodes at most.
     """
     gates = _gates(configuration, arguments, release or (0, 19))
     result = []
     start_s, recovery_s = _limits(configuration, release or (0, 19))
     if gates.get("DisableWaitForPodsReady"):
         start_s = recovery_s = None
-    if start_s is not None and start_s < 12 * 3600:
+    if start_s is not None and start_s < lasts_s:
         result.append(f"a run whose pods are not all ready {_minutes(start_s)} after its admission is evicted")
     if recovery_s is not None:
         result.append(f"a run that is a host short for {_minutes(recovery_s)} is evicted, also where a spare trains on")
@@ -156,6 +164,8 @@ def _seconds(duration: Json) -> float | None:
 
 
 def _minutes(seconds: float) -> str:
+    if seconds >= 7200:
+        return f"{seconds / 3600:.0f} hours"
     return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
 
 

@@ -35,6 +35,7 @@ GIVEN_UP = {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"}
 """A pod on a node that hangs never ends, and its Job makes no other one: Kueue (gate FailureRecoveryPolicy) removes it
 a minute after its deletion. What may still run there is fenced."""
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
+REQUIRED, PREFERRED = (f"{how}DuringSchedulingIgnoredDuringExecution" for how in ("required", "preferred"))
 LOST_NODE_S = 30
 """Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""
 
@@ -51,7 +52,7 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
         "tolerations": [*(dict(row) for row in mode.tolerations), *_give_up_lost_nodes()],
     }
     if not placement.machine.gpus:
-        spec["affinity"] = _one_a_node(placement, HOST)
+        spec["affinity"] = {"podAntiAffinity": {REQUIRED: [_same_node(placement, HOST)]}}
     elif placement.family.topology:
         spec["affinity"] = _close_together(placement)
     if placement.claims:
@@ -96,7 +97,10 @@ def supervisor_template(placement: Placement) -> Manifest:
         "volumes": run_volumes(placement),
     }
     if placement.supervisors > 1:
-        spec["affinity"] = _one_a_node(placement, SUPERVISOR)
+        # Preferred: on a cluster whose pool has room for one node the second one would wait for ever, and Kueue's timer
+        # for pods that are not ready with it, which takes all hosts. On the same node it still answers a crash.
+        apart: JsonObject = {"weight": 100, "podAffinityTerm": _same_node(placement, SUPERVISOR)}
+        spec["affinity"] = {"podAntiAffinity": {PREFERRED: [apart]}}
     if placement.options.supervisor_priority:
         spec["priorityClassName"] = placement.options.supervisor_priority
     return {"metadata": {"labels": dict(placement.labels), "annotations": {**NOT_MOVED, **GIVEN_UP}}, "spec": spec}
@@ -276,10 +280,10 @@ def _give_up_lost_nodes() -> list[Manifest]:
     return [{"key": f"node.kubernetes.io/{state}", **lost} for state in ("not-ready", "unreachable")]
 
 
-def _one_a_node(placement: Placement, role: str) -> Manifest:
+def _same_node(placement: Placement, role: str) -> JsonObject:
+    """As one of the run's pods of ``role``."""
     selector: JsonObject = {"matchLabels": {**placement.labels, ROLE: role}}
-    term: JsonObject = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
-    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    return {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
 
 
 def _close_together(placement: Placement) -> Manifest:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests import kueue_configuration as kueue
 from muster.backends.gke.manifests.kueue_objects import API
+from muster.backends.gke.manifests.placement import LEAD_S
 from muster.backends.gke.operate.queue_check import LABEL
 from muster.core.errors import AccessError
 from muster.core.typed_json import JsonObject, children, text
 
 HINT = (
-    f"in ConfigMap {kueue.NAMESPACE}/{kueue.CONFIG_MAP}: waitForPodsReady: {{timeout: 168h, recoveryTimeout: 0s}}, "
+    f"in ConfigMap {kueue.NAMESPACE}/{kueue.CONFIG_MAP}: waitForPodsReady: {{timeout: 8760h, recoveryTimeout: 0s}}, "
     "then restart its Deployment; muster up does so on clusters that it made"
 )
 
 
-def kueue_warnings(cluster: Cluster, jobset: JsonObject) -> list[str]:
-    """One sentence for each way in which Kueue would evict the run; none for a run without a queue.
+def kueue_warnings(cluster: Cluster, jobset: JsonObject, *, max_hours: float | None = None) -> list[str]:
+    """One sentence for each way in which Kueue would evict the run, which holds hosts for ``max_hours`` (None: for any
+    time); none for a run without a queue.
 
     Who may not read Kueue's namespace is told so: that is no proof of anything.
     """
@@ -36,6 +38,8 @@ def kueue_warnings(cluster: Cluster, jobset: JsonObject) -> list[str]:
         arguments=kueue.arguments_of(deployment),
         release=kueue.release_of(deployment),
         topology=_by_topology(cluster, jobset),
+        # Its hours count from its first host, Kueue's from before it.
+        lasts_s=kueue.LONGEST_RUN_S if max_hours is None else max_hours * 3600 + LEAD_S,
     )
     return [f"Kueue of this cluster ends runs: {risk} ({HINT})" for risk in found]
 

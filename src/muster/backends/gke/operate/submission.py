@@ -44,7 +44,7 @@ class Submission:
             BackendError, AccessError: the server refuses an object.
         """
         refuse_unknown_queue(cluster, self.jobset)
-        self.warnings += kueue_warnings(cluster, self.jobset)
+        self.warnings += kueue_warnings(cluster, self.jobset, max_hours=self.spec.limits.max_hours)
         self._without_unknown_priority(cluster)
         for manifest in self.documents:
             cluster.apply(manifest, dry_run=True)

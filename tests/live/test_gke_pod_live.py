@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from muster.backends.gke.pod.main import AGAIN, BACK_END_FAULT, LONELY, Pod, left_unsupervised, name_after_pod
+from muster.core.typed_json import encode
+from muster.protocol.lease import LeaseRecord
+from muster.protocol.version import MINE
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(120)]
 
@@ -25,6 +28,14 @@ def start(role, run_dir, program, *options):
     return subprocess.Popen(
         [*argv, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def held(seconds):
+    """A lease of another machine's supervisor."""
+    until = time.time_ns() + int(seconds * 1e9)
+    record = LeaseRecord(version=MINE, term=1, address=("10.0.0.9", 7000), pid=1, machine="another", boot_id="b",
+                         expires_wall_ns=until, expires_mono_ns=until)  # fmt: skip
+    return encode(record)
 
 
 def wait_until_it_listens(pod):
@@ -67,16 +78,14 @@ def test_a_supervisor_that_is_taken_away_is_not_told_that_the_run_is(tmp_path):
 def test_a_supervisor_stands_by_while_another_holds_the_run(tmp_path):
     """Its predecessor went without giving the lease back; ending with a verdict here would end the run."""
     lease = tmp_path / "lease.json"
-    lease.write_text(json.dumps({"expires_wall_ns": time.time_ns() + 2_000_000_000}))
+    lease.write_bytes(held(2.0))
     began = time.monotonic()
     assert ended(start("supervisor", tmp_path, "print('up')")) == (0, "up\n") and time.monotonic() - began > 1.5
-    faster = (
-        f"import json, time; open({str(lease)!r}, 'w').write(json.dumps({{'expires_wall_ns': time.time_ns() + 10**9}}))"
-    )
+    faster = f"open({str(lease)!r}, 'wb').write({held(4.0)!r})"
     program = f"import os; seen = {str(lease) + '.seen'!r}; first = not os.path.exists(seen); open(seen, 'w').close()\n"
     program += f"if first:\n    {faster}\n    raise SystemExit(1)\nraise SystemExit(3)"
     assert ended(start("supervisor", tmp_path, program))[0] == 3
-    lease.write_text(json.dumps({"expires_wall_ns": time.time_ns() + 10**12}))
+    lease.write_bytes(held(1000.0))
     pod = start("supervisor", tmp_path, "print('up')")
     wait_until_it_listens(pod)
     pod.send_signal(signal.SIGTERM)

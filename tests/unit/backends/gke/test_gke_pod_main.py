@@ -10,13 +10,17 @@ import time
 import pytest
 from fakes.gcs import GcsFake
 
+from muster.backends.gke.google.http import Unreachable
+from muster.backends.gke.manifests.jobset import VERDICTS
 from muster.backends.gke.pod import main
+from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.main import AGAIN, BACK_END_FAULT, Pod
 from muster.backends.gke.pod.own_jobset import OwnJobSet, all_pods_go, runs_since
 from muster.backends.gke.pod.run_state import RunState
-from muster.core.errors import AccessError
-from muster.core.typed_json import encode
-from muster.protocol.lease import EndRecord
+from muster.core.errors import AccessError, BackendError, MusterError
+from muster.core.typed_json import decode, encode
+from muster.protocol.lease import EndRecord, LeaseRecord
+from muster.protocol.version import MINE
 from muster.storage.home import open_home
 from muster.storage.store import open_store
 
@@ -40,9 +44,11 @@ def folder(tmp_path, bucket):
     return tmp_path
 
 
-def lease(seconds):
-    record = {"expires_wall_ns": time.time_ns() + int(seconds * 1e9)}
-    open_store().put(f"{HOME}/lease.json", json.dumps(record).encode())
+def lease(seconds, **changed):
+    until = time.time_ns() + int(seconds * 1e9)
+    record = LeaseRecord(version=MINE, term=1, address=("10.0.0.9", 7000), pid=1, machine="another", boot_id="b",
+                         expires_wall_ns=until, expires_mono_ns=until)  # fmt: skip
+    open_store().put(f"{HOME}/lease.json", json.dumps({**json.loads(encode(record)), **changed}).encode())
 
 
 def end(code, *, job=JOB, submission="1"):
@@ -110,10 +116,63 @@ def test_what_the_other_one_could_not_queue_any_more_this_one_does(folder, monke
     assert run(folder, "raise SystemExit(9)", requeue=lambda: made.append(1) or "default/x") == 0 and made == [1]
 
 
-@pytest.mark.parametrize("code", [1, 6])
-def test_a_crash_is_no_verdict(folder, code):
-    """A Python exception is code 1: the Job would end the run."""
-    assert run(folder, f"raise SystemExit({code})") == AGAIN
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(main, "BACK_OFF_S", 0.01)
+
+
+def fails_until(folder, times, code, then=""):
+    """A program that ends with ``code`` so many times; then it does something else."""
+    tries = folder / "tries"
+    return (
+        f"import sys; open({str(tries)!r}, 'a').write('x'); "
+        f"sys.exit({code}) if len(open({str(tries)!r}).read()) <= {times} else None; {then}"
+    )
+
+
+@pytest.mark.parametrize("code", [1, 4, 5, 6, 137])
+def test_a_crash_is_no_verdict(folder, quick, code):
+    """A Python exception is code 1, a refused credential is 5: the Job would end the run."""
+    assert run(folder, fails_until(folder, 3, code)) == 0 and len((folder / "tries").read_text()) == 4
+
+
+def test_one_that_had_worked_makes_room_for_another_pod(folder, monkeypatch):
+    monkeypatch.setattr(main, "EARLY_S", 0.0)
+    assert run(folder, fails_until(folder, 9, 6)) == AGAIN and len((folder / "tries").read_text()) == 1
+
+
+@pytest.mark.parametrize("code", [1, 5])
+def test_what_crashes_for_ever_is_counted(folder, quick, code, capfd):
+    """By the Job's backoff limit: 75 is free, and a verdict would end a run because its bucket does not answer."""
+    assert run(folder, f"raise SystemExit({code})") == main.COUNTED
+    assert f"code {code}" in capfd.readouterr().err and main.COUNTED not in [*VERDICTS, AGAIN]
+
+
+def test_a_crash_that_leaves_its_own_lease_is_counted_too(folder, monkeypatch):
+    """It runs for 10 s after its holder: no other supervisor was faster."""
+    monkeypatch.setattr(main, "TRIES", 2)
+    monkeypatch.setattr(main, "BACK_OFF_S", 0.01)
+    takes = (
+        "from muster.supervise.process import lease; from muster.storage.store import open_store; "
+        f"lease.LEASE_S = 1.5; lease.LeaseKeeper(open_store(), '{HOME}/lease.json').take(('127.0.0.1', 1)); "
+    )
+    assert run(folder, fails_until(folder, 0, 0, takes + "sys.exit(1)")) == main.COUNTED
+    assert (folder / "tries").read_text() == "xx"
+    assert json.loads(open_store().get(f"{HOME}/lease.json").data)["term"] == 2
+
+
+def test_who_lost_the_race_for_the_lease_has_not_crashed(folder, monkeypatch):
+    monkeypatch.setattr(main, "TRIES", 1)
+    lease(4.0)
+    record = open_store().get(f"{HOME}/lease.json").data
+    open_store().delete(f"{HOME}/lease.json")
+    puts = (
+        f"import sys; from muster.storage.store import open_store; open_store().put('{HOME}/lease.json', {record!r}); "
+    )
+    tries = str(folder / "tries")
+    lost = f"import os; seen = os.path.exists({tries!r}); open({tries!r}, 'a').write('x')\n"
+    assert run(folder, f"{lost}if not seen:\n    {puts}sys.exit(1)") == 0
+    assert (folder / "tries").read_text() == "xx"
 
 
 @pytest.mark.parametrize("code", [1, 6])
@@ -128,8 +187,38 @@ def test_a_verdict_is_one_once_it_stands_in_the_home(folder, code):
     assert run(folder, program) == code
 
 
-def test_wrong_words_and_refused_access_are_the_users(folder):
-    assert [run(folder, f"raise SystemExit({code})") for code in (2, 5)] == [2, 5]
+@pytest.mark.parametrize("code", [2, 3])
+def test_wrong_words_are_the_users_within_seconds(folder, code):
+    began = time.monotonic()
+    assert run(folder, f"raise SystemExit({code})") == code and time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("changed", [{"expires_wall_ns": None}, {"expires_wall_ns": "soon"}, {"version": [99, 0]}])
+def test_a_lease_that_nobody_can_read_is_no_end_of_the_pod(folder, changed):
+    lease(1000.0, **changed)
+    assert run(folder, SAYS) == 0
+
+
+def test_one_that_stands_by_has_the_events_before_it_takes_over(folder, tmp_path_factory):
+    """Reading weeks of them takes a minute in which nobody supervises."""
+    other = tmp_path_factory.mktemp("other")
+    for name in ("home", "run_id", "submission"):
+        (other / name).write_text((folder / name).read_text())
+    log = open_home(other).open_log(RUN_ID, "supervisor", 1)
+    log.append("run.message", detail={"text": "weeks ago"})
+    assert log.sync()
+    log.close()
+    lease(3.0)
+    found = folder / "events" / "supervisor.1.jsonl"
+    assert run(folder, f"import sys; sys.exit(0 if 'weeks ago' in open({str(found)!r}).read() else 75)") == 0
+
+
+def test_what_cannot_be_brought_while_standing_by_is_silent(folder, capfd):
+    open_store().put(f"{HOME}/events/supervisor.1/0-0000000001", b"damaged")
+    with pytest.raises(MusterError):
+        open_home(folder).mirror(folder)
+    lease(1.5)
+    assert run(folder, SAYS) == 0 and capfd.readouterr().err == ""
 
 
 LOGS = (
@@ -196,6 +285,18 @@ def test_where_all_pods_go_it_saves_and_the_same_jobset_goes_on(folder):
     assert code == AGAIN and told.exists() and state_of(folder).ended() is None
 
 
+def test_an_end_stands_where_only_this_pod_goes(folder, monkeypatch):
+    """The run saved because its allocation ends; that this pod is drained does not make the run go on here."""
+    record = EndRecord(job=JOB, submission="1", term=1, outcome="x", exit_code=AGAIN, reason="x", wall_ns=0)
+    (folder / "record").write_bytes(encode(record))
+    program = (
+        "import os, signal, sys; from pathlib import Path; from muster.storage.store import open_store; "
+        f"open_store().put('{HOME}/end.json', Path({str(folder / 'record')!r}).read_bytes()); "
+        f"os.kill(os.getppid(), signal.SIGTERM); sys.exit({AGAIN})"
+    )
+    assert run(folder, program, all_go=lambda: time.sleep(0.5) or False) == AGAIN and state_of(folder).ended() == AGAIN
+
+
 def test_where_nobody_says_which_it_has_until_the_grace_is_almost_over(folder):
     code, took_s = signalled(folder, ON_TERM.format("0"), lambda: None, grace_s=11.0)
     assert code == AGAIN and took_s > 2.5
@@ -206,6 +307,65 @@ def test_a_later_pod_leaves_when_the_allocation_ends_not_when_its_own_time_is_ov
     began = time.monotonic()
     assert run(folder, ends, leave_after_s=1000.0, age_s=lambda: 998.0) == BACK_END_FAULT
     assert time.monotonic() - began < 30 and "the allocation is about to end" in capfd.readouterr().err
+
+
+SAVED = f"raise SystemExit({AGAIN})"
+
+
+def requeues(*results):
+    """One result per call: an exception, or the name of what was made."""
+    rest = list(results)
+
+    def requeue():
+        result = rest.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return requeue, rest
+
+
+@pytest.mark.parametrize("error", [Unreachable("no answer"), BackendError("503"), AccessError("a role that is new")])
+def test_an_api_server_that_is_away_for_a_moment_is_asked_again(folder, quick, error):
+    requeue, rest = requeues(error, error, "default/x")
+    assert run(folder, SAVED, requeue=requeue, age_s=lambda: 1000.0) == 0 and not rest
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Unreachable("no answer"), AGAIN), (BackendError("refused"), main.COUNTED)]
+)
+def test_what_one_pod_cannot_queue_the_next_one_does(folder, monkeypatch, error, code):
+    """A verdict would delete the other supervisor, whose turn it is then."""
+    monkeypatch.setattr(main, "REQUEUE_S", 0.0)
+    end(AGAIN)
+    monkeypatch.setattr(main, "OTHERS_REQUEUE_S", 0.0)
+    requeue, _ = requeues(error)
+    assert run(folder, SAVED, requeue=requeue, age_s=lambda: 1000.0) == code and code not in VERDICTS
+    requeue, _ = requeues("default/x")
+    assert run(folder, SAVED, requeue=requeue, age_s=lambda: 1000.0) == 0
+
+
+def test_a_run_whose_allocations_are_used_up_has_reached_its_limit(folder, monkeypatch, capfd):
+    monkeypatch.setattr(main, "OTHERS_REQUEUE_S", 0.0)
+    end(AGAIN)
+    requeue, _ = requeues(AllocationsUsedUp("the run has had 2 allocations", hint="limits.max_hours"))
+    assert run(folder, SAVED, requeue=requeue, age_s=lambda: 1000.0) == 130
+    assert "has had 2 allocations" in capfd.readouterr().err
+    found = decode(EndRecord, open_store().get(f"{HOME}/end.json").data)
+    assert (found.exit_code, found.outcome, found.reason) == (130, "stopped", "the run has had 2 allocations")
+
+
+def test_the_rest_of_a_run_that_somebody_deleted_is_not_tried_for_minutes(folder):
+    requeue, _ = requeues(JobSetGone("the JobSet is gone"))
+    assert run(folder, SAVED, requeue=requeue, age_s=lambda: 1000.0) == BACK_END_FAULT
+
+
+def test_an_allocation_is_as_old_as_the_jobset_says_not_as_this_pod(folder, monkeypatch):
+    """The pod that finds the end may be a minute old; a run that ends a minute after its beginning has done nothing."""
+    assert run(folder, SAVED, requeue=lambda: "default/x", age_s=lambda: 3600.0) == 0
+    assert run(folder, SAVED, requeue=lambda: "default/x", age_s=lambda: 5.0) == BACK_END_FAULT
+    ages = [None, 3600.0]
+    assert run(folder, SAVED, requeue=lambda: "default/x", age_s=lambda: ages.pop(0)) == 0 and not ages
 
 
 def jobset(**spec):

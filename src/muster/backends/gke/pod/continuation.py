@@ -23,6 +23,14 @@ _ASKED = ("kueue.x-k8s.io/safe-to-forcefully-delete",)
 """The annotations of Kueue's own that manifests have: it puts others of this form there by itself."""
 
 
+class AllocationsUsedUp(CapacityError):
+    """The run has had as many allocations as its limit allows."""
+
+
+class JobSetGone(BackendError):
+    """What was to be continued is not there."""
+
+
 def number_of(jobset: JsonObject) -> int:
     """1 for the JobSet that was submitted, then counted up."""
     return whole(jobset, "metadata", "annotations", NUMBER, default=1)
@@ -60,15 +68,16 @@ def queue_continuation(cluster: Cluster, namespace: str, name: str, *, at_most: 
     """Create the continuation of the JobSet ``name``; the same twice makes one. Returns its name.
 
     Raises:
-        CapacityError: the run has had as many allocations as its limit allows.
-        BackendError: the JobSet is gone, or the server will not.
+        AllocationsUsedUp: by ``at_most``.
+        JobSetGone: somebody ended the run.
+        MusterError: the server does not answer, or will not.
     """
     metadata = {"name": name, "namespace": namespace}
     there = cluster.get({"apiVersion": API, "kind": "JobSet", "metadata": metadata})
     if there is None:
-        raise BackendError(f"the JobSet {namespace}/{name} is gone", hint="the run was ended")
+        raise JobSetGone(f"the JobSet {namespace}/{name} is gone", hint="the run was ended")
     if at_most and number_of(there) >= at_most:
-        raise CapacityError(
+        raise AllocationsUsedUp(
             f"the run has had {at_most} allocations, all that limits.max_hours allows",
             hint="muster submit RUN.yaml limits.max_hours=... continues it",
         )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import socket
 import sys
+import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
-from muster.core.typed_json import Unreadable, decode
-from muster.protocol.lease import EndRecord
+from muster.core.typed_json import Unreadable, decode, encode
+from muster.protocol.lease import EndRecord, LeaseRecord, read_lease
+from muster.protocol.version import OtherVersion
 from muster.storage import run_registry
 from muster.storage.home import Home, open_home
 from muster.storage.store import open_store
@@ -20,6 +22,8 @@ from muster.storage.store import open_store
 UNKNOWN_S = 3.0
 """A home that does not answer counts as held for this long: a supervisor could not start either."""
 SUPERVISOR = "supervisor"
+CATCH_UP_S = 600.0
+"""How often a supervisor that stands by brings the events: a takeover after weeks then reads the last minutes."""
 
 
 @dataclass(kw_only=True)
@@ -31,39 +35,93 @@ class RunState:
     store: Store = field(default_factory=lambda: open_store(timeout_s=5.0, patience_s=5.0))
     _home: Home | None = field(default=None)
     _said: str = ""
+    _caught_up: float | None = None
+    """When it was last begun, by the monotonic clock."""
+    _catching_up: threading.Thread | None = None
 
     @property
     def home(self) -> Home:
         self._home = self._home or open_home(self.run_dir)
         return self._home
 
+    @property
+    def says_how_it_ended(self) -> bool:
+        """Whether a supervisor that ends the run leaves an ``end.json``: one that left none crashed."""
+        try:
+            return bool(self.job) and not self.home.is_folder
+        except MusterError:
+            return False
+
     def held_s(self) -> float:
         """For how long somebody holds the run's lease, by this pod's clock; 0: nobody does."""
         try:
-            record = json.loads(self.store.get(self.home.uri_of("lease.json")).data)
-            return max(0.0, (int(record.get("expires_wall_ns", 0)) - time.time_ns()) / 1e9)
-        except (FileNotFoundError, ValueError, AttributeError):
-            return 0.0
+            record = self._lease()
         except (MusterError, OSError) as error:
             self._say(f"the run's home does not answer: {error}")
             return UNKNOWN_S
+        return max(0.0, (record.expires_wall_ns - time.time_ns()) / 1e9) if record is not None else 0.0
+
+    def held_by(self) -> int | None:
+        """The process of this pod that the lease names, alive or not; None: it names none of this pod's."""
+        try:
+            record = self._lease()
+        except (MusterError, OSError):
+            return None
+        return record.pid if record is not None and record.machine == socket.gethostname() else None
+
+    def _lease(self) -> LeaseRecord | None:
+        """None: there is none that anybody could use. Raises as the store."""
+        try:
+            return read_lease(self.store.get(self.home.uri_of("lease.json")).data, me="this supervisor's pod")
+        except FileNotFoundError:
+            return None
+        except (Unreadable, OtherVersion) as error:
+            self._say(f"the run's lease cannot be read: {error}")
+            return None
+
+    def catch_up(self) -> None:
+        """Bring the run's events to ``run_dir`` now and then, in a thread; what fails is tried again."""
+        due = self._caught_up is None or time.monotonic() - self._caught_up >= CATCH_UP_S
+        if not due or not self.says_how_it_ended or (self._catching_up is not None and self._catching_up.is_alive()):
+            return
+
+        def bring() -> None:
+            with contextlib.suppress(Exception):  # it only saves time
+                self.home.mirror(self.run_dir)
+
+        self._caught_up = time.monotonic()
+        self._catching_up = threading.Thread(target=bring, name="catch-up", daemon=True)
+        self._catching_up.start()
 
     def ended(self) -> int | None:
         """The exit code with which this JobSet's supervisor ended the run; None: the run goes on, or one cannot know
         (only a home in a bucket says so)."""
-        if self.home.is_folder or not self.job:
+        end = self._end()
+        return end[0].exit_code if end is not None else None
+
+    def _end(self) -> tuple[EndRecord, str] | None:
+        """With its generation. Raises as the store."""
+        if not self.says_how_it_ended:
             return None
         try:
-            end = decode(EndRecord, self.store.get(self.home.uri_of("end.json")).data)
+            found = self.store.get(self.home.uri_of("end.json"))
+            end = decode(EndRecord, found.data)
         except (FileNotFoundError, Unreadable):
             return None
-        return end.exit_code if (end.job, end.submission) == (self.job, self._submission()) else None
+        return (end, found.generation) if (end.job, end.submission) == (self.job, self._submission()) else None
 
     def withdraw_end(self, code: int) -> None:
         """The run was to end with ``code`` for this time alone: the same JobSet's next supervisor goes on."""
         with contextlib.suppress(MusterError, OSError):
             if self.ended() == code:
                 self.store.delete(self.home.uri_of("end.json"))
+
+    def end_instead(self, before: int, code: int, reason: str) -> None:
+        """The run that ended with ``before`` is over: say so with ``code``, for people and for the other pod."""
+        with contextlib.suppress(MusterError, OSError):
+            if (end := self._end()) is not None and end[0].exit_code == before:
+                record = replace(end[0], outcome="stopped", exit_code=code, reason=reason, wall_ns=time.time_ns())
+                self.store.put_if(self.home.uri_of("end.json"), encode(record), end[1])
 
     def ship(self, writer: str, timeout_s: float) -> None:
         """Bring home what a killed program left in ``run_dir``; where another one writes in its place, nothing."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 
-from muster.core.errors import MusterError
 from muster.storage.home import Home, HomeSync
 from muster.transport.connections import ConnectionPool
 
@@ -54,6 +52,9 @@ class HostHome:
         reading, writing = os.pipe()
 
         def here() -> None:
+            if reason := os.read(reading, 1000):
+                self._on_note(f"this host waits for its run file: {reason.decode(errors='replace')}")
+                return
             self._hub.unwatch(reading)
             os.close(reading)
             on_here()
@@ -62,12 +63,18 @@ class HostHome:
         threading.Thread(target=self._fetch, args=(writing,), name="home-fetch", daemon=True).start()
 
     def _fetch(self, writing: int) -> None:
+        noted = False
         while not self._ending.is_set():
-            with contextlib.suppress(MusterError, OSError):
+            try:
                 self._home.fetch()
+            except Exception as error:  # noqa: BLE001 (whatever it is: a host that ends this thread waits for ever)
+                if not noted:
+                    os.write(writing, f"{type(error).__name__}: {error}".encode()[:500])
+                noted = True
+                time.sleep(AGAIN_S)
+            else:
                 os.close(writing)  # which the loop sees
                 return
-            time.sleep(AGAIN_S)
 
     def stop(self) -> None:
         """Ship the rest; bounded."""

@@ -64,6 +64,22 @@ def test_a_corrected_run_file_is_waited_for_without_blocking(tmp_path, hub, monk
     assert len(here) == 1
 
 
+def test_why_a_host_waits_for_its_run_file_is_said_once_whatever_it_is(tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(host_home, "AGAIN_S", 0.02)
+    home, calls, notes, here = bucket_home(tmp_path), [], [], []
+
+    def fetch():
+        calls.append(1)
+        if len(calls) < 5:
+            raise ValueError("a library's own")
+        return True
+
+    home.fetch = fetch
+    HostHome(home=home, hub=hub, on_note=notes.append).fetch(lambda: here.append(1))
+    until(hub, lambda: here)
+    assert len(notes) == 1 and "ValueError: a library's own" in notes[0]
+
+
 def test_in_a_folder_the_run_file_is_there_at_once(tmp_path, hub):
     here = []
     HostHome(home=FolderHome(tmp_path), hub=hub, on_note=here.append).fetch(lambda: here.append("here"))

@@ -108,6 +108,8 @@ class SupervisorStarted(Detail):
     pid: Annotated[int, "process id"]
     heads: Annotated[Mapping[str, str] | None, "event file -> SHA-256 of the last line seen"] = None
     address: Annotated[str | None, "host:port"] = None
+    job: Annotated[str | None, "of a home in a bucket: the back end's name for the job that it is part of"] = None
+    submission: Annotated[str | None, "of a home in a bucket: its number"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

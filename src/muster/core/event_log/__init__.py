@@ -221,16 +221,21 @@ def read(directory: str | Path, *, after: Mapping[str, int] | None = None) -> It
     A torn last line is left out. Raises MusterError naming the file and line of anything else unreadable.
     """
     for path in _files(directory):
-        data = path.read_bytes()
         first = (after or {}).get(path.name, 0)
-        for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines()[first:], first):
-            try:
-                yield path.name, Event.from_json(json.loads(line))
-            except (ValueError, AttributeError) as error:  # AttributeError: JSON, and no object
-                reason = error if isinstance(error, ValueError) else "not an event"
-                raise MusterError(
-                    f"{path}:{number + 1}: {reason}", hint="the file was edited: move it aside"
-                ) from error
+        with open(path, "rb") as file:  # of weeks: never all of it in memory
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n"):
+                    break  # torn, or being written
+                if number < first:
+                    continue
+                try:
+                    event = Event.from_json(json.loads(line))
+                except (ValueError, AttributeError) as error:  # AttributeError: JSON, and no object
+                    reason = error if isinstance(error, ValueError) else "not an event"
+                    raise MusterError(
+                        f"{path}:{number + 1}: {reason}", hint="the file was edited: move it aside"
+                    ) from error
+                yield path.name, event
 
 
 def merged(directory: str | Path) -> list[Event]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,21 +15,23 @@ from muster.core.event_log import EventLog
 from muster.core.event_log.cadence import STATUS_LEAST_S, STATUS_S
 from muster.core.events import Event
 from muster.core.protocols import Clock
-from muster.core.typed_json import Unreadable, decode, encode
+from muster.core.typed_json import JsonObject, Unreadable, decode, encode
 from muster.protocol.client import SupervisorStatus
 from muster.protocol.lease import EndRecord, HomeStatus
 from muster.storage.home import BucketHome, Home, HomeSync, open_home
 from muster.storage.run_registry import replace_text
 from muster.supervise.process.figures import Figures
-from muster.supervise.process.lease import LEASE_S, LeaseKeeper
+from muster.supervise.process.lease import LEASE_S, LeaseKeeper, keeping
 from muster.supervise.recovery.inputs import SECOND_NS, End
-from muster.supervise.replay.rebuild_state import EventReplay
+from muster.supervise.replay.rebuild_state import EventReplay, finish_of
 
 STATUS, END = "status.json", "end.json"
 #: File of a local folder with the term that wrote there last.
 TERMS = "term"
 #: What the end of a run may take to reach its home; the lease is renewed meanwhile.
 END_S, AGAIN_S = 60.0, 1.0
+#: Exit code of a run that wants to go on: the end of an allocation, not of the run.
+AGAIN = 75
 
 
 @dataclass
@@ -45,6 +47,8 @@ class SupervisorHome:
     figures: Figures = field(default_factory=Figures)
     _sync: HomeSync | None = None
     _reporter: Reporter | None = None
+    _declared: bool = False
+    """``end.json`` is there."""
 
     def __post_init__(self) -> None:
         self.home = open_home(self.run_dir)
@@ -67,14 +71,14 @@ class SupervisorHome:
         self.home.mirror(self.run_dir)  # weeks of events take longer than a lease lasts: most of it before
         replay.read_new_events()
         self.lease.take(address)
-        if not self.home.is_folder:
-            replay = self._end_earlier(run_id, replay)
-        replay.read_new_events()
-        events = replay.in_order()
-        if not self.home.is_folder:
-            self.lease.renew()
-            for event in events:
-                self.figures.add(event)
+        with keeping(self.lease):
+            if not self.home.is_folder:
+                replay = self._end_earlier(run_id, replay)
+            replay.read_new_events()
+            events = replay.in_order()
+            if not self.home.is_folder:
+                for event in events:
+                    self.figures.add(event)
         return events
 
     def _end_earlier(self, run_id: str, replay: EventReplay) -> EventReplay:
@@ -86,7 +90,6 @@ class SupervisorHome:
                 (self.run_dir / "events" / f"supervisor.{term}.jsonl").unlink(missing_ok=True)
                 replay = EventReplay(replay.directory)
         self.home.end_earlier(run_id, "supervisor", self.lease.term)
-        self.lease.renew()
         self.home.mirror(self.run_dir)
         replace_text(self.run_dir / TERMS, f"{self.lease.term}\n")
         return replay
@@ -113,15 +116,41 @@ class SupervisorHome:
         except FileNotFoundError:
             return []
 
-    def ended(self) -> EndRecord | None:
-        """How the run ended, where this job of it has ended before: it is not started anew then."""
+    def ended(self, before: Sequence[Event]) -> EndRecord | None:
+        """How the run ended, where this job of it has ended before: it is not started anew then.
+
+        ``before``: the run's events. A supervisor that was killed between its ``run.finished`` and its ``end.json``
+        has released the hosts: the end is put now.
+
+        Raises:
+            BackendError: the end cannot be put.
+        """
         if self.home.is_folder or not self.job:
             return None
+        if (found := self._read_end()) is not None:
+            return found
+        finished = finish_of(before, self.job, self._submission())
+        if finished is None or finished.exit_code == AGAIN:  # the same JobSet may go on after a preemption
+            return None
+        end = End(exit_code=finished.exit_code, outcome=finished.outcome, reason=finished.reason)
+        if not self._until(lambda: self._put_end(end)):
+            raise BackendError(
+                f"{self.home.uri_of(END)} cannot be written: the run has ended", hint="it is tried again"
+            )
+        return self._read_end()
+
+    def _read_end(self) -> EndRecord | None:
         try:
             end = decode(EndRecord, self.home.store.get(self.home.uri_of(END)).data)
         except (FileNotFoundError, Unreadable):
             return None
         return end if (end.job, end.submission) == (self.job, self._submission()) else None
+
+    @property
+    def allocation(self) -> JsonObject:
+        """What ``supervisor.started`` says of it, where end records are written."""
+        named = bool(self.job) and not self.home.is_folder
+        return {"job": self.job, "submission": self._submission()} if named else {}
 
     def open_log(self, run_id: str) -> EventLog:
         """This term's."""
@@ -171,6 +200,14 @@ class SupervisorHome:
 
     # ------------------------------------------------------------ the end
 
+    def declare(self, end: End) -> None:
+        """Put ``end.json``, first of all: whoever follows a supervisor that is killed from here on starts nothing.
+
+        One try; ``finish`` goes on. Raises ConflictError: another supervisor took the lease from us.
+        """
+        if not self.home.is_folder:
+            self._declared = self._put_end(end)
+
     def finish(self, log: EventLog, end: End, status: SupervisorStatus) -> None:
         """Bring everything home, and give the lease back: whoever stands by looks how the run ended then.
 
@@ -183,7 +220,7 @@ class SupervisorHome:
         if self.home.is_folder:
             self.lease.give_back()
             return
-        known = self._until(lambda: self._put_end(end))
+        known = self._declared or self._until(lambda: self._put_end(end))
         if self._sync is not None:
             shipping = threading.Thread(target=self._sync.stop, args=(END_S,), daemon=True)
             shipping.start()
@@ -202,6 +239,9 @@ class SupervisorHome:
             self._reporter.stop(None)
 
     def _put_end(self, end: End) -> bool:
+        """Only with a lease that was renewed this moment: a successor's end is not replaced."""
+        if not self.lease.renew():
+            return False
         record = EndRecord(
             job=self.job,
             submission=self._submission(),
@@ -279,9 +319,8 @@ class Reporter(threading.Thread):
             if status is None:
                 return
             try:
-                self._put(status)
-            except ConflictError:
-                return  # another supervisor writes it now
+                if not self._put(status):
+                    return
             except (MusterError, OSError):
                 if self._ending and self._clock.monotonic_ns() >= self._until_ns:
                     return
@@ -289,6 +328,15 @@ class Reporter(threading.Thread):
                 with self._wake:
                     self._status = self._status or status
 
-    def _put(self, status: HomeStatus) -> None:
-        generation, self._generation = self._generation, None  # after a failure it is not known
-        self._generation = self._home.publish(STATUS, encode(status), generation=generation)
+    def _put(self, status: HomeStatus) -> bool:
+        """False: another supervisor writes it now."""
+        try:
+            self._generation = self._home.publish(STATUS, encode(status), generation=self._generation)
+        except ConflictError:  # also of a write of ours that was given up and arrived later
+            stored = self._home.store.get(self._home.uri_of(STATUS))
+            with contextlib.suppress(Unreadable):
+                if decode(HomeStatus, stored.data).term > status.term:
+                    return False
+            self._generation = stored.generation
+            self._generation = self._home.publish(STATUS, encode(status), generation=self._generation)
+        return True

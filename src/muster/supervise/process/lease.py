@@ -1,13 +1,17 @@
 """The supervisor's lease: one object in the run's folder, changed only by conditional writes.
 
 Its holder may act. ``term`` rises by one with each holder and is never used twice, so two supervisors never both
-act for long: a renewal that loses its condition ends its process at once.
+act for long: a renewal that loses its condition ends its process at once. One that cannot show its lease, because the
+store does not answer, holds back whatever it decides until the store shows whose it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from muster.core import processes
@@ -17,6 +21,7 @@ from muster.core.protocols import Clock, Store
 from muster.core.typed_json import Unreadable, encode
 from muster.protocol.lease import LeaseRecord, read_lease
 from muster.protocol.version import MINE
+from muster.storage.store.patient import start_thread
 
 #: A holder that has not renewed for this time may be replaced (one whose process is dead on this host at once).
 LEASE_S = 10.0
@@ -24,7 +29,7 @@ LEASE_S = 10.0
 
 @dataclass
 class LeaseKeeper:
-    """Takes, renews and gives back the lease at ``uri``."""
+    """Takes, renews and gives back the lease at ``uri``. ``hold`` and ``renew`` are thread-safe."""
 
     store: Store
     uri: str
@@ -35,7 +40,10 @@ class LeaseKeeper:
     """When it expires, by the monotonic clock (which may pause with the machine) and by the wall clock."""
     _unsure: bool = False
     """A renewal failed: the object may be ours under another generation."""
+    _doubt: str | None = None
+    """It has expired, and nothing shows that it is still ours."""
     _address: tuple[str, int] | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def take(self, address: tuple[str, int]) -> int:
         """Become the holder; return the new term.
@@ -63,34 +71,52 @@ class LeaseKeeper:
         self._write(stored.generation)
         return self.term
 
-    def hold(self) -> None:
-        """Make sure that the lease is ours at this moment; costs nothing while it has not expired.
+    def hold(self) -> str | None:
+        """None: the lease is ours at this moment. Else why one cannot know: do not act, ``renew``, and ask again.
 
         Call it before acting on anything: a process that was stopped, or whose machine was, wakes up with its inputs
-        waiting and perhaps with a successor. Raises ConflictError then.
+        waiting and perhaps with a successor. Raises ConflictError then. Costs nothing while the lease has not expired.
         """
-        if self._expired():
-            self.renew()
+        with self._lock:
+            if self._expired() and self._doubt is None:
+                self.renew()
+            return self._doubt
 
     def renew(self) -> bool:
-        """Extend the lease; False where the store refuses the write for now (a full disk): try again soon.
+        """Extend the lease; False where the store refuses the write for now (a full disk, no answer): try again soon.
 
-        That is tolerated until the lease has expired, and afterwards while the store shows that no other supervisor
-        has it. Raises ConflictError when the lease was taken from us, or might be: stop acting at once.
+        Where it has expired meanwhile, ``hold`` says whether we may act. Raises ConflictError when the store shows
+        that the lease was taken from us: stop acting at once.
         """
+        with self._lock:
+            try:
+                self._extend()
+            except ConflictError:
+                raise
+            except (MusterError, OSError) as error:
+                self._unsure = True
+                if self._expired():
+                    self._doubt = self._doubted(error)
+                return False
+            self._unsure, self._doubt = False, None
+            return True
+
+    def _extend(self) -> None:
         try:
             self._write(self._generation)
         except ConflictError:
             if not self._unsure or not self._shown_as_ours():
                 raise
             self._write(self._generation)
-        except (MusterError, OSError) as error:
-            self._unsure = True
-            if self._expired() and not self._shown_as_ours():
-                raise ConflictError(f"the lease expired and could not be renewed: {error}") from error
-            return False
-        self._unsure = False
-        return True
+
+    def _doubted(self, error: Exception) -> str | None:
+        try:
+            ours = self._shown_as_ours()
+        except (MusterError, OSError):
+            return f"the lease of this run expired, and one cannot see whose it is: {error}"
+        if not ours:
+            raise ConflictError(f"the lease was taken from us; it could not be renewed: {error}") from error
+        return None
 
     def _write(self, generation: str | None) -> None:
         """Replace ``generation`` (None: nothing) by our record."""
@@ -106,11 +132,11 @@ class LeaseKeeper:
         return self.clock.monotonic_ns() >= monotonic or self.clock.wall_ns() >= wall
 
     def _shown_as_ours(self) -> bool:
-        """Whether the store holds our own record, under any generation."""
+        """Whether the store holds our own record, under any generation. Raises as the store where it does not say."""
         try:
             stored = self.store.get(self.uri)
             record = read_lease(stored.data, me="this supervisor")
-        except (MusterError, OSError, Unreadable):
+        except (FileNotFoundError, Unreadable):
             return False
         ours = (self.term, os.getpid(), socket.gethostname(), processes.boot_id())
         if (record.term, record.pid, record.machine, record.boot_id) != ours:
@@ -146,3 +172,30 @@ class LeaseKeeper:
         if record.boot_id != processes.boot_id() or record.machine != socket.gethostname():
             return self.clock.wall_ns() >= record.expires_wall_ns
         return self.clock.monotonic_ns() >= record.expires_mono_ns or processes.look(record.pid) is None
+
+
+@contextlib.contextmanager
+def keeping(lease: LeaseKeeper) -> Iterator[None]:
+    """A thread renews ``lease`` while the block does what may take longer than a lease lasts.
+
+    Raises:
+        ConflictError: another supervisor took it; at the block's end.
+    """
+    done, lost = threading.Event(), list[ConflictError]()
+
+    def renew() -> None:
+        while not done.wait(LEASE_S / 3):
+            try:
+                lease.renew()
+            except ConflictError as error:
+                lost.append(error)
+                return
+
+    thread = start_thread(renew, "lease")
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    if lost:
+        raise lost[0]

@@ -27,7 +27,7 @@ from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.decisions import RETRY_S, Decisions
 from muster.supervise.process.handshake import ClientIdentity, health_of, identity_of, stop_of
 from muster.supervise.process.home_sync import SupervisorHome
-from muster.supervise.process.lease import LEASE_S
+from muster.supervise.process.lease import LEASE_S, keeping
 from muster.supervise.process.limits import LimitsGuard, LimitsTimer
 from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.refusals import NEW, Refusals
@@ -84,6 +84,7 @@ class Supervisor:
             act=self._act,
             note=lambda text: self._append("run.message", {"text": text}),
             clock_ns=lambda: self.clock.monotonic_ns(),
+            doubt=lambda: self.lease.hold(),
         )
 
     def serve(self) -> int:
@@ -104,15 +105,16 @@ class Supervisor:
         self.lease = self.home.lease
         address = self.pool.listen(self.bind)
         before = self.home.take_over(self.run_id, (address[0], int(address[1])))
-        if (ended := self.home.ended()) is not None:
+        if (ended := self.home.ended(before)) is not None:
             self.lease.give_back()
             self.pool.shutdown()
             return ended.exit_code
         term = self.lease.term
-        state = rebuild_state(before, now_wall_ns=self.clock.wall_ns())
         guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
         self.limits = LimitsTimer(guard, self.clock)
-        self.limits.add(before)
+        with keeping(self.lease):
+            state = rebuild_state(before, now_wall_ns=self.clock.wall_ns())
+            self.limits.add(before)
         del before  # events of weeks
         self.log = self.home.open_log(self.run_id)
         self.liveness = HostLiveness(timeout_s=spec.recovery.heartbeat_timeout_s)
@@ -121,7 +123,8 @@ class Supervisor:
         self.clocks = ClockOffsets()
         settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
         self.machine = RecoveryStateMachine(settings=settings, policy=load_policy(spec.recovery.policy), state=state)
-        self._append("supervisor.started", {"term": term, "pid": os.getpid(), "address": f"{address[0]}:{address[1]}"})
+        where: JsonObject = {"pid": os.getpid(), "address": f"{address[0]}:{address[1]}", **self.home.allocation}
+        self._append("supervisor.started", {"term": term, **where})
         self.home.start()
         try:
             with caught(self.pool, self._on_signal, leaving=self._leaving):
@@ -191,11 +194,13 @@ class Supervisor:
 
     def _shutdown(self) -> None:
         """Log the head of every writer's hash chain, then end; agents need a moment to read their last messages."""
-        until = time.monotonic() + 5.0
-        while self.agents and time.monotonic() < until:
-            self.pool.run_once(0.1)
         assert self.result is not None
-        heads = self.home.heads(self.run_id)
+        self.home.declare(self.result)
+        with keeping(self.lease):
+            until = time.monotonic() + 5.0
+            while self.agents and time.monotonic() < until:
+                self.pool.run_once(0.1)
+            heads = self.home.heads(self.run_id)
         self._append("log.hash_heads", {"heads": {name: head for name, head in heads.items() if name != self.log.name}})
         self._append("supervisor.ended", {"reason": self.result.outcome})
         self.home.finish(self.log, self.result, self._status())
@@ -233,15 +238,11 @@ class Supervisor:
     # ------------------------------------------------------------ inputs
 
     def _handle(self, given: Input) -> None:
-        self.lease.hold()
         self.decisions.give(given)
 
     def _tend(self) -> None:
         """A deadline of the state machine, or of what waits for the home."""
-        due = self.decisions.deadline_ns
-        if due is not None and self.clock.monotonic_ns() >= due:
-            self.lease.hold()
-            self.decisions.tend()
+        self.decisions.tend()
 
     def _greeting_reader(self) -> Callable[[bytes], Greeting | Refused]:
         return self.refusals.noting(greeting_reader(GREETING, me="the supervisor"), NEW)

@@ -12,7 +12,16 @@ from muster.core.event_details.attempts import AttemptEnded, AttemptResizing, At
 from muster.core.event_details.checkpoints import SnapshotRejected
 from muster.core.event_details.hosts import HostHealth, HostQuarantined, HostReadmitted, TerminationNotice
 from muster.core.event_details.incidents import IncidentDecided, IncidentDetected
-from muster.core.event_details.run import RunEnding, RunHeld, RunRestarted, RunStopping, RunWaiting, StopRequested
+from muster.core.event_details.run import (
+    RunEnding,
+    RunFinished,
+    RunHeld,
+    RunRestarted,
+    RunStopping,
+    RunWaiting,
+    StopRequested,
+    SupervisorStarted,
+)
 from muster.core.events import Event
 from muster.core.incidents import traits_of
 from muster.core.layout import Layout
@@ -36,6 +45,9 @@ from muster.supervise.recovery.phases import (
 )
 from muster.supervise.recovery.state import Attempt, Host, State
 
+#: Writer of what supervisors log.
+SUPERVISOR = "supervisor"
+
 
 @dataclass
 class EventReplay:
@@ -54,6 +66,21 @@ class EventReplay:
     def in_order(self) -> list[Event]:
         """All of it, with wall times by a clock that is never stepped."""
         return event_log.on_one_clock(self._files)
+
+
+def finish_of(events: Iterable[Event], job: str, submission: str) -> RunFinished | None:
+    """How the newest supervisor, if it was one of this job and submission, ended the run; None: it did not.
+
+    ``events``: in their order; another machine's commands end nothing here.
+    """
+    mine, result = False, None
+    for event in events:
+        if event.kind == SupervisorStarted.kind:
+            started, result = event.read(SupervisorStarted), None
+            mine = (started.job, started.submission) == (job, submission)
+        elif event.kind == RunFinished.kind and event.host == SUPERVISOR:
+            result = event.read(RunFinished)
+    return result if mine else None
 
 
 def rebuild_state(events: Iterable[Event], *, now_wall_ns: int | None = None) -> State:

@@ -2,16 +2,18 @@
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from fakes.objects import Objects
 from fakes.virtual_run import actions, check_invariants, kinds, machine, spec
 
+from muster.protocol.values import RankEvent
 from muster.simulate import agent_model
 from muster.simulate.cluster import Cluster
 from muster.storage.home import BucketHome
 from muster.supervise.process.decisions import Decisions
-from muster.supervise.recovery.inputs import SECOND_NS, End, StopRequest
+from muster.supervise.recovery.inputs import SECOND_NS, End, FromHost, StopRequest
 
 
 @dataclass
@@ -213,3 +215,55 @@ def test_inputs_wait_in_their_order():
     now[0], reason[0] = 3 * SECOND_NS, None
     decisions.tend()
     assert answers[0] == 3 * SECOND_NS and isinstance(answers[1], End) and answers[2:] == ["first", "second"]
+
+
+def held_back(reason):
+    """Decisions of a machine that answers nothing, and what it was given."""
+    handled, noted, now = [], [], [0]
+    machine = SimpleNamespace(
+        deadline_ns=None, handle=lambda given, now_ns: handled.append(given) or [], postpone=lambda by_ns: None
+    )
+    found = Decisions(
+        machine=lambda: machine, append=lambda log: None, sync=lambda timeout_s: None, act=handled.append,
+        note=noted.append, clock_ns=lambda: now[0], doubt=lambda: reason[0],
+    )  # fmt: skip
+    return found, handled, noted, now
+
+
+def test_who_cannot_show_the_lease_decides_nothing_and_goes_on_once_it_can():
+    reason = ["503"]
+    decisions, handled, noted, now = held_back(reason)
+    decisions.give("first")
+    now[0] = 20 * SECOND_NS
+    decisions.tend()
+    decisions.give("second")
+    assert not handled and len(noted) == 1 and "503" in noted[0]
+    now[0], reason[0] = 40 * SECOND_NS, None
+    decisions.tend()
+    assert handled == ["first", "second"] and "40.0 s" in noted[1]
+
+
+def step(number, rank=0):
+    return FromHost(
+        host=f"host-{rank}",
+        message=RankEvent(kind="step", attempt=1, mono_ns=0, wall_ns=0, rank=rank, step=number, detail={}),
+    )
+
+
+def test_days_of_steps_that_wait_take_no_memory_and_nothing_that_decides_is_dropped(monkeypatch):
+    monkeypatch.setattr("muster.supervise.process.decisions.MOST_WAITING", 50)
+    reason = ["503"]
+    decisions, handled, _, now = held_back(reason)
+    decisions._most = 50
+    for number in range(1000):
+        decisions.give(step(number))
+        decisions.give(step(number, rank=1))
+        if number % 100 == 0:
+            decisions.give(f"decides {number}")
+        assert len(decisions._inputs) <= 51
+    now[0], reason[0] = 2 * SECOND_NS, None
+    decisions.tend()
+    assert [given for given in handled if isinstance(given, str)] == [
+        f"decides {number}" for number in range(0, 1000, 100)
+    ]
+    assert handled[-2:] == [step(999), step(999, rank=1)]

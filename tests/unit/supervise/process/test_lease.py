@@ -1,12 +1,14 @@
 """Who holds the lease may act: a supervisor that slept past it looks first. With a clock that is set by hand."""
 
 import json
+import time
 
 import pytest
 
-from muster.core.errors import BackendError, ConflictError
+from muster.core.errors import BackendError, BusyError, ConflictError
 from muster.storage.store import open_store
-from muster.supervise.process.lease import LEASE_S, LeaseKeeper
+from muster.supervise.process import lease
+from muster.supervise.process.lease import LEASE_S, LeaseKeeper, keeping
 
 
 class SetClock:
@@ -24,12 +26,14 @@ class SetClock:
 
 
 class Disk:
-    """The store, when it does not fail."""
+    """The store, when it does not fail. ``away``: it answers nothing."""
 
     def __init__(self):
-        self.inner, self.full, self.half_done, self.writes = open_store(), False, False, 0
+        self.inner, self.full, self.half_done, self.writes, self.away = open_store(), False, False, 0, False
 
     def get(self, uri):
+        if self.away:
+            raise BusyError("503")
         return self.inner.get(uri)
 
     def put_if_absent(self, uri, data):
@@ -40,6 +44,8 @@ class Disk:
 
     def _put(self, put):
         self.writes += 1
+        if self.away:
+            raise BusyError("503")
         if self.full:
             raise BackendError("No space left on device")
         found = put()
@@ -122,3 +128,42 @@ def test_a_renewal_that_failed_after_it_was_written_is_no_rivals(at):
     clock.sleep(1.0)
     assert keeper.renew() is False
     assert keeper.renew() is True
+
+
+def test_a_store_that_answers_nothing_neither_ends_it_nor_lets_it_act(at):
+    clock = SetClock()
+    keeper = taken(at, clock)
+    keeper.store.away = True
+    for second in range(60):
+        clock.sleep(1.0)
+        assert keeper.renew() is False
+        assert (keeper.hold() is None) == (second + 1 < LEASE_S), "without a lease nothing is done"
+    assert "503" in keeper.hold()
+    writes = keeper.store.writes
+    keeper.hold()
+    assert keeper.store.writes == writes, "who waits is not slowed down by more questions"
+    keeper.store.away = False
+    assert keeper.renew() is True and keeper.hold() is None
+
+
+def test_a_successor_that_came_while_the_store_answered_nothing_ends_it(at):
+    clock = SetClock()
+    keeper = taken(at, clock)
+    keeper.store.away = True
+    clock.sleep(LEASE_S + 1)
+    assert keeper.renew() is False and keeper.hold()
+    rival(at, clock)
+    assert keeper.hold(), "nothing says so yet"
+    keeper.store.away = False
+    with pytest.raises(ConflictError):
+        keeper.renew()
+
+
+def test_who_takes_it_from_one_that_is_busy_is_seen_at_the_end_of_it(at, monkeypatch):
+    monkeypatch.setattr(lease, "LEASE_S", 0.15)
+    clock = SetClock()
+    keeper = taken(at, clock)
+    clock.sleep(1)
+    with pytest.raises(ConflictError), keeping(keeper):
+        rival(at, clock)
+        time.sleep(0.2)

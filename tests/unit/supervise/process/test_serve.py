@@ -10,7 +10,7 @@ from fakes.virtual_run import spec
 from muster.core.errors import ConflictError
 from muster.core.event_log import EventLog, check_directory, read
 from muster.protocol.client import RestartRun
-from muster.supervise.recovery.inputs import RestartRequest, Tick
+from muster.supervise.recovery.inputs import End, RestartRequest, Tick
 from muster.supervise.recovery.phases import Held
 
 
@@ -32,6 +32,19 @@ def test_a_deposed_supervisor_acts_on_nothing(supervisor):
     with pytest.raises(ConflictError):
         supervisor._handle(Tick())
     assert not handled and not supervisor.pool.sent
+
+
+def test_the_end_is_known_before_agents_are_waited_for(supervisor):
+    """A supervisor that is killed while it waits leaves a run that has ended."""
+    happened = []
+    supervisor.result = End(exit_code=0, outcome="succeeded", reason="done")
+    supervisor.agents = {"host-0": None}
+    supervisor.lease = SimpleNamespace(hold=lambda: None, renew=lambda: True)
+    supervisor.pool.run_once = lambda timeout_s: (happened.append("wait"), supervisor.agents.clear())
+    supervisor.home.declare = lambda end: happened.append(end.reason)
+    supervisor.home.finish = lambda log, end, status: happened.append("finish")
+    supervisor._shutdown()
+    assert happened == ["done", "wait", "finish"]
 
 
 class FullDisk:

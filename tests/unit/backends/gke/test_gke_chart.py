@@ -32,11 +32,15 @@ def written(folder, of):
 def installed(helm, path, values):
     """The manifest of a release, as Helm rendered it."""
     with serve(FakeKubernetes()) as kubeconfig:
-        config = Path(path).parent / "kubeconfig"
-        config.write_text(kubeconfig)
-        action = helm.Install(helm.Configuration(kubeconfig=str(config)))
-        release = asyncio.run(action.run("run", path, values=values, wait=False))
-    return named(yaml.load_all(release["manifest"], Loader=yaml.CSafeLoader))
+        return release(helm, kubeconfig, path, values)
+
+
+def release(helm, kubeconfig, path, values, namespace="default"):
+    config = Path(path).parent / "kubeconfig"
+    config.write_text(kubeconfig)
+    action = helm.Install(helm.Configuration(kubeconfig=str(config), namespace=namespace))
+    found = asyncio.run(action.run("run", path, values=values, wait=False))
+    return named(yaml.load_all(found["manifest"], Loader=yaml.CSafeLoader))
 
 
 def named(objects):
@@ -64,7 +68,8 @@ def comparable(objects):
     return objects
 
 
-QUEUE = {"createQueue": True, "createServiceAccount": True}
+PRIORITY = {"supervisorPriority": "muster-supervisor"}
+QUEUE = {**PRIORITY, "createQueue": True, "createServiceAccount": True, "createSupervisorPriority": True}
 NETWORKS = ("Network", "GKENetworkParamSet")
 MACHINES = ["a4-highgpu-8g", "g2-standard-48"]
 
@@ -88,7 +93,7 @@ def test_one_value_changes_the_mode(helm, tmp_path, mode):
 def test_a_model_that_is_copied_once(helm, tmp_path):
     model = {"source": "meta-llama/Llama-3.1-70B", "weights": "bucket"}
     of = spec("a4-highgpu-8g", "flex_start_queued", model=model)
-    found = installed(helm, written(tmp_path / "chart", of), {})
+    found = installed(helm, written(tmp_path / "chart", of), PRIORITY)
     assert found["JobSet", RUN_ID] == plain(of)["JobSet", RUN_ID]
 
 
@@ -99,7 +104,7 @@ def test_a_model_that_is_copied_once(helm, tmp_path):
 )  # fmt: skip
 def test_hours_are_asked_for_and_left_alike(helm, tmp_path, mode, hours):
     of = spec("a4-highgpu-8g", "flex_start_queued", limits={"max_hours": hours})
-    found = installed(helm, written(tmp_path / "chart", of), {"mode": mode})
+    found = installed(helm, written(tmp_path / "chart", of), {**PRIORITY, "mode": mode})
     wanted = plain(spec("a4-highgpu-8g", mode, limits={"max_hours": hours}))["JobSet", RUN_ID]
     assert found["JobSet", RUN_ID] == wanted
 
@@ -132,6 +137,30 @@ def test_one_value_makes_it_lora(helm, tmp_path):
     found = installed(helm, written(tmp_path / "chart", B200), {"tuning": "lora"})
     resolved = json.loads(found["ConfigMap", f"{RUN_ID}-run"]["data"]["resolved.json"])
     assert resolved["model"]["lora"] == {"alpha": 32, "dropout": 0, "rank": 16, "targets": "all-linear"}
+
+
+def test_a_cluster_without_the_priority_class_takes_the_chart_as_it_is(helm, tmp_path):
+    """A pod of a class that is not there is refused, and Kueue makes no Workload: nothing would say why."""
+    of = spec("g2-standard-48", "spot")
+    found = installed(helm, written(tmp_path / "chart", of), {"createServiceAccount": True})
+    assert "priorityClassName" not in json.dumps(list(found.values()))
+    assert ("ServiceAccount", "muster") in found and not [name for name in found if name[0] == "PriorityClass"]
+
+
+def test_two_teams_install_it_in_two_namespaces(helm, tmp_path):
+    """The class is the cluster's, so one release makes it; the account is each namespace's own."""
+    of = spec("g2-standard-48", "spot")
+    path = written(tmp_path / "chart", of)
+    with serve(FakeKubernetes()) as kubeconfig:
+        rank = {"supervisorPriority": "theirs"}
+        one = release(helm, kubeconfig, path, {**rank, "createServiceAccount": True, "createSupervisorPriority": True})
+        two = release(helm, kubeconfig, path, {**rank, "createServiceAccount": True}, "team")
+    assert ("PriorityClass", "theirs") in one and ("PriorityClass", "theirs") not in two
+    assert one["ServiceAccount", "muster"]["metadata"]["namespace"] == "default"
+    assert two["ServiceAccount", "muster"]["metadata"]["namespace"] == "team"
+    for found in (one, two):
+        pod = found["JobSet", RUN_ID]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        assert pod["priorityClassName"] == "theirs"
 
 
 def test_more_environment(helm, tmp_path):

@@ -15,7 +15,7 @@ from muster import __version__
 from muster.backends.gke.manifests import helm_values, pods
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import run_objects
-from muster.backends.gke.manifests.kueue_objects import CPU_FLAVOR, account_objects, queue_objects
+from muster.backends.gke.manifests.kueue_objects import CPU_FLAVOR, account_objects, priority_class, queue_objects
 from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.manifests.placement import (
     CLAIM_FOLDER,
@@ -33,6 +33,7 @@ from muster.backends.gke.manifests.placement import (
 from muster.backends.gke.manifests.spec_rules import refuse
 from muster.backends.gke.manifests.yaml_text import Expression, Line, dump
 from muster.config.spec import Lora, RunSpec
+from muster.core.typed_json import changed
 
 # Placeholders for values while the object is still Python; every string that contains one becomes an expression.
 _VALUES = {
@@ -76,7 +77,8 @@ _LEAVE_AFTER = (
 
 
 def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None = None) -> dict[str, str]:
-    """Relative name -> text of every file of the chart. Installing it with its own values gives the plain objects.
+    """Relative name -> text of every file of the chart. Installing it with its own values gives the plain objects, but
+    for the supervisors' priority: ``submit`` sees whether the cluster has the class, a chart has to be told.
 
     Raises:
         RunFileError, UsageError: as ``render.render``.
@@ -167,7 +169,11 @@ def _run_template(placement: Placement) -> str:
         Line("{{- end }}"): None,
     }
     supervisor, host = jobset["spec"]["replicatedJobs"]
-    command = supervisor["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    supervisors = supervisor["template"]["spec"]["template"]["spec"]
+    supervisors.pop("priorityClassName", None)
+    rank = '{{- with .Values.supervisorPriority }}{{ dict "priorityClassName" . | toYaml | nindent @INDENT@ }}{{ end }}'
+    supervisors[Line(rank)] = None
+    command = supervisors["containers"][0]["command"]
     command[command.index(pods.LEAVE_AFTER) + 1] = Expression(_LEAVE_AFTER)
     most = allocation_ends(placement.spec, "flex_start_queued")[1]
     command[command.index(pods.AT_MOST) + 1] = Expression(
@@ -205,8 +211,12 @@ def _queue_templates(placement: Placement, modes: list[str]) -> str:
                 manifest["spec"]["nodeLabels"] = _block("$selector")
         condition = f'and .Values.createQueue (eq .Values.mode "{mode}")'
         parts.append(f"{{{{- if {condition} }}}}\n---\n{dump(objects)}{{{{- end }}}}\n")
-    account = dump(_with_expressions(account_objects(_stand_in(placement))))
-    parts.append(f"{{{{- if .Values.createServiceAccount }}}}\n---\n{account}{{{{- end }}}}\n")
+    account = [row for row in account_objects(_stand_in(placement)) if row["kind"] != "PriorityClass"]
+    parts.append(f"{{{{- if .Values.createServiceAccount }}}}\n---\n{dump(_with_expressions(account))}{{{{- end }}}}\n")
+    # Apart from the account, which every namespace has: of a cluster's own object Helm lets one release be the owner.
+    rank = dump([changed(priority_class(), Expression("{{ .Values.supervisorPriority | quote }}"), "metadata", "name")])
+    condition = "and .Values.createSupervisorPriority .Values.supervisorPriority"
+    parts.append(f"{{{{- if {condition} }}}}\n---\n{rank}{{{{- end }}}}\n")
     return _indented("".join(parts))
 
 

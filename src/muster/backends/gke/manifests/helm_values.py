@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, replace
 
 from muster.backends.gke.manifests import pods
+from muster.backends.gke.manifests.cluster_options import SUPERVISOR_PRIORITY
 from muster.backends.gke.manifests.placement import LONGEST_RUN_NAME, Placement, longest_run_s, mode_of
 from muster.backends.gke.manifests.spec_rules import RESERVATION
 from muster.backends.gke.manifests.yaml_text import dump
@@ -119,13 +120,16 @@ def _of_the_run(placement: Placement, modes: list[str], tunings: list[str]) -> d
 def _of_the_cluster(placement: Placement) -> dict[str, Knob]:
     options = placement.options
     name: JsonObject = {"type": "string", "pattern": LABEL, "maxLength": 63}
-    switch = {"type": "boolean"}
+    switch, rank = {"type": "boolean"}, options.supervisor_priority or SUPERVISOR_PRIORITY
     host = pods.host_template(placement, mode_of(placement))
     grace = "Seconds between notice and end; 0: what the mode gives (15 on Spot, more is not honoured there)."
     pool = "Node pool (CPU) that the supervisor runs on."
     secret = "Secret with key token, if there is one."
     prefix = "First part of the names of VPCs and subnets."
     env = "More environment for the hosts: a list of name and value."
+    priority = f"PriorityClass of the supervisors, which the cluster has to have ({rank} after muster up); empty: none."
+    account = "Make the service account too (once a namespace)."
+    create = "Make that PriorityClass too (once a cluster)."
     return {
         "terminationGracePeriodSeconds": Knob(value=0, about=grace, schema={"type": "integer", "minimum": 0}),
         "serviceAccount": Knob(value=options.service_account, about="Kubernetes service account.", schema=name),
@@ -140,5 +144,7 @@ def _of_the_cluster(placement: Placement) -> dict[str, Knob]:
         "env": Knob(value=[], about=env, schema={"type": "array"}),
         "createQueue": Knob(value=False, about="Make Kueue's objects too (once a cluster).", schema=switch),
         "createNetworks": Knob(value=False, about="Make the Network objects too (once a cluster).", schema=switch),
-        "createServiceAccount": Knob(value=False, about="Make the service account too.", schema=switch),
+        "createServiceAccount": Knob(value=False, about=account, schema=switch),
+        "supervisorPriority": Knob(value="", about=priority, schema=MAYBE),
+        "createSupervisorPriority": Knob(value=False, about=create, schema=switch),
     }

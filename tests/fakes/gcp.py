@@ -291,6 +291,8 @@ class FakeGoogleCloud(Operations):
             if self.pending(key):
                 self.advance(lambda one: one.body.get("targetLink", "").endswith(key))
                 return _error(400, "resourceNotReady")
+        if "/routers/" in path and (trouble := gcp_services.second_way_out(self.store, path, body)):
+            return _error(400, "invalid", trouble)
         if trouble := gcp_services.management(self.store, match, path, body) or gcp_services.identity(self, body):
             return _error(400, "badRequest", trouble)
         if match.id.endswith("nodePools.create"):

@@ -230,6 +230,17 @@ def node_pool(google: Any, match: Match, path: str, call: Call) -> Reply:
     return answer
 
 
+def second_way_out(store: dict[str, dict[str, Any]], path: str, body: dict[str, Any]) -> str | None:
+    """A subnet has one NAT: beside one for all subnets of the network and region, any other is refused."""
+    folder, network = path.rpartition("/")[0], body["network"].rpartition("/")[2]
+    for key, one in store.items():
+        ways = [nat["sourceSubnetworkIpRangesToNat"] for nat in one.get("nats", [])]
+        same = key.startswith(f"{folder}/") and one.get("network", "").rpartition("/")[2] == network
+        if same and any(way.startswith("ALL_") for way in ways):
+            return f"a NAT of {key} covers every subnetwork of {network}"
+    return None
+
+
 def management(store: dict[str, dict[str, Any]], match: Match, path: str, body: dict[str, Any]) -> str | None:
     """GKE's refusal of pools that do not upgrade or repair themselves on a cluster with a release channel.
 

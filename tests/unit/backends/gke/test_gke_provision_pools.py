@@ -6,10 +6,10 @@ import pytest
 from fakes.project import INSTALLED, cloud, killed, session, where
 
 from muster.backends.cluster import Said
-from muster.backends.gke.provision.inventory.disks import boot_disk_gb, left_gib
+from muster.backends.gke.provision.inventory.disks import boot_disk_gb, left_gib, left_of_ssds_gib
 from muster.backends.gke.provision.inventory.pools import gpu_pool
 from muster.backends.gke.provision.up import up
-from muster.core.errors import CapacityError, ConflictError
+from muster.core.errors import CapacityError, ConflictError, UsageError
 
 
 def pool_of(google, site):
@@ -75,6 +75,22 @@ def test_what_gke_leaves_of_a_boot_disk():
     # Of 100 GiB, 41 go to the system and 10 stay free.
     assert left_gib(100) == pytest.approx(49.0) and left_gib(1000) == pytest.approx(800.0)
     assert left_gib(400) > 141e9 / 2**30 + 60 > left_gib(200)
+
+
+def test_what_gke_leaves_of_local_ssds():
+    assert [left_of_ssds_gib(count) for count in (1, 2, 3, 16)] == pytest.approx([287.5, 600.0, 912.5, 5300.0])
+
+
+def test_weights_that_no_local_ssd_holds_are_refused_before_anything_is_asked():
+    large = {"source": "meta-llama/Llama-3.1-405B"}
+    with pytest.raises(UsageError, match=r"needs 9.. GiB .* leaves 600 GiB of 2 local SSDs") as caught:
+        where("g2-standard-48", "spot", model=large, local_ssd=2)
+    assert caught.value.hint == "model.weights: bucket, or resources.local_ssd: 4"
+    where("g2-standard-48", "spot", model=large, local_ssd=4)
+    with pytest.raises(UsageError) as caught:
+        where("a3-highgpu-1g", "spot", model=large)
+    assert caught.value.hint == "model.weights: bucket"
+    where("a3-highgpu-1g", "spot", model={**large, "weights": "bucket"})
 
 
 def test_the_supervisors_disk_holds_an_image_and_their_pool_two_of_each_run():

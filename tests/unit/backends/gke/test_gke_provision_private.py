@@ -150,6 +150,33 @@ def test_an_existing_network_gets_a_subnet_of_ours_and_stays(named):
     assert down([site], session(google), workers=1).clean and google.names() == {"networks/company"}
 
 
+@pytest.mark.parametrize("covers", ["ALL_SUBNETWORKS_ALL_IP_RANGES", "ALL_SUBNETWORKS_ALL_PRIMARY_IP_RANGES"])
+def test_a_way_out_that_the_network_has_for_all_its_subnets_is_used_and_stays(covers):
+    google, site = with_network(), private(network="company")
+    theirs = {
+        "name": "out",
+        "network": f"https://www.googleapis.com/{FOLDER}/global/networks/company",
+        "nats": [{"name": "nat", "sourceSubnetworkIpRangesToNat": covers}],
+    }
+    google.store[f"{FOLDER}/regions/us-central1/routers/out"] = theirs
+    up(site, session(google), INSTALLED, workers=1)
+    assert "clusters/muster" in google.creations and "routers/muster-router" not in google.creations
+    assert down([site], session(google), workers=1).clean and google.names() == {"networks/company", "routers/out"}
+
+
+def test_ways_out_of_other_networks_or_of_single_subnets_are_no_way_out_of_ours():
+    google, site = with_network(), private(network="company")
+    for name, network, covers in (
+        ("a", "other", "ALL_SUBNETWORKS_ALL_IP_RANGES"),
+        ("b", "company", "LIST_OF_SUBNETWORKS"),
+    ):
+        row = {"name": name, "network": f"{FOLDER}/global/networks/{network}"}
+        row["nats"] = [{"name": "nat", "sourceSubnetworkIpRangesToNat": covers}]
+        google.store[f"{FOLDER}/regions/us-central1/routers/{name}"] = row
+    up(site, session(google), INSTALLED, workers=1)
+    assert "routers/muster-router" in google.creations
+
+
 def test_google_answers_a_clusters_network_by_name_and_another_network_is_refused():
     google, site = with_network(), private(network="company")
     up(site, session(google), INSTALLED, workers=1)

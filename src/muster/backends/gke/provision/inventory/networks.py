@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from muster.backends.gke.google.http import Call
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import MARK, Found, RestResource
-from muster.core.typed_json import Json, JsonObject, text
+from muster.backends.gke.provision.inventory.resources import MARK, Found, RestResource, last_word
+from muster.core.typed_json import Json, JsonObject, children, text
 
 MAIN_RANGE = "10.64.0.0/20"
 DATA_RANGE = "192.168.0.0/16"
 """All data subnets lie in it; the firewall rule of the plain data networks lets it through."""
+EVERY_SUBNET = "ALL_SUBNETWORKS_ALL_"
+"""Of all ranges, or of primary ones: pods go out by their node's address."""
 DATA_PREFIX = 20
 """Of each data subnet: 4,092 nodes, and sixteen subnets in the range; the widest fabric (gIB) has nine."""
 
@@ -102,7 +104,27 @@ def _main_network(site: Site) -> tuple[str, ...]:
     return (site.network,) if site.makes_network else ()
 
 
-def _router(site: Site) -> RestResource:
+@dataclass(frozen=True, kw_only=True)
+class Router(RestResource):
+    """The way out. In a network that is there another one may already lead out of every subnet: Google refuses a
+    second one for the same subnet, and none is needed."""
+
+    routers: Call | None = None
+    """Lists the region's routers; None: the network is ours."""
+    network: str
+
+    def look(self, session: Session) -> Found:
+        result = super().look(session)
+        if result.state != "absent" or self.routers is None or (reply := session.find(self.routers)) is None:
+            return result
+        for row in children(reply.body, "items"):
+            ways = [text(nat, "sourceSubnetworkIpRangesToNat") for nat in children(row, "nats")]
+            if last_word(text(row, "network")) == self.network and any(way.startswith(EVERY_SUBNET) for way in ways):
+                return Found(state="there", body=row, ours=False)
+        return result
+
+
+def _router(site: Site) -> Router:
     """Cloud NAT: the way out of nodes without public addresses, to model hubs and registries other than Google's.
 
     Ports are given as they are needed: a machine that downloads weights has hundreds of connections to one address, and
@@ -131,9 +153,19 @@ def _router(site: Site) -> RestResource:
         "network": f"{site.compute}/global/networks/{site.network}",
         "nats": [nat],
     }
-    made = _compute(site, RestResource, "routers", body, {"network": body["network"]}, _main_network(site))
-    needs = (*made.needs, f"subnetworks/{site.prefix}-sub")
-    return replace(made, needs=needs, bills="a NAT gateway, by the hour and VM, and the bytes through it")
+    url = f"{site.compute}/regions/{site.region}/routers"
+    return Router(
+        key=f"routers/{site.prefix}-router",
+        url=f"{url}/{site.prefix}-router",
+        create=Call(method="POST", url=url, body=body),
+        owner=("description",),
+        compared={"network": body["network"]},
+        needs=("services", *(f"networks/{one}" for one in _main_network(site)), f"subnetworks/{site.prefix}-sub"),
+        foreign="refuse" if site.makes_network else "use",
+        bills="a NAT gateway, by the hour and VM, and the bytes through it",
+        routers=None if site.makes_network else Call(method="GET", url=url),
+        network=site.network,
+    )
 
 
 def _subnet_body(site: Site, vpc: str, suffix: str, cidr: str) -> dict[str, Json]:

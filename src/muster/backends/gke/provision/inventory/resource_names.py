@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from muster.backends.gke.manifests.placement import Placement
 from muster.backends.gke.manifests.volumes import buckets
+from muster.backends.gke.provision.inventory.disks import refuse_what_does_not_fit
 from muster.config.resources import Resources
 from muster.core.errors import UsageError
 from muster.core.protocols import Clock
@@ -127,7 +128,7 @@ def site(placement: Placement, *, zone: str | None = None, adopt: bool = False, 
     """The first place of the run file, or ``zone``.
 
     Raises:
-        UsageError: no project or no zone.
+        UsageError: no project or no zone, or nodes on which the run's pods would never fit.
     """
     resources = placement.spec.resources
     if not resources.project:
@@ -138,6 +139,7 @@ def site(placement: Placement, *, zone: str | None = None, adopt: bool = False, 
     if chosen is None or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", chosen):
         raise UsageError(f"a cluster needs a zone, got {chosen!r}", hint="resources.locations: [us-central1-b]")
     _refuse_what_is_not_done(resources, resources.project)
+    refuse_what_does_not_fit(placement)
     return Site(placement=placement, project=resources.project, zone=chosen, adopt=adopt, day=day)
 
 

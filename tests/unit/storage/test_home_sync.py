@@ -1,6 +1,5 @@
 """Threads that ship: the age of an unsealed line, requests and objects that it costs, and what an end brings."""
 
-import re
 import threading
 import time
 from random import Random
@@ -11,7 +10,6 @@ from fakes.objects import Objects
 from test_home_stream import HOME, RUN, files, home_at, mirrored, say
 
 from muster.core.event_log import cadence
-from muster.core.typed_json import parse_object
 from muster.storage.home.merging import LOOK_S, Tidier, due, merge_own, merged_header
 from muster.storage.home.segments import Header, Part
 from muster.storage.home.stream import Stream
@@ -366,25 +364,3 @@ def test_output_of_one_name_from_two_hosts_stays_apart(tmp_path):
         reader.mirror(reader.local, what="logs")
         found = {path.name: path.read_text() for path in (reader.local / "logs").glob("*.log")}
         assert found == {"prepare.log": "of pod-0\n", "prepare@pod-1.log": "of pod-1\n"}
-
-
-def test_run_files_of_this_submission_are_fetched(tmp_path):
-    store = Objects()
-    home = home_at(tmp_path / "a", store)
-    assert not home.fetch()
-    home.publish_run_file("1", {"resolved.json": b"{}", "code/task.py": b"pass\n"})
-    home.publish_run_file("2", {"resolved.json": b'{"later": 1}'})
-    assert home.fetch()
-    assert not home.fetch()
-    assert (home.local / "resolved.json").read_bytes() == b"{}"
-    assert (home.local / "code" / "task.py").read_bytes() == b"pass\n"
-    (home.local / "submission").write_text("2\n")
-    assert home.fetch()
-    assert parse_object((home.local / "resolved.json").read_bytes()) == {"later": 1}
-
-
-def test_a_foreign_name_reaches_no_file_outside(tmp_path):
-    store = Objects()
-    store.put(f"{HOME}/run/1/../../evil", b"x")
-    with pytest.raises(Exception, match=re.escape("names no file of a run")):
-        home_at(tmp_path / "a", store).fetch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 from muster import backends
@@ -30,6 +31,8 @@ def bring(run: RunDir, backend: str, what: What) -> None:
             home.mirror(run.path, what=what)
     except MusterError:
         pass
+    except OSError as error:  # a full disk; an object whose name no file can have
+        print(f"{run.run_id}: not all {what} can be kept in {run.path}: {error}", file=sys.stderr)
 
 
 def status_in(home: Home) -> HomeStatus | None:

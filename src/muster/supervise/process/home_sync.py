@@ -47,6 +47,8 @@ class SupervisorHome:
     figures: Figures = field(default_factory=Figures)
     _sync: HomeSync | None = None
     _reporter: Reporter | None = None
+    damage: list[str] = field(default_factory=list)
+    """What could be brought in part only, one sentence each: of a host, whose own report replaces it."""
     _declared: bool = False
     """``end.json`` is there."""
 
@@ -68,7 +70,8 @@ class SupervisorHome:
             ConflictError: another supervisor holds the run.
         """
         replay = EventReplay(self.run_dir / "events")
-        self.home.mirror(self.run_dir)  # weeks of events take longer than a lease lasts: most of it before
+        # Weeks of events take longer than a lease lasts: most of it before.
+        self.home.mirror(self.run_dir, on_damage=self._damaged)
         replay.read_new_events()
         self.lease.take(address)
         with keeping(self.lease):
@@ -90,9 +93,13 @@ class SupervisorHome:
                 (self.run_dir / "events" / f"supervisor.{term}.jsonl").unlink(missing_ok=True)
                 replay = EventReplay(replay.directory)
         self.home.end_earlier(run_id, "supervisor", self.lease.term)
-        self.home.mirror(self.run_dir)
+        self.home.mirror(self.run_dir, on_damage=self._damaged)
         replace_text(self.run_dir / TERMS, f"{self.lease.term}\n")
         return replay
+
+    def _damaged(self, text: str) -> None:
+        if text not in self.damage:
+            self.damage.append(text)
 
     def _bring_rest(self, run_id: str, term: int) -> bool:
         """What a killed predecessor in this folder had written, and not brought home: it is part of the run, unless

@@ -125,6 +125,8 @@ class Supervisor:
         self.machine = RecoveryStateMachine(settings=settings, policy=load_policy(spec.recovery.policy), state=state)
         where: JsonObject = {"pid": os.getpid(), "address": f"{address[0]}:{address[1]}", **self.home.allocation}
         self._append("supervisor.started", {"term": term, **where})
+        for text in self.home.damage:
+            self._append("run.message", {"text": f"the run goes on without a part of its log: {text}"})
         self.home.start()
         try:
             with caught(self.pool, self._on_signal, leaving=self._leaving):

@@ -10,7 +10,7 @@ import pytest
 from fakes.clock import VirtualClock
 from fakes.objects import Objects
 
-from muster.core.errors import BackendError, BusyError, ConflictError
+from muster.core.errors import BackendError, BusyError, ConflictError, MusterError
 from muster.core.event_log import check_directory, read
 from muster.protocol.client import SupervisorStatus
 from muster.storage.home import HOME_FILE, BucketHome
@@ -196,6 +196,26 @@ def test_the_end_is_put_before_anything_is_waited_for_and_only_with_the_lease(po
     assert pods.record("end")["exit_code"] == 0
 
 
+def test_one_host_s_damaged_stream_keeps_nobody_from_taking_over(pods):
+    first, log, _ = pods.take_over("a")
+    say(log, "one")
+    log.sync()
+    host = first.home.open_log("run-1", "host-0", 1)
+    say(host, "lost")
+    assert host.sync()
+    (of_host,) = [uri for uri in pods.store.held if "/events/host-0/" in uri]
+    pods.store.put(of_host, b"damaged")
+    second, _, events = pods.take_over("b")
+    assert events == ["one"]
+    assert len(second.damage) == 1 and "host-0" in second.damage[0]
+    (of_supervisor,) = [
+        uri for uri in pods.store.held if "/events/supervisor.1/" in uri and b"one" in pods.store.held[uri].data
+    ]
+    pods.store.put(of_supervisor, b"damaged")
+    with pytest.raises(MusterError):
+        pods.take_over("c")
+
+
 def test_a_takeover_that_takes_longer_than_a_lease_keeps_it(pods, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_S", 0.3)
     _, log, _ = pods.take_over("a")
@@ -204,7 +224,9 @@ def test_a_takeover_that_takes_longer_than_a_lease_keeps_it(pods, monkeypatch):
     second, renewed = pods.supervisor("b"), []
     renew, mirror = second.lease.renew, second.home.mirror
     monkeypatch.setattr(second.lease, "renew", lambda: (renewed.append(1), renew())[1])
-    monkeypatch.setattr(second.home, "mirror", lambda into: (time.sleep(0.5 if second.lease.term else 0), mirror(into)))
+    monkeypatch.setattr(
+        second.home, "mirror", lambda into, **more: (time.sleep(0.5 * second.lease.term), mirror(into, **more))
+    )
     pods.clock.sleep(60)
     second.take_over("run-1", ("127.0.0.1", 1))
     assert len(renewed) >= 3

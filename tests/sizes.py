@@ -101,6 +101,10 @@ CORE = {
 NIGHTLY = {
     "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
     "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",
+    "test_home_live.py::test_kills_on_a_folder": ("test_recovery_live.py::test_the_agent_dies_and_its_ranks_train_on"),
+    "test_home_live.py::test_kills_on_a_bucket": (
+        "test_home_live.py::test_a_bucket_that_is_away_delays_decisions_and_stops_no_step"
+    ),
     "test_chaos_hosts_live.py::test_a_host_that_was_stopped_and_wakes_up_late_writes_nothing": (
         "test_snapshot_copies_live.py::test_a_host_that_wakes_up_too_late_cannot_write_where_its_successor_did"
     ),

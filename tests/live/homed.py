@@ -54,7 +54,34 @@ class Pod:
         return new
 
 
-class HomedRun(Judged):
+GAP = re.compile(r"I1: attempt (\d+): steps around \d+ are missing or doubled")
+#: What ranks had sent and a killed agent had not read: the agent is back within these, on a busy machine too.
+BACK_WITHIN_NS = 10_000_000_000
+
+
+class KilledRun(Judged):
+    """Agents are killed with -9: the steps that ranks had told them at that moment, and no others, may be missing."""
+
+    def broken(self, reference):
+        return [problem for problem in super().broken(reference) if not self.died_with_an_agent(problem)]
+
+    def died_with_an_agent(self, problem):
+        match = GAP.fullmatch(problem)
+        if match is None:
+            return False
+        steps = sorted((e for e in self.events("step") if e.attempt == int(match[1])), key=lambda e: e.step)
+        back = [event.wall_ns for event in self.events("agent.started")]
+        return all(
+            after.step > before.step
+            and (
+                after.step == before.step + 1
+                or any(before.wall_ns <= at_ns <= before.wall_ns + BACK_WITHIN_NS for at_ns in back)
+            )
+            for before, after in itertools.pairwise(steps)
+        )
+
+
+class HomedRun(KilledRun):
     """``uri``: the run's home. ``dir`` is the folder of somebody who follows the run; no process of it knows that."""
 
     def __init__(self, directory, spec, uri):

@@ -9,10 +9,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from gcsfuse_mounts import FRESH, NEEDED, fails, objects, opened
 
 pytest_plugins = ["gcsfuse_mounts"]
-pytestmark = NEEDED
+pytestmark = [NEEDED, pytest.mark.live]
 
 
 # ---------------------------------------------------------------- identity

@@ -101,6 +101,13 @@ CORE = {
 NIGHTLY = {
     "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
     "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",
+    "test_gke_losses_live.py::test_a_node_lost_for_good_and_an_eviction_change_no_bit": (
+        "test_gke_run_live.py::test_a_run_from_submit_to_its_end_with_everything_that_a_user_does"
+    ),
+    "test_gke_control_plane_live.py::test_row_01_the_dry_run_meets_the_webhooks": (
+        "test_gke_control_plane_live.py::test_submit_is_one_jobset_however_often_and_whatever_is_lost"
+    ),
+    "test_chaos_live.py::test_a_torn_checkpoint_and_a_rotten_one_are_passed_over": "test_snapshot_checksums_live.py",
     "test_home_live.py::test_kills_on_a_folder": ("test_recovery_live.py::test_the_agent_dies_and_its_ranks_train_on"),
     "test_home_live.py::test_kills_on_a_bucket": (
         "test_home_live.py::test_a_bucket_that_is_away_delays_decisions_and_stops_no_step"

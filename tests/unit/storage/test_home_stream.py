@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from muster.core import event_log
 from muster.core.errors import BusyError, ConflictError, MusterError, UsageError
-from muster.storage.home import HOME_FILE, BucketHome, FolderHome, open_home, waiting
+from muster.storage.home import HOME_FILE, BucketHome, FolderHome, open_home
 from muster.storage.home.merging import Tidier, merge_own
 from muster.storage.home.segments import Header, Part, Segment
 
@@ -183,39 +183,6 @@ def test_a_stream_that_changes_all_the_time_is_ended_or_given_up(tmp_path):
     left[0] = 1000
     with pytest.raises(BusyError, match="changes while it is ended"):
         successor.end_earlier(RUN, "supervisor", 3)
-
-
-def test_whoever_waits_for_the_home_can_renew_a_lease_meanwhile(tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "BETWEEN_S", 0.02)
-    store = Objects()
-    log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
-    say(log, "one")
-    assert log.sync()
-    store.took = lambda method: time.sleep(0.2)  # a request that hangs
-    home, calls = home_at(tmp_path / "b", store), []
-
-    def between():
-        assert threading.current_thread() is threading.main_thread()
-        calls.append(1)
-
-    for ask in (
-        lambda: home.end_earlier(RUN, "supervisor", 2, between=between),
-        lambda: home.mirror(home.local, between=between),
-        lambda: home.heads(RUN, between=between),
-    ):
-        calls.clear()
-        ask()
-        assert len(calls) >= 3
-    with pytest.raises(ConflictError, match="taken"):
-        home.heads(RUN, between=lambda: taken())
-    store.took, store.down = lambda method: None, True
-    with pytest.raises(BusyError):
-        home.mirror(home.local, between=between)
-    assert FolderHome(tmp_path / "a").heads(RUN, between=between)[log.name] == log.head
-
-
-def taken():
-    raise ConflictError("the lease was taken")
 
 
 def test_two_writers_of_one_stream(tmp_path):

@@ -94,12 +94,9 @@ class Home(Protocol):
         """
         ...
 
-    def end_earlier(self, run_id: str, writer: str, attempt: int, *, between: Callable[[], None] | None = None) -> None:
+    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
         """Make sure that no earlier attempt of ``writer`` (an earlier term) can add to its log any more: its next
         ``sync`` raises ConflictError. Call it with the lease, before reading what they wrote. Raises as the store.
-
-        ``between``, here and below: called every 2 s meanwhile, in the caller's thread, to renew a lease. What it
-        raises is raised at once; what was begun may still be done then.
         """
         ...
 
@@ -108,7 +105,6 @@ class Home(Protocol):
         into: Path,
         *,
         what: What = "events",
-        between: Callable[[], None] | None = None,
         on_damage: Callable[[str], None] | None = None,
     ) -> int:
         """Bring to the run's folder ``into`` (its ``events/``, ``logs/``, ...) what the home holds beyond it; bytes
@@ -126,7 +122,6 @@ class Home(Protocol):
         self,
         run_id: str,
         *,
-        between: Callable[[], None] | None = None,
         on_damage: Callable[[str], None] | None = None,
     ) -> Mapping[str, str]:
         """What the next line of every event file would cite, as far as it is sealed: file name -> SHA-256. Brings them

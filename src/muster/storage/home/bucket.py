@@ -21,7 +21,6 @@ from muster.storage.home.merging import end_streams
 from muster.storage.home.mirror import Mirror
 from muster.storage.home.stream import Stream, StreamSealer
 from muster.storage.home.sync import BucketSync
-from muster.storage.home.waiting import meanwhile
 from muster.storage.run_registry import existing_id
 
 SUPERVISOR, CLIENT = "supervisor", "client"
@@ -72,10 +71,7 @@ class BucketHome:
         uri, folder = self.uri_of("logs", name), self.local / "logs"
         return Stream(self.bulk, uri, run_id, folder, _OUTPUT, chained=False, now_s=self.now_s)
 
-    def end_earlier(self, run_id: str, writer: str, attempt: int, *, between: Callable[[], None] | None = None) -> None:
-        meanwhile(lambda: self._end_earlier(run_id, writer, attempt), between)
-
-    def _end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
+    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
         marker = self.uri_of("ended", writer)
         others = [f"{writer}.{number}" for number in range(self._ended_up_to(marker) + 1, attempt)]
         end_streams(self.bulk, self.uri_of("events"), others, run_id=run_id, by=f"{writer}.{attempt}")
@@ -94,13 +90,11 @@ class BucketHome:
         into: Path,
         *,
         what: str = "events",
-        between: Callable[[], None] | None = None,
         on_damage: Callable[[str], None] | None = None,
     ) -> int:
         if what == "outputs":
-            return meanwhile(lambda: files.fetch_outputs(self.bulk, self.uri, into), between)
-        run_id = self._run_id(into)
-        return meanwhile(lambda: self._mirror(what, into, run_id, on_damage=on_damage), between)
+            return files.fetch_outputs(self.bulk, self.uri, into)
+        return self._mirror(what, into, self._run_id(into), on_damage=on_damage)
 
     def _mirror(
         self,
@@ -121,10 +115,9 @@ class BucketHome:
         self,
         run_id: str,
         *,
-        between: Callable[[], None] | None = None,
         on_damage: Callable[[str], None] | None = None,
     ) -> Mapping[str, str]:
-        meanwhile(lambda: self._mirror("events", self.local, run_id, on_damage=on_damage), between)
+        self._mirror("events", self.local, run_id, on_damage=on_damage)
         return event_log.heads(self.local / "events", run_id=run_id)
 
     def fetch(self) -> bool:

@@ -45,7 +45,7 @@ class FolderHome:
     def open_log(self, run_id: str, writer: str, attempt: int, clock: Clock | None = None) -> EventLog:
         return EventLog(run_id, self.local / "events", writer, attempt, clock or SystemClock())
 
-    def end_earlier(self, run_id: str, writer: str, attempt: int, *, between: Callable[[], None] | None = None) -> None:
+    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
         """A file's lock and the lease keep earlier ones out."""
 
     def mirror(
@@ -53,7 +53,6 @@ class FolderHome:
         into: Path,
         *,
         what: str = "events",
-        between: Callable[[], None] | None = None,
         on_damage: Callable[[str], None] | None = None,
     ) -> int:
         return 0
@@ -62,7 +61,6 @@ class FolderHome:
         self,
         run_id: str,
         *,
-        between: Callable[[], None] | None = None,
         on_damage: Callable[[str], None] | None = None,
     ) -> Mapping[str, str]:
         return event_log.heads(self.local / "events", run_id=run_id)

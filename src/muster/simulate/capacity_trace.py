@@ -7,6 +7,7 @@ a count every so many seconds. ``data`` counts hosts that ran (``preemption_*``)
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +41,12 @@ def read(path: str | Path) -> Trace:
         gap_s, data = float(content["metadata"]["gap_seconds"]), [int(value) for value in content["data"]]
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, OverflowError, KeyError, TypeError) as error:  # int() of an infinite count overflows
         raise UsageError(
             f"{path} is not a capacity trace: {type(error).__name__}: {error}",
             hint='wanted: {"metadata": {"gap_seconds": 300}, "data": [16, 15, ...]}',
         ) from error
-    if not data or gap_s <= 0 or min(data) < 0:
+    if not data or not 0 < gap_s < math.inf or min(data) < 0:
         raise UsageError(f"{path} is not a capacity trace: {len(data)} counts, gap {gap_s:g} s, all counts at least 0")
     changes = [index for index, value in enumerate(data) if index == 0 or value != data[index - 1]]
     return Trace(

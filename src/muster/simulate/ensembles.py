@@ -33,6 +33,7 @@ def many(
     workers = min(workers or os.cpu_count() or 1, len(jobs))
     report = progress or (lambda done, total: None)
     outcomes: list[Outcome] = []
+    report(0, len(jobs))  # the first one of many hosts may take a minute
     with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
         for outcome in pool.map(rehearse, *zip(*jobs, strict=True)) if pool else starmap(rehearse, jobs):
             outcomes.append(outcome)

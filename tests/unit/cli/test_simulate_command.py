@@ -66,18 +66,38 @@ def test_a_trace_replaces_failures_a_day(tmp_path, capsys):
     assert found["usd"] == pytest.approx(found["purchased_host_s"] / 360)
 
 
+@pytest.mark.parametrize("gap", ["inf", "nan", "-300"])
+def test_a_trace_of_no_real_times_is_refused(tmp_path, capsys, gap):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"metadata": {"gap_seconds": float(gap)}, "data": [2, 1]}))
+    assert run(["simulate", *QUICK, "--trace", str(path)]) == 2
+    assert "is not a capacity trace" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
         (["--detection", "psychic"], "--detection 'psychic'"),
-        (["--hours", "-1"], "--hours must be above 0"),
+        (["--hours", "-1"], "--hours must be from 0.01"),
         (["--failures-per-day", "-3"], "--failures-per-day must be from 0"),
         (["--profile", "nothing-such"], "no profile and no run 'nothing-such'"),
         (["--policy", "hope"], "there is no policy 'hope'"),
         (["--trace", "none.json"], "cannot read none.json"),
         (["--min-hosts", "9"], "--min-hosts 9 is more than 8"),
         (["--seeds", "0"], "--seeds 0"),
-        (["--hours", "nan"], "--hours must be above 0"),
+        (["--hours", "nan"], "--hours must be from 0.01"),
+        (["--usd-per-host-hour", "nan"], "--usd-per-host-hour must be from 0 to 1e+06, got nan"),
+        (["--usd-per-host-hour", "-3"], "--usd-per-host-hour must be from 0 to 1e+06, got -3"),
+        (["--weibull-shape", "0.001"], "--weibull-shape must be from 0.1"),
+        (["--step-s", "inf"], "--step-s must be from 0.001"),
+        (["--repair-hours", "inf"], "--repair-hours must be from 0.001"),
+        (["--spares", "100000"], "8 hosts and 100,000 spares: a rehearsal takes at most 4,096 hosts and 1,024 spares"),
+        (["resources.spare_hosts=100000", "--spares", "1025"], "1,025 spares"),
+        (["--hosts", "100000"], "100,000 hosts"),
+        (["--correlated-hosts", "1000000000"], "--correlated-hosts must be from 1 to 4,096"),
+        (["--failures-per-day", "90000", "--hours", "1000"], "are 3,750,000 faults in each rehearsal"),
+        (["--seeds", "1000000"], "from 1 to 10,000"),
+        (["--step-s", "0.001", "--html", "never.html"], "a page of 21,600,000 steps cannot be written"),
     ],
 )
 def test_wrong_input_is_said_in_words(asked, words, capsys):

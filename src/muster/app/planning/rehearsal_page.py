@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from muster.core.errors import UsageError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.events import Event
 from muster.core.typed_json import JsonObject
@@ -18,14 +19,21 @@ from muster.simulate.scenario import Scenario
 from muster.supervise.recovery.inputs import SECOND_NS
 
 RUN_ID = "rehearsal"
+#: Each step is an event that is folded: a million take about a gigabyte.
+MOST_STEPS = 1_000_000
 
 
 def write_page(study: Study, target: str) -> Path:
     """Write the rehearsal whose goodput is the median of the study's as the report's page; return its path.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, or the rehearsal has too many steps for a page.
     """
+    steps = study.scenario.hours * 3600 / study.scenario.profile.mean_s("step")
+    if steps > MOST_STEPS:
+        raise UsageError(
+            f"a page of {steps:,.0f} steps cannot be written, at most {MOST_STEPS:,}", hint="rehearse fewer --hours"
+        )
     ordered = sorted(study.outcomes, key=lambda outcome: outcome.goodput_active)
     seed = ordered[len(ordered) // 2].seed
     ledger = ledger_of(study.scenario, seed)

@@ -61,6 +61,16 @@ TAKEN = (
 )  # fmt: skip
 
 
+#: What one rehearsal may hold. Its time grows with the square of the hosts: 4,096 take about a minute a seed.
+MOST_HOSTS, MOST_SPARES, MOST_FAULTS, MOST_SEEDS = 4096, 1024, 20_000, 10_000
+#: Numbers of the command line, and between which values they mean something.
+BOUNDS = {
+    "hours": (0.01, 100_000.0), "step_s": (0.001, 86_400.0), "weibull_shape": (0.1, 10.0),
+    "repair_h": (0.001, 10_000.0), "usd_per_host_hour": (0.0, 1e6), "correlated_hosts": (1, MOST_HOSTS),
+    **{name: (0.0, 100_000.0) for name in Asked.__dataclass_fields__ if name.endswith("_per_day")},
+}  # fmt: skip
+
+
 def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) -> Scenario:
     """The run file's world with what was asked on top.
 
@@ -103,6 +113,7 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     from muster.policy.load import load_policy
 
     load_policy(result.policy)
+    _check_size(result)
     if result.min_hosts is not None and result.min_hosts > hosts:
         raise UsageError(f"--min-hosts {result.min_hosts} is more than {hosts} hosts")
     return result
@@ -111,13 +122,29 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
 def _check(asked: Asked) -> None:
     if asked.detection not in ("fast", "slow"):
         raise UsageError(f"--detection {asked.detection!r} is none", hint="fast or slow")
-    for name in ("hours", "step_s", "weibull_shape", "repair_h"):
+    for name, (least, most) in BOUNDS.items():
         value = getattr(asked, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
-    for name in (field for field in Asked.__dataclass_fields__ if field.endswith("_per_day")):
-        if not 0 <= getattr(asked, name) <= 100_000:
-            raise UsageError(f"--{name.replace('_', '-')} must be from 0 to 100000, got {getattr(asked, name):g}")
+        if value is not None and not least <= value <= most:  # a NaN is in no range
+            flag = f"--{name.replace('_', '-').replace('repair-h', 'repair-hours')}"
+            raise UsageError(f"{flag} must be from {least:,g} to {most:,g}, got {value:g}")
+
+
+def _check_size(scenario: Scenario) -> None:
+    """Refuse what would rehearse for hours, or for ever."""
+    if scenario.hosts > MOST_HOSTS or scenario.spares > MOST_SPARES:
+        raise UsageError(
+            f"{scenario.hosts:,} hosts and {scenario.spares:,} spares: a rehearsal takes at most {MOST_HOSTS:,} hosts "
+            f"and {MOST_SPARES:,} spares",
+            hint="--hosts and --spares override resources.hosts and resources.spare_hosts",
+        )
+    per_day = sum(getattr(scenario, name) for name in Scenario.__dataclass_fields__ if name.endswith("_per_day"))
+    faults = per_day * scenario.hours / 24
+    if faults > MOST_FAULTS:
+        raise UsageError(
+            f"{per_day:,g} faults a day for {scenario.hours:,g} h are {faults:,.0f} faults in each rehearsal, at most "
+            f"{MOST_FAULTS:,} are rehearsed",
+            hint="fewer --hours, or fewer faults a day",
+        )
 
 
 def _groups(spec: RunSpec, hosts: int) -> tuple[int | None, int, int]:
@@ -212,8 +239,8 @@ def simulate(
     progress: Progress | None = None,
 ) -> Study:
     """Rehearse. Raises UsageError on a number of seeds that is none."""
-    if seeds < 1 or paired < 0:
-        raise UsageError(f"--seeds {seeds} and --paired {paired}: at least 1 and 0")
+    if not 1 <= seeds <= MOST_SEEDS or paired < 0:
+        raise UsageError(f"--seeds {seeds} and --paired {paired}: from 1 to {MOST_SEEDS:,}, and at least 0")
     return ensembles.study(scenario, seeds=seeds, paired=paired, workers=workers, progress=progress)
 
 

@@ -36,6 +36,6 @@ def idle_supervisor(folder, of):
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
     found.limits = LimitsTimer(LimitsGuard(limits=of.limits, grace_s=30.0), found.clock)
     found.home = SupervisorHome(folder)
-    found.lease = SimpleNamespace(hold=lambda: None)
+    found.lease = SimpleNamespace(hold=lambda: None, repairs=[])
     found.log = EventLog("r", folder / "events", "supervisor", 1)
     return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import zlib
+from dataclasses import dataclass, replace
 from typing import Annotated
 
-from muster.core.typed_json import Count, Int64, Record, decode, parse_object
+from muster.core.typed_json import Count, Int64, JsonObject, Record, Unreadable, decode, encode, parse_object
 from muster.protocol.client import SupervisorStatus
 from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion, Version, incompatible, stated
@@ -23,6 +25,7 @@ class LeaseRecord(Record):
     boot_id: str
     expires_wall_ns: Annotated[Int64, "0: it was given back"]
     expires_mono_ns: Annotated[Int64, "by the holder's monotonic clock"]
+    checksum: Annotated[Count, "CRC-32 of the rest as JSON with sorted keys; 0: not stated"] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +56,28 @@ class EndRecord(Record):
     wall_ns: Int64
 
 
+def write_lease(record: LeaseRecord) -> bytes:
+    """``record`` with its checksum, as ``read_lease`` reads it."""
+    return encode(replace(record, checksum=_checksum(parse_object(encode(record)))))
+
+
 def read_lease(data: bytes, *, me: str) -> LeaseRecord:
     """The record in ``data``. ``me``: who reads it.
 
     Raises:
         OtherVersion: a supervisor of another protocol wrote it; both are named.
-        Unreadable: it holds no such record.
+        Unreadable: it holds no such record, or not the one that was written.
     """
-    reason = incompatible(MINE, stated(parse_object(data)), me=me, them="the run's supervisor")
+    fields = parse_object(data)
+    if fields.get("checksum", 0) not in (0, _checksum(fields)):
+        raise Unreadable("lease.json does not match its checksum: damaged")
+    reason = incompatible(MINE, stated(fields), me=me, them="the run's supervisor")
     if reason is not None:
         raise OtherVersion(reason)
     return decode(LeaseRecord, data)
+
+
+def _checksum(fields: JsonObject) -> int:
+    """Agents follow the address of a lease, and a holder yields to a higher term: one flipped bit must do neither."""
+    rest = {name: value for name, value in fields.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()) or 1

@@ -1,8 +1,11 @@
-"""The supervisor's lease: one object in the run's folder, changed only by conditional writes.
+"""The supervisor's lease: one object in the run's home, changed only by conditional writes.
 
 Its holder may act. ``term`` rises by one with each holder and is never used twice, so two supervisors never both
-act for long: a renewal that loses its condition ends its process at once. One that cannot show its lease, because the
+act for long: a renewal that finds a successor ends its process at once. One that cannot show its lease, because the
 store does not answer, holds back whatever it decides until the store shows whose it is.
+
+An object that is gone or damaged says nothing: its holder writes it again, and whoever would take it waits for as long
+as a lease lasts, to see whether somebody does. The term then follows from the event logs of earlier supervisors.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ from muster.core import processes
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Clock, Store
-from muster.core.typed_json import Unreadable, encode
-from muster.protocol.lease import LeaseRecord, read_lease
-from muster.protocol.version import MINE
+from muster.core.typed_json import Unreadable
+from muster.protocol.lease import LeaseRecord, read_lease, write_lease
+from muster.protocol.version import MINE, OtherVersion
 from muster.storage.store.patient import start_thread
+from muster.supervise.process.terms import newest_term
 
 #: A holder that has not renewed for this time may be replaced (one whose process is dead on this host at once).
 LEASE_S = 10.0
+#: How often one that waits for a holder to show itself looks.
+LOOK_S = 0.5
 
 
 @dataclass
@@ -38,8 +44,8 @@ class LeaseKeeper:
     _generation: str = ""
     _until_ns: tuple[int, int] = (0, 0)
     """When it expires, by the monotonic clock (which may pause with the machine) and by the wall clock."""
-    _unsure: bool = False
-    """A renewal failed: the object may be ours under another generation."""
+    repairs: list[str] = field(default_factory=list)
+    """What was found gone or damaged, and written again: a sentence each, for whoever logs it."""
     _doubt: str | None = None
     """It has expired, and nothing shows that it is still ours."""
     _address: tuple[str, int] | None = None
@@ -52,24 +58,40 @@ class LeaseKeeper:
             ConflictError: a live supervisor holds it, or another one was faster.
         """
         self._address = address
-        try:
-            stored = self.store.get(self.uri)
-        except FileNotFoundError:
-            self.term = 1
-            self._write(None)
-            return self.term
-        try:
-            record = read_lease(stored.data, me="this supervisor")
-        except Unreadable as error:
-            raise ConflictError(f"the lease of this run cannot be taken: {error}") from None
-        if not self._vacant(record):
+        generation, record, problem = self._look()
+        if record is None and (generation is not None or newest_term(self.store, self.uri)):
+            generation, record, problem = self._look_longer()
+        if record is not None and not self._vacant(record):
             raise ConflictError(
                 f"a supervisor (pid {record.pid} on {record.machine}) holds this run",
                 hint="muster status shows it; muster stop ends it",
             )
-        self.term = record.term + 1
-        self._write(stored.generation)
+        known = record.term if record is not None else 0
+        self.term = 1 + newest_term(self.store, self.uri, at_least=known)
+        self._write(generation)
+        if problem is not None and self.term > 1:
+            self.repairs.append(f"{problem}, and nobody wrote it again in {LEASE_S:g} s: this is term {self.term}")
         return self.term
+
+    def _look(self) -> tuple[str | None, LeaseRecord | None, str | None]:
+        """The object's generation, its record, and why there is none of either. Raises OtherVersion, as the store."""
+        try:
+            stored = self.store.get(self.uri)
+        except FileNotFoundError:
+            return None, None, "lease.json was gone"
+        try:
+            return stored.generation, read_lease(stored.data, me="this supervisor"), None
+        except Unreadable as error:
+            return stored.generation, None, f"lease.json was damaged ({error})"
+
+    def _look_longer(self) -> tuple[str | None, LeaseRecord | None, str | None]:
+        """A holder that lives writes it again at its next renewal: until then nobody knows that there is none."""
+        until_ns = self.clock.monotonic_ns() + int(LEASE_S * 1e9)
+        while True:
+            found = self._look()
+            if found[1] is not None or self.clock.monotonic_ns() >= until_ns:
+                return found
+            self.clock.sleep(LOOK_S)
 
     def hold(self) -> str | None:
         """None: the lease is ours at this moment. Else why one cannot know: do not act, ``renew``, and ask again.
@@ -94,61 +116,69 @@ class LeaseKeeper:
             except ConflictError:
                 raise
             except (MusterError, OSError) as error:
-                self._unsure = True
                 if self._expired():
                     self._doubt = self._doubted(error)
                 return False
-            self._unsure, self._doubt = False, None
+            self._doubt = None
             return True
 
     def _extend(self) -> None:
         try:
             self._write(self._generation)
         except ConflictError:
-            if not self._unsure or not self._shown_as_ours():
-                raise
-            self._write(self._generation)
+            generation, problem = self._shown_as_ours()
+            self._write(generation)
+            if problem is not None:
+                self.repairs.append(f"{problem}: written again")
 
     def _doubted(self, error: Exception) -> str | None:
         try:
-            ours = self._shown_as_ours()
+            _, problem = self._shown_as_ours()
+        except ConflictError:
+            raise
         except (MusterError, OSError):
             return f"the lease of this run expired, and one cannot see whose it is: {error}"
-        if not ours:
-            raise ConflictError(f"the lease was taken from us; it could not be renewed: {error}") from error
-        return None
+        return problem and f"the lease of this run expired: {problem}, and cannot be written: {error}"
 
     def _write(self, generation: str | None) -> None:
         """Replace ``generation`` (None: nothing) by our record."""
         record = self._record()
         if generation is None:
-            self._generation = self.store.put_if_absent(self.uri, encode(record))
+            self._generation = self.store.put_if_absent(self.uri, write_lease(record))
         else:
-            self._generation = self.store.put_if(self.uri, encode(record), generation)
+            self._generation = self.store.put_if(self.uri, write_lease(record), generation)
         self._until_ns = (record.expires_mono_ns, record.expires_wall_ns)
 
     def _expired(self) -> bool:
         monotonic, wall = self._until_ns
         return self.clock.monotonic_ns() >= monotonic or self.clock.wall_ns() >= wall
 
-    def _shown_as_ours(self) -> bool:
-        """Whether the store holds our own record, under any generation. Raises as the store where it does not say."""
+    def _shown_as_ours(self) -> tuple[str | None, str | None]:
+        """The generation to replace (None: nothing is there), and why the object does not show our record.
+
+        Raises ConflictError where a successor is shown, by the object or by its event log; as the store where it does
+        not say. A record of another protocol is none: its supervisor would not have taken a lease of ours.
+        """
         try:
-            stored = self.store.get(self.uri)
-            record = read_lease(stored.data, me="this supervisor")
-        except (FileNotFoundError, Unreadable):
-            return False
-        ours = (self.term, os.getpid(), socket.gethostname(), processes.boot_id())
-        if (record.term, record.pid, record.machine, record.boot_id) != ours:
-            return False
-        self._generation = stored.generation
-        return True
+            generation, record, problem = self._look()
+        except OtherVersion:
+            generation, record, problem = self.store.get(self.uri).generation, None, "lease.json was of another version"
+        if record is not None:
+            ours = (self.term, os.getpid(), socket.gethostname(), processes.boot_id())
+            if (record.term, record.pid, record.machine, record.boot_id) == ours:
+                return generation, None
+            if record.term >= self.term:
+                raise ConflictError(f"the lease was taken from us: term {record.term} is held by pid {record.pid}")
+            problem = f"lease.json was of an older term, {record.term}"
+        if newest_term(self.store, self.uri, at_least=self.term) > self.term:
+            raise ConflictError(f"the lease was taken from us: there is a log of a later term than {self.term}")
+        return generation, problem
 
     def give_back(self) -> None:
         """Release it; a successor does not have to wait."""
         record = replace(self._record(), expires_wall_ns=0, address=None, pid=0)
         try:
-            self.store.put_if(self.uri, encode(record), self._generation)
+            self.store.put_if(self.uri, write_lease(record), self._generation)
         except (MusterError, OSError):
             pass  # another supervisor has it, or it expires by itself
 

@@ -243,8 +243,10 @@ class Supervisor:
         self.decisions.give(given)
 
     def _tend(self) -> None:
-        """A deadline of the state machine, or of what waits for the home."""
+        """A deadline of the state machine, or of what waits for the home; what was wrong with the lease."""
         self.decisions.tend()
+        while self.lease.repairs:
+            self._append("run.message", {"text": self.lease.repairs.pop(0)})
 
     def _greeting_reader(self) -> Callable[[bytes], Greeting | Refused]:
         return self.refusals.noting(greeting_reader(GREETING, me="the supervisor"), NEW)

@@ -6,6 +6,8 @@ import time
 import pytest
 
 from muster.core.errors import BackendError, BusyError, ConflictError
+from muster.core.typed_json import convert
+from muster.protocol.lease import LeaseRecord, write_lease
 from muster.storage.store import open_store
 from muster.supervise.process import lease
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper, keeping
@@ -35,6 +37,11 @@ class Disk:
         if self.away:
             raise BusyError("503")
         return self.inner.get(uri)
+
+    def list(self, prefix):
+        if self.away:
+            raise BusyError("503")
+        return self.inner.list(prefix)
 
     def put_if_absent(self, uri, data):
         return self._put(lambda: self.inner.put_if_absent(uri, data))
@@ -70,8 +77,11 @@ def rival(at, clock):
     """Another machine's supervisor."""
     record = json.loads(open_store().get(at).data)
     assert clock.wall_ns() >= record["expires_wall_ns"], "nobody takes a lease that runs"
-    record |= {"term": record["term"] + 1, "pid": 1, "machine": "elsewhere"}
-    open_store().put(at, json.dumps(record).encode())
+    put(at, record | {"term": record["term"] + 1, "pid": 1, "machine": "elsewhere"})
+
+
+def put(at, record):
+    open_store().put(at, write_lease(convert(LeaseRecord, record)))
 
 
 def test_holding_costs_nothing_while_it_runs(at):

@@ -39,7 +39,7 @@ def test_the_end_is_known_before_agents_are_waited_for(supervisor):
     happened = []
     supervisor.result = End(exit_code=0, outcome="succeeded", reason="done")
     supervisor.agents = {"host-0": None}
-    supervisor.lease = SimpleNamespace(hold=lambda: None, renew=lambda: True)
+    supervisor.lease = SimpleNamespace(hold=lambda: None, renew=lambda: True, repairs=[])
     supervisor.pool.run_once = lambda timeout_s: (happened.append("wait"), supervisor.agents.clear())
     supervisor.home.declare = lambda end: happened.append(end.reason)
     supervisor.home.finish = lambda log, end, status: happened.append("finish")

@@ -48,6 +48,11 @@ def taker(at, clock):
     return LeaseKeeper(open_store(), at, clock=clock).take(("127.0.0.1", 2))
 
 
+def unsealed(at):
+    """The record, as a supervisor that states no checksum would have written it."""
+    return json.loads(open_store().get(at).data) | {"checksum": 0}
+
+
 @pytest.mark.parametrize("by", [HOUR, -HOUR])
 def test_on_one_machine_the_monotonic_clock_decides(held, by):
     at, clock, holder = held
@@ -67,7 +72,7 @@ def test_a_dead_holder_on_this_machine_is_followed_at_once(held):
     at, clock, _ = held
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    record = json.loads(open_store().get(at).data) | {"pid": ended.pid}
+    record = unsealed(at) | {"pid": ended.pid}
     open_store().put(at, json.dumps(record).encode())
     clock.now_ns -= HOUR
     assert taker(at, clock) == 2
@@ -79,7 +84,7 @@ def test_elsewhere_the_wall_clock_decides_and_what_was_given_back_is_free(held, 
     if gone == "given back":
         holder.give_back()
     else:
-        record = json.loads(open_store().get(at).data) | {"machine": "elsewhere", "pid": os.getpid()}
+        record = unsealed(at) | {"machine": "elsewhere", "pid": os.getpid()}
         open_store().put(at, json.dumps(record).encode())
         with pytest.raises(ConflictError):
             taker(at, clock)

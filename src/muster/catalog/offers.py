@@ -5,7 +5,7 @@ An ``Offer`` of the core is what a back end can provide; ``Option`` adds what pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -17,6 +17,7 @@ from muster.core.types import Offer
 #: Machines of one type that a plan may take at most: beyond it neither prices nor failure rates are known to hold.
 MAX_NODES = 128
 UNKNOWN_REGION = "any region"
+THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,14 @@ class Option:
     ceiling_measured: bool
     price: Price | None
     """None: unknown."""
+    start_s: float | None = None
+    """Seconds from the request to the first step; None: those of a machine that must be got first."""
 
     @property
     def title(self) -> str:
         """``a4-highgpu-8g Spot us-central1``."""
+        if self.offer.machine == THIS_MACHINE:
+            return THIS_MACHINE
         return f"{self.offer.machine} {self.mode.title} {self.offer.location}"
 
 
@@ -95,6 +100,67 @@ def option(machine: Machine, mode: Mode, region: str, price: Price | None) -> Op
         ceiling_measured=measured,
         price=price,
     )
+
+
+#: Collectives between processes of one machine without NVLink: shared memory and loopback. From memory, unchecked.
+LOOPBACK_BYTES_PER_S = 1e9
+#: Imports and the first steps, where nothing has to be got.
+START_HERE_S = 30.0
+
+
+def this_machine(
+    chip: Accelerator, *, gpus: int, memory_bytes: int, usd_per_hour: float, hosts: int = 1, source: str = ""
+) -> Option:
+    """The machine that runs ``muster``, with ``gpus`` ranks of ``chip`` a host; ``hosts`` are processes on it.
+
+    ``usd_per_hour``: of a host; ``source`` says where that comes from.
+    """
+    ceiling, measured = chip.ceiling(matmul_share())
+    alike = (row.intra_bytes_per_s for row in rows.machines().values() if row.accelerator == chip.name)
+    link = max((rate * NVLINK_SHARE for rate in alike if rate), default=LOOPBACK_BYTES_PER_S)
+    return Option(
+        offer=Offer(
+            backend="local", machine=THIS_MACHINE, location="here", accelerator=chip.name, gpus_per_node=gpus,
+            gpu_memory_bytes=memory_bytes, usd_per_node_hour=usd_per_hour,
+            peak_flops_per_gpu=chip.peak_flops.get("bf16"), max_nodes=hosts, mode="owned",
+        ),
+        accelerator=chip, mode=rows.modes()["owned"], ceiling_flops=ceiling, ceiling_measured=measured,
+        fabric=Fabric(intra=link, inter=LOOPBACK_BYTES_PER_S, measured=False), start_s=START_HERE_S,
+        price=own_price(THIS_MACHINE, "owned", "here", usd_per_hour / gpus, source),
+    )  # fmt: skip
+
+
+def own_price(machine: str, mode: str, region: str, usd_per_gpu_hour: float, source: str) -> Price:
+    """A price that the run file gives: exact, and of no date."""
+    return Price(
+        machine=machine, mode=mode, region=region, usd_per_gpu_hour=usd_per_gpu_hour, low=usd_per_gpu_hour,
+        high=usd_per_gpu_hour, date="", reliability="user", source=source,
+    )  # fmt: skip
+
+
+def at_price(
+    options: Sequence[Option],
+    machine: Machine,
+    *,
+    mode: str | None,
+    locations: Sequence[str],
+    usd_per_host_hour: float,
+    source: str,
+) -> list[Option]:
+    """``options`` with what the run file says a host of ``machine`` costs, in ``mode`` (None: in each).
+
+    A mode or place without a list price becomes one that has a price: the machine is there, and paid for so.
+    """
+    usd = usd_per_host_hour / machine.count
+    names = (mode,) if mode else machine.modes
+    result = [each for each in options if each.offer.machine != machine.name or each.mode.name not in names]
+    for name in names:
+        rivals = [each for each in options if (each.offer.machine, each.mode.name) == (machine.name, name)]
+        listed = [each.offer.location for each in rivals if each.price is not None]
+        for place in listed or locations or (UNKNOWN_REGION,):
+            price = own_price(machine.name, name, place, usd, source)
+            result.append(option(machine, rows.modes()[name], place, price))
+    return result
 
 
 def fabric(machine: Machine, mode: Mode) -> Fabric:

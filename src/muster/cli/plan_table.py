@@ -67,7 +67,7 @@ def _figures(plan: Plan) -> Iterator[str]:
         )
     price = chosen.price
     if price:
-        origin = f"{price.reliability}, {price.date}: {price.source}"
+        origin = f"{price.reliability}{', ' if price.date else ''}{price.date}: {price.source}"
         yield f"  price    ${price.usd_per_gpu_hour:g} a GPU-hour ({origin})"
     if requests := plan.bucket:
         yield (

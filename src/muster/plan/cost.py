@@ -52,11 +52,12 @@ def cost(
     train_s = work.steps * step_s
     evaluation_s = _evaluation(work, step_s)
     busy_s = train_s + evaluation_s
-    middle_s = busy_s / good.share + START_S
+    start_s = START_S if option.start_s is None else option.start_s
+    middle_s = busy_s / good.share + start_s
     cuts = 0
     if option.mode.max_hours:
         cuts = max(0, math.ceil(middle_s / HOUR_S / option.mode.max_hours) - 1)
-        middle_s += cuts * (START_S + good.restore_s)
+        middle_s += cuts * (start_s + good.restore_s)
     days = middle_s / 86400.0
     failures = good.interruptions_per_day * days
     per_failure = (1 / good.share - 1) * busy_s / failures if failures > 0 else 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from muster.app.inspect.status import first_problem
 from muster.app.planning.model_shape import shape_of
 from muster.catalog import offers, rows
-from muster.catalog.offers import Fabric, Option
+from muster.catalog.offers import Option
 from muster.catalog.rows import Accelerator
 from muster.config.spec import RunSpec
 from muster.core import event_log
@@ -22,7 +22,6 @@ from muster.core.events import Event
 from muster.core.flops import ModelShape
 from muster.core.layout import Layout, layout_for
 from muster.core.typed_json import JsonObject, Record, Unreadable, decode
-from muster.core.types import Offer
 from muster.plan.calibrate import Calibration, calibrate
 from muster.plan.cost import CALIBRATED_SIGMA, STEP_SIGMA
 from muster.plan.step_time import DEFAULT, Constants
@@ -117,12 +116,14 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
 def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[Constants, float]:
     """Constants and the step time's uncertainty for a plan: calibrated on this chip, on another, or not at all.
 
-    CPU runs do not speak for GPUs.
+    CPU runs do not speak for GPUs, nor those for a run on CPU.
     """
-    entries = [row for row in _read((home or run_registry.home()) / FILE) if row.accelerator in rows.accelerators()]
+    on_cpu = spec.resources.device == "cpu"
+    kept = _read((home or run_registry.home()) / FILE)
+    entries = [row for row in kept if (row.accelerator not in rows.accelerators()) == on_cpu]
     if not entries:
         return DEFAULT, STEP_SIGMA
-    accelerator = (spec.resources.accelerator or "").lower()
+    accelerator = "cpu" if on_cpu else (spec.resources.accelerator or "").lower()
 
     def distance(entry: Entry) -> tuple[bool, bool, float]:
         ratio = entry.parameters / work.shape.parameters
@@ -158,10 +159,9 @@ def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
     """The hardware that ran, as something to plan with: a catalogue chip, or this CPU at its measured matmul rate."""
     name = spec.resources.accelerator or ""
     chip = next((chip_row for chip_row in rows.accelerators().values() if chip_row.name.lower() == name.lower()), None)
-    mode = rows.modes()["owned"]
     machine = rows.machines().get(spec.resources.machine or "")
     if chip is not None and machine is not None:
-        return offers.option(machine, mode, "here", None)
+        return offers.option(machine, rows.modes()["owned"], "here", None)
     ready = (event.read(ModelReady) for event in events if event.kind == ModelReady.kind)
     peak = next((detail.peak_flops for detail in ready if detail.peak_flops is not None), None)
     if chip is None and peak is None:
@@ -169,20 +169,18 @@ def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
             "the run does not say what it ran on, nor a measured matmul rate",
             hint="set resources.accelerator (for example H200) in its run file",
         )
-    chip = chip or Accelerator(
-        name="CPU", kind="cpu", memory_bytes=0, memory_bytes_per_s=CPU_BYTES_PER_S,
-        peak_flops={"bf16": peak or 0.0}, matmul_flops={"bf16": peak or 0.0},
-        origin="measured by the run", reliability="measured",
-    )  # fmt: skip
-    ceiling, measured = chip.ceiling(offers.matmul_share())
-    return Option(
-        offer=Offer(
-            backend=spec.backend, machine="this machine", location="here", accelerator=chip.name,
-            gpus_per_node=layout.world_size // spec.resources.hosts or 1, gpu_memory_bytes=chip.memory_bytes,
-            usd_per_node_hour=0.0, peak_flops_per_gpu=chip.peak_flops.get("bf16"), max_nodes=1, mode="owned",
-        ),
-        accelerator=chip, mode=mode, ceiling_flops=ceiling, ceiling_measured=measured, price=None,
-        fabric=Fabric(intra=1e9, inter=1e9, measured=False),
+    chip = chip or cpu(peak or 0.0, origin="measured by the run")
+    hosts = spec.resources.hosts
+    return offers.this_machine(
+        chip, gpus=layout.world_size // hosts or 1, memory_bytes=chip.memory_bytes, usd_per_hour=0.0, hosts=hosts
+    )
+
+
+def cpu(matmul_flops: float, *, origin: str, memory_bytes: int = 0) -> Accelerator:
+    """A rank's share of this machine's cores as something to plan with."""
+    return Accelerator(
+        name="CPU", kind="cpu", memory_bytes=memory_bytes, memory_bytes_per_s=CPU_BYTES_PER_S,
+        peak_flops={"bf16": matmul_flops}, matmul_flops={"bf16": matmul_flops}, origin=origin, reliability="measured",
     )  # fmt: skip
 
 

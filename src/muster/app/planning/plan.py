@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from muster import backends
 from muster.app.planning.calibrate import calibration_for
+from muster.app.planning.hardware import Hardware, hardware
 from muster.app.planning.model_shape import shape_of
-from muster.app.planning.prices import own_prices
-from muster.catalog import offers, rows
+from muster.catalog import rows
 from muster.config import load
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
@@ -75,7 +75,8 @@ def plan(
     loaded, impossible = _load(run_file, overrides)
     spec = loaded.spec
     work = workload(spec, shape_of(spec))
-    problem = _problem(loaded, work, now, home)
+    found = hardware(spec, home)
+    problem = _problem(loaded, work, now, home, found)
     outcome = search(problem)
     if impossible is not None or outcome.cheapest is None or outcome.fastest is None:
         message, hint = explain(problem, outcome)
@@ -100,7 +101,7 @@ def plan(
             fastest=plan_file.planned_way(work, outcome.fastest),
             frontier=frontier,
             rejected=rejected,
-            assumptions=tuple(assumptions(problem)),
+            assumptions=(*assumptions(problem), *found.notes),
             bucket=bucket.requests(chosen.num_nodes) if _in_bucket(spec) else None,
             storage=tuple(_storage(spec, problem, chosen)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
@@ -184,12 +185,13 @@ def _works(candidate: Candidate) -> str:
     return f"the nearest plan that works: without that limit: {candidate.title}, {format.duration(cost.hours_p50)}{usd}"
 
 
-def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None) -> Problem:
+def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None, found: Hardware) -> Problem:
     spec = loaded.spec
     constants, sigma = calibration_for(home, spec, work)
     return Problem(
         work=work,
-        options=offers.catalogue(own_prices(home)),
+        options=found.options,
+        overhead=found.overhead,
         pins=pins_of(loaded),
         limits=limits_of(spec, now),
         reservation=spec.resources.reservation is not None,

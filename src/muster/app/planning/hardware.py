@@ -1,0 +1,124 @@
+"""What a plan chooses from: the catalogue, at the prices of the user and the run file, and this machine where the run
+file's back end runs on it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster import backends
+from muster.app.planning.calibrate import cpu
+from muster.app.planning.prices import own_prices
+from muster.catalog import offers, rows
+from muster.catalog.devices import accelerator_of
+from muster.catalog.offers import Option
+from muster.config.spec import RunSpec
+from muster.core.errors import MusterError
+from muster.plan.memory import CUDA, DeviceOverhead
+
+KEY = "resources.usd_per_host_hour"
+#: A CPU rank beside its tensors, as real ranks were measured (docs/plan.md): threads, logs, kernels' caches; freed
+#: tensors go back to the system, and a save is staged in the same memory.
+CPU = DeviceOverhead(
+    context_bytes=40 << 20, communicator_bytes=0, fragmentation=0.0, expanded_kv=True, stages_here=True, streams=False
+)
+MATMUL_SIZE, MATMUL_S = 768, 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What is on offer, and what a reader of the plan must know of it."""
+
+    options: list[Option]
+    notes: tuple[str, ...] = ()
+    overhead: DeviceOverhead = CUDA
+
+
+def hardware(spec: RunSpec, home: Path | None) -> Hardware:
+    """Everything that ``spec`` could run on.
+
+    A run on the CPU of this machine has no choice: it alone is on offer. GPUs of this machine are one offer beside the
+    catalogue's.
+    """
+    here = backends.get(spec.backend).capabilities.uses_this_machine
+    if here and spec.resources.device == "cpu":
+        return _this_cpu(spec)
+    options = offers.catalogue(own_prices(home))
+    notes: list[str] = []
+    usd, machine = spec.resources.usd_per_host_hour, rows.machines().get(spec.resources.machine or "")
+    if usd is not None and machine is not None:
+        mode = spec.resources.provisioning_model
+        options = offers.at_price(
+            options, machine, mode=mode and mode.removesuffix("_queued"), locations=spec.resources.locations,
+            usd_per_host_hour=usd, source=KEY,
+        )  # fmt: skip
+    elif usd is not None and not here:
+        notes.append(f"list prices: {KEY} is of the host that resources.machine names, and it names none")
+    if here:
+        option, note = _these_gpus(spec)
+        options = [option, *options] if option is not None else options
+        notes += [note] if note else []
+    return Hardware(options=options, notes=tuple(notes))
+
+
+def _these_gpus(spec: RunSpec) -> tuple[Option | None, str | None]:
+    """(this machine, None), or why it is left out."""
+    resources = spec.resources
+    try:
+        [offer] = backends.get(spec.backend).launcher().offers(spec)
+    except MusterError as error:
+        return None, f"this machine is left out: {error}"
+    if not offer.gpus_per_node:
+        return None, "this machine is left out: it has no GPU (resources.device: cpu plans for its cores)"
+    chip = accelerator_of(offer.accelerator)
+    if chip is None:
+        return None, f"this machine is left out: the catalogue does not know its {offer.accelerator}"
+    ranks = resources.ranks_per_host or max(1, offer.gpus_per_node // resources.hosts)
+    if ranks * resources.hosts > offer.gpus_per_node:
+        needed = f"{resources.hosts} x {ranks} ranks need as many GPUs"
+        return None, f"this machine is left out: {needed}, and it has {offer.gpus_per_node}"
+    usd, source = _price_here(spec)
+    memory_bytes = offer.gpu_memory_bytes or chip.memory_bytes
+    return offers.this_machine(
+        chip, gpus=ranks, memory_bytes=memory_bytes, usd_per_hour=usd, hosts=resources.hosts, source=source
+    ), None
+
+
+def _this_cpu(spec: RunSpec) -> Hardware:
+    """This machine's cores and memory, shared by all ranks of the run."""
+    resources = spec.resources
+    ranks = resources.ranks_per_host or 1
+    world = ranks * resources.hosts
+    flops, origin = _matmul_flops()
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
+    usd, source = _price_here(spec)
+    option = offers.this_machine(
+        cpu(flops / world, origin=origin, memory_bytes=memory_bytes), gpus=ranks, memory_bytes=memory_bytes,
+        usd_per_hour=usd, hosts=resources.hosts, source=source,
+    )  # fmt: skip
+    return Hardware(
+        options=[option], notes=(f"{origin}: {flops / 1e9:,.0f} GFLOP/s for {world} rank(s)",), overhead=CPU
+    )
+
+
+def _price_here(spec: RunSpec) -> tuple[float, str]:
+    usd = spec.resources.usd_per_host_hour
+    return (0.0, f"your own machine; {KEY} says otherwise") if usd is None else (usd, KEY)
+
+
+def _matmul_flops() -> tuple[float, str]:
+    """(FLOP/s of all cores together, where that is from): the best float32 matmul within a moment."""
+    try:
+        import numpy
+    except ImportError:
+        cores = os.cpu_count() or 1
+        return cores * 30e9, "30 GFLOP/s a core, a guess (numpy is not installed: nothing was measured)"
+    left = numpy.random.default_rng(0).random((MATMUL_SIZE, MATMUL_SIZE), dtype=numpy.float32)
+    best, end = 0.0, time.perf_counter() + MATMUL_S
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        left @ left
+        best = max(best, 2 * MATMUL_SIZE**3 / (time.perf_counter() - began))
+    return best, "a matmul of this machine's cores, measured now"

@@ -1,0 +1,159 @@
+"""Prices of the run file, and the machine that ``muster`` runs on, as a plan takes them."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from muster.app.planning import hardware as use_case
+from muster.app.planning.plan import plan
+from muster.backends.local.launcher import LocalLauncher
+from muster.catalog import rows
+from muster.cli import plan_table
+from muster.core.errors import NoPlanError
+from muster.core.types import Offer
+
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+RUN = """\
+name: eight
+backend: {backend}
+model:
+  source: meta-llama/Llama-3.1-8B
+data:
+  sources:
+    - {{type: random, rows: 100000}}
+training:
+  steps: 1000
+  sequence_length: 4096
+  global_batch_size: 64
+"""
+SMALL = """\
+name: small
+model:
+  config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4,
+           num_key_value_heads: 4, vocab_size: 512, tie_word_embeddings: true}
+  dtype: float32
+data:
+  sources:
+    - {type: random, rows: 1000}
+training: {steps: 1000, sequence_length: 128, global_batch_size: 8}
+resources: {device: cpu, ranks_per_host: 2}
+"""
+
+
+@pytest.fixture
+def planned(tmp_path):
+    def planned(*overrides, text=None, backend="gke"):
+        (tmp_path / "run.yaml").write_text(text or RUN.format(backend=backend))
+        return plan(tmp_path / "run.yaml", overrides, now=NOW, home=tmp_path / "home")
+
+    return planned
+
+
+def a_machine_with(monkeypatch, count, name="NVIDIA H100 80GB HBM3"):
+    offer = Offer(
+        backend="local", machine="box", location="here", accelerator=name, gpus_per_node=count,
+        gpu_memory_bytes=80 * 10**9, usd_per_node_hour=0.0, peak_flops_per_gpu=None, max_nodes=1, mode="owned",
+    )  # fmt: skip
+    monkeypatch.setattr(LocalLauncher, "offers", lambda self, spec: [offer])
+
+
+PINNED = ("resources.machine=a3-megagpu-8g", "resources.provisioning_model=reservation", "resources.reservation=ours",
+          "resources.locations=[us-central1]")  # fmt: skip
+
+
+def test_a_committed_use_price_is_the_plans_price(planned):
+    """A year's commitment enters as what a host costs by the hour: bill, limits and the run's settings follow it."""
+    cheap = planned(*PINNED, "resources.usd_per_host_hour=24", "resources.hosts=2")
+    assert cheap.plan.chosen.usd_per_hour == pytest.approx(48)
+    assert cheap.plan.chosen.usd.p50 == pytest.approx(48 * cheap.plan.chosen.hours.p50)
+    assert cheap.plan.settings["resources.usd_per_host_hour"] == 24
+    assert cheap.plan.chosen.price.source == "resources.usd_per_host_hour"
+    dear = planned(*PINNED, "resources.usd_per_host_hour=48", "resources.hosts=2")
+    assert dear.plan.chosen.usd.p50 == pytest.approx(2 * cheap.plan.chosen.usd.p50)
+    shown = "\n".join(plan_table.lines(cheap))
+    assert "$3 a GPU-hour (user: resources.usd_per_host_hour)" in shown and "$48.00/h" in shown
+    with pytest.raises(NoPlanError, match=r"the cheapest costs"):
+        planned(*PINNED, "resources.usd_per_host_hour=2400", f"limits.max_usd={cheap.plan.chosen.usd.p90 * 1.1:.2f}")
+
+
+def test_the_price_is_of_the_named_machine_alone(planned):
+    mine = "a3-ultragpu-8g"
+    for found in planned(f"resources.machine={mine}", "resources.usd_per_host_hour=8").outcome.candidates:
+        assert found.option.offer.machine == mine and found.option.price.usd_per_gpu_hour == 1
+    machine = rows.machines()[mine]
+    priced = {each.mode.name for each in use_case.hardware(_spec(machine=mine, usd_per_host_hour=8.0), None).options
+              if each.offer.machine == mine and each.price is not None}  # fmt: skip
+    assert priced == set(machine.modes), "modes without a list price have one now"
+
+
+def test_a_price_of_no_machine_is_not_used_and_that_is_said(planned):
+    with_price, without = planned("resources.usd_per_host_hour=1"), planned()
+    assert with_price.plan.chosen.usd == without.plan.chosen.usd
+    assert any("resources.machine names, and it names none" in line for line in with_price.plan.assumptions)
+
+
+@pytest.mark.parametrize(("given", "usd"), [((), 0.0), (("resources.usd_per_host_hour=16",), 16.0)])
+def test_gpus_of_this_machine_are_an_offer(planned, monkeypatch, given, usd):
+    a_machine_with(monkeypatch, 8)
+    found = planned(*given, backend="local")
+    here = [each for each in found.outcome.candidates if each.option.offer.machine == "this machine"]
+    assert len(here) == 1 and here[0].gpus == 8 and here[0].option.title == "this machine"
+    assert here[0].cost.usd_p50 == pytest.approx(usd * here[0].cost.hours_p50)
+    if not usd:
+        assert found.plan.chosen.machine == "this machine" and found.plan.chosen.usd.p50 == 0
+        assert "your own machine" in "\n".join(plan_table.lines(found))
+    assert "resources.machine" not in found.plan.settings
+
+
+def test_a_machine_that_is_too_small_is_named_with_what_it_lacks(planned, monkeypatch):
+    a_machine_with(monkeypatch, 1)
+    found = planned(backend="local")
+    [reason] = [each.reason for each in found.plan.rejected if each.machine == "this machine"]
+    assert "needs" in reason and "an H100 has 80 GB" in reason
+    assert found.plan.chosen.machine != "this machine"
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "words"),
+    [(0, "cpu", "it has no GPU"), (2, "Quadro of 2004", "does not know its Quadro of 2004"), (2, None, "3 ranks need")],
+)
+def test_a_machine_that_cannot_be_planned_is_left_out_with_the_reason(planned, monkeypatch, count, name, words):
+    a_machine_with(monkeypatch, count, *([name] if name else []))
+    overrides = ["resources.ranks_per_host=3", "resources.machine=null"] if name is None else []
+    spec = _spec(backend="local", **({"ranks_per_host": 3} if overrides else {}))
+    [note] = use_case.hardware(spec, None).notes
+    assert note.startswith("this machine is left out") and words in note
+
+
+def test_a_run_on_this_cpu_is_planned_for_this_cpu(planned, monkeypatch):
+    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (100e9, "measured here"))
+    found = planned(text=SMALL)
+    chosen = found.plan.chosen
+    assert (chosen.machine, chosen.accelerator, chosen.gpus) == ("this machine", "CPU", 2)
+    assert chosen.usd.p50 == 0 and found.plan.frontier == (chosen,)
+    assert chosen.hours.p50 * 3600 < 1000 * chosen.step_s + 60, "nothing has to be got first"
+    assert "measured here: 100 GFLOP/s for 2 rank(s)" in found.plan.assumptions
+    priced = planned("resources.usd_per_host_hour=0.5", text=SMALL).plan.chosen
+    assert priced.usd_per_hour == pytest.approx(0.5)
+    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (50e9, "measured here"))
+    assert planned(text=SMALL).plan.chosen.step_s > 1.5 * chosen.step_s
+
+
+def test_the_matmul_is_really_measured():
+    flops, origin = use_case._matmul_flops()
+    assert 1e8 < flops < 1e14 and "measured now" in origin
+
+
+def _spec(backend="gke", **resources):
+    from muster.config.spec import RunSpec
+
+    return RunSpec.model_validate(
+        {
+            "name": "p",
+            "backend": backend,
+            "model": {"config": {}},
+            "data": {"sources": [{"type": "random"}]},
+            "training": {"steps": 10},
+            "resources": resources,
+        }
+    )

@@ -7,8 +7,9 @@ import time
 import pytest
 from chaos import Judged
 from cluster import spec_of
+from frozen import own_ring
 
-from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.checkpoint_format.snapshot_ring import Ring
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -25,7 +26,7 @@ def test_a_moved_tensor_is_not_restored(tmp_path, reference):
         run.kill_rank(0, signal.SIGSTOP)  # its peer comes to wait for it
         time.sleep(0.3)
         run.kill_rank(1, signal.SIGSTOP)
-        ring = Ring.open(run.memory() / file_name("own", "r1s2t1p1c1e1", 1), writable=True)
+        ring = Ring.open(own_ring(run, 1), writable=True)
         first, last = ring.shard_header().tensors[0], ring.shard_header().tensors[-1]
         old = b",%d]" % last.byte_offset
         at = ring.mapped.find(old)

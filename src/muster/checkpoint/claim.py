@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from muster.checkpoint_format import manifest as manifests
+from muster.checkpoint_format.fences import OnRebuilt
 from muster.core.errors import ConflictError
 from muster.core.protocols import Store
 
@@ -15,12 +16,13 @@ class Claim:
     A full disk or an unreachable bucket does not end the rank: ``again`` retries. A newer attempt's fence is kept.
     """
 
-    def __init__(self, store: Store, directory_uri: str, *, run_id: str, attempt: int) -> None:
+    def __init__(self, store: Store, directory_uri: str, *, run_id: str, attempt: int, on_rebuilt: OnRebuilt) -> None:
+        """``on_rebuilt``: as of ``manifest.claim``, called in a thread."""
         self._error: BaseException | None = None
 
         def claim() -> None:
             try:
-                manifests.claim(store, directory_uri, run_id=run_id, attempt=attempt)
+                manifests.claim(store, directory_uri, run_id=run_id, attempt=attempt, on_rebuilt=on_rebuilt)
             except BaseException as error:  # noqa: BLE001 (a thread's edge: raised again where it is waited for)
                 self._error = error
 

@@ -112,7 +112,11 @@ class Saver:
         self._handover = handover
         self._entered = False
         """Every rank knows that the fence is this attempt's."""
-        self._claim = Claim(store, directory_uri, run_id=run_id, attempt=attempt) if self.rank == 0 else None
+        self._rebuilt: list[str] = []
+        """What was wrong with fences that were written again, still to be said."""
+        self._claim: Claim | None = None
+        if self.rank == 0:
+            self._claim = Claim(store, directory_uri, run_id=run_id, attempt=attempt, on_rebuilt=self._rebuilt.append)
 
     def claimed(self) -> None:
         """Wait until older attempts can commit nothing more (rank 0; the others return at once)."""
@@ -177,6 +181,8 @@ class Saver:
     def _check_fence(self, *, wait_s: float = 0.0) -> None:
         if self._claim is not None:
             self._claim.check(wait_s=wait_s)
+        while self._rebuilt:
+            self._on_event("fence.rebuilt", reason=self._rebuilt.pop(0))
 
     def _join(self) -> None:
         if self._job is not None and self._job.thread is not None:
@@ -311,7 +317,7 @@ class Saver:
         except (MusterError, OSError):
             self._leave_behind(job)
             raise
-        manifests.commit(self._store, manifest)
+        manifests.commit(self._store, manifest, on_rebuilt=self._rebuilt.append)
         return {"bytes": manifest.bytes}
 
     def _tidy(self, job: _Job) -> None:

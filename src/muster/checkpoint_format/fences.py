@@ -4,6 +4,10 @@ A check before a write is not enough: an old attempt can pass it, stall, and wri
 over. So the new attempt closes the door first (its name, conditionally), then lists the markers that had
 been committed, then seals that list into the fence. A marker of another attempt that is not on the list
 came too late and does not count, however it got there.
+
+A sealed fence is kept twice, the copy written first. Whoever finds the fence damaged or gone reads the copy; whoever
+holds it writes it again; where the copy is damaged too, a claim makes it anew from the markers that are whole. The
+damaged bytes stay beside it, as ``fence.damaged.json``.
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ from muster.checkpoint_format.decoding import damage_as, seal, unseal
 from muster.core import typed_json
 from muster.core.errors import CheckpointError, ConflictError
 from muster.core.protocols import Store
-from muster.core.typed_json import Record
+from muster.core.typed_json import Record, Unreadable
 from muster.storage import uris
 
 FORMAT = 2
-_HINT = "remove fence.json to start over"
+_HINT = "remove fence.json and fence.previous.json to start over"
+OnRebuilt = Callable[[str], None]
+"""Called with what was wrong with a fence that was written again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,50 +66,145 @@ def fence_uri(directory: str) -> str:
     return uris.join(directory, "fence.json")
 
 
+def copy_uri(directory: str) -> str:
+    return uris.join(directory, "fence.previous.json")
+
+
 def read(store: Store, directory: str) -> Fence | None:
-    """The fence now; None where the folder is unclaimed. Raises CheckpointError when malformed."""
-    try:
-        return Fence.decode(store.get(fence_uri(directory)).data)
-    except FileNotFoundError:
-        return None
+    """The fence now; None where the folder is unclaimed, or nothing whole is left of its fence: every marker counts.
+
+    Raises CheckpointError where it is of another format.
+    """
+    return _look(store, directory).fence
 
 
 def check(store: Store, directory: str, *, run_id: str, attempt: int) -> None:
-    """Raise ConflictError unless this run and attempt hold the sealed fence."""
-    held = read(store, directory)
-    if held is None or (held.run_id, held.attempt) != (run_id, attempt) or held.inherited is None:
-        holder = f"run {held.run_id} attempt {held.attempt}" if held else "no run"
+    """Raise ConflictError unless this run and attempt hold the sealed fence; CheckpointError where that is damaged or
+    gone, which a ``claim`` mends."""
+    now = _look(store, directory)
+    if now.damage is not None:
+        raise CheckpointError(f"{fence_uri(directory)}: {now.damage}", hint=_HINT)
+    held = now.fence
+    if held is None:
+        raise CheckpointError(f"{directory} is held by no run, not by run {run_id} attempt {attempt}")
+    if (held.run_id, held.attempt) != (run_id, attempt) or held.inherited is None:
+        holder = f"run {held.run_id} attempt {held.attempt}"
         raise ConflictError(f"{directory} is held by {holder}, not by run {run_id} attempt {attempt}")
 
 
-def claim(store: Store, directory: str, *, run_id: str, attempt: int, heirs: Callable[[], Mapping[str, str]]) -> None:
+def claim(
+    store: Store,
+    directory: str,
+    *,
+    run_id: str,
+    attempt: int,
+    heirs: Callable[[bool], Mapping[str, str]],
+    on_rebuilt: OnRebuilt = lambda reason: None,
+) -> None:
     """Fence off every older attempt: from now on only this one commits here. Repeating it is harmless.
 
-    ``heirs`` lists the markers that count at that moment (see ``Fence.inherited``). Another run's fence is
+    ``heirs`` lists the markers that count at that moment (see ``Fence.inherited``); it is told whether nothing is left
+    of the fence, and raises ConflictError where the markers themselves are of a newer attempt. Another run's fence is
     taken over (a new run that continues in an old one's folder).
 
     Raises:
         ConflictError: a newer attempt of this run has claimed the folder.
     """
-    uri = fence_uri(directory)
+    uri, lost = fence_uri(directory), False
     while True:
-        generation, held = None, None
-        with suppress(FileNotFoundError):
-            stored = store.get(uri)
-            generation, held = stored.generation, Fence.decode(stored.data)
+        now = _look(store, directory)
+        held = now.fence
         if held is not None and held.run_id == run_id and held.attempt > attempt:
             raise ConflictError(f"{directory}: attempt {held.attempt} has taken over from attempt {attempt}")
+        problem = now.damage
+        if held is None:
+            lost = True
+            # Before the door is closed: a newer attempt's markers say that it is not ours to close.
+            problem = problem or ("it is gone" if heirs(lost) else None)
+        requested = Fence(run_id=run_id, attempt=attempt)
         if held is not None and (held.run_id, held.attempt) == (run_id, attempt):
-            if held.inherited is not None:
+            if held.inherited is None:
+                requested = replace(requested, inherited=heirs(lost))
+            elif problem is not None:
+                requested = held
+            else:
                 return
-            requested = Fence(run_id=run_id, attempt=attempt, inherited=heirs())
-        else:
-            sealed = held if held is None or held.inherited is not None else held.before
-            requested = Fence(run_id=run_id, attempt=attempt, before=sealed and replace(sealed, before=None))
+        elif held is not None:
+            sealed = held if held.inherited is not None else held.before
+            requested = replace(requested, before=sealed and replace(sealed, before=None))
         try:
-            if generation is None:
+            if now.data is not None:
+                store.put(uris.join(directory, "fence.damaged.json"), now.data)
+            if requested.inherited is not None:
+                _keep_copy(store, directory, requested)
+            if now.generation is None:
                 store.put_if_absent(uri, requested.encode())
             else:
-                store.put_if(uri, requested.encode(), generation)
+                store.put_if(uri, requested.encode(), now.generation)
         except ConflictError:
             continue  # another process changed it: read again
+        if problem is not None:
+            source = "its copy" if held is not None else "the markers that are whole"
+            on_rebuilt(f"{uri}: {problem}: written again from {source}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What ``fence.json`` holds, or the copy where that is damaged or gone."""
+
+    fence: Fence | None
+    generation: str | None = None
+    """Of ``fence.json``; None: it is not there."""
+    data: bytes | None = None
+    """What is damaged."""
+    damage: str | None = None
+    """Why ``fence.json`` is not what it was; None: nothing is wrong with it."""
+
+
+def _look(store: Store, directory: str) -> _Found:
+    try:
+        stored = store.get(fence_uri(directory))
+    except FileNotFoundError:
+        copy = _copy(store, directory)
+        return _Found(fence=copy, damage=None if copy is None else "it is gone")
+    try:
+        return _Found(fence=Fence.decode(stored.data), generation=stored.generation)
+    except CheckpointError as error:
+        copy = _copy(store, directory)
+        if copy is None and _is_of_another_format(stored.data):
+            raise
+        return _Found(fence=copy, generation=stored.generation, data=stored.data, damage=str(error))
+
+
+def _copy(store: Store, directory: str) -> Fence | None:
+    try:
+        return Fence.decode(store.get(copy_uri(directory)).data)
+    except (FileNotFoundError, CheckpointError):
+        return None
+
+
+def _is_of_another_format(data: bytes) -> bool:
+    try:
+        found = typed_json.parse_object(data).get("format")
+    except Unreadable:
+        return False
+    return isinstance(found, int) and found != FORMAT
+
+
+def _keep_copy(store: Store, directory: str, fence: Fence) -> None:
+    """Write the copy of ``fence``, unless it is of a newer attempt by now."""
+    uri = copy_uri(directory)
+    while True:
+        generation, held = None, None
+        with suppress(FileNotFoundError, CheckpointError):
+            stored = store.get(uri)
+            generation = stored.generation
+            held = Fence.decode(stored.data)
+        if held == fence or (held is not None and held.run_id == fence.run_id and held.attempt > fence.attempt):
+            return
+        with suppress(ConflictError):
+            if generation is None:
+                store.put_if_absent(uri, fence.encode())
+            else:
+                store.put_if(uri, fence.encode(), generation)
+            return

@@ -2,7 +2,7 @@
 
 ::
 
-    <dir>/fence.json                      the run and attempt that may commit
+    <dir>/fence.json                      the run and attempt that may commit (fence.previous.json: its copy)
     <dir>/commits/step-00000042.json      the marker: a manifest, written last, conditionally
     <dir>/step-00000042.a3/...            the data of step 42 by attempt 3
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from muster.checkpoint_format import fences
 from muster.checkpoint_format.checksum import checksum_of
 from muster.checkpoint_format.decoding import damage_as, seal, unseal
+from muster.checkpoint_format.fences import OnRebuilt
 from muster.checkpoint_format.shard_file import ShardFile, StoredFile
 from muster.core import typed_json
 from muster.core.errors import CheckpointError, ConflictError
@@ -142,20 +143,37 @@ def committed(store: Store, directory: str, *, on_skip: OnSkip | None = None) ->
 # ---------------------------------------------------------------- writing
 
 
-def claim(store: Store, directory: str, *, run_id: str, attempt: int) -> None:
-    """Take the folder's fence: older attempts commit nothing from now on. Repeating it is harmless.
+def claim(
+    store: Store, directory: str, *, run_id: str, attempt: int, on_rebuilt: OnRebuilt = lambda reason: None
+) -> None:
+    """Take the folder's fence: older attempts commit nothing from now on. Repeating it is harmless, and mends it where
+    it is damaged: ``on_rebuilt`` is told.
 
     Raises:
         ConflictError: a newer attempt of this run has taken it.
     """
 
-    def heirs() -> dict[str, str]:
-        return {uris.name(m.marker_uri): f"{m.run_id}/{m.attempt}" for m in committed(store, directory)}
+    def heirs(lost: bool) -> dict[str, str]:
+        found = committed(store, directory)
+        if lost:  # the order of attempts, and what is another run's here, can only be seen from the markers
+            newest = max((m.attempt for m in found if m.run_id == run_id), default=0)
+            if newest > attempt:
+                raise ConflictError(f"{directory}: attempt {newest} has committed there, after attempt {attempt}")
+            found = [m for m in found if m.run_id == run_id] or found
+        return {uris.name(m.marker_uri): f"{m.run_id}/{m.attempt}" for m in found}
 
-    fences.claim(store, directory, run_id=run_id, attempt=attempt, heirs=heirs)
+    fences.claim(store, directory, run_id=run_id, attempt=attempt, heirs=heirs, on_rebuilt=on_rebuilt)
 
 
-def commit(store: Store, manifest: Manifest) -> None:
+def _hold(store: Store, directory: str, *, run_id: str, attempt: int, on_rebuilt: OnRebuilt) -> None:
+    """Raise ConflictError unless this run and attempt hold the folder. A damaged fence is mended first."""
+    try:
+        fences.check(store, directory, run_id=run_id, attempt=attempt)
+    except CheckpointError:
+        claim(store, directory, run_id=run_id, attempt=attempt, on_rebuilt=on_rebuilt)
+
+
+def commit(store: Store, manifest: Manifest, *, on_rebuilt: OnRebuilt = lambda reason: None) -> None:
     """Make the checkpoint exist: write its marker, if the fence is still ours.
 
     A marker of the same step by an older attempt (whose data was not usable, or the run would have started
@@ -165,7 +183,7 @@ def commit(store: Store, manifest: Manifest) -> None:
         ConflictError: a newer attempt, or another run, has taken over.
     """
     directory, uri = manifest.directory, manifest.marker_uri
-    fences.check(store, directory, run_id=manifest.run_id, attempt=manifest.attempt)
+    _hold(store, directory, run_id=manifest.run_id, attempt=manifest.attempt, on_rebuilt=on_rebuilt)
     data = manifest.encode()
     while True:
         with suppress(ConflictError):
@@ -185,7 +203,7 @@ def commit(store: Store, manifest: Manifest) -> None:
             store.put_if(uri, data, there.generation)
             return
         except ConflictError:
-            fences.check(store, directory, run_id=manifest.run_id, attempt=manifest.attempt)
+            _hold(store, directory, run_id=manifest.run_id, attempt=manifest.attempt, on_rebuilt=on_rebuilt)
 
 
 def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt: int) -> list[str]:

@@ -122,3 +122,20 @@ def test_what_a_failed_save_has_written_gives_its_room_back(tmp_path, store, mon
 
 def full(uri):
     raise BackendError(f"{uri}: No space left on device")
+
+
+@pytest.mark.parametrize("copy_too", [False, True])
+def test_a_damaged_fence_is_written_again_and_said_and_the_next_save_commits(tmp_path, store, copy_too):
+    seen = []
+    saves = saver(tmp_path, seen, store)
+    saves.save(1, state(1), {})
+    assert saves.finish().committed
+    for name in ("fence.json", "fence.previous.json")[: 1 + copy_too]:
+        data = bytearray((tmp_path / name).read_bytes())
+        data[len(data) // 2] ^= 4
+        (tmp_path / name).write_bytes(data)
+    saves.save(2, state(2), {})
+    assert saves.finish().committed
+    assert [kind for kind, _ in seen] == ["begun", "committed", "begun", "fence.rebuilt", "committed"]
+    assert "fence.json" in seen[3][1]["reason"] and (tmp_path / "fence.damaged.json").exists()
+    assert [each.step for each in committed(open_store(), str(tmp_path))] == [2, 1]

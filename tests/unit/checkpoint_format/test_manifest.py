@@ -18,17 +18,6 @@ from muster.core.types import Layout
 from muster.storage import uris
 from muster.storage.store import blobs, open_store
 
-
-@pytest.fixture(params=["memory", "file"])
-def folder(request, tmp_path):
-    return str(tmp_path) if request.param == "file" else f"memory://{uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def store():
-    return open_store()
-
-
 INDEX = StoredFile(name="index.json", bytes=2, checksum=checksum_of(b"{}"))
 SHARD = "rank-00000.shard"
 
@@ -150,6 +139,7 @@ def test_markers_and_fences_of_format_1_are_refused_by_number(store, folder):
     skipped = []
     assert steps(store, folder, on_skip=lambda *what: skipped.append(what)) == []
     assert skipped[0][1] == "a commit marker of format 1, this version reads 2"
+    store.delete(fences.copy_uri(folder))
     store.put(fences.fence_uri(folder), b'{"format": 1, "run_id": "run", "attempt": 1, "inherited": {}}')
     with pytest.raises(CheckpointError, match="a fence of format 1, this version reads 2"):
         committed(store, folder)

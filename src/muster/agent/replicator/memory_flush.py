@@ -7,6 +7,7 @@ mix with a save of the same step that a rank left incomplete.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -113,13 +114,18 @@ def commit_flushed(order: CommitFlushed, *, run_id: str, fence: int) -> FlushCom
         extra = header.extra if number == 0 else extra
         written.append(WrittenShard(file=stored, begin=file.data_offset, tensors=header.tensors))
     fence = max(order.attempt, fence)
-    manifests.claim(store, order.uri, run_id=run_id, attempt=fence)
+    manifests.claim(store, order.uri, run_id=run_id, attempt=fence, on_rebuilt=_say)
     manifest = draft.finish(store, written, extra=extra, fence=fence, name_prefix=_FLUSHED)
     problem = manifests.missing(manifest)
     if problem is not None:
         raise CheckpointError(f"{manifest.uri}: {problem}")
-    manifests.commit(store, manifest)
+    manifests.commit(store, manifest, on_rebuilt=_say)
     return FlushCommitted(step=order.step, attempt=order.attempt, uri=manifest.uri, bytes=manifest.bytes)
+
+
+def _say(rebuilt: str) -> None:
+    """Into this process's output: no rank is there to log an event."""
+    print(rebuilt, file=sys.stderr, flush=True)
 
 
 def _draft(order: FlushSnapshots | CommitFlushed, run_id: str) -> CheckpointDraft:

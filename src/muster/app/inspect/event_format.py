@@ -197,6 +197,7 @@ _RENDER: Mapping[str, Callable[[Event], str]] = {
         f"checkpoint not written: {event.read(checkpoints.CheckpointFailed).reason}"
     ),
     checkpoints.CheckpointRejected.kind: _rejected,
+    checkpoints.FenceRebuilt.kind: lambda event: f"mended: {event.read(checkpoints.FenceRebuilt).reason}",
     checkpoints.SnapshotRejected.kind: _rejected_copy,
     checkpoints.CheckpointRestored.kind: _restored,
     hosts.HostLost.kind: lambda event: f"{event.host} is lost: {event.read(hosts.HostLost).evidence}",

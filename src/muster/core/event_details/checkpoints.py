@@ -50,6 +50,13 @@ class CheckpointRejected(Detail):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FenceRebuilt(Detail):
+    kind: ClassVar = "fence.rebuilt"
+    doc: ClassVar = "The file that says which attempt may commit was damaged or gone: it was written again."
+    reason: Annotated[str, "where, what was found, and what it was made from"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotRejected(Detail):
     kind: ClassVar = "snapshot.rejected"
     doc: ClassVar = "A copy in a host's memory is damaged: it is passed over and not chosen again."
@@ -76,5 +83,5 @@ class CheckpointRemoved(Detail):
 
 DETAILS: tuple[type[Detail], ...] = (
     CheckpointBegun, CheckpointCommitted, CheckpointFailed, CheckpointRejected, SnapshotRejected, CheckpointRestored,
-    CheckpointRemoved,
+    CheckpointRemoved, FenceRebuilt,
 )  # fmt: skip

@@ -1,0 +1,154 @@
+"""A fence that is damaged or gone: saves go on, the bytes are kept, and older attempts still commit nothing."""
+
+import pytest
+from test_manifest import claim, made, steps, write
+
+from muster.checkpoint_format import fences, manifest
+from muster.core.errors import CheckpointError, ConflictError
+from muster.storage import uris
+
+DAMAGES = ("flipped", "emptied", "torn", "gone")
+
+
+def damage(store, uri, how):
+    data = store.get(uri).data
+    if how == "gone":
+        store.delete(uri)
+        return None
+    place = data.index(b'"attempt"') + 12
+    broken = {"emptied": b"", "torn": data[:50], "flipped": data[:place] + b"9" + data[place + 1 :]}[how]
+    assert broken != data
+    store.put(uri, broken)
+    return broken
+
+
+def both(store, folder, how):
+    damage(store, fences.copy_uri(folder), how)
+    return damage(store, fences.fence_uri(folder), how)
+
+
+def commit(store, folder, step, attempt=1):
+    """A save; what was said of the fence."""
+    said = []
+    found = write(store, folder, step, attempt=attempt, marker=False)
+    manifest.commit(store, found, on_rebuilt=said.append)
+    return said
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_saves_go_on_and_it_is_written_again_from_its_copy(store, folder, how):
+    claim(store, folder, 1)
+    write(store, folder, 1)
+    claim(store, folder, 2)
+    before = fences.read(store, folder)
+    broken = damage(store, fences.fence_uri(folder), how)
+    assert fences.read(store, folder) == before and steps(store, folder) == [(1, 1)], "who only looks reads the copy"
+    (said,) = commit(store, folder, 2, attempt=2)
+    assert "fence.json" in said and "its copy" in said
+    assert fences.Fence.decode(store.get(fences.fence_uri(folder)).data) == before
+    if broken is not None:
+        assert store.get(uris.join(folder, "fence.damaged.json")).data == broken
+    assert commit(store, folder, 3, attempt=2) == []
+    assert steps(store, folder) == [(3, 2), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_with_its_copy_it_is_made_anew_from_whole_markers(store, folder, how):
+    claim(store, folder, 1)
+    for step in (1, 2):
+        write(store, folder, step)
+    store.put(manifest.marker_uri(folder, 2), b"{")
+    both(store, folder, how)
+    said = commit(store, folder, 3)
+    assert steps(store, folder) == [(3, 1), (1, 1)]
+    assert fences.read(store, folder).inherited == {"step-00000001.json": "run/1"}
+    assert len(said) == 1 and "markers" in said[0]
+
+
+@pytest.mark.parametrize("how", DAMAGES[:3])
+@pytest.mark.parametrize("what", ["fence", "copy", "both"])
+def test_the_next_attempt_heals_it_and_older_ones_stay_out(store, folder, how, what):
+    claim(store, folder, 1)
+    write(store, folder, 1)
+    late = write(store, folder, 5, marker=False)
+    if what in ("fence", "both"):
+        damage(store, fences.fence_uri(folder), how)
+    if what in ("copy", "both"):
+        damage(store, fences.copy_uri(folder), how)
+    claim(store, folder, 2)
+    store.put_if_absent(late.marker_uri, late.encode())
+    assert steps(store, folder) == [(1, 1)], "the late one does not count"
+    assert fences.Fence.decode(store.get(fences.copy_uri(folder)).data) == fences.read(store, folder)
+    with pytest.raises(ConflictError, match="attempt 2"):
+        write(store, folder, 6)
+    write(store, folder, 5, attempt=2)
+    assert steps(store, folder) == [(5, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_an_older_attempt_does_not_mend_it_for_itself(store, folder, how):
+    claim(store, folder, 1)
+    claim(store, folder, 2)
+    write(store, folder, 1, attempt=2)
+    damage(store, fences.fence_uri(folder), how)
+    with pytest.raises(ConflictError, match="attempt 2"):
+        write(store, folder, 6)
+    damage(store, fences.copy_uri(folder), how)
+    with pytest.raises(ConflictError, match="attempt 2"):
+        claim(store, folder, 1)
+    assert steps(store, folder) == [(1, 2)]
+
+
+def test_markers_of_other_runs_count_only_where_this_run_has_none(store, folder):
+    claim(store, folder, 3, run_id="first")
+    write(store, folder, 1, attempt=3, run_id="first")
+    both(store, folder, "flipped")
+    claim(store, folder, 1, run_id="second")
+    assert [found.run_id for found in manifest.committed(store, folder)] == ["first"], "it goes on from there"
+    write(store, folder, 2, run_id="second")
+    both(store, folder, "flipped")
+    claim(store, folder, 2, run_id="second")
+    assert [found.run_id for found in manifest.committed(store, folder)] == ["second"]
+
+
+@pytest.mark.parametrize("calls", range(17))
+def test_a_claim_that_is_killed_anywhere_leaves_one_that_the_next_can_take(store, folder, calls):
+    claim(store, folder, 1)
+    write(store, folder, 1)
+    damage(store, fences.fence_uri(folder), "flipped")
+
+    class Killed(Exception):
+        pass
+
+    class Limited:
+        left = calls
+
+        def __getattr__(self, name):
+            def call(*arguments):
+                self.left -= 1
+                if self.left < 0:
+                    raise Killed
+                return getattr(store, name)(*arguments)
+
+            return call
+
+    try:
+        manifest.claim(Limited(), folder, run_id="run", attempt=2)
+    except Killed:
+        pass
+    assert steps(store, folder) == [(1, 1)]
+    claim(store, folder, 3)
+    write(store, folder, 2, attempt=3)
+    assert steps(store, folder) == [(2, 3), (1, 1)]
+
+
+def test_a_fence_of_another_format_is_no_damage(store, folder):
+    claim(store, folder, 1)
+    data = store.get(fences.fence_uri(folder)).data.replace(b'"format": 2', b'"format": 3')
+    store.put(fences.fence_uri(folder), data)
+    store.put(fences.copy_uri(folder), data)
+    for work in (lambda: claim(store, folder, 2), lambda: manifest.committed(store, folder)):
+        with pytest.raises(CheckpointError, match="of format 3") as caught:
+            work()
+        assert "fence.previous.json" in caught.value.hint
+    assert made(folder, 1).directory == folder

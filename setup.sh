@@ -98,9 +98,9 @@ with_implied() {
 }
 
 install() {
-  local extras=$1 stamp
+  local extras=$1 stamp lock=requirements/all.lock  # the stamp lists what is installed
   make_venv
-  stamp=$VENV/.muster-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)  # lists what is installed
+  stamp=$VENV/.muster-$(cat pyproject.toml constraints.txt requirements/*.lock | cksum | cut -d' ' -f1)
   [ -e "$stamp" ] && ! grep -qvxFf "$stamp" <(with_implied "$extras") && return
   if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
     local arguments
@@ -109,8 +109,10 @@ install() {
     # shellcheck disable=SC2086  (several arguments)
     pip install --quiet $arguments
   fi
-  say "installing muster[$extras]"
-  pip install --quiet -c constraints.txt -e ".[$extras]"
+  case $extras in train | data | train,data) lock=requirements/run.lock ;; esac
+  say "installing muster[$extras] and what $lock names"
+  pip install --quiet --no-deps --require-hashes -r "$lock"  # a file with another SHA-256 ends it
+  pip install --quiet --no-deps --no-build-isolation -e .    # built by the lock's setuptools
   with_implied "$extras" >>"$stamp"
 }
 

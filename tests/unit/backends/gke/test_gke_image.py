@@ -10,7 +10,7 @@ import pytest
 from cases import spec
 
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster
-from muster.backends.gke.provision.image import Parts, context, doubts, parts, requirements, tag
+from muster.backends.gke.provision.image import Parts, context, doubts, parts, tag
 from muster.catalog import gke as catalogue
 from muster.core.errors import AccessError, BackendError, UsageError
 
@@ -89,7 +89,7 @@ def test_the_context_is_this_muster_and_always_the_same(tmp_path):
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         names = set(archive.getnames())
         archive.extractall(tmp_path, filter="data")
-    assert {"Dockerfile", "requirements.txt", "muster/agent/watchdog.py", "muster/backends/gke/pod/main.py"} <= names
+    assert {"Dockerfile", "requirements.lock", "muster/agent/watchdog.py", "muster/backends/gke/pod/main.py"} <= names
     assert not any("__pycache__" in name for name in names)
     code = (
         "import muster, muster.agent.watchdog, muster.backends.gke.pod.main, muster.app.supervisor;"
@@ -102,12 +102,14 @@ def test_the_context_is_this_muster_and_always_the_same(tmp_path):
     assert ran.stdout.startswith(str(tmp_path)), "what is packed starts"
 
 
-def test_what_it_installs_is_what_a_pod_needs():
-    words = requirements().split()
-    assert any(word.startswith("transformers") for word in words) and any(
-        word.startswith("google-auth") for word in words
-    )
-    assert not any(word.startswith(("torch", "pytest", "muster")) for word in words)
+def test_a_base_by_tag_is_doubted_and_one_by_digest_is_the_same_row_of_the_table():
+    family, machine = catalogue.find("a4-highgpu-8g", None)
+    tagged = parts()
+    pinned = parts(base=f"{tagged.base}@sha256:{'0' * 64}")
+    by_tag, by_digest = ({each.message for each in doubts(one, family, machine)} for one in (tagged, pinned))
+    assert by_digest < by_tag
+    (doubt,) = by_tag - by_digest
+    assert f"{tagged.base}@sha256:..." in doubt
 
 
 def test_another_part_is_another_image():

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
 
@@ -18,9 +18,6 @@ from muster.backends.code_bundle import archive
 from muster.catalog import gke as catalogue
 from muster.catalog.gke import Family, Machine
 from muster.core.typed_json import JsonObject, child, children, text, texts
-
-EXTRAS = ("train", "data", "gcs", "gke")
-"""Of Muster's own; a pod trains, reads data and buckets, and queues the rest of its run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,12 @@ def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
 
 
 def _of_the_base(made_of: Parts) -> Iterator[Doubt]:
-    known = child(catalogue.versions(), "image", "bases", made_of.base)
+    known = _known(made_of)
+    if "@sha256:" not in made_of.base:
+        yield Doubt(
+            message=f"base {made_of.base} is named by a tag, which can move: name it with its digest, "
+            f"{made_of.base}@sha256:... (docker buildx imagetools inspect {made_of.base})"
+        )
     if not known:
         yield Doubt(message=f"base {made_of.base} is not in the table: its CUDA and glibc are not known here")
     elif made_of.torch_cuda and _number(known["cuda"])[0] != _number(made_of.torch_cuda)[0]:
@@ -81,9 +83,13 @@ def _of_the_base(made_of: Parts) -> Iterator[Doubt]:
         yield Doubt(message=f"index {made_of.torch_index} does not say which CUDA torch is built for")
 
 
+def _known(made_of: Parts) -> JsonObject:
+    """The table's row of the base; a digest says which build of it, not what it is."""
+    return child(catalogue.versions(), "image", "bases", made_of.base.partition("@")[0])
+
+
 def _of_the_row(made_of: Parts, row: JsonObject) -> Iterator[Doubt]:
-    base = child(catalogue.versions(), "image", "bases", made_of.base)
-    cuda, glibc = made_of.torch_cuda, base.get("glibc")
+    cuda, glibc = made_of.torch_cuda, _known(made_of).get("glibc")
     if cuda and "least_cuda" in row and _number(cuda) < _number(row["least_cuda"]):
         requested = f"{row['family']} needs CUDA {row['least_cuda']} or newer"
         yield Doubt(message=f"torch is built for CUDA {cuda}, {requested}", wrong=True)
@@ -114,11 +120,10 @@ def _of_the_node(family: Family, machine: Machine, row: JsonObject) -> Iterator[
 
 
 def context(made_of: Parts) -> bytes:
-    """What Cloud Build gets: Dockerfile, requirements and this installation of Muster, as a tar.gz. The same parts give
-    the same bytes."""
-    dockerfile = (resources.files(__package__) / "Dockerfile").read_bytes()
+    """What Cloud Build gets: Dockerfile, lock and this installation of Muster, as a tar.gz. The same parts give
+    the same bytes. The lock is of what a pod needs: it trains, reads data and buckets, queues the run's next part."""
     package = _package(resources.files("muster"), PurePosixPath("muster"))
-    own = {"Dockerfile": dockerfile, "requirements.txt": requirements().encode()}
+    own = {name: (resources.files(__package__) / name).read_bytes() for name in ("Dockerfile", "requirements.lock")}
     return archive(own | {str(path): data for path, data in package})
 
 
@@ -134,20 +139,6 @@ def build_arguments(made_of: Parts, image: str) -> list[str]:
         "build", "--build-arg", f"BASE={made_of.base}", "--build-arg", f"TORCH={made_of.torch}",
         "--build-arg", f"TORCH_INDEX={made_of.torch_index}", "--tag", image, ".",
     ]  # fmt: skip
-
-
-def requirements() -> str:
-    """What this installation of Muster asks for, torch aside: the image has it already."""
-    from packaging.requirements import Requirement
-
-    result = []
-    for line in metadata.requires("muster") or []:
-        requirement = Requirement(line)
-        requested = requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
-        if requested and requirement.name not in ("torch", "muster"):
-            requirement.marker = None
-            result.append(str(requirement))
-    return "\n".join(sorted(set(result))) + "\n"
 
 
 def _package(folder: Traversable, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, bytes]]:

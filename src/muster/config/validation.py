@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from muster.config.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.core.errors import Problem
+from muster.core.redact import secret_word
 from muster.core.typed_json import JsonObject
 
 #: ``recovery.baseline_steps`` begin after REFERENCE_AFTER steps of the run; the first of them are not counted.
@@ -55,6 +56,11 @@ def _whole(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("command", "is empty", hint='for example ["train.py", "--flag"]')
         elif spec.command == ["-m"]:
             yield Problem("command", "names no module", hint='for example ["-m", "package.train"]')
+        elif (index := secret_word(spec.command)) is not None:
+            message = "looks like a secret, and would stand in clear in run.yaml, resolved.json and every `ps`"
+            yield Problem(
+                f"command.{index}", message, hint="give the script the name of a file or of a variable to read it from"
+            )
         for key in ("model", "data"):
             if getattr(spec, key) is not None:
                 yield Problem(key, "cannot be combined with `command`", hint="remove one")

@@ -20,6 +20,8 @@ _VALUE = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*|eyJ[\w\-]{10,}\.eyJ[\w\-]{10,}\S*",
     re.DOTALL,
 )
+#: What holds a secret and is none: ``--token-file``, ``--credentials-path``, ``--api-key-env``.
+_HOLDER = re.compile(r"[._\-](?:file|path|dir|env|name|id|uri)$", re.IGNORECASE)
 _USERINFO = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]*(?=@)")
 
 
@@ -44,6 +46,19 @@ def redact_value(key: str, value: Json) -> Json:
     if isinstance(value, list | tuple):
         return [redact_value(key, item) for item in value]
     return value
+
+
+def secret_word(argv: Sequence[str]) -> int | None:
+    """Index of the first word that gives a secret away; None: none does. The name of a file that holds one does not."""
+    for index, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        key, given = (name, value) if equals else (argv[index - 1] if index else "", word)
+        named = key.startswith("-") or bool(equals)
+        if redact(word) != word or (
+            named and given and not given.startswith("-") and is_secret(key.lstrip("-")) and not _HOLDER.search(key)
+        ):
+            return index
+    return None
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:

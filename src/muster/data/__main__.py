@@ -11,9 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from muster.config.spec import RunSpec
-from muster.core.errors import MusterError
-from muster.data.prepare import prepare
+from muster.core.errors import MusterError, UsageError
 from muster.protocol.codec import encode
 from muster.protocol.pipes import DataFailed, DataPrepared
 
@@ -24,11 +22,21 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path)
     run_dir = parser.parse_args().run_dir
     os.setpriority(os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0")))  # the agent's, not that of the watchdog
-    spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
     try:
-        result = prepare(spec, run_dir=run_dir)
+        # Here, so that a package that is missing is said in the result: nobody looks into this program's output first.
+        from muster.config.spec import RunSpec
+        from muster.data.prepare import prepare
+
+        result = prepare(RunSpec.model_validate_json((run_dir / "resolved.json").read_text()), run_dir=run_dir)
     except MusterError as error:
         sys.exit(_fail(DataFailed(error=str(error), hint=error.hint, exit_code=error.exit_code)))
+    except ModuleNotFoundError as error:
+        traceback.print_exc()
+        message, hint = (
+            f"data preparation needs {error.name}, which is not installed",
+            "pip install 'muster[train,data]'",
+        )
+        sys.exit(_fail(DataFailed(error=message, hint=hint, exit_code=UsageError.exit_code)))
     except Exception as error:  # noqa: BLE001 (the process's edge: the agent reports it)
         traceback.print_exc()
         sys.exit(_fail(DataFailed(error=f"data preparation failed: {type(error).__name__}: {error}")))

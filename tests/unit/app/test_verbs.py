@@ -20,6 +20,7 @@ from muster.core import event_log
 from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.event_details.training import Step
 from muster.core.event_log import EventLog
+from muster.core.events import Event
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.protocol.client import AskStatus, FromClient, RestartRun, SupervisorStatus
 from muster.report.run_view import run_view
@@ -275,6 +276,22 @@ def test_every_step_line_holds_the_fields_terms(paper: Paper):
     text = event_format.step_line(3, Step(**STEP))
     for words in ("step 3", "loss 2.0000", "time 0.500 s", "200 tokens/s", "MFU 25.0%", "31%/47%/22%"):
         assert words in text
+
+
+def test_a_failed_start_says_its_sentence_once():
+    reason = "rank 0 on host-0: UsageError: model: transformers knows no model_type 'lama'"
+    place = {"run_id": "r", "attempt": 1, "seq": 0, "mono_ns": 0, "wall_ns": 0, "host": "supervisor"}
+    told = {"incident_id": "i1", "incident": "rank_exception", "evidence": reason}
+    events = [
+        Event(**place, kind="incident.detected", detail=told),
+        Event(**place, kind="incident.decided", detail={"incident_id": "i1", "action": "stop", "reason": reason}),
+        Event(**place, kind="run.finished", detail={"outcome": "failed", "reason": reason, "exit_code": 2}),
+        Event(**place, kind="incident.detected", detail={**told, "incident_id": "i2"}),
+    ]
+    lines = event_format.Lines()
+    said = [lines(event) for event in events]
+    assert said[1:3] == ["decision on i1: stop: as above", "failed: as above"]
+    assert reason in said[0] and reason in said[3], "another incident is told in full"
 
 
 # ---------------------------------------------------------------- stop, down, recover

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -37,6 +38,10 @@ WRONG = {
     "no data": (["data=null"], "data: is missing"),
     "command beside model": (["command=[x]"], "model: cannot be combined with `command`"),
     "empty command": (["command=[]"], "command: is empty"),
+    "a token as an argument": (
+        ["model=null", "data=null", "command=[train.py, --hub-token, abcdefgh]"],
+        "command.2: looks like a secret",
+    ),
     "source and config": (["model.source=a/b"], "needs either `source` or `config`: both"),
     "neither source nor config": (["model.config=null"], "needs either `source` or `config`: neither"),
     "config without tokenizer": (["model.tokenizer=null"], "has no tokenizer"),
@@ -183,3 +188,15 @@ def test_cuda_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("muster.backends.local.run_file_rules.has_gpu", lambda: False)
     assert any("no NVIDIA GPU" in each for each in check("resources.device=cuda", environment=True))
     assert check("resources.device=cuda", "backend=gke", environment=True) == []
+
+
+def test_a_trainer_without_its_packages_is_refused_before_anything_starts(monkeypatch):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("torch", "tokenizers") else there(name)
+    )
+    (found,) = [each for each in check(environment=True) if each.startswith("backend:")]
+    assert "needs torch, tokenizers: not installed" in found
+    assert not [
+        each for each in check("model=null", "data=null", "command=[-m, this]", environment=True) if "torch" in each
+    ]

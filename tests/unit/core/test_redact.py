@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.core.redact import HIDDEN, is_secret, redact, redact_argv, redact_value
+from muster.core.redact import HIDDEN, is_secret, redact, redact_argv, redact_value, secret_word
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,22 @@ def test_containers():
         "HF_TOKEN": HIDDEN,
         "list": [HIDDEN, 5],
     }
+
+
+@pytest.mark.parametrize(
+    ("argv", "index"),
+    [
+        (["train.py", "--hub-token", "abc"], 2),
+        (["train.py", "--hub-token=abc"], 1),
+        (["train.py", "password=abc"], 1),
+        (["train.py", "--note", "hf_" + "a" * 20], 2),
+        (["train.py", "s3://user:word@host/x"], 1),
+        (["train.py", "--token-file", "t.txt", "--api-key-env=KEY"], None),
+        (["train.py", "--max-tokens", "5", "--tokenizer", "x", "--token", "--flag"], None),
+        (["-m", "package.token", "value"], None),
+        (["train.py", "--password="], None),
+        ([], None),
+    ],
+)
+def test_a_word_that_gives_a_secret_away_is_found(argv, index):
+    assert secret_word(argv) == index

@@ -14,6 +14,23 @@ def line(event: Event) -> str | None:
     return render(event) if render else None
 
 
+class Lines:
+    """``line`` for events that follow each other: what a decision or the end of a run says for its reason is not said
+    in full again where the line of its incident has just said it."""
+
+    def __init__(self) -> None:
+        self._said = ""
+
+    def __call__(self, event: Event) -> str | None:
+        """One line about the event, or None."""
+        text = line(event)
+        if event.kind == incidents.IncidentDetected.kind:
+            self._said = event.read(incidents.IncidentDetected).evidence
+        elif text and self._said and event.kind in (incidents.IncidentDecided.kind, run.RunFinished.kind):
+            return text.replace(self._said, "as above")
+        return text
+
+
 def step_line(step: int | None, detail: training.Step) -> str:
     """``step 12  loss 2.3451  time 0.18 s  ...``; what is unknown is left out."""
     seconds = detail.step_ns / 1e9

@@ -20,6 +20,10 @@ HOSTS_ELSEWHERE = (
 )  # fmt: skip
 
 
+#: What Muster's own trainer imports. On another back end they are in the image, or in the nodes' Python.
+TRAINING = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
+
+
 def rules(spec: RunSpec) -> Iterator[Problem]:
     """What cannot hold here, whatever is installed."""
     if spec.run_dir is not None and is_remote(spec.run_dir):
@@ -32,6 +36,10 @@ def host_checks(spec: RunSpec) -> Iterator[Problem]:
         check_path_length(environment.current().memory_root, ".", run_id="", host=f"host-{spec.resources.hosts}")
     except UsageError as error:
         yield Problem(key="MUSTER_MEMORY_DIR", message=str(error), hint=error.hint)
+    lacking = [name for name in TRAINING if importlib.util.find_spec(name) is None]
+    if lacking and spec.command is None:
+        message = f"trains on this machine and needs {', '.join(lacking)}: not installed"
+        yield Problem(key="backend", message=message, value=spec.backend, hint="pip install 'muster[train]'")
     tracker = spec.output.tracker
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
         yield Problem(key="output.tracker", message=f"{tracker} is not installed", hint=f"pip install {tracker}")

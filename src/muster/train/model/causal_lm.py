@@ -7,6 +7,8 @@ that no rank ever holds all of it. Order: adapters, tensor parallel, recomputati
 from __future__ import annotations
 
 import copy
+import difflib
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,9 +176,7 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
     except KeyError as error:
         raise UsageError(f"model.config: no model_type {error}", hint="for example model_type: llama") from error
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
-        # transformers' validators put the reason in the last line, all others in the first.
-        line = str(error).strip().splitlines()[-1 if isinstance(error, StrictDataclassError) else 0].strip()
-        raise UsageError(f"model: its config cannot be read: {line}", hint="see model.config or config.json") from error
+        raise _unreadable(error) from error
     model_vocab_size = config.get_text_config().vocab_size
     if vocab_size > model_vocab_size:
         raise UsageError(
@@ -185,6 +185,23 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
         )
     result: PreTrainedConfig = config
     return result
+
+
+def _unreadable(error: Exception) -> UsageError:
+    """What is wrong with a config, in one line; for a model type that is not known the nearest one that is."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    # Its own words for an unknown type, of a dictionary and of a file; the first goes on with every name that it knows.
+    unknown = re.search(r"Unrecognized model identifier: (\S+?)\.|has model type `([^`]+)` but", str(error))
+    if unknown:
+        name = unknown[1] or unknown[2]
+        near = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
+        wanted = f"did you mean {' or '.join(near)}?" if near else "for example model_type: llama"
+        return UsageError(f"model: transformers knows no model_type {name!r}", hint=wanted)
+    # transformers' validators put the reason in the last line, all others in the first.
+    line = str(error).strip().splitlines()[-1 if isinstance(error, StrictDataclassError) else 0].strip()
+    return UsageError(f"model: its config cannot be read: {line}", hint="see model.config or config.json")
 
 
 def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,5 +1,7 @@
 """Building a model on one rank: what it is, what it refuses, what its self-test catches."""
 
+import json
+
 import pytest
 import torch
 from fakes.small_model import CPU, LLAMA, build, spec_of
@@ -10,6 +12,7 @@ from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.model import attention
 from muster.train.model.attention_isolation_check import prove_isolation
+from muster.train.model.causal_lm import read_config
 from muster.train.model.compile import check_compiler
 from muster.train.model.loss import loss_sum
 from muster.train.model.sharding import decoder_layers
@@ -133,3 +136,15 @@ def test_a_missing_compiler_is_said_before_training(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UsageError, match="no C\\+\\+ compiler"):
         check_compiler(CPU)
+
+
+@pytest.mark.parametrize("written", ["here", "in a file"])
+def test_an_unknown_model_type_is_one_line_with_the_nearest_known(tmp_path, written):
+    """transformers itself answers with the names of all that it knows: thousands of characters."""
+    config = {**LLAMA, "model_type": "lama"}
+    if written == "in a file":
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError) as caught:
+        read_config(spec_of(config if written == "here" else str(tmp_path / "config.json")), None, 50)
+    assert str(caught.value) == "model: transformers knows no model_type 'lama'"
+    assert caught.value.hint is not None and "did you mean llama" in caught.value.hint and len(caught.value.hint) < 80

@@ -92,6 +92,10 @@ class Optimizer(Section):
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled (AdamW's), on matrices and embeddings; on vectors only with ``decay_norms_and_biases``."""
+    decay_norms_and_biases: bool = False
+    """Let ``weight_decay`` act on parameters of one dimension too: norms' scales and biases. torch.optim.AdamW without
+    groups does that; most recipes do not."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: NotNegative = 0
     min_lr_fraction: Fraction = 0.1

@@ -1,6 +1,6 @@
 """AdamW on each rank's own shards, as plain tensors: no DTensor dispatch, one kernel call for all of them.
 
-Decoupled weight decay, on matrices alone (not on norms and biases). Loshchilov and Hutter 2019, as
+Decoupled weight decay, on matrices alone unless ``decay_norms_and_biases`` is set. Loshchilov and Hutter 2019, as
 ``torch.optim.AdamW`` computes it. The step counter is the training step, so nothing but the moments is state.
 """
 
@@ -45,7 +45,9 @@ class AdamW:
             names = [
                 name
                 for name, parameter in self.named.items()
-                if decays_weight(parameter) == decays and parameter.grad is not None and self.exp_avg[name].numel()
+                if decays_weight(parameter, self.settings) == decays
+                and parameter.grad is not None
+                and self.exp_avg[name].numel()
             ]
             if names:
                 decay = self.settings.weight_decay if decays else 0.0

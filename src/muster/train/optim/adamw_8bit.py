@@ -47,7 +47,7 @@ class AdamW8bit:
         self._parts = {name: nn.Parameter(local(p.detach())) for name, p in self.named.items()}
         groups = [
             {
-                "params": [self._parts[name] for name, p in self.named.items() if decays_weight(p) == decays],
+                "params": [self._parts[name] for name, p in self.named.items() if decays_weight(p, settings) == decays],
                 "weight_decay": settings.weight_decay if decays else 0.0,
             }
             for decays in (True, False)

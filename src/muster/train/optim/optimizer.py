@@ -42,9 +42,9 @@ def make_optimizer(named: Mapping[str, nn.Parameter], settings: Settings, *, ele
     return factory(named, settings, elementwise=elementwise)
 
 
-def decays_weight(parameter: Tensor) -> bool:
-    """Matrices decay; norms and biases do not."""
-    return parameter.ndim >= 2
+def decays_weight(parameter: Tensor, settings: Settings) -> bool:
+    """Matrices decay; norms and biases only where the settings ask for it."""
+    return parameter.ndim >= 2 or settings.decay_norms_and_biases
 
 
 def clip_scale(norm: Tensor, max_norm: float | None) -> Tensor:

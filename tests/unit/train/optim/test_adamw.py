@@ -26,14 +26,16 @@ def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("elementwise", [False, True])
-def test_equals_torch_with_decay_on_matrices_alone(elementwise: bool) -> None:
+def test_equals_torch_with_decay_on_matrices_and_where_asked_on_vectors(elementwise: bool, everywhere: bool) -> None:
     mine, theirs = parameters(), parameters()
-    ours = AdamW(mine, SETTINGS, elementwise=elementwise)
+    settings = SETTINGS.model_copy(update={"decay_norms_and_biases": everywhere})
+    ours = AdamW(mine, settings, elementwise=elementwise)
     torchs = torch.optim.AdamW(
         [
             {"params": [theirs["matrix"], theirs["empty"]], "weight_decay": 0.1},
-            {"params": [theirs["norm"]], "weight_decay": 0.0},
+            {"params": [theirs["norm"]], "weight_decay": 0.1 if everywhere else 0.0},
         ],
         lr=1e-2,
         betas=(0.9, 0.95),

@@ -20,6 +20,7 @@ from chaos import Judged
 from cluster import RUN_ID, checkpoint_hash, kill_tree
 
 from muster.core import event_log
+from muster.core.event_log import EventReader
 from muster.core.events import Event
 from muster.protocol.lease import read_lease
 from muster.storage.home import HOME_FILE, open_home
@@ -40,16 +41,16 @@ class Pod:
 
     name: str
     folder: Path
-    counts: dict[str, int] = field(default_factory=dict)
     seen: list[tuple[str, Event]] = field(default_factory=list)
     """(file, event)."""
+
+    def __post_init__(self) -> None:
+        self.reader = EventReader(self.folder / "events")
 
     def look(self) -> list[tuple[str, Event]]:
         """What is new."""
         own = "supervisor." if self.name.startswith("supervisor") else f"{self.name}."
-        new = [item for item in event_log.read(self.folder / "events", after=self.counts) if item[0].startswith(own)]
-        for name, _ in new:
-            self.counts[name] = self.counts.get(name, 0) + 1
+        new = [item for item in self.reader.read() if item[0].startswith(own)]
         self.seen += new
         return new
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from muster.core import event_log
+from muster.core.event_log import EventReader
 from muster.core.events import Event
 
 
@@ -16,14 +16,13 @@ class Watched:
 
     def __init__(self, directory: Path) -> None:
         self.dir = Path(directory)
-        self._read: dict[str, int] = {}
+        self._reader = EventReader(self.dir / "events")
         self._events: list[tuple[int, str, int, Event]] = []
 
     def events(self, kind: str | None = None) -> list[Event]:
         """By wall time."""
-        new = list(event_log.read(self.dir / "events", after=self._read))
+        new = list(self._reader.read())
         for name, event in new:
-            self._read[name] = self._read.get(name, 0) + 1
             self._events.append((event.wall_ns, name, event.seq, event))
         if new:
             self._events.sort(key=lambda item: item[:3])

@@ -14,12 +14,13 @@ from signal import SIGKILL, Signals
 
 from muster.chaos.network import Disk, Network
 from muster.config.spec import RunSpec
-from muster.core import event_log, processes
+from muster.core import processes
 from muster.core.errors import MusterError
 from muster.core.event_details.attempts import RankStarted
 from muster.core.event_details.hosts import AgentStarted
 from muster.core.event_details.run import RunFinished
 from muster.core.event_details.training import Step
+from muster.core.event_log import EventReader
 from muster.core.events import Event
 from muster.core.processes import Process
 from muster.protocol import fault_request
@@ -45,16 +46,18 @@ class RunTarget:
     """Joins the hosts, where the fault breaks it."""
     disk: Disk | None = None
     """Holds the checkpoints, where the fault fills it."""
-    _counts: dict[str, int] = field(default_factory=dict)
+    _reader: EventReader = field(init=False)
     _events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._reader = EventReader(self.run.events)
 
     # ------------------------------------------------------------ looking
 
     def events(self, *kinds: str) -> list[Event]:
-        """All events so far (of these kinds), in each file's order."""
-        for name, event in event_log.read(self.run.events, after=self._counts):
-            self._counts[name] = self._counts.get(name, 0) + 1
-            self._events.append(event)
+        """All events so far (of these kinds), in each file's order; damaged lines, which a fault may make, are left
+        out."""
+        self._events += [event for _, event in self._reader.read()]
         return [event for event in self._events if not kinds or event.kind in kinds]
 
     def step(self) -> int:

@@ -14,13 +14,13 @@ the generation of its lease) and each host's agent, which writes its ranks' even
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from muster.core.errors import MusterError
 from muster.core.event_detail import Detail
-from muster.core.typed_json import Json, JsonObject, Unreadable
+from muster.core.typed_json import INT64_MAX, Json, JsonObject, Unreadable
 
 _Detail = TypeVar("_Detail", bound=Detail)
 
@@ -88,14 +88,35 @@ class Event:
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Event:
-        """Read one line's object. Raises ValueError on a missing or unknown field."""
+        """Read one line's object. Raises ValueError on a missing, unknown or mistyped field."""
         given = {key: value for key, value in result.items() if key != "prev"}
         if unknown := given.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"unknown event field {sorted(unknown)[0]!r}")
         try:
-            return cls(**given)
+            event = cls(**given)
         except TypeError as error:
             raise ValueError(f"not an event: {error}") from error
+        wrong = [name for name, fits in _FIELDS.items() if not fits(getattr(event, name))]
+        if wrong:
+            raise ValueError(f"the field {wrong[0]!r} of an event cannot be {str(given[wrong[0]])[:40]!r}")
+        return event
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int and abs(value) <= INT64_MAX + 1
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_FIELDS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("attempt", "seq", "mono_ns", "wall_ns"), _is_int),
+    **dict.fromkeys(("run_id", "host", "kind"), _is_text),
+    **dict.fromkeys(("rank", "step"), lambda value: value is None or _is_int(value)),
+    "phase": lambda value: value is None or isinstance(value, str),
+    "detail": lambda value: isinstance(value, dict),
+}
 
 
 def encode(result: JsonObject) -> bytes:

@@ -9,7 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from muster.core.typed_json import JsonObject, child, parse_object
+from muster.core.errors import MusterError
+from muster.core.event_details.run import RunFinished
+from muster.core.event_log.names import LogName, files_of
+from muster.core.events import Event
+from muster.core.typed_json import parse_object
 from muster.core.types import LogChunk
 
 #: Bytes of a log read at once.
@@ -36,28 +40,29 @@ class Verdict:
 
 
 def verdict(run_dir: Path, since_wall_ns: int) -> Verdict | None:
-    """The ``run.finished`` since then; it is near the end of the newest supervisor's file."""
-    files = sorted(run_dir.glob("events/supervisor.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
-    for path in files[-1:]:
-        with open(path, "rb") as file:
+    """The ``run.finished`` since then; it is near the end of the newest supervisor's file. A line that is damaged, or
+    no event, is passed over."""
+    for path in reversed(_newest_term(run_dir / "events")):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - (1 << 16)))
-            lines = file.read().split(b"\n")
-        for line in reversed(lines):
-            if b'"run.finished"' in line:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    found = _verdict(parse_object(line))
-                    return found if found.wall_ns >= since_wall_ns else None
+            for line in reversed(file.read().split(b"\n")):
+                if b'"run.finished"' in line:
+                    with contextlib.suppress(ValueError, MusterError):
+                        found = _verdict(Event.from_json(parse_object(line)))
+                        return found if found.wall_ns >= since_wall_ns else None
     return None
 
 
-def _verdict(event: JsonObject) -> Verdict:
-    detail = child(event, "detail")
-    return Verdict(
-        outcome=str(detail["outcome"]),
-        exit_code=int(str(detail.get("exit_code", 1))),
-        reason=str(detail.get("reason", "")),
-        wall_ns=int(str(event["wall_ns"])),
-    )
+def _newest_term(events: Path) -> list[Path]:
+    """The files of the newest supervisor, the first part first."""
+    files = files_of(events, "supervisor")
+    terms = {path: named.attempt for path in files if (named := LogName.of(path.name)) is not None}
+    return [path for path in files if terms[path] == max(terms.values())]
+
+
+def _verdict(event: Event) -> Verdict:
+    detail = event.read(RunFinished)
+    return Verdict(outcome=detail.outcome, exit_code=detail.exit_code, reason=detail.reason, wall_ns=event.wall_ns)
 
 
 def _chunk(path: Path, position: int) -> LogChunk | None:

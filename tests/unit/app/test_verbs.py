@@ -17,10 +17,11 @@ from muster.backends.local.resolve import resolve
 from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log
-from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, RunFileError, UsageError
+from muster.core.errors import AccessError, BackendError, ConflictError, RunFileError, UsageError
 from muster.core.event_details.training import Step
 from muster.core.event_log import EventLog
 from muster.core.events import Event
+from muster.core.typed_json import at
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.protocol.client import AskStatus, FromClient, RestartRun, SupervisorStatus
 from muster.report.run_view import run_view
@@ -406,23 +407,21 @@ def test_a_damaged_record_of_a_job_is_shown_and_can_be_taken_down(tmp_path: Path
     assert stop.down(run.run_id).left == ()
 
 
-def test_a_line_that_is_no_event_is_named(paper: Paper):
+def test_a_line_that_is_no_event_is_named_and_the_others_are_read(paper: Paper):
     run = submitted().run
     (run.events / "agent.1.jsonl").write_text("[]\n")
-    with pytest.raises(MusterError, match=r"agent\.1\.jsonl:1: not an event"):
-        status.status(run.run_id)
-    seen: list[str] = []
-    assert status.all_runs(on_unreadable=lambda run_id, why: seen.append(run_id)) == [] and seen == [run.run_id]
+    found = status.status(run.run_id)
+    assert found.summary.name == "demo" and [str(damage) for damage in found.damaged] == [
+        "agent.1.jsonl:1: not an event: not a JSON object but list"
+    ]
+    assert at(found.to_json(), "damaged", 0, "file") == "agent.1.jsonl"
+    assert status.all_runs() == [found]
 
 
 def test_recover_says_what_its_supervisor_would_stumble_over(paper: Paper):
     run = submitted().run
     paper.state = JobState.STOPPED
-    damaged = run.events / "host-0.1.jsonl"
-    damaged.write_text("garbage\n")
-    with pytest.raises(MusterError, match=r"host-0\.1\.jsonl:1"):
-        recover.recover(run.run_id)
-    damaged.unlink()
+    (run.events / "host-0.1.jsonl").write_text("garbage\n")
     token = run.token.read_text()
     run.token.unlink()
     with pytest.raises(AccessError, match="token"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -20,6 +23,7 @@ from muster.core import event_log
 from muster.core.errors import ConflictError, MusterError
 from muster.core.event_details.hosts import AgentEnded
 from muster.core.event_details.kinds import KINDS, check
+from muster.core.event_details.run import LogDamaged
 from muster.core.event_details.training import Eval
 from muster.core.event_log import EventLog, genesis, verify
 from muster.core.events import PHASES, Event, encode
@@ -70,9 +74,14 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     assert event_log.check_directory(tmp_path, run_id="run-1")[NAME].problem is None
 
 
-def test_reading_after_a_position(tmp_path: Path):
-    written(tmp_path, 5)
-    assert [event.seq for _, event in event_log.read(tmp_path, after={NAME: 3})] == [3, 4]
+def test_a_reader_goes_on_where_it_was(tmp_path: Path):
+    data = written(tmp_path, 5)
+    reader = event_log.EventReader(tmp_path)
+    found = []
+    for cut in range(len(data)):
+        (tmp_path / NAME).write_bytes(data[: cut + 1])
+        found += [event.seq for _, event in reader.read()]
+    assert found == [0, 1, 2, 3, 4] and not reader.damaged
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,9 +145,88 @@ def test_files_cannot_change_places(lines: list[bytes]):
     assert genesis("run-1", "a") != genesis("run-1", "b")
 
 
-def test_an_edited_file_is_not_written_to(tmp_path: Path, lines: list[bytes]):
-    (tmp_path / NAME).write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(MusterError, match="line 2 breaks the chain"):
+def test_an_edited_file_is_not_written_to_and_its_writer_goes_on_in_another(tmp_path: Path, lines: list[bytes]):
+    edited = b"".join([lines[0], *lines[2:]])
+    (tmp_path / NAME).write_bytes(edited)
+    for text in ("one", "two"):  # the second process goes on in the same part
+        log = EventLog("run-1", tmp_path, "agent", 3)
+        log.append("run.message", detail={"text": text})
+        log.close()
+    assert (tmp_path / NAME).read_bytes() == edited
+    part = tmp_path / "agent.part2.3.jsonl"
+    assert verify(part.read_bytes(), run_id="run-1", name=part.name).problem is None
+    first, *rest = (Event.from_json(json.loads(line)) for line in part.read_bytes().splitlines())
+    assert first.read(LogDamaged) == LogDamaged(
+        file=NAME, line=2, reason="line 2 breaks the chain: edited, dropped or moved", continued_in=part.name
+    )
+    assert [event.detail["text"] for event in rest] == ["one", "two"]
+
+
+def test_a_second_writer_of_a_second_part_is_refused(tmp_path: Path, lines: list[bytes]):
+    (tmp_path / NAME).write_bytes(b"no event\n")
+    log = EventLog("run-1", tmp_path, "agent", 3)
+    with pytest.raises(ConflictError):
+        EventLog("run-1", tmp_path, "agent", 3)
+    log.close()
+    (tmp_path / "agent.part2.3.jsonl").write_bytes(b"no event\n")
+    EventLog("run-1", tmp_path, "agent", 3).close()
+    assert (tmp_path / "agent.part3.3.jsonl").read_bytes().count(b"log.damaged") == 1
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda path: os.truncate(path, 40), "cut short while it was written"),
+        (
+            lambda path: path.write_bytes(path.read_bytes() + b"another line\n"),
+            "added to while it was written",
+        ),
+        (lambda path: path.unlink(), "removed while it was written"),
+    ],
+)
+def test_a_file_that_is_changed_under_its_writer(tmp_path: Path, harm: Callable[[Path], object], reason: str):
+    log = EventLog("run-1", tmp_path, "agent", 3)
+    log.append("run.message", detail={"text": "one"})
+    harm(log.path)
+    for text in ("two", "three"):
+        log.append("run.message", detail={"text": text})
+    log.close()
+    part = tmp_path / "agent.part2.3.jsonl"
+    assert verify(part.read_bytes(), run_id="run-1", name=part.name).problem is None
+    first, *rest = (Event.from_json(json.loads(line)) for line in part.read_bytes().splitlines())
+    assert first.read(LogDamaged).reason == reason
+    assert [event.detail["text"] for event in rest] == ["two", "three"]
+
+
+def test_a_log_opens_when_the_disk_lets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Opening makes a file, which a full disk refuses: lines wait, and continue what is there."""
+    written(tmp_path, 2)
+    opened = os.open
+
+    def full(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, *rest)  # type: ignore[call-overload, no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        log = EventLog("run-1", tmp_path, "agent", 3, clock=Ticks())
+        assert log.trouble == "No space left on device"
+        log.append("run.message", detail={"text": "waits"})
+        assert log.sync() and not log.tend()
+        with pytest.raises(ValueError):
+            log.append("run.message", detail={"colour": "red"})
+    assert log.tend() and log.trouble is None
+    log.append("run.message", detail={"text": "written"})
+    log.close()
+    assert verify(log.path.read_bytes(), run_id="run-1", name=NAME).problem is None
+    texts = [event.detail["text"] for _, event in event_log.read(tmp_path)]
+    assert texts == ["note 0", "note 1", "waits", "written"]
+
+
+def test_a_link_is_not_followed(tmp_path: Path):
+    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MusterError, match="cannot be written"):
         EventLog("run-1", tmp_path, "agent", 3)
 
 
@@ -165,7 +253,7 @@ def test_the_lock_of_a_killed_writer_is_free(tmp_path: Path):
     log.close()
 
 
-@pytest.mark.parametrize("name", ["../evil", "a/b", "", ".hidden", "-x", "a b"])
+@pytest.mark.parametrize("name", ["../evil", "a/b", "", ".hidden", "-x", "a b", "a.part2"])
 def test_names_that_no_file_should_have(tmp_path: Path, name: str):
     with pytest.raises(MusterError):
         EventLog("run-1", tmp_path, name, 0)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from muster.app.inspect.status import job, mirror
 from muster.backends.protocols import Launcher
-from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
 from muster.core.event_details.kinds import KINDS
+from muster.core.event_log import Damage, EventReader
 from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.core.types import JobHandle, LogChunk
 from muster.storage import run_registry
-from muster.storage.run_registry import RunDir
 
 LOOK_EVERY_S = 0.3
 REMOTE_LOOK_EVERY_S = 2.0
@@ -53,9 +52,15 @@ def logs(
 
 
 def events(
-    reference: str, *, follow: bool = False, kinds: tuple[str, ...] = (), clock: Clock | None = None
+    reference: str,
+    *,
+    follow: bool = False,
+    kinds: tuple[str, ...] = (),
+    clock: Clock | None = None,
+    on_damage: Callable[[Damage], None] | None = None,
 ) -> Iterator[Event]:
-    """The run's events, oldest first; with ``follow``, new ones until the run has ended.
+    """The run's events, oldest first; with ``follow``, new ones until the run has ended. ``on_damage``: told of each
+    place of the log that had to be left out.
 
     Raises:
         UsageError: no such run, or no such kind of event.
@@ -70,21 +75,19 @@ def events(
     launcher, handle = job(run)
     clock = clock or SystemClock()
     every_s = REMOTE_LOOK_EVERY_S if launcher.remote is not None else LOOK_EVERY_S
-    counts: dict[str, int] = {}
+    reader = EventReader(run.events, on_damage)
     while True:
         ended = launcher.poll(handle).state.ended
         mirror(launcher, run)
-        yield from (event for event in new_events(run, counts) if not kinds or event.kind in kinds)
+        yield from (event for event in new_events(reader) if not kinds or event.kind in kinds)
         if not follow or ended:
             return
         clock.sleep(every_s)
 
 
-def new_events(run: RunDir, counts: dict[str, int]) -> list[Event]:
-    """Events beyond ``counts`` (file -> how many were taken), oldest first; ``counts`` moves on."""
-    result = list(event_log.read(run.events, after=counts))
-    for name, _ in result:
-        counts[name] = counts.get(name, 0) + 1
+def new_events(reader: EventReader) -> list[Event]:
+    """Events that ``reader`` has not read yet, oldest first."""
+    result = list(reader.read())
     return [event for _, event in sorted(result, key=lambda item: (item[1].wall_ns, item[0], item[1].seq))]
 
 

@@ -14,6 +14,7 @@ from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
+from muster.core.event_log import Damage
 from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobStatus
 from muster.protocol.client import AskStatus, SupervisorStatus
@@ -70,6 +71,8 @@ class RunStatus:
     summary: Summary
     live: SupervisorStatus | None = None
     """The supervisor's own status, where one answers."""
+    damaged: tuple[Damage, ...] = ()
+    """Places of the event log that were left out."""
 
     def to_json(self) -> JsonObject:
         summary = self.summary
@@ -90,6 +93,7 @@ class RunStatus:
             "tokens": summary.tokens,
             "tokens_per_s": summary.tokens_per_s,
             "incidents": summary.incident_count,
+            "damaged": [damage.to_json() for damage in self.damaged],
         }
 
 
@@ -105,14 +109,15 @@ def status(reference: str) -> RunStatus:
     home = home_of(run, launcher)
     said = status_in(home) if home is not None else None
     live: SupervisorStatus | None = None
+    damaged: list[Damage] = []
     if said is not None:  # a run in a bucket is not read event by event for one look
         summary = Summary.of_home(said, spec_of(run).name)
         live = None if result.state.ended else as_of_now(said, SystemClock().wall_ns())
     else:
         mirror(launcher, run)
-        summary = Summary.of_events(run_view(event_log.merged(run.events)))
+        summary = Summary.of_events(run_view(event_log.merged(run.events, on_damage=damaged.append)))
         live = None if result.state.ended else supervisor_status(run)
-    return RunStatus(run=run, backend=launcher.name, status=result, summary=summary, live=live)
+    return RunStatus(run=run, backend=launcher.name, status=result, summary=summary, live=live, damaged=tuple(damaged))
 
 
 def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, reason: None) -> list[RunStatus]:

@@ -14,6 +14,7 @@ from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.event_details.incidents import IncidentDecided, IncidentDetected, IncidentResolved
 from muster.core.event_details.run import RunFinished
+from muster.core.event_log import Damage, EventReader
 from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.protocol.client import SupervisorStatus
@@ -73,6 +74,8 @@ class View(RunView):
     """As of some seconds ago."""
     news: list[Event] = field(default_factory=list)
     """Events since the look before."""
+    damaged: tuple[Damage, ...] = ()
+    """Places of the log that were left out."""
 
 
 @dataclass
@@ -86,7 +89,7 @@ class Watcher:
         self.launcher, self.handle = job(self.run)
         self.spec = spec_of(self.run)
         self.view = View(run=self.run, total_steps=self.spec.training.steps)
-        self._counts: dict[str, int] = {}
+        self._reader = EventReader(self.run.events)
         self._account_due_ns = 0
 
     def look(self) -> View:
@@ -95,7 +98,8 @@ class Watcher:
         mirror(self.launcher, self.run)
         view = self.view
         view.state, view.ended, view.sentence = status.state.value, status.state.ended, status.reason
-        view.news = new_events(self.run, self._counts)
+        view.news = new_events(self._reader)
+        view.damaged = tuple(self._reader.damaged)
         for event in view.news:
             view.add(event)
         self._ask()

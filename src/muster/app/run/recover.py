@@ -11,7 +11,6 @@ from muster.app.run import submit, train
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
 from muster.app.run.train import Ended
 from muster.config import load
-from muster.core import event_log
 from muster.core.errors import ConflictError, UsageError
 from muster.core.events import Event
 from muster.core.types import JobState
@@ -87,12 +86,9 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
 
 
 def _check_folder(run: RunDir) -> None:
-    """What a supervisor reads first: a damaged log or a lost token is reported here, not in a log that is not read.
+    """What a supervisor reads first: a lost token is reported here, not in a log that is not read.
 
     Raises:
-        MusterError: an event file holds something else than events.
         AccessError: the token is gone, or others can read it.
     """
-    for _ in event_log.read(run.events):
-        pass
     run_token(run.path)

@@ -127,6 +127,16 @@ class HashHeads(Detail):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogDamaged(Detail):
+    kind: ClassVar = "log.damaged"
+    doc: ClassVar = "The writer found its event file damaged, left it as it was, and goes on in another one: this one."
+    file: Annotated[str, "the damaged file"]
+    line: Annotated[int, "its first line that is damaged, counted from 1"]
+    reason: Annotated[str, "what is wrong with it"]
+    continued_in: Annotated[str, "the file that goes on"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConnectionRefused(Detail):
     kind: ClassVar = "connection.refused"
     doc: ClassVar = "A peer speaks another protocol, or a message of it could not be read: its connection was closed."
@@ -137,4 +147,10 @@ class ConnectionRefused(Detail):
 DETAILS: tuple[type[Detail], ...] = (
     RunSubmitted, RunMessage, RunRestarted, StopRequested, RunStopping, RunWaiting, RunHeld, RunEnding, RunFinished,
 )  # fmt: skip
-SUPERVISOR_DETAILS: tuple[type[Detail], ...] = (SupervisorStarted, SupervisorEnded, HashHeads, ConnectionRefused)
+SUPERVISOR_DETAILS: tuple[type[Detail], ...] = (
+    SupervisorStarted,
+    SupervisorEnded,
+    HashHeads,
+    LogDamaged,
+    ConnectionRefused,
+)

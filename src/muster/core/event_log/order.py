@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from muster.core.event_details.hosts import AgentStarted, ClockOffset
 from muster.core.event_details.run import SupervisorStarted
+from muster.core.event_log.names import LogName
 from muster.core.events import Event
 
 #: More than synchronised clocks differ by, less than a step that matters.
@@ -64,9 +65,11 @@ def _anchor(event: Event) -> int:
 
 
 def _is_supervisor(name: str) -> bool:
-    return name.startswith("supervisor.")
+    found = LogName.of(name)
+    return found is not None and found.writer == "supervisor"
 
 
-def _term(pair: tuple[str, Sequence[Event]]) -> tuple[int, int]:
-    term = pair[0].split(".")[1]
-    return (int(term) if term.isdigit() else 0), pair[1][0].seq
+def _term(pair: tuple[str, Sequence[Event]]) -> tuple[int, int, int]:
+    name, stretch = pair
+    found = LogName.of(name)
+    return (found.attempt, found.part, stretch[0].seq) if found is not None else (0, 0, stretch[0].seq)

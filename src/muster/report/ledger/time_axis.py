@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from muster.core.event_details.hosts import ClockOffset
+from muster.core.event_log.names import LogName
 from muster.core.events import Event
 
 #: Two clocks whose wall-minus-monotonic differs by less are taken to be one machine's clock.
@@ -44,13 +45,14 @@ class Aligned:
 
 
 def writer_of(file: str) -> str:
-    """``supervisor.2.jsonl`` -> ``supervisor``."""
-    return file.removesuffix(".jsonl").rsplit(".", 1)[0]
+    """``supervisor.2.jsonl``, ``supervisor.part2.2.jsonl`` -> ``supervisor``."""
+    named = LogName.of(file)
+    return named.writer if named is not None else file.removesuffix(".jsonl").rsplit(".", 1)[0]
 
 
-def _term(file: str) -> int:
-    tail = file.removesuffix(".jsonl").rsplit(".", 1)
-    return int(tail[1]) if len(tail) == 2 and tail[1].isdigit() else 0
+def _term(file: str) -> tuple[int, int]:
+    named = LogName.of(file)
+    return (named.attempt, named.part) if named is not None else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError, UsageError
 from muster.core.event_log import EventLog
+from muster.core.event_log.names import parts_pattern
 from muster.core.protocols import Clock, Store
 from muster.storage import uris
 from muster.storage.home import files
@@ -59,7 +60,7 @@ class BucketHome:
         """The stream of this writer's event files. All attempts of a host share one; each supervisor has its own."""
         one = writer == SUPERVISOR
         name = f"{writer}.{attempt}" if one else writer
-        files_of = re.compile(rf"^{re.escape(name)}\.jsonl$" if one else rf"^{re.escape(name)}\.\d+\.jsonl$")
+        files_of = parts_pattern(writer, attempt if one else None)
         with self._lock:
             if name not in self.streams:
                 uri, folder = self.uri_of("events", name), self.local / "events"

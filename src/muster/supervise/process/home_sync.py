@@ -13,6 +13,7 @@ from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.event_log import EventLog
 from muster.core.event_log.cadence import STATUS_LEAST_S, STATUS_S
+from muster.core.event_log.names import files_of, parts_pattern
 from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.core.typed_json import JsonObject, Unreadable, decode, encode
@@ -90,7 +91,9 @@ class SupervisorHome:
         replace_text(self.run_dir / "lease.json", store.get(lease).data.decode())  # for questions asked in this pod
         for term in self._terms_here():
             if not self._bring_rest(run_id, term):
-                (self.run_dir / "events" / f"supervisor.{term}.jsonl").unlink(missing_ok=True)
+                for path in files_of(self.run_dir / "events", "supervisor"):
+                    if parts_pattern("supervisor", term).match(path.name):
+                        path.unlink(missing_ok=True)
                 replay = EventReplay(replay.directory)
         self.home.end_earlier(run_id, "supervisor", self.lease.term)
         self.home.mirror(self.run_dir, on_damage=self._damaged)

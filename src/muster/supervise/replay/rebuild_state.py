@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from muster.core.event_details.run import (
     StopRequested,
     SupervisorStarted,
 )
+from muster.core.event_log import Damage, EventReader
 from muster.core.events import Event
 from muster.core.incidents import traits_of
 from muster.core.layout import Layout
@@ -56,11 +57,19 @@ class EventReplay:
 
     directory: Path
     _files: dict[str, list[Event]] = field(default_factory=dict)
+    _reader: EventReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reader = EventReader(self.directory)
+
+    @property
+    def damaged(self) -> Sequence[Damage]:
+        """Places that could not be read: what was there is not part of the state."""
+        return self._reader.damaged
 
     def read_new_events(self) -> None:
         """Read what the files hold beyond what was read before."""
-        known = {name: len(events) for name, events in self._files.items()}
-        for name, event in event_log.read(self.directory, after=known):
+        for name, event in self._reader.read():
             self._files.setdefault(name, []).append(event)
 
     def in_order(self) -> list[Event]:

@@ -1,0 +1,196 @@
+"""The reading end of a run's event files: goes on from what is whole, and says what is not.
+
+A line is skipped where it is no event, and where the next line cites another one than it is: somebody changed it. What
+cannot be told apart stays: the last line of a file is cited by nobody yet, and a line is believed where the one that
+should cite it is damaged itself; such lines are read only if every field of them is as their kind of event has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from muster.core.errors import MusterError
+from muster.core.event_details.kinds import KINDS
+from muster.core.event_log.chain import genesis
+from muster.core.event_log.names import event_files
+from muster.core.events import Event
+from muster.core.typed_json import JsonObject, parse_object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One place of an event file that cannot be read, or was changed."""
+
+    file: str
+    line: int
+    """Counted from 1; 0: the file as a whole."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
+
+    def to_json(self) -> JsonObject:
+        return {"file": self.file, "line": self.line, "reason": self.reason}
+
+
+@dataclass
+class EventReader:
+    """Reads the event files of ``directory``, each from where the last ``read`` left it.
+
+    Never raises for what a file holds. ``damaged`` has each damage once, in the order in which it was met; so is
+    ``on_damage`` told. A torn last line is being written, or its writer was killed: no damage.
+    """
+
+    directory: Path
+    on_damage: Callable[[Damage], None] | None = None
+    damaged: list[Damage] = field(default_factory=list)
+    _places: dict[str, _Place] = field(default_factory=dict)
+
+    def read(self) -> Iterator[tuple[str, Event]]:
+        """``(file name, event)``, file by file, each in its order; an event that was yielded is not read again."""
+        for path in event_files(self.directory):
+            place = self._places.setdefault(path.name, _Place())
+            try:
+                with open(path, "rb") as file:  # of weeks: never all of it in memory
+                    for event in self._events(path.name, file, place):
+                        yield path.name, event
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._report(path.name, 0, f"cannot be read: {error.strerror or error}")
+
+    def _events(self, name: str, file: BinaryIO, place: _Place) -> Iterator[Event]:
+        if os.fstat(file.fileno()).st_size < place.end:
+            self._report(name, place.number, "the file has become shorter than what was read of it")
+            place.begin_again()
+        file.seek(place.end)
+        lines = _lines(file, place.end, place.number)
+        line, after = next(lines, None), next(lines, None)
+        if line is not None and place.last is not None:  # nothing cited it yet when it was read
+            self._judge(name, place.before, place.last, line, after)
+        while line is not None:
+            later = next(lines, None)
+            whole = self._judge(name, place.last, line, after, later)
+            seen = place.take(line)
+            if whole and line.event is not None and not seen:
+                yield line.event
+            line, after = after, later
+
+    def _judge(self, name: str, before: _Line | None, line: _Line, after: _Line | None, later: _Line | None) -> bool:
+        """Whether to believe ``line``; what is wrong with it, or missing after it, is reported."""
+        if line.event is None:
+            self._report(name, line.number, line.reason)
+            return False
+        if line.number == 1 and (problem := _bad_beginning(name, line, line.event)) is not None:
+            self._report(name, 1, problem)
+        if after is None or after.event is None or not line.prev:
+            return self._fits(name, line, line.event)
+        if after.prev == line.hash:
+            return True
+        if later is not None and later.event is not None and later.prev != after.hash:  # it is the next one that is not
+            return self._fits(name, line, line.event)
+        missing = after.event.seq - line.event.seq - 1
+        if missing > 0 and (before is None or before.event is None or line.event.seq == before.event.seq + 1):
+            self._report(name, after.number, f"{missing} lines are missing before it")
+            return self._fits(name, line, line.event)
+        self._report(name, line.number, "it was changed: the next line cites another one")
+        return False
+
+    def _fits(self, name: str, line: _Line, event: Event) -> bool:
+        """For a line that no other one vouches for."""
+        kind = KINDS.get(event.kind)
+        try:
+            if kind is not None:  # else of a later version
+                event.read(kind)
+        except MusterError as error:
+            self._report(name, line.number, str(error))
+            return False
+        return True
+
+    def _report(self, file: str, line: int, reason: str) -> None:
+        damage = Damage(file=file, line=line, reason=reason)
+        if all((known.file, known.line) != (file, line) for known in self.damaged):
+            self.damaged.append(damage)
+            if self.on_damage is not None:
+                self.on_damage(damage)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One whole line of a file."""
+
+    number: int
+    end: int
+    """Bytes of the file up to its end."""
+    hash: str
+    event: Event | None
+    """None: it is not one."""
+    prev: str
+    """Empty where the line does not say."""
+    reason: str = ""
+
+
+@dataclass
+class _Place:
+    """How far one file was read."""
+
+    end: int = 0
+    number: int = 0
+    last: _Line | None = None
+    before: _Line | None = None
+    """The one before ``last``."""
+    newest_seq: int = -1
+    _seen_up_to: int = -1
+
+    def take(self, line: _Line) -> bool:
+        """``line`` was read; whether it had been before, when the file was longer."""
+        self.end, self.number = line.end, line.number
+        self.before, self.last = self.last, line
+        if line.event is None:
+            return False
+        seen = line.event.seq <= self._seen_up_to
+        self.newest_seq = max(self.newest_seq, line.event.seq)
+        return seen
+
+    def begin_again(self) -> None:
+        self.end = self.number = 0
+        self.last = self.before = None
+        self._seen_up_to = self.newest_seq
+
+
+def _lines(file: BinaryIO, end: int, number: int) -> Iterator[_Line]:
+    for raw in file:
+        if not raw.endswith(b"\n"):
+            return  # torn, or being written
+        end, number = end + len(raw), number + 1
+        digest = hashlib.sha256(raw).hexdigest()
+        try:
+            held = parse_object(raw)
+            prev = held.get("prev", "")
+            yield _Line(number, end, digest, Event.from_json(held), prev if isinstance(prev, str) else "?")
+        except ValueError as error:
+            yield _Line(number, end, digest, None, "", f"not an event: {error}"[:200])
+
+
+def _bad_beginning(name: str, line: _Line, event: Event) -> str | None:
+    if not line.prev or line.prev == genesis(event.run_id, name):
+        return None
+    if event.seq > 0:
+        return f"{event.seq} lines are missing before it"
+    return "it was changed, or written for another file"
+
+
+def in_words(damaged: Iterable[Damage]) -> list[str]:
+    """One sentence a file, for people."""
+    by_file: dict[str, list[Damage]] = {}
+    for damage in damaged:
+        by_file.setdefault(damage.file, []).append(damage)
+    return [
+        f"{found[0]}" + (f" (and {len(found) - 1} more places)" if len(found) > 1 else "") + "; read without it"
+        for found in by_file.values()
+    ]

@@ -411,7 +411,7 @@ def test_a_line_that_is_no_event_is_named_and_the_others_are_read(paper: Paper):
     run = submitted().run
     (run.events / "agent.1.jsonl").write_text("[]\n")
     found = status.status(run.run_id)
-    assert found.summary.name == "demo" and [str(damage) for damage in found.damaged] == [
+    assert found.summary.name == "Demo run" and [str(damage) for damage in found.damaged] == [
         "agent.1.jsonl:1: not an event: not a JSON object but list"
     ]
     assert at(found.to_json(), "damaged", 0, "file") == "agent.1.jsonl"

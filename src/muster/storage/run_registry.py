@@ -13,6 +13,7 @@ made for its owner alone (mode 0700); whoever opens it to readers later may, but
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -24,14 +25,16 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from muster.core import environment
+from muster.core import environment, processes
 from muster.core.errors import AccessError, UsageError
 
 MAX_ID = 50
 #: Layout of a run's folder, with its keys and kinds of events. Older formats and the last version that reads each:
 FORMAT = 3
 _READ_BY = {1: "muster 0.1.0", 2: "the version that wrote it"}
+SUBMIT_LOCK = ".submit.lock"
 _ELSEWHERE = "run_dir=PATH chooses another place"
 _ID = re.compile(r"^[a-z]([a-z0-9-]{0,48}[a-z0-9])?$")
 
@@ -108,10 +111,7 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
     """
     run = RunDir(path=path, run_id=run_id)
     try:
-        if path.is_dir() and existing_id(path) is None and any(path.iterdir()):
-            raise UsageError(f"{path} is not empty and holds no run", hint="choose another run_dir")
-        if existing_id(path) is not None:
-            check_format(path)
+        _check_place(path)
         make_folder(path)
         replace_text(path / "format", f"{FORMAT}\n")  # before the id: a folder with an id and no format is of 0.1.0
         replace_text(path / "run_id", run_id + "\n")
@@ -126,6 +126,48 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
     except OSError as error:
         raise UsageError(f"cannot make the run's folder {path}: {error.strerror}", hint=_ELSEWHERE) from error
     return run
+
+
+def _check_place(path: Path) -> None:
+    """Raise UsageError where ``path`` holds something other than a run, or one of another format; OSError."""
+    if existing_id(path) is not None:
+        check_format(path)
+    elif path.is_dir() and any(entry.name != SUBMIT_LOCK for entry in path.iterdir()):
+        raise UsageError(f"{path} is not empty and holds no run", hint="choose another run_dir")
+
+
+def lock_submit(folder: Path, name: str = SUBMIT_LOCK) -> BinaryIO | None:
+    """The lock of whoever starts a run in ``folder``, which is made: held until it is closed, or its process ends.
+
+    None: another one holds it.
+
+    Raises:
+        UsageError: as ``create``; nothing is written then.
+    """
+    try:
+        if name == SUBMIT_LOCK:
+            _check_place(folder)
+        make_folder(folder)
+        while True:
+            file = processes.open_log(folder / name)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                return None
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+            file.close()  # its folder was removed by whoever held it: a new one counts now
+    except OSError as error:
+        raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}", hint=_ELSEWHERE) from error
+
+
+def unlock_submit(folder: Path) -> None:
+    """Remove a folder that ``lock_submit`` made, where nothing else has come into it."""
+    with contextlib.suppress(OSError):
+        if [entry.name for entry in folder.iterdir()] == [SUBMIT_LOCK]:
+            (folder / SUBMIT_LOCK).unlink()
+            folder.rmdir()
 
 
 def find(reference: str) -> RunDir:

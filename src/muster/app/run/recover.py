@@ -73,6 +73,7 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
     spec = spec_of(run)
     if overrides:
         spec = load.loads(run.resolved.read_text(), overrides, source=str(run.resolved)).spec
+        submit.check_same_run(run, spec)
     if launcher.remote is None:
         _check_folder(run)
         load_policy(spec.recovery.policy)

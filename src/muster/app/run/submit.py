@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from muster import __version__, backends
 from muster.app.inspect.home_view import home_of
@@ -17,9 +19,10 @@ from muster.app.planning.prices import priced
 from muster.backends.protocols import Launcher
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
-from muster.core.errors import BackendError, ConflictError, MusterError
+from muster.core import event_log
+from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
 from muster.core.redact import redact_argv
-from muster.core.typed_json import JsonObject
+from muster.core.typed_json import Json, JsonObject, Unreadable, child, children, parse_object, text, texts
 from muster.core.types import JobHandle, JobRequest
 from muster.policy.load import load_policy
 from muster.storage import run_registry
@@ -53,20 +56,21 @@ class Intent:
     new: bool
     """The folder was made for it."""
     running: bool = False
+    lock: BinaryIO | None = None
+    """Nobody else starts a run there until it is closed: ``start`` does."""
 
 
 def submit(loaded: Loaded, *, argv: Sequence[str] = ()) -> Submitted:
     """Start the run and return at once; where ``run_dir`` holds the same run, still running, it is left alone.
 
     Raises:
-        ConflictError: ``run_dir`` holds a run that is running with another file.
+        UsageError: ``run_dir`` holds another run; nothing was written.
+        ConflictError: ``run_dir`` holds a run that is running with another file, or somebody else starts one there now.
         CapacityError, AccessError, BackendError: the back end's; nothing of a new run is left then.
     """
     intent = begin(loaded, argv=argv)
-    if intent.running:
-        handle = intent.launcher.submit(intent.request)
-        return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle, again=True)
-    return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=start(intent, intent.request))
+    handle = start(intent, intent.request)
+    return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle, again=intent.running)
 
 
 def preview(loaded: Loaded) -> JobRequest:
@@ -74,28 +78,125 @@ def preview(loaded: Loaded) -> JobRequest:
     launcher = backends.load(loaded.spec.backend)
     spec = resolve(loaded.spec, launcher)
     run_id = run_registry.new_run_id(spec.name)
-    path, _ = _own_folder(spec, launcher)
+    path, held = _own_folder(spec, launcher)
+    if path is not None and held is not None:
+        check_same_run(RunDir(path=path, run_id=held), spec)
     return launcher.render(spec, run_id=run_id, run_dir=str(path or run_registry.place(run_id, None)))
 
 
 def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
-    """Resolve what only the machine knows, make the folder, log ``run.submitted``. Starts nothing."""
+    """Resolve what only the machine knows, make the folder, log ``run.submitted``. Starts nothing.
+
+    Raises as ``submit``.
+    """
     launcher = backends.load(loaded.spec.backend)
     spec = resolve(loaded.spec, launcher)
-    path, run_id = _own_folder(spec, launcher)
+    path, held = _own_folder(spec, launcher)
+    if path is not None and held is not None:
+        check_same_run(RunDir(path=path, run_id=held), spec)
+    lock = _alone(spec, launcher)
+    try:
+        path, held = _own_folder(spec, launcher)  # whoever was faster has made it meanwhile
+        intent = _begin(loaded, spec, launcher, path, held, argv)
+        if intent.running and lock is not None:
+            lock.close()  # nothing is started
+        return dataclasses.replace(intent, lock=None if intent.running else lock)
+    except BaseException:
+        if lock is not None:
+            if path is not None and launcher.remote is None:
+                run_registry.unlock_submit(path)
+            lock.close()
+        raise
+
+
+def _begin(
+    loaded: Loaded, spec: RunSpec, launcher: Launcher, path: Path | None, run_id: str | None, argv: Sequence[str]
+) -> Intent:
     new = run_id is None
     run_id = run_id or run_registry.new_run_id(spec.name)
     path = path or run_registry.place(run_id, None)
+    run = RunDir(path=path, run_id=run_id)
     resolved = spec.model_dump_json(indent=1) + "\n"
-    number, running = (1, False) if new else _standing(launcher, RunDir(path=path, run_id=run_id), resolved)
+    if not new:
+        check_same_run(run, spec)
+    number, running = (1, False) if new else _standing(launcher, run, resolved)
     request = launcher.render(spec, run_id=run_id, run_dir=str(path))
     request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
-    run = RunDir(path=path, run_id=run_id)
     intent = Intent(run=run, spec=spec, launcher=launcher, request=request, new=new, running=running)
     if not running:
         run_registry.create(run_id, path, run_file=loaded.text, resolved=resolved)
         log_intent(run, spec, resolved, argv)
     return intent
+
+
+def _alone(spec: RunSpec, launcher: Launcher) -> BinaryIO | None:
+    """The lock of the folder that the run file names, on this machine; None: each submit has a folder of its own.
+
+    Raises:
+        ConflictError: another submit holds it.
+    """
+    if spec.run_dir is None:
+        return None
+    if launcher.remote is None:
+        path = run_registry.place("", spec.run_dir)
+        lock = run_registry.lock_submit(path)
+    else:  # the pods' folder: this machine's has another name for each run
+        name = f".submit.{hashlib.sha256(spec.run_dir.encode()).hexdigest()[:16]}.lock"
+        path = None
+        lock = run_registry.lock_submit(run_registry.home(), name)
+    if lock is None:
+        starting = (run_registry.existing_id(path) if path is not None else None) or "a run"
+        raise ConflictError(
+            f"another muster submit is starting {starting} in {spec.run_dir}", hint="muster status shows it"
+        )
+    return lock
+
+
+def check_same_run(run: RunDir, spec: RunSpec) -> None:
+    """Raise UsageError where ``spec`` is another run than the one in the folder: of another model, another command,
+    other kinds of data. Whatever else differs is a change of the same run."""
+    try:
+        held = parse_object(run.resolved.read_bytes())
+    except (OSError, Unreadable):
+        return  # killed before it was written, or to be written anew
+    before, now = _identity(held), _identity(parse_object(spec.model_dump_json()))
+    for key, value in before.items():
+        if now[key] != value:
+            words = ", ".join([str(held.get("name")), *_model_words(held), *_step_words(run)])
+            raise UsageError(
+                f"{run.path} holds {run.run_id} ({words}): its {key} is {_short(value)}, not {_short(now[key])}",
+                hint="choose another run_dir",
+            )
+
+
+def _identity(resolved: JsonObject) -> Mapping[str, Json]:
+    """What makes a run that run. A script's own arguments are no part of it."""
+    model, command = child(resolved, "model"), texts(resolved, "command")
+    lora = child(model, "lora")
+    return {
+        "model": {name: model.get(name) for name in ("source", "config", "revision", "tokenizer") if model.get(name)},
+        "model.lora": {name: lora.get(name) for name in ("rank", "targets") if lora},
+        "command": command[: 2 if command[:1] == ["-m"] else 1],
+        "data.sources": sorted({text(source, "type") for source in children(resolved, "data", "sources")}),
+    }
+
+
+def _model_words(resolved: JsonObject) -> list[str]:
+    model = child(resolved, "model")
+    words = text(model, "source") or text(model, "config", "model_type") or text(model, "config")
+    return [words or " ".join(texts(resolved, "command")[:2])]
+
+
+def _step_words(run: RunDir) -> list[str]:
+    with contextlib.suppress(MusterError, OSError):
+        steps = [event.step for event in event_log.merged(run.events) if event.kind == "step"]
+        return [f"step {max(step or 0 for step in steps)}"] if steps else ["no step yet"]
+    return []
+
+
+def _short(value: Json) -> str:
+    words = json.dumps(value)
+    return words if len(words) <= 100 else f"{words[:97]}..."
 
 
 def _own_folder(spec: RunSpec, launcher: Launcher) -> tuple[Path | None, str | None]:
@@ -117,13 +218,16 @@ def _own_folder(spec: RunSpec, launcher: Launcher) -> tuple[Path | None, str | N
 
 
 def start(intent: Intent, request: JobRequest) -> JobHandle:
-    """Hand the request to the back end; a new run that could not start leaves no folder."""
+    """Hand the request to the back end, and let others submit; a new run that could not start leaves no folder."""
     try:
         return intent.launcher.submit(request)
     except MusterError:
         if intent.new:
             discard(intent)
         raise
+    finally:
+        if intent.lock is not None:
+            intent.lock.close()
 
 
 def discard(intent: Intent) -> None:

@@ -1,0 +1,169 @@
+"""A folder that holds a run: another run is refused before anything is written, and two submits do not mix."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_verbs import RUN_FILE, STEP, Paper, submitted
+
+from muster.app.run import recover, submit
+from muster.config import load
+from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.event_log import EventLog
+from muster.core.types import JobHandle, JobRequest, JobState
+from muster.storage import run_registry
+
+PRETRAINED = "name: tuned\nmodel: {source: org/small}\ndata: {sources: [{type: text2sql}]}\ntraining: {steps: 5}\n"
+
+
+@pytest.fixture(name="paper")
+def on_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paper:
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    found = Paper()
+    monkeypatch.setattr("muster.backends.load", lambda name: found)
+    return found
+
+
+@pytest.fixture
+def there(paper: Paper, tmp_path: Path) -> Path:
+    """A run that has ended at step 3."""
+    run = submitted(f"run_dir={tmp_path}/there").run
+    with contextlib.closing(EventLog(run.run_id, run.events, "host-0", 1)) as log:
+        log.append("step", step=3, rank=0, detail=STEP)
+    paper.state = JobState.STOPPED
+    return run.path
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def given(there: Path, run_file: str, *overrides: str) -> load.Loaded:
+    return load.loads(run_file, (f"run_dir={there}", *overrides))
+
+
+OTHERS = {
+    "model": (RUN_FILE, "model.config.hidden_size=64"),
+    "model.tokenizer": (RUN_FILE, "model.tokenizer.vocab_size=600"),
+    "source": (PRETRAINED,),
+    "lora": (RUN_FILE, "model.lora.rank=4"),
+    "data": (RUN_FILE.replace("type: text2sql", "type: random"),),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_run_in_its_folder_is_refused_before_anything_is_written(paper: Paper, there: Path, what: str):
+    before, told = state(there), len(paper.told)
+    loaded = given(there, *OTHERS[what])
+    verbs: list[Callable[[], object]] = [lambda: submit.submit(loaded), lambda: submit.preview(loaded)]
+    for verb in verbs:
+        with pytest.raises(UsageError) as caught:
+            verb()
+        assert caught.value.exit_code == 2
+        text = str(caught.value)
+        run_id = (there / "run_id").read_text().strip()
+        assert f"{there} holds {run_id} (Demo run, llama, step 3)" in text and "run_dir" in (caught.value.hint or "")
+    assert state(there) == before and len(paper.told) == told
+
+
+def test_another_run_is_refused_while_the_first_one_runs(paper: Paper, there: Path):
+    paper.state = JobState.RUNNING
+    with pytest.raises(UsageError, match="not"):
+        submit.submit(given(there, *OTHERS["model"]))
+
+
+def test_a_command_in_a_model_s_folder_is_refused_and_its_arguments_may_change(paper: Paper, tmp_path: Path):
+    script = tmp_path / "loop.py"
+    script.write_text("")
+    text = f"name: own\ncommand: [{script}, --steps, '5']\n"
+    submit.submit(load.loads(text, (f"run_dir={tmp_path}/own",)))
+    paper.state = JobState.STOPPED
+    assert not submit.submit(load.loads(text.replace("'5'", "'9'"), (f"run_dir={tmp_path}/own",))).again
+    with pytest.raises(UsageError, match="holds own-"):
+        submit.submit(given(tmp_path / "own", RUN_FILE))
+    (tmp_path / "other.py").write_text("")
+    with pytest.raises(UsageError, match=r"loop\.py.*not.*other\.py"):
+        submit.submit(load.loads(text.replace("loop.py", "other.py"), (f"run_dir={tmp_path}/own",)))
+
+
+@pytest.mark.parametrize("change", ["training.steps=9", "model.attention=sdpa", "recovery.grace_s=7", "name=Renamed"])
+def test_what_may_change_in_a_run_changes(paper: Paper, there: Path, change: str):
+    run_id = (there / "run_id").read_text().strip()
+    found = submit.submit(given(there, RUN_FILE, change))
+    assert found.run.run_id == run_id and paper.told[-1].labels["submission"] == "2"
+
+
+def test_recover_does_not_change_the_model_either(paper: Paper, there: Path):
+    before = state(there)
+    with pytest.raises(UsageError, match=r"its model is"):
+        recover.recover(str(there), ["model.config.hidden_size=64"])
+    assert state(there) == before
+
+
+def test_a_run_file_that_was_never_written_whole_is_written_anew(paper: Paper, there: Path):
+    (there / "resolved.json").write_text("")
+    submit.submit(given(there, RUN_FILE))
+    assert json.loads((there / "resolved.json").read_text())["name"] == "Demo run"
+
+
+class Slow(Paper):
+    """Starting takes until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        self.begun.set()
+        assert self.go_on.wait(30)
+        return super().submit(request)
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_of_two_submits_at_one_moment_the_loser_gets_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paper: Paper, refuse: bool
+):
+    slow = Slow()
+    monkeypatch.setattr("muster.backends.load", lambda name: slow)
+    slow.refuse = refuse
+    place, failures = f"run_dir={tmp_path}/there", list[Exception]()
+
+    def first() -> None:
+        try:
+            submitted(place)
+        except BackendError as error:
+            failures.append(error)
+
+    winner = threading.Thread(target=first)
+    winner.start()
+    assert slow.begun.wait(30)
+    before = state(tmp_path / "there")
+    with pytest.raises(ConflictError) as caught:
+        submitted(place)
+    assert caught.value.exit_code == 1
+    run_id = before["run_id"].decode().strip()
+    assert f"another muster submit is starting {run_id} in {tmp_path}/there" in str(caught.value)
+    assert state(tmp_path / "there") == before
+    slow.go_on.set()
+    winner.join()
+    assert len(failures) == refuse and (tmp_path / "there").exists() != refuse
+    slow.refuse = False
+    assert submitted(place).again == (not refuse), "and afterwards there is nothing to wait for"
+    assert [found for found, _ in run_registry.registry()] == [run_id] or refuse
+
+
+def test_a_submit_that_is_refused_leaves_no_folder_and_no_lock(paper: Paper, tmp_path: Path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds no run"):
+        submitted(f"run_dir={tmp_path}/full")
+    assert state(tmp_path / "full") == {"notes.txt": b"mine"}
+    paper.render = lambda *words, **more: (_ for _ in ()).throw(BackendError("no"))  # type: ignore[method-assign]
+    with pytest.raises(BackendError):
+        submitted(f"run_dir={tmp_path}/new")
+    assert not (tmp_path / "new").exists()

@@ -29,6 +29,8 @@ SLOW = {
     "test_plan_use_case.py::test_impossible_wishes_end_with_exit_code_3": 7,
     "test_second_try.py": 6,
     "test_sql_execution.py::test_huge_strings_are_refused": 6,
+    "test_judge.py::test_a_slow_gold_query_is_said_to_be_one": 6,
+    "test_judge.py::test_it_ends_with_its_caller": 3,
     "test_text2sql_generator.py::test_heldout_tables_never_occur_in_training": 6,
     "test_gke_provision.py::test_down_killed_after_every_request_and_run_again": 9,
     "test_identity.py::test_identity_closes_over_events_in_any_order": 4,

@@ -53,6 +53,11 @@ LIBRARIES = {
 #: Besides `cli` and programs (``python -m``): the list of our variables, and where programs inherit the environment.
 READS_ENVIRONMENT = {"core/environment.py", "core/clock.py"}
 ENVIRONMENT = re.compile(r"\bos\.getenv\b|\bos\.environb?\b(?!\[[^]]+\] = |\.(setdefault|update|pop)\()")
+#: Besides `agent` and `backends`: a task's judge, and the two modules of `core` that start what these are told to.
+STARTS_PROGRAMS = {"tasks/text2sql/judge_process.py", "core/processes.py", "core/clock.py"}
+PROGRAM = re.compile(
+    r"\bsubprocess\.(Popen|run|call|check_call|check_output)\(|\bos\.(posix_spawnp?|exec[lv]\w*|spawn\w+)\("
+)
 SHELL = re.compile(r"\bshell=True|\bos\.(system|popen)\(|\bsubprocess\.(getoutput|getstatusoutput)\(")
 
 
@@ -145,6 +150,12 @@ def test_only_entry_points_read_the_environment():
         for number, line in enumerate(text.splitlines(), 1)
         if ENVIRONMENT.search(line)
     ]
+
+
+def test_only_back_ends_agents_and_a_tasks_judge_start_programs():
+    texts = {str(path.relative_to(SOURCE)): path.read_text() for path in MODULES.values()}
+    starting = {name for name, text in texts.items() if PROGRAM.search(text)}
+    assert {name for name in starting if not name.startswith(("agent/", "backends/"))} == STARTS_PROGRAMS
 
 
 def test_no_shell_strings():

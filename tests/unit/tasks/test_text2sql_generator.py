@@ -25,7 +25,7 @@ def test_every_gold_query_returns_something(level):
             result = run_query(found.gold_sql, connection)
             assert result.problem is None, (found.gold_sql, result.message)
             assert any(value not in (None, 0) for row in result.rows for value in row), found.gold_sql
-            assert compare(found.gold_sql, found.gold_sql, connection).correct
+            assert compare(found.gold_sql, [found.gold_sql], connection).correct
 
 
 @pytest.mark.parametrize("level", generator.LEVELS)
@@ -107,7 +107,7 @@ def test_held_out_databases_tell_gold_from_easy_mistakes(level):
         if wrong == found.gold_sql or "(" in found.gold_sql.split("WHERE", 1)[1]:
             continue
         asked += 1
-        caught += not compare(wrong, found.gold_sql, build_database(found)).correct
+        caught += not compare(wrong, [found.gold_sql], build_database(found)).correct
     assert asked > 10 and caught == asked
 
 

@@ -1,8 +1,9 @@
-"""Predicted SQL, run safely: read-only, bounded in time, rows and memory, and compared with the gold query.
+"""Predicted SQL, run read-only and compared with gold queries; a query that is stopped counts as wrong.
 
-Queries are written by a model: they may loop, write, attach files or build gigabyte strings. An authorizer
-allows reading and pure functions only; a progress handler stops a query at its time limit; SQLite's own limits
-bound strings and statements. A query that is stopped counts as wrong.
+Queries are written by a model: they may loop, write, attach files or build gigabyte strings. An authorizer allows
+reading and pure functions only, a result is bounded in rows and bytes, and SQLite's own limits bound strings and
+statements. A progress handler stops a query at its time limit, but not within one slow function, and memory has no
+limit here: models' queries run in a process that has one and can be ended (`judge`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 from muster.core.errors import UsageError
 
 MAX_ROWS = 10_000
+#: Of one result: text and blobs by their length, other values as eight.
+MAX_BYTES = 16 * 2**20
+#: A gold query may take longer than a model's: a machine under load is no reason to leave a question out.
+GOLD_TIMEOUT_S = 5.0
+#: What an outcome shows of a result: rows, columns, characters of a cell.
+SHOWN_ROWS, SHOWN_COLUMNS, SHOWN_CHARACTERS = 10, 50, 200
 #: Virtual-machine instructions between two looks at the clock: about 0.1 ms.
 _INSTRUCTIONS_PER_LOOK = 10_000
 _LIMITS = {
@@ -36,7 +42,7 @@ _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION,
 _FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "randomblob", "zeroblob"}
 
 Value = str | bytes | int | float | None
-Database = sqlite3.Connection | str | Path
+Stopped = Literal["timeout", "forbidden", "too many rows", "too many bytes", "memory", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,7 @@ class Result:
     """What one query returned, or why it was stopped."""
 
     rows: tuple[tuple[Value, ...], ...] = ()
-    problem: Literal["timeout", "forbidden", "too many rows", "error"] | None = None
+    problem: Stopped | None = None
     message: str | None = None
 
 
@@ -54,63 +60,85 @@ class Outcome:
 
     correct: bool
     reason: str | None = None
-    """Why it is wrong: ``rows differ``, ``timeout``, ``forbidden``, ``too many rows``, ``error: ...``."""
-    rows: tuple[tuple[Value, ...], ...] = ()
-    """What the predicted query returned (first few)."""
+    """Why it is wrong: ``rows differ``, ``timeout``, ``memory``, ``too many bytes``, ..., ``error: ...``."""
+    rows: tuple[tuple[str, ...], ...] = ()
+    """What the predicted query returned, to show: the first few rows, long cells cut."""
 
     @property
     def timed_out(self) -> bool:
         return self.reason == "timeout"
 
 
-def run_query(sql: str, database: Database, *, timeout_s: float = 2.0) -> Result:
-    """Run one reading statement. Never raises for what the statement does; the database is never changed.
-
-    ``database`` is an open connection (left open) or a file, opened read-only.
-
-    Raises:
-        UsageError: the database file cannot be opened.
-    """
-    with _opened(database) as connection, _guarded(connection, time.monotonic() + timeout_s) as guard:
+def run_query(sql: str, database: sqlite3.Connection, *, timeout_s: float = 2.0) -> Result:
+    """Run one reading statement. Never raises for what the statement does; the database is never changed."""
+    rows: list[tuple[Value, ...]] = []
+    size = 0
+    with _guarded(database, time.monotonic() + timeout_s) as guard:
         try:
-            cursor = connection.execute(sql)
+            cursor = database.execute(sql)
             if cursor.description is None:
                 return Result(problem="error", message="not a query")
-            rows = cursor.fetchmany(MAX_ROWS + 1)
-        except (sqlite3.Error, sqlite3.Warning, ValueError, UnicodeError, MemoryError) as error:
+            for row in cursor:
+                rows.append(tuple(map(_plain, row)))
+                size += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
+                if len(rows) > MAX_ROWS:
+                    return Result(problem="too many rows", message=f"more than {MAX_ROWS} rows")
+                if size > MAX_BYTES:
+                    return Result(problem="too many bytes", message=f"more than {MAX_BYTES} bytes")
+        except MemoryError:
+            return Result(problem="memory", message="more memory than a query may take")
+        except (sqlite3.Error, sqlite3.Warning, ValueError, UnicodeError) as error:
             if guard.late:
                 return Result(problem="timeout", message=f"stopped after {timeout_s:g} s")
             if guard.forbidden:
                 return Result(problem="forbidden", message=guard.forbidden)
-            return Result(problem="error", message=str(error))
-        if len(rows) > MAX_ROWS:
-            return Result(problem="too many rows", message=f"more than {MAX_ROWS} rows")
-    return Result(rows=tuple(tuple(_plain(value) for value in row) for row in rows))
+            return Result(problem="error", message=str(error)[:1000])
+    return Result(rows=tuple(rows))
 
 
-def compare(predicted_sql: str, gold_sql: str, database: Database, timeout_s: float = 2.0) -> Outcome:
-    """Whether both queries return the same rows: as multisets, or in order where gold orders at its top level.
+def compare(
+    predicted_sql: str,
+    golds: Sequence[str],
+    database: sqlite3.Connection,
+    timeout_s: float = 2.0,
+    *,
+    begins: Callable[[float], None] = lambda limit_s: None,
+) -> Outcome:
+    """Whether a query returns the rows of one of ``golds``: as multisets, or in order where gold orders at its top
+    level. ``begins`` is called before each query with the seconds that it may take.
 
     Raises:
-        UsageError: the database cannot be opened, or the gold query itself does not run.
+        UsageError: a gold query does not run.
     """
-    with _opened(database) as connection:
-        gold = run_query(gold_sql, connection, timeout_s=max(timeout_s, 5.0))
-        if gold.problem == "timeout":  # a machine under load, or a huge database: no reason to end a training run
-            return Outcome(correct=False, reason="gold query timed out")
-        if gold.problem:
-            raise UsageError(f"gold query does not run: {gold.message}: {gold_sql}", hint="fix or remove this row")
-        result = run_query(predicted_sql, connection, timeout_s=timeout_s)
+    begins(timeout_s)
+    result = run_query(predicted_sql, database, timeout_s=timeout_s)
     if result.problem:
-        reason = f"error: {result.message}" if result.problem == "error" else result.problem
-        return Outcome(correct=False, reason=reason)
-    same = same_rows(result.rows, gold.rows, ordered=orders_its_result(gold_sql))
-    return Outcome(correct=same, reason=None if same else "rows differ", rows=result.rows[:10])
+        return Outcome(correct=False, reason=_reason(result))
+    shown = tuple(
+        tuple(str(value)[:SHOWN_CHARACTERS] for value in row[:SHOWN_COLUMNS]) for row in result.rows[:SHOWN_ROWS]
+    )
+    stopped = None
+    for gold_sql in golds:
+        limit_s = max(timeout_s, GOLD_TIMEOUT_S)
+        begins(limit_s)
+        gold = run_query(gold_sql, database, timeout_s=limit_s)
+        if gold.problem in ("error", "forbidden"):
+            raise UsageError(f"gold query does not run: {gold.message}: {gold_sql}", hint="fix or remove this row")
+        if gold.problem:  # a machine under load, or a huge database: no reason to end a training run
+            stopped = f"gold query: {gold.problem}"
+        elif same_rows(result.rows, gold.rows, ordered=orders_its_result(gold_sql)):
+            return Outcome(correct=True, rows=shown)
+    return Outcome(correct=False, reason=stopped or "rows differ", rows=shown)
 
 
-def match(predicted_sql: str, gold_sql: str) -> Outcome:
-    """Whether both queries are the same text after normalising: for data without its tables."""
-    same = normalise(predicted_sql) == normalise(gold_sql)
+def _reason(result: Result) -> str | None:
+    return f"error: {result.message}" if result.problem == "error" else result.problem
+
+
+def match(predicted_sql: str, golds: Sequence[str]) -> Outcome:
+    """Whether a query is the same text as one of ``golds`` after normalising: for data without its tables."""
+    predicted = normalise(predicted_sql)
+    same = any(predicted == normalise(gold_sql) for gold_sql in golds)
     return Outcome(correct=same, reason=None if same else "query differs")
 
 
@@ -165,23 +193,6 @@ def _plain(value: Value) -> Value:
         rounded = float(f"{value:.9g}")
         return int(rounded) if rounded.is_integer() else rounded
     return value
-
-
-@contextmanager
-def _opened(database: Database) -> Iterator[sqlite3.Connection]:
-    if isinstance(database, sqlite3.Connection):
-        yield database
-        return
-    path = Path(database)
-    if not path.is_file():
-        raise UsageError(f"database {str(path)!r} does not exist", hint="give `database` the path of a SQLite file")
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-        connection.text_factory = lambda data: data.decode("utf-8", "replace")
-        try:
-            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-            yield connection
-        except sqlite3.DatabaseError as error:
-            raise UsageError(f"{str(path)!r} is not a SQLite database: {error}") from error
 
 
 @dataclass

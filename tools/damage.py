@@ -41,7 +41,8 @@ from muster.core.snapshots import MAX_SLOTS, SnapshotCopy, SnapshotNotIntact
 from muster.protocol.ranks import RankContext, Restore, ShardSource
 from muster.protocol.replicator_peers import ReadVersion, VersionFollows
 from muster.storage.store import open_store
-from muster.train.state.snapshot import Snapshots, restored
+from muster.train.state.snapshot import Snapshots
+from muster.train.state.snapshot_restore import restored
 from muster.transport.stream import Stream
 
 LAYOUT = Layout(dp_shard=2)

@@ -249,7 +249,7 @@ def _local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _from_memory(rank: _Rank, restore: Restore, tensors: Mapping[str, Tensor]) -> tuple[int, str, str]:
     """Collective: what one rank has read another may find damaged, so none goes on before all have what they need."""
     from muster.checkpoint import exchange
-    from muster.train.state.snapshot import restored
+    from muster.train.state.snapshot_restore import restored
 
     context = rank.context
     world_size = restore.layout.world_size

@@ -14,7 +14,7 @@ from muster.core.errors import CheckpointError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.protocol.ranks import RankContext, Restore  # noqa: E402
 from muster.train.distributed.process_groups import gloo_group  # noqa: E402
-from muster.train.state import snapshot  # noqa: E402
+from muster.train.state import snapshot_restore  # noqa: E402
 
 
 def rank_of(number, group):
@@ -34,7 +34,7 @@ def test_a_rank_whose_snapshot_is_damaged_stops_the_others(monkeypatch):
             raise CheckpointError("rotten")
         return {}
 
-    monkeypatch.setattr(snapshot, "restored", restored)
+    monkeypatch.setattr(snapshot_restore, "restored", restored)
     store = dist.HashStore()
 
     def restore(number):

@@ -62,6 +62,8 @@ class ForkServer:
         """Its rendezvous store for the next attempt; None while it is not connected."""
         self._peer: Connection | None = None
         self._pid: int | None = None
+        self._socket = str(identity.memory.path(SOCKET))
+        """Where it looks for an agent."""
         self._deaths = 0
         self._spawning: set[int] = set()
         """Local ranks whose standbys were ordered and have not registered yet."""
@@ -92,17 +94,27 @@ class ForkServer:
         environ = rank_environment.fork_server_environment(
             spec, identity.environ, cores=len(os.sched_getaffinity(0)), hosts_here=identity.hosts_here
         )
+        socket = str(identity.memory.path(SOCKET))
         child = identity.start_program(
             "forkserver", MODULE, "--run-dir", str(identity.run_dir), "--bind", identity.bind,
-            "--agent-socket", str(identity.memory.path(SOCKET)), "--beat-every-s", str(beat_every_s(spec.recovery)),
+            "--agent-socket", socket, "--beat-every-s", str(beat_every_s(spec.recovery)),
             env=environ,
         )  # fmt: skip
-        self._pid = child.pid
-        started = processes.look(child.pid)
+        self._pid, self._socket = child.pid, socket
+        self._record()
+        on_exit(self._hub, child.pid, lambda: self._on_exit(child))
+
+    def _record(self) -> None:
+        started = processes.look(self._pid) if self._pid is not None else None
         if started is not None:
             with contextlib.suppress(OSError):  # a full memory: a successor of this agent starts another one
-                identity.memory.replace(PID_FILE, f"{started.pid} {started.start_ticks}".encode())
-        on_exit(self._hub, child.pid, lambda: self._on_exit(child))
+                self._identity.memory.replace(PID_FILE, f"{started.pid} {started.start_ticks}".encode())
+
+    def on_memory_renewed(self) -> None:
+        """The host's memory folder was made anew. Under another name a fork server that knows it takes over."""
+        self._record()
+        if self._socket != str(self._identity.memory.path(SOCKET)):
+            self.shutdown()
 
     def _on_exit(self, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()

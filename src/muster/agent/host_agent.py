@@ -11,13 +11,13 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import replace
 
 from muster.agent.fork_server_process import ForkServer
 from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_event_log import HostLog, committed_event
 from muster.agent.host_home import HostHome
-from muster.agent.host_identity import SOCKET, HostIdentity
+from muster.agent.host_identity import HostIdentity
+from muster.agent.memory_watch import MemoryWatch, memory_lost
 from muster.agent.preemption import Preemption
 from muster.agent.programs import Programs
 from muster.agent.rank_pool import RankPool
@@ -29,7 +29,6 @@ from muster.agent.snapshot_store import SnapshotStore
 from muster.agent.supervisor_link import SupervisorLink
 from muster.agent.unsupervised_host import UnsupervisedHost
 from muster.agent.watchdog import parse_arguments
-from muster.config.spec import RunSpec
 from muster.core import environment, typed_json
 from muster.core.errors import MusterError
 from muster.protocol import to_agent, to_supervisor
@@ -38,7 +37,7 @@ from muster.protocol.fork_server import ForkServerHello
 from muster.protocol.hello import AgentHello, Refused
 from muster.protocol.rank_agent import HOST_GREETING, TO_RANK, HostGreeting, RankHello, StandbyHello, WarmUp
 from muster.protocol.replicator_orders import FlushOrder
-from muster.protocol.values import Address, CommandRanks
+from muster.protocol.values import Address, CommandRanks, RankEvent
 from muster.protocol.version import MINE, OtherVersion
 from muster.storage.home import open_home
 from muster.transport.connections import Connection, ConnectionPool
@@ -60,14 +59,20 @@ class HostAgent:
         """Set once this agent is to exit."""
         self.exit_code = 0
         self._refusal = ""
-        self._failure: to_supervisor.StartFailed | None = None
         self._contact_after = time.monotonic()
         self.hub = ConnectionPool(
             token=run_token(identity.run_dir),
             on_accept=lambda peer: peer.expect(reader_of(HOST_GREETING), self._on_hello),
             on_gone=self._on_disconnect,
         )
-        self.hub.listen(f"unix:{identity.memory.bind_address(SOCKET)}")
+        self.memory_watch = MemoryWatch(
+            identity=identity,
+            hub=self.hub,
+            on_renewed=self._on_memory_renewed,
+            on_unreachable=lambda: self.replicator.restart(),
+            on_note=lambda text: self.log.note(text),
+        )
+        self.memory_watch.listen()
         home = open_home(identity.run_dir)
         self.log = HostLog(home=home, run_id=identity.run_id, host=identity.host, pod=identity.pod)
         self.home = HostHome(home=home, hub=self.hub, on_note=self.log.note)
@@ -90,32 +95,33 @@ class HostAgent:
             is_ending=lambda: self.exit_reason is not None,
             on_flush=self._on_flush,
             on_moved=self._on_replicator_moved,
-            on_rejected=self._on_rejected,
+            on_rejected=lambda found: self.link.send(self.snapshots.rejected(found)),
             on_note=log.note,
         )
         self.snapshots = SnapshotStore(
-            memory=identity.memory.folder,
+            memory=lambda: identity.memory.folder,
             host=identity.host,
             takes_snapshots=self._takes_snapshots,
             copy_to=self.replicator.copy_to,
             fetch=self.replicator.fetch,
+            forget_fetches=self.replicator.forget_fetches,
         )
         self.programs = Programs(
             identity=identity,
             hub=hub,
             log=log,
-            spec=self._spec,
+            spec=lambda: self.spec,
             is_ending=lambda: self.exit_reason is not None,
             on_prepared=self._check_ready,
-            on_failure=self._on_failure,
+            on_failure=self.link.keep,
             on_notice=lambda source: self.preemption.on_notice(source),
         )
         self.fork_server = ForkServer(
             identity=identity,
             hub=hub,
-            spec=self._spec,
+            spec=lambda: self.spec,
             is_ending=lambda: self.exit_reason is not None,
-            on_failure=lambda reason: self._on_failure(to_supervisor.StartFailed(reason=reason)),
+            on_failure=lambda reason: self.link.keep(to_supervisor.StartFailed(reason=reason)),
             on_exited=lambda pid, code: self.pool.on_exit_code(pid, code),
             on_store=self.link.send,
         )
@@ -133,7 +139,7 @@ class HostAgent:
             identity=identity,
             hub=hub,
             log=log,
-            spec=self._spec,
+            spec=lambda: self.spec,
             send=self.link.send,
             is_supervised=lambda: self.link.connected,
             is_prepared=lambda: self.programs.prepared,
@@ -150,11 +156,11 @@ class HostAgent:
                 held=self.snapshots.held,
                 drop=self.snapshots.drop,
                 on_ready=self.replicator.copy,
-                on_step=self._on_step,
+                on_step=self.snapshots.on_step,
             ),
         )
         self.preemption = Preemption(
-            spec=self._spec,
+            spec=lambda: self.spec,
             has_ranks=lambda: bool(self.pool.workers),
             is_supervised=lambda: self.link.connected,
             send=self.link.send,
@@ -163,16 +169,13 @@ class HostAgent:
         )
         self.unsupervised = UnsupervisedHost(
             identity=identity,
-            spec=self._spec,
+            spec=lambda: self.spec,
             is_working=lambda: bool(self.pool.living()),
             held=self.snapshots.held,
             flush=lambda order: self.replicator.flush(order, fence=self._fence(), alone=True),
             on_note=log.note,
             on_exit=self.request_exit,
         )
-
-    def _spec(self) -> RunSpec:
-        return self.spec
 
     def _takes_snapshots(self) -> bool:
         return bool(self.spec.checkpoint.snapshot_every_steps)
@@ -197,6 +200,7 @@ class HostAgent:
         tick_s = min(0.25, self.spec.recovery.heartbeat_timeout_s / 4)
         while self.exit_reason is None:
             self.hub.run_once(tick_s)
+            self.memory_watch.watch()
             self.link.leave_deposed()
             if not self.link.connected:
                 self._find_supervisor()
@@ -226,8 +230,6 @@ class HostAgent:
             self.unsupervised.watch()
             return
         self.pool.on_reconnect()
-        if self._failure is not None:
-            self.link.send(self._failure)
         for report in self.pool.exits.values():
             self.link.send(report)
 
@@ -266,6 +268,7 @@ class HostAgent:
             self.newest_attempt = max(self.newest_attempt, message.attempt)
         match message:
             case to_agent.StartAttempt():
+                self.memory_watch.check()  # its state may be fetched into that folder
                 self.pool.start(message)
             case to_agent.EndAttempt():
                 self.pool.end(message)
@@ -290,7 +293,7 @@ class HostAgent:
     def _reload(self) -> None:
         """The run file changed. Fork server and standbys stay: they hold imports only."""
         self.spec = self.identity.read_spec()
-        self._failure = None
+        self.link.keep(None)
         self.programs.prepare_again()
 
     # ------------------------------------------------------------ messages of this host's processes
@@ -324,25 +327,20 @@ class HostAgent:
         """Whether the run began without this host."""
         return self.newest_attempt > 0 and self.pool.attempt == 0
 
-    def _on_step(self, attempt: int) -> None:
-        """The attempt takes steps: what was fetched for its start is not needed again."""
-        self.snapshots.on_step(attempt)
-        self.replicator.forget_fetches()
-
     def _on_replicator_moved(self, address: Address) -> None:
         if self._takes_snapshots():
             self.link.send(to_supervisor.ReplicatorAddress(memory=address))
 
-    def _on_rejected(self, found: to_supervisor.SnapshotsRejected) -> None:
-        """The replicator came upon copies that are not intact."""
-        copies = tuple(replace(copy, host=self.identity.host) for copy in found.copies)
-        self.snapshots.drop(copies)
-        self.link.send(replace(found, copies=copies))
+    def _on_memory_renewed(self, reason: str) -> None:
+        """The host's folder in memory is new and empty. Ranks make their rings in it by themselves."""
+        self.replicator.restart()
+        self.fork_server.on_memory_renewed()
+        self._tell(memory_lost(reason, attempt=self._fence()))
 
-    def _on_failure(self, failure: to_supervisor.StartFailed) -> None:
-        """A child could not start; a supervisor that connects later is told too."""
-        self._failure = failure
-        self.link.send(failure)
+    def _tell(self, event: RankEvent) -> None:
+        """Log an event of this host, and have it shown where the run is watched."""
+        self.log.write_rank(event)
+        self.link.send(event)
 
     def _on_disconnect(self, peer: Connection, _reason: str) -> None:
         if self.link.is_peer(peer):
@@ -363,9 +361,7 @@ class HostAgent:
     def _on_flush(self, answer: FlushAnswer, order: FlushOrder) -> None:
         """Forward the replicator's answer to where the order came from; an event once a checkpoint is committed."""
         if isinstance(answer, to_supervisor.FlushCommitted) and answer.failure is None:
-            event = committed_event(answer, directory=order.flush.uri, attempt=self._fence())
-            self.log.write_rank(event)
-            self.link.send(event)
+            self._tell(committed_event(answer, directory=order.flush.uri, attempt=self._fence()))
         elif isinstance(answer, to_supervisor.SnapshotsFlushed):
             self.snapshots.drop(answer.rejected)
         if order.alone:

@@ -84,6 +84,10 @@ class ReplicatorProcess:
         self._flushes: list[FlushOrder] = []
         """Without an answer yet, oldest first."""
         self._stopped_since: float | None = None
+        self._replaced: subprocess.Popen[bytes] | None = None
+        """Ended by ``restart``."""
+        self._listening = False
+        """The child has bound its sockets."""
 
     def start(self) -> None:
         """Start the first one and wait for its address."""
@@ -94,6 +98,12 @@ class ReplicatorProcess:
         while self.address is None and self._child is child and time.monotonic() < until:
             if select.select([child.stdout], [], [], 0.1)[0] and not self._read(child):
                 return
+
+    def restart(self) -> None:
+        """Its socket file is gone, or the whole memory folder: a successor listens there again."""
+        if self._child is not None and self._listening:
+            self._replaced, self._listening = self._child, False
+            self._child.kill()
 
     def _load_state(self) -> None:
         with contextlib.suppress(OSError, AccessError, Unreadable):
@@ -115,7 +125,7 @@ class ReplicatorProcess:
         assert child.stdin is not None and child.stdout is not None
         os.set_blocking(child.stdin.fileno(), False)
         os.set_blocking(child.stdout.fileno(), False)
-        self._child, self._started_s = child, time.monotonic()
+        self._child, self._started_s, self._listening = child, time.monotonic(), False
         self._incoming, self._stopped_since = b"", None
         self._outgoing.clear()
         self._hub.watch(child.stdout.fileno(), lambda: self._read(child))
@@ -209,7 +219,7 @@ class ReplicatorProcess:
 
     def _on_address(self, address: Address) -> None:
         is_restart = self._port != 0
-        self.address, self._port = address, address[1]
+        self.address, self._port, self._listening = address, address[1], True
         self._save_state()
         if not is_restart:
             return
@@ -263,6 +273,9 @@ class ReplicatorProcess:
         if self._child is not child or self._is_ending():
             return
         self._child = None
+        if child is self._replaced:
+            self._start()
+            return
         self._young_deaths = self._young_deaths + 1 if time.monotonic() - self._started_s < YOUNG_S else 1
         restart = self._young_deaths < YOUNG_DEATHS
         text = f"the replicator on {self._identity.host} died with code {code}"

@@ -14,6 +14,7 @@ from muster.core.snapshots import SnapshotCopy
 from muster.protocol.ranks import RankContext, ShardSource
 from muster.protocol.replicator_orders import CopyTo, FetchVersion
 from muster.protocol.to_agent import StartAttempt
+from muster.protocol.to_supervisor import SnapshotsRejected
 
 
 class SnapshotStore:
@@ -22,21 +23,27 @@ class SnapshotStore:
     def __init__(
         self,
         *,
-        memory: Path,
+        memory: Callable[[], Path],
         host: str,
         takes_snapshots: Callable[[], bool],
         copy_to: Callable[[CopyTo], None],
         fetch: Callable[[FetchVersion], None],
+        forget_fetches: Callable[[], None],
     ) -> None:
-        """``copy_to`` and ``fetch`` are the replicator's."""
-        self._memory, self._host = memory, host
-        self._takes_snapshots, self._copy_to, self._fetch = takes_snapshots, copy_to, fetch
+        """``memory``: the folder, which may be made anew. ``copy_to`` and what follows are the replicator's."""
+        self._folder, self._host = memory, host
+        self._takes_snapshots, self._copy_to = takes_snapshots, copy_to
+        self._fetch, self._forget_fetches = fetch, forget_fetches
         self._copies: CopyTo | None = None
         """Of the attempt here."""
         self._fetched_dropped = 0
         """Attempt that has taken a step, so that its fetched snapshots were dropped."""
         self._layouts_dropped = 0
         """Attempt that has snapshots of its own, so that those of other layouts were dropped."""
+
+    @property
+    def _memory(self) -> Path:
+        return self._folder()
 
     def held(self) -> tuple[SnapshotCopy, ...]:
         """Every whole version, a rank's own and the copies for other hosts."""
@@ -48,6 +55,12 @@ class SnapshotStore:
             with contextlib.suppress(CheckpointError):  # its ring is gone, or no ring any more: it is not listed
                 if copy.host == self._host:
                     self._drop(copy)
+
+    def rejected(self, found: SnapshotsRejected) -> SnapshotsRejected:
+        """The replicator came upon copies that are not intact: they are dropped. The same, for the supervisor."""
+        copies = tuple(replace(copy, host=self._host) for copy in found.copies)
+        self.drop(copies)
+        return replace(found, copies=copies)
 
     def _drop(self, copy: SnapshotCopy) -> None:
         ring = Ring.open(self._memory / ring_of(copy), writable=True)
@@ -100,6 +113,7 @@ class SnapshotStore:
         if self._fetched_dropped != attempt:
             self._fetched_dropped = attempt
             snapshot_cleanup.drop_fetched(self._memory)
+            self._forget_fetches()
         copies = self._copies
         if self._layouts_dropped == attempt or copies is None or not self._takes_snapshots():
             return

@@ -10,7 +10,7 @@ from muster.agent.host_identity import HostIdentity
 from muster.protocol.codec import reader_of
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_agent import TO_AGENT, ToAgent
-from muster.protocol.to_supervisor import FromAgent
+from muster.protocol.to_supervisor import FromAgent, StartFailed
 from muster.protocol.values import Address
 from muster.protocol.version import OtherVersion
 from muster.transport.connections import Connection, ConnectionPool
@@ -20,7 +20,7 @@ LEASE_CHECK_S = 1.0
 
 
 class SupervisorLink:
-    """At most one connection; nothing is kept for a supervisor that is absent: the next one's hello tells all."""
+    """At most one connection. For a supervisor that is absent a failed start alone is kept: a hello tells the rest."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class SupervisorLink:
         self._peer: Connection | None = None
         self._address: Address | None = None
         self._lease_check_s = 0.0
+        self._kept: StartFailed | None = None
 
     @property
     def connected(self) -> bool:
@@ -59,6 +60,12 @@ class SupervisorLink:
         if self._peer is not None:
             self._hub.send(self._peer, message)
 
+    def keep(self, failure: StartFailed | None) -> None:
+        """What this host cannot start: for the supervisor, and for each one that connects later. None: it is mended."""
+        self._kept = failure
+        if failure is not None:
+            self.send(failure)
+
     def connect(self) -> bool:
         """Try once to reach the holder of the lease, and greet it."""
         self._address = self.find_address()
@@ -70,6 +77,8 @@ class SupervisorLink:
             return False
         self._peer.expect(reader_of(TO_AGENT), lambda _, message: self._on_message(message))
         self.greet()
+        if self._kept is not None:
+            self.send(self._kept)
         return True
 
     def greet(self) -> None:

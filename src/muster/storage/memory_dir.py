@@ -6,6 +6,9 @@ the run's folder, which is its owner's alone::
 
     <run_dir>/memory/<host>.json     path, inode and boot: ``of_run`` and a restarted agent find the folder by it
 
+Whoever may write under the root may empty it under a run (a desktop's logout does: systemd's ``RemoveIPC``). The folder
+is then made anew under its own name, which the host's processes know, unless another user was quicker.
+
 Small files and sockets are opened through the folder's descriptor; rings by path, with ``O_NOFOLLOW``, in a folder that
 only its owner can enter. A link is never followed.
 """
@@ -58,16 +61,10 @@ class MemoryDir:
         root = environment.current().memory_root
         check_path_length(root, run_dir, run_id=run_id, host=host)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root_fd = _open_root(root)
-        try:
-            name = _make(root_fd, f"{prefix(run_dir, run_id)}-{host}")
-        finally:
-            os.close(root_fd)
-        result = cls.open(root / name)
-        place = _Place(path=str(result.folder), inode=os.fstat(result.fd).st_ino, boot_id=processes.boot_id())
-        with contextlib.suppress(OSError):  # a full disk must not prevent a start: a restarted agent then begins empty
-            _write_record(run_dir, host, place)
-        return result
+        while True:
+            folder = root / f"{prefix(run_dir, run_id)}-{host}-{secrets.token_hex(_SECRET_BYTES)}"
+            with contextlib.suppress(FileExistsError):
+                return cls._made(folder, run_dir, host)
 
     @classmethod
     def open(cls, folder: Path | str, *, inode: int | None = None) -> MemoryDir:
@@ -99,15 +96,63 @@ class MemoryDir:
 
     @classmethod
     def of_host(cls, run_dir: Path, *, run_id: str, host: str) -> MemoryDir:
-        """The recorded folder of ``host``, where a dead agent left it; else a new one. Raises as ``create``."""
+        """The recorded folder of ``host``, where a dead agent left it; else a new one, under the recorded name where
+        that is free: processes that outlived the agent look for its successor there. Raises as ``create``."""
         place = _read_record(_record_path(run_dir, host))
-        return (_reopened(place) if place is not None else None) or cls.create(run_dir, run_id=run_id, host=host)
+        if place is None:
+            return cls.create(run_dir, run_id=run_id, host=host)
+        return _reopened(place) or cls._made_again(Path(place.path), run_dir, run_id=run_id, host=host)
+
+    @classmethod
+    def recorded(cls, run_dir: Path, host: str) -> MemoryDir | None:
+        """The folder that the agent of ``host``, on this machine, recorded last; None where it is not there."""
+        place = _read_record(_record_path(run_dir, host))
+        return _reopened(place) if place is not None else None
 
     @classmethod
     def of_run(cls, run_dir: Path) -> dict[str, MemoryDir]:
         """Host -> its folder, for each that was made on this machine since it booted and is still there."""
         opened = {path.stem: _reopened(place) for path, place in _records(run_dir)}
         return {host: folder for host, folder in opened.items() if folder is not None}
+
+    def is_lost(self) -> bool:
+        """Whether what others look up under its path is not in it: it was deleted, or the name is another folder's."""
+        try:
+            there = os.stat(self.folder, follow_symlinks=False)
+        except OSError:
+            return True
+        return not os.path.samestat(there, os.fstat(self.fd))
+
+    def renew(self, run_dir: Path, *, run_id: str, host: str) -> None:
+        """Where it is lost: be a new, empty folder under the same path or, where that is taken, under a new name.
+
+        Raises:
+            OSError: none can be made now.
+            UsageError, AccessError: as ``create``.
+        """
+        made = self._made_again(self.folder, run_dir, run_id=run_id, host=host)
+        self.close()
+        made.close.detach()  # the descriptor is this object's
+        self.folder, self.fd = made.folder, made.fd
+        self.close = weakref.finalize(self, os.close, self.fd)
+
+    @classmethod
+    def _made_again(cls, folder: Path, run_dir: Path, *, run_id: str, host: str) -> MemoryDir:
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return cls._made(folder, run_dir, host)
+        except (OSError, UsageError):  # taken, or no longer to be had there
+            return cls.create(run_dir, run_id=run_id, host=host)
+
+    @classmethod
+    def _made(cls, folder: Path, run_dir: Path, host: str) -> MemoryDir:
+        """A new folder, recorded. Raises FileExistsError."""
+        _make(folder)
+        result = cls.open(folder)
+        place = _Place(path=str(folder), inode=os.fstat(result.fd).st_ino, boot_id=processes.boot_id())
+        with contextlib.suppress(OSError):  # a full disk must not prevent a start: a restarted agent then begins empty
+            _write_record(run_dir, host, place)
+        return result
 
     def remove(self) -> None:
         """Delete it and what is in it; absent is success. Nothing outside it is touched, whatever its path names now.
@@ -223,14 +268,13 @@ def _plain(name: str) -> str:
     return name
 
 
-def _make(root_fd: int, beginning: str) -> str:
-    while True:
-        name = f"{beginning}-{secrets.token_hex(_SECRET_BYTES)}"
-        try:
-            os.mkdir(name, 0o700, dir_fd=root_fd)
-        except FileExistsError:
-            continue
-        return name
+def _make(folder: Path) -> None:
+    """Make it, its owner's alone. Raises FileExistsError; UsageError: others could exchange it."""
+    root_fd = _open_root(folder.parent)
+    try:
+        os.mkdir(folder.name, 0o700, dir_fd=root_fd)
+    finally:
+        os.close(root_fd)
 
 
 def _open_root(root: Path) -> int:

@@ -103,6 +103,14 @@ class ConnectionPool:
         self._flush(peer)
         return peer
 
+    def leave_socket_files(self) -> None:
+        """Accept nothing more on socket files: they are deleted. Their connections stay."""
+        sockets = [key.fileobj for key in self.selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
+        for sock in sockets:
+            if sock.family == socket.AF_UNIX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                self.selector.unregister(sock)
+                sock.close()
+
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Call back when ``fd`` is readable (a pidfd, a pipe)."""
         self.selector.register(fd, selectors.EVENT_READ, lambda _: callback())

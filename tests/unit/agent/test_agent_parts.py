@@ -11,6 +11,7 @@ from muster.agent.fork_server_process import ForkServer
 from muster.agent.host_agent import HostAgent
 from muster.agent.host_home import HostHome
 from muster.agent.host_identity import HostIdentity
+from muster.agent.memory_watch import MemoryWatch
 from muster.agent.preemption import Preemption
 from muster.agent.programs import Programs
 from muster.agent.rank_pool import RankPool
@@ -25,6 +26,7 @@ PARTS = (
     ForkServer,
     HostAgent,
     HostHome,
+    MemoryWatch,
     Preemption,
     Programs,
     RankPool,

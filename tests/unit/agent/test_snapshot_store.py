@@ -21,7 +21,12 @@ def store(tmp_path):
             ring.commit(ring.begin(), step=step, attempt=2, rank=rank)
         ring.close()
     return SnapshotStore(
-        memory=tmp_path, host="host-0", takes_snapshots=lambda: True, copy_to=lambda _: None, fetch=lambda _: None
+        memory=lambda: tmp_path,
+        host="host-0",
+        takes_snapshots=lambda: True,
+        copy_to=lambda _: None,
+        fetch=lambda _: None,
+        forget_fetches=lambda: None,
     )
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -275,3 +276,58 @@ def test_in_a_container_of_an_ordinary_user_the_machines_folder_is_taken():
     if done.returncode == 77:
         pytest.skip("no user namespaces here")
     assert done.returncode == 0, done.stderr
+
+
+def emptied(memory):
+    shutil.rmtree(memory.folder)
+    assert memory.is_lost()
+
+
+def test_a_folder_that_was_deleted_is_made_anew_under_its_own_name(run_dir, memory):
+    assert not memory.is_lost()
+    before = memory.folder
+    emptied(memory)
+    memory.renew(run_dir, run_id="a-run", host="host-0")
+    assert memory.folder == before and not memory.is_lost()
+    assert before.stat().st_mode & 0o777 == 0o700
+    memory.replace("name", b"new")
+    assert (before / "name").read_bytes() == b"new"
+    found = MemoryDir.recorded(run_dir, "host-0")
+    assert found is not None and found.folder == before, "the new inode is recorded"
+    assert MemoryDir.of_host(run_dir, run_id="a-run", host="host-0").folder == before
+
+
+def test_a_name_that_somebody_took_meanwhile_is_left_to_them(run_dir, memory):
+    before = memory.folder
+    emptied(memory)
+    before.mkdir(mode=0o777)
+    assert memory.is_lost(), "another folder has the name"
+    memory.renew(run_dir, run_id="a-run", host="host-0")
+    assert memory.folder != before and not memory.is_lost()
+    found = MemoryDir.recorded(run_dir, "host-0")
+    assert found is not None and found.folder == memory.folder
+    memory.replace("name", b"new")
+    assert not list(before.iterdir())
+
+
+def test_a_restarted_agent_makes_a_deleted_folder_where_the_ranks_look_for_it(run_dir, memory):
+    emptied(memory)
+    assert MemoryDir.of_host(run_dir, run_id="a-run", host="host-0").folder == memory.folder
+
+
+def test_a_root_that_was_deleted_too_is_made_again(run_dir, root, monkeypatch):
+    monkeypatch.setenv("MUSTER_MEMORY_DIR", str(root / "ours"))
+    memory = MemoryDir.create(run_dir, run_id="a-run", host="host-0")
+    before = memory.folder
+    shutil.rmtree(root / "ours")
+    memory.renew(run_dir, run_id="a-run", host="host-0")
+    assert memory.folder == before and before.is_dir()
+
+
+def test_descriptors_of_lost_folders_are_closed(run_dir, memory):
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        emptied(memory)
+        memory.renew(run_dir, run_id="a-run", host="host-0")
+        memory.replace("name", b"new")
+    assert len(os.listdir("/proc/self/fd")) == open_before

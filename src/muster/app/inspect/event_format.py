@@ -217,6 +217,7 @@ _RENDER: Mapping[str, Callable[[Event], str]] = {
     checkpoints.FenceRebuilt.kind: lambda event: f"mended: {event.read(checkpoints.FenceRebuilt).reason}",
     checkpoints.SnapshotRejected.kind: _rejected_copy,
     checkpoints.CheckpointRestored.kind: _restored,
+    checkpoints.MemoryLost.kind: lambda event: f"{event.host}: {event.read(checkpoints.MemoryLost).reason}",
     hosts.HostLost.kind: lambda event: f"{event.host} is lost: {event.read(hosts.HostLost).evidence}",
     hosts.HostSetAside.kind: lambda event: (
         f"{event.host} cannot start and is set aside: {event.read(hosts.HostSetAside).reason}"

@@ -81,7 +81,17 @@ class CheckpointRemoved(Detail):
     uri: Annotated[str, "where"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryLost(Detail):
+    kind: ClassVar = "memory.lost"
+    doc: ClassVar = (
+        "A host's folder in memory was emptied from outside, with the snapshots in it: training goes on, the next ones "
+        "lie there again."
+    )
+    reason: Annotated[str, "what was found and done"]
+
+
 DETAILS: tuple[type[Detail], ...] = (
     CheckpointBegun, CheckpointCommitted, CheckpointFailed, CheckpointRejected, SnapshotRejected, CheckpointRestored,
-    CheckpointRemoved, FenceRebuilt,
+    CheckpointRemoved, FenceRebuilt, MemoryLost,
 )  # fmt: skip

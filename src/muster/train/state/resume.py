@@ -12,7 +12,7 @@ from muster.protocol.ranks import AgentClient, RankContext
 from muster.storage.store import open_store
 from muster.train.distributed.process_setup import World
 from muster.train.state.saving import Saves
-from muster.train.state.snapshot import restored
+from muster.train.state.snapshot_restore import restored
 from muster.train.state.training_state import TrainingState
 
 

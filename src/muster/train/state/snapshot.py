@@ -1,4 +1,4 @@
-"""A rank's in-memory snapshots: written after each step, read by the rank that takes its place.
+"""A rank's in-memory snapshots: written after each step, read (``snapshot_restore``) by the rank that takes its place.
 
 The bytes are in a ring on tmpfs (``checkpoint_format.snapshot_ring``) that outlives the process. The ring's header is a
 table of the tensors, each with its place in the global one (``checkpoint_format.shards``), so that a world of another
@@ -22,21 +22,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muster.checkpoint import shards
 from muster.checkpoint.pinned import pin_soon
-from muster.checkpoint_format.decoding import damage_as
-from muster.checkpoint_format.reader import Shard
 from muster.checkpoint_format.shards import Chunk, ShardHeader, encode_header
-from muster.checkpoint_format.snapshot_ring import NO_ROOM, NoRoom, Ring, Version, file_name, refusal
-from muster.core.errors import CheckpointError
-from muster.core.snapshots import COPIED_SLOTS, MAX_SLOTS, OWN_SLOTS, SnapshotNotIntact
+from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name
+from muster.core.errors import AccessError, CheckpointError, MusterError
+from muster.core.snapshots import COPIED_SLOTS, MAX_SLOTS, OWN_SLOTS
 from muster.core.typed_json import JsonObject
-from muster.protocol.held_snapshots import replica_peers
-from muster.protocol.ranks import RankContext, Restore, ShardSource
+from muster.protocol.ranks import RankContext, Restore
+from muster.storage.memory_dir import MemoryDir
 from muster.train.distributed.reduce import local
 
 _ALIGN = 64  # of each tensor in a slot: a cache line, any dtype
-_FETCH_TIMEOUT_S = 60.0
 #: A version of this size gets its checksum while the step waits (0.1 ms); a larger one in a thread.
 INLINE_BYTES = 512 << 10
 #: A copy that takes longer is reported.
@@ -84,20 +80,27 @@ class Snapshots:
         header = encode_header(
             ShardHeader(run_id=context.run_id, rank=-1, layout=context.layout, extra=extra or {}, tensors=self._chunks)
         )  # of any rank that holds these parts: a twin's ring becomes this rank's
+        self._context = context
+        self._make_ring = partial(Ring.create, header=header, slot_bytes=slot_bytes)
         path = own_path(context)
         self.no_room: NoRoom | None = None
         """Why this rank's snapshots are not copied."""
-        slots = COPIED_SLOTS if context.replicate_snapshots else OWN_SLOTS
         try:
-            self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes, slots=slots)
+            self._ring = self._make_ring(path, slots=COPIED_SLOTS if context.replicate_snapshots else OWN_SLOTS)
         except NoRoom as error:
             if not context.replicate_snapshots:
                 raise
             self.no_room = error
-            self._ring = Ring.create(path, header=header, slot_bytes=slot_bytes, slots=OWN_SLOTS)
+            self._ring = self._make_ring(path, slots=OWN_SLOTS)
+        self._path = path
+        self._inode: int | None = path.stat().st_ino
+        """None: the ring was deleted, and there is none in its place yet."""
+        self._no_room_reported = False
         self._attempt, self._rank = context.attempt, context.rank
         self._report = report if context.local_rank == 0 else lambda text: None
         self._delay_reported = False
+        self._ordered: Version | None = None
+        """What every rank's peer is to get now."""
         self._views: dict[int, dict[str, Tensor]] = {}
         self._copies = context.replicate_snapshots and self.no_room is None
         self._growth_failed = False
@@ -131,15 +134,18 @@ class Snapshots:
         """Copy; returns when the tensors may change again. A kill at any point leaves only complete versions.
 
         ``copies_arrived``: the ranks agreed that every peer holds the ordered version.
+        Where the host's memory was emptied, nothing is copied until its agent has made the folder anew.
         """
         self.settle()
         copy_next = copies_arrived and self._asked and self._copies
+        if self._is_ring_lost() and not self._renew_ring():
+            return
         if copy_next and self._ordered is not None:
             self._copied = self._ordered.step
             self._agree(self._ordered.step)
         slot = self._ring.begin(spare=self._protected())
         if slot not in self._views:
-            self._views[slot] = _views(self._ring, slot, self._chunks)
+            self._views[slot] = slot_tensors(self._ring, slot, self._chunks)
         views = self._views[slot]
         for name, tensor in local_tensors.items():
             views[name].copy_(tensor, non_blocking=True)
@@ -169,7 +175,35 @@ class Snapshots:
         if gpu is not None and self._pinned < self._ring.slots:
             new, self._pinned = range(self._pinned, self._ring.slots), self._ring.slots
             memory = [torch.frombuffer(self._ring.slot(slot), dtype=torch.uint8) for slot in new]
-            pin_soon(self, memory, gpu, purpose="memory for snapshots")
+            pin_soon(self._ring, memory, gpu, purpose="memory for snapshots")
+
+    def _is_ring_lost(self) -> bool:
+        """Whether nobody finds the ring under its path: what is written to it would die with this process."""
+        try:
+            return os.stat(self._path, follow_symlinks=False).st_ino != self._inode
+        except OSError:
+            return True
+
+    def _renew_ring(self) -> bool:
+        """Begin an empty ring in the host's folder in memory, once that is there again. False: not now."""
+        if self._inode is not None:
+            self._newest, self._ordered, self._inode = None, None, None
+            self._last = self._copied = -1
+            self._pinned, self._growth_failed = 0, False
+            self._views.clear()
+            del self._ring  # with its memory: the new one may need the room
+        try:
+            path = _memory_of(self._context) / self._path.name
+            self._ring = self._make_ring(path, slots=COPIED_SLOTS if self._copies else OWN_SLOTS)
+            self._path, self._inode = path, path.stat().st_ino
+        except (OSError, MusterError) as error:  # mostly: the agent has not made the folder yet
+            if isinstance(error, NoRoom) and not self._no_room_reported:
+                self._no_room_reported = True
+                self._report(f"{error}: training goes on without snapshots of rank {self._rank}")
+            return False
+        self._agree(-1)
+        self._order(None)
+        return True
 
     def release_if_empty(self) -> None:
         """No rank takes snapshots in this attempt: release the memory of an empty ring."""
@@ -234,6 +268,18 @@ class Snapshots:
         return next((spare for spare in choices if self._ring.next_slot(spare=spare) is not None), set())
 
 
+def _memory_of(context: RankContext) -> Path:
+    """The host's folder in memory, where it was or under the name that its agent recorded. Raises AccessError."""
+    assert context.snapshot_dir is not None
+    try:
+        return MemoryDir.open(context.snapshot_dir).folder
+    except AccessError:
+        moved = MemoryDir.recorded(Path(context.run_dir), context.host)
+        if moved is None:
+            raise
+        return moved.folder
+
+
 def _give_way() -> None:
     """Lower this thread's priority: woken, it does not take the core from the step; starved, the next step waits."""
     with contextlib.suppress(OSError):  # on Linux: of this thread only
@@ -269,7 +315,7 @@ def offsets_of(tensor: Tensor) -> list[int]:
     return [int(offset) for offset in offsets]
 
 
-def _views(ring: Ring, slot: int, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+def slot_tensors(ring: Ring, slot: int, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
     """Name -> tensor over the slot's bytes."""
     data = ring.slot(slot)
     tensors = {}
@@ -282,97 +328,3 @@ def _views(ring: Ring, slot: int, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
         flat = torch.frombuffer(data, dtype=dtype, count=count, offset=chunk.byte_offset)
         tensors[chunk.name] = flat.view(chunk.shape)
     return tensors
-
-
-def open_shard(
-    source: ShardSource, restore: Restore, *, run_id: str, verify: bool = True
-) -> tuple[Ring, tuple[Chunk, ...], int]:
-    """(ring, what is in a slot, slot) of the version to restore; waits for a file that is still being fetched.
-
-    ``verify``: compare its checksum, which reads all its bytes.
-
-    Raises:
-        SnapshotNotIntact: it did not arrive (the replicator reports a failed fetch at once), it is not in the file, its
-            checksum is wrong, or it is of another run, layout or rank. ``copies`` is ``source``'s.
-        CheckpointError: this host has no room for it.
-    """
-    path = Path(source.path)
-    try:
-        with damage_as(path.name):
-            ring, version = _wait_for(path, restore)
-            if verify:
-                ring.verify(version)
-            header = ring.shard_header()
-    except CheckpointError as error:
-        if NO_ROOM in str(error):  # here: nothing is wrong with the copy
-            raise
-        raise SnapshotNotIntact(str(error), copies=(source.copy,)) from error
-    took = {source.copy.rank, *replica_peers(restore.layout, source.copy.rank)}
-    if (header.run_id, header.layout) != (run_id, restore.layout) or version.rank not in took:
-        found = f"{header.layout.key} rank {version.rank} of run {header.run_id}"
-        raise SnapshotNotIntact(f"{path.name} is another snapshot: of {found}", copies=(source.copy,))
-    return ring, header.tensors, version.slot
-
-
-def _wait_for(path: Path, restore: Restore) -> tuple[Ring, Version]:
-    deadline = time.monotonic() + (_FETCH_TIMEOUT_S if path.name.startswith("fetched.") else 0.0)
-    while True:
-        waits = time.monotonic() < deadline
-        if path.exists() or not waits:
-            ring = Ring.open(path, writable=True)
-            version = ring.find(restore.step, restore.attempt)
-            if version is not None:
-                return ring, version
-        reason = refusal(path)
-        if reason is not None:
-            raise CheckpointError(f"{path.name} of step {restore.step} could not be fetched: {reason}")
-        if not waits:
-            raise CheckpointError(f"{path.name} does not hold step {restore.step} of attempt {restore.attempt}")
-        time.sleep(0.005)
-
-
-def restore_other_layout(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts of ``sharded`` (this rank's state), filled in place from the earlier world's shards.
-
-    Reads only the overlaps. With ``restore.share_verification`` each file is verified by one rank of the host, else all
-    are verified here. A rank may have read a damaged file before the one that verifies it raises: callers let the ranks
-    meet before a step is taken from this state.
-
-    Raises:
-        SnapshotNotIntact: a shard is missing or damaged, or the shards do not cover a tensor.
-    """
-    opened, sources = [], restore.sources
-    for number, (_, source) in enumerate(sorted(sources.items())):
-        ring, chunks, slot = open_shard(
-            source,
-            restore,
-            run_id=context.run_id,
-            verify=not restore.share_verification or number % context.local_world_size == context.local_rank,
-        )
-        held = tuple(chunk for chunk in chunks if chunk.bytes)
-        opened.append(Shard(held, partial(_slice, ring.slot(slot)), source.path))
-    try:
-        shards.restore(opened, {name: tensor for name, tensor in sharded.items() if tensor.numel()})
-    except CheckpointError as error:
-        text = f"the snapshots of step {restore.step} do not fit this state: {error}"
-        raise SnapshotNotIntact(text, copies=tuple(source.copy for source in sources.values())) from error
-    return {name: local(tensor) for name, tensor in sharded.items()}
-
-
-def _slice(data: memoryview, start: int, stop: int) -> memoryview:
-    return data[start:stop]
-
-
-def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """This rank's parts of the version that ``restore`` names, from whichever layout took it.
-
-    Where this one did, they are views into the ring, not copies. Raises SnapshotNotIntact.
-    """
-    source = restore.sources.get(context.rank)
-    if restore.layout != context.layout or source is None:
-        return restore_other_layout(context, restore, sharded)
-    ring, chunks, slot = open_shard(source, restore, run_id=context.run_id)
-    path = Path(source.path)
-    if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
-        os.rename(path, own_path(context))
-    return _views(ring, slot, chunks)

@@ -18,7 +18,8 @@ from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore, ShardSource
 from muster.protocol.replicator_peers import ReadVersion, VersionFollows
 from muster.train.state import snapshot
-from muster.train.state.snapshot import Snapshots, restored
+from muster.train.state.snapshot import Snapshots
+from muster.train.state.snapshot_restore import restored
 from muster.transport.stream import Stream
 
 STATE = {"model.w": torch.arange(12, dtype=torch.float32).view(3, 4), "optimizer.m.w": torch.ones(3, 4)}

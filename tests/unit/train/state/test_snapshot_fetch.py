@@ -13,7 +13,8 @@ from muster.checkpoint_format.snapshot_ring import Ring, file_name, forget_refus
 from muster.core.snapshots import SnapshotCopy, SnapshotNotIntact
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore, ShardSource
-from muster.train.state.snapshot import Snapshots, open_shard, restored
+from muster.train.state.snapshot import Snapshots
+from muster.train.state.snapshot_restore import open_shard, restored
 
 LAYOUT = Layout(dp_shard=2)
 WANTED = Restore(step=9, attempt=1, layout=LAYOUT)

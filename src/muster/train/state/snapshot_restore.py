@@ -1,0 +1,119 @@
+"""What a rank starts from: the snapshot of the rank whose place it takes, or slices of an earlier layout's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from muster.checkpoint import shards
+from muster.checkpoint_format.decoding import damage_as
+from muster.checkpoint_format.reader import Shard
+from muster.checkpoint_format.shards import Chunk
+from muster.checkpoint_format.snapshot_ring import NO_ROOM, Ring, Version, refusal
+from muster.core.errors import CheckpointError
+from muster.core.snapshots import SnapshotNotIntact
+from muster.protocol.held_snapshots import replica_peers
+from muster.protocol.ranks import RankContext, Restore, ShardSource
+from muster.train.distributed.reduce import local
+from muster.train.state.snapshot import own_path, slot_tensors
+
+_FETCH_TIMEOUT_S = 60.0
+
+
+def open_shard(
+    source: ShardSource, restore: Restore, *, run_id: str, verify: bool = True
+) -> tuple[Ring, tuple[Chunk, ...], int]:
+    """(ring, what is in a slot, slot) of the version to restore; waits for a file that is still being fetched.
+
+    ``verify``: compare its checksum, which reads all its bytes.
+
+    Raises:
+        SnapshotNotIntact: it did not arrive (the replicator reports a failed fetch at once), it is not in the file, its
+            checksum is wrong, or it is of another run, layout or rank. ``copies`` is ``source``'s.
+        CheckpointError: this host has no room for it.
+    """
+    path = Path(source.path)
+    try:
+        with damage_as(path.name):
+            ring, version = _wait_for(path, restore)
+            if verify:
+                ring.verify(version)
+            header = ring.shard_header()
+    except CheckpointError as error:
+        if NO_ROOM in str(error):  # here: nothing is wrong with the copy
+            raise
+        raise SnapshotNotIntact(str(error), copies=(source.copy,)) from error
+    took = {source.copy.rank, *replica_peers(restore.layout, source.copy.rank)}
+    if (header.run_id, header.layout) != (run_id, restore.layout) or version.rank not in took:
+        found = f"{header.layout.key} rank {version.rank} of run {header.run_id}"
+        raise SnapshotNotIntact(f"{path.name} is another snapshot: of {found}", copies=(source.copy,))
+    return ring, header.tensors, version.slot
+
+
+def _wait_for(path: Path, restore: Restore) -> tuple[Ring, Version]:
+    deadline = time.monotonic() + (_FETCH_TIMEOUT_S if path.name.startswith("fetched.") else 0.0)
+    while True:
+        waits = time.monotonic() < deadline
+        if path.exists() or not waits:
+            ring = Ring.open(path, writable=True)
+            version = ring.find(restore.step, restore.attempt)
+            if version is not None:
+                return ring, version
+        reason = refusal(path)
+        if reason is not None:
+            raise CheckpointError(f"{path.name} of step {restore.step} could not be fetched: {reason}")
+        if not waits:
+            raise CheckpointError(f"{path.name} does not hold step {restore.step} of attempt {restore.attempt}")
+        time.sleep(0.005)
+
+
+def restore_other_layout(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of ``sharded`` (this rank's state), filled in place from the earlier world's shards.
+
+    Reads only the overlaps. With ``restore.share_verification`` each file is verified by one rank of the host, else all
+    are verified here. A rank may have read a damaged file before the one that verifies it raises: callers let the ranks
+    meet before a step is taken from this state.
+
+    Raises:
+        SnapshotNotIntact: a shard is missing or damaged, or the shards do not cover a tensor.
+    """
+    opened, sources = [], restore.sources
+    for number, (_, source) in enumerate(sorted(sources.items())):
+        ring, chunks, slot = open_shard(
+            source,
+            restore,
+            run_id=context.run_id,
+            verify=not restore.share_verification or number % context.local_world_size == context.local_rank,
+        )
+        held = tuple(chunk for chunk in chunks if chunk.bytes)
+        opened.append(Shard(held, partial(_slice, ring.slot(slot)), source.path))
+    try:
+        shards.restore(opened, {name: tensor for name, tensor in sharded.items() if tensor.numel()})
+    except CheckpointError as error:
+        text = f"the snapshots of step {restore.step} do not fit this state: {error}"
+        raise SnapshotNotIntact(text, copies=tuple(source.copy for source in sources.values())) from error
+    return {name: local(tensor) for name, tensor in sharded.items()}
+
+
+def _slice(data: memoryview, start: int, stop: int) -> memoryview:
+    return data[start:stop]
+
+
+def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """This rank's parts of the version that ``restore`` names, from whichever layout took it.
+
+    Where this one did, they are views into the ring, not copies. Raises SnapshotNotIntact.
+    """
+    source = restore.sources.get(context.rank)
+    if restore.layout != context.layout or source is None:
+        return restore_other_layout(context, restore, sharded)
+    ring, chunks, slot = open_shard(source, restore, run_id=context.run_id)
+    path = Path(source.path)
+    if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
+        os.rename(path, own_path(context))
+    return slot_tensors(ring, slot, chunks)

@@ -7,6 +7,7 @@ from fakes.virtual_run import machine
 from muster.core.event_log import EventLog
 from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.home_sync import SupervisorHome
+from muster.supervise.process.journal import Journal
 from muster.supervise.process.limits import LimitsGuard, LimitsTimer
 from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.server import Supervisor
@@ -37,5 +38,12 @@ def idle_supervisor(folder, of):
     found.limits = LimitsTimer(LimitsGuard(limits=of.limits, grace_s=30.0), found.clock)
     found.home = SupervisorHome(folder)
     found.lease = SimpleNamespace(hold=lambda: None, repairs=[])
-    found.log = EventLog("r", folder / "events", "supervisor", 1)
+    found.journal = Journal(
+        log=EventLog("r", folder / "events", "supervisor", 1),
+        home=found.home,
+        limits=found.limits,
+        attempt=lambda: found.machine.state.attempt,
+        on_event=None,
+        notes=found._notes,
+    )
     return found

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from muster.app.inspect.status import status as status
     from muster.app.inspect.watch import watch as watch
     from muster.app.planning.plan import plan as plan
+    from muster.app.run.event_writer import Sink as Sink
     from muster.app.run.exec import execute as execute
     from muster.app.run.export import export as export
     from muster.app.run.recover import recover as recover
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from muster.core.errors import RunFileError as RunFileError
     from muster.core.errors import UsageError as UsageError
     from muster.core.events import Event as Event
+    from muster.core.processes import forgive_outputs as forgive_outputs
     from muster.core.redact import redact as redact
     from muster.report.run_view import RunView as RunView
     from muster.storage import run_registry
@@ -58,6 +60,7 @@ _EXPORTS = {
     "muster.app.inspect.status": ("all_runs", "status"),
     "muster.app.inspect.watch": ("watch",),
     "muster.app.planning.plan": ("plan",),
+    "muster.app.run.event_writer": ("Sink",),
     "muster.app.run.exec": ("execute",),
     "muster.app.run.export": ("export",),
     "muster.app.run.recover": ("recover",),
@@ -71,6 +74,7 @@ _EXPORTS = {
     "muster.config.spec": ("RunSpec",),
     "muster.core.errors": ("MusterError", "Problem", "RunFileError", "UsageError"),
     "muster.core.events": ("Event",),
+    "muster.core.processes": ("forgive_outputs",),
     "muster.core.redact": ("redact",),
     "muster.report.run_view": ("RunView",),
     "muster.storage.run_registry": ("RunDir", "find_run"),

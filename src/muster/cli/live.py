@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from muster.app import api
 from muster.app.api import Event, RunDir, RunSpec, RunView
 from muster.app.inspect.event_format import line, step_figures
 from muster.cli import output, tables
@@ -16,21 +18,52 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-class Display:
-    """Takes a run's events as they come. ``Display`` itself prints plain lines."""
+class Display(api.Sink):
+    """Takes a run's events as they come, in a thread of its own. ``Display`` itself prints plain lines."""
+
+    name = "stdout"
+    shows_run = True
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.summary = RunView()
+        self.run: RunDir | None = None
+        self.silent = False
+        """stdout takes no more."""
 
     def started(self, run: RunDir) -> None:
-        """The run has a folder and is about to start."""
-        output.info(f"run {run.run_id} in {run.path}")
+        """The run has a folder and is about to start. Prints nothing yet: it may be called from any thread."""
+        self.run = run
+
+    def open(self) -> None:
+        """Say which run this is, and how to leave it."""
+        if self.run is not None:
+            output.info(f"run {self.run.run_id} in {self.run.path}")
 
     def event(self, event: Event) -> None:
         """Show one event. Never raises for what it does not know."""
         self.summary.add(event)
+        if not self.silent:
+            self.show(event)
+
+    def show(self, event: Event) -> None:
+        """On stdout."""
         self.scroll(event)
+
+    def left_out(self, count: int) -> None:
+        """The terminal or the pipe took nothing for a while."""
+        if not self.silent:
+            self.print(f"({count} lines left out: muster events {self.run.run_id if self.run else 'last'} has all)")
+
+    def gone(self, why: str) -> bool:
+        """stderr still gets the verdict."""
+        if self.silent:
+            return False
+        self.silent = True
+        if self.run is not None:
+            run_id = self.run.run_id
+            output.info(f"{why}: the run goes on; muster logs -f {run_id} shows it, muster stop {run_id} ends it")
+        return True
 
     def scroll(self, event: Event) -> None:
         """Print the event's line, of steps every ``log_every_steps``-th and the last."""
@@ -53,12 +86,19 @@ class Display:
         return math.ceil(self.summary.data.sequences * training.epochs / training.global_batch_size)
 
     def close(self) -> None:
-        """Nothing is shown any more."""
+        """Nothing moves any more."""
+
+    def end(self, code: int | None) -> None:
+        """The run's last lines, and its verdict."""
+        if not self.silent:
+            self.close()
+        if self.run is not None and code is not None and (problem := self.finish(self.run)) is not None:
+            output.info(problem)
 
     def finish(self, run: RunDir) -> str | None:
         """Print before and after, and where things are; return what went wrong, if anything did."""
         result = self.summary
-        for text in tables.before_and_after(result):
+        for text in () if self.silent else tables.before_and_after(result):
             output.result(text)
         if result.outcome == "succeeded":
             output.info(f"done: {result.reason}")
@@ -74,15 +114,30 @@ class Display:
 
 
 class LiveDisplay(Display):
-    """The same on a terminal: events scroll, the step's numbers are below them."""
+    """The same on a terminal: events scroll, the step's numbers are below them.
+
+    ``progress`` must not refresh itself: its own thread would hold, in a terminal that is stopped, the lock that every
+    ``update`` takes.
+    """
+
+    tend_every_s = 0.2
 
     def __init__(self, spec: RunSpec, progress: Progress) -> None:
         super().__init__(spec)
         self.progress = progress
         self.task = progress.add_task("starting", total=None, numbers="")
+        self._drawn = 0.0
 
-    def event(self, event: Event) -> None:
-        self.summary.add(event)
+    def open(self) -> None:
+        super().open()
+        self.progress.start()
+
+    def tend(self) -> None:
+        if not self.silent:
+            self.progress.refresh()
+            self._drawn = time.monotonic()
+
+    def show(self, event: Event) -> None:
         if event.kind == "step" and event.step is not None:
             self.progress.update(
                 self.task,
@@ -91,6 +146,8 @@ class LiveDisplay(Display):
                 completed=event.step,
                 numbers="  ".join(step_figures(self.summary.numbers)),
             )
+            if time.monotonic() > self._drawn + self.tend_every_s:
+                self.tend()
             return
         sentence = {
             "host.allocated": "preparing data, importing torch",
@@ -109,14 +166,13 @@ class LiveDisplay(Display):
 
     def close(self) -> None:
         self.progress.remove_task(self.task)
+        self.progress.stop()
 
 
-@contextmanager
-def watching(spec: RunSpec) -> Iterator[Display]:
-    """A display for the length of a run, chosen by what stdout is."""
+def display_of(spec: RunSpec) -> Display:
+    """The display of a run, chosen by what stdout is."""
     if not sys.stdout.isatty():
-        yield Display(spec)
-        return
+        return Display(spec)
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -127,12 +183,7 @@ def watching(spec: RunSpec) -> Iterator[Display]:
         TextColumn("{task.fields[numbers]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, refresh_per_second=5) as progress:
-        display = LiveDisplay(spec, progress)
-        try:
-            yield display
-        finally:
-            display.close()
+    return LiveDisplay(spec, Progress(*columns, auto_refresh=False, redirect_stdout=False, redirect_stderr=False))
 
 
 @contextmanager

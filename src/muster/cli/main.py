@@ -104,7 +104,7 @@ def main() -> None:
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:  # nobody reads any more, or the disk is full
         _discard_stdout()
     sys.exit(code)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from muster.app import api
 from muster.cli import output
+
+if TYPE_CHECKING:
+    from muster.app.run.train import Ended
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
@@ -17,13 +23,15 @@ RUN = typer.Argument(..., metavar="RUN", help="A run's id (or its beginning), it
 
 
 def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES) -> None:
-    """Train on this machine and watch. Ctrl-C saves and ends the run; a second Ctrl-C ends it at once."""
-    from muster.cli.live import watching
+    """Train on this machine and watch. Ctrl-C saves and ends the run; a second Ctrl-C ends it at once.
+
+    A closed terminal ends nothing: muster stop does.
+    """
+    from muster.cli.live import display_of
 
     loaded = _load(run_file, overrides)
-    with watching(loaded.spec) as display:
-        ended = api.train(loaded, argv=["muster", *sys.argv[1:]], on_start=display.started, on_event=display.event)
-    _leave(display.finish(ended.run), ended.exit_code)
+    display = display_of(loaded.spec)
+    _leave(api.train(loaded, argv=["muster", *sys.argv[1:]], on_start=display.started, sinks=[display]))
 
 
 def submit(
@@ -71,11 +79,10 @@ def recover(
         output.info(f"hint: muster logs -f {result.run.run_id}")
         return
     from muster.app.inspect.status import spec_of
-    from muster.cli.live import watching
+    from muster.cli.live import display_of
 
-    with watching(spec_of(api.find_run(run))) as display:
-        ended = use_case.recover_here(run, overrides or [], argv=argv, on_start=display.started, on_event=display.event)
-    _leave(display.finish(ended.run), ended.exit_code)
+    display = display_of(spec_of(api.find_run(run)))
+    _leave(use_case.recover_here(run, overrides or [], argv=argv, on_start=display.started, sinks=[display]))
 
 
 def restart(run: str = RUN, overrides: list[str] = OVERRIDES) -> None:
@@ -162,9 +169,11 @@ def _load(run_file: str, overrides: list[str] | None) -> api.Loaded:
     return loaded
 
 
-def _leave(problem: str | None, code: int) -> None:
-    """Exit with the run's code, its verdict said."""
-    if problem:
-        output.info(problem)
-    if code:
-        raise typer.Exit(code)
+def _leave(ended: Ended) -> None:
+    """Exit with the run's code, whatever has become of the terminal."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if not ended.shown:
+        os._exit(ended.exit_code)
+    api.forgive_outputs()
+    if ended.exit_code:
+        raise typer.Exit(ended.exit_code)

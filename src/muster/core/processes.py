@@ -1,17 +1,24 @@
-"""Processes of this machine, read from ``/proc``: starting detached ones, finding them by label, ending them."""
+"""Processes of this machine, read from ``/proc``: starting detached ones, finding them by label, ending them; and
+what a process says.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from muster.core.errors import BackendError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 #: The label: in the environment of every process of a run, whatever its parent and session.
 RUN_ID = "MUSTER_RUN_ID"
@@ -78,6 +85,54 @@ def open_log(path: Path) -> BinaryIO:
     """``path`` for appending: made for this user alone, never a link. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o600), "ab")
+
+
+class _Forgiving(io.FileIO):
+    """Takes every byte. Those that the descriptor does not take are lost, which is said there once it takes some."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self._lost = 0
+        self._reason = ""
+
+    def write(self, data: Buffer, /) -> int:
+        left = given = bytes(data)
+        try:
+            if self._lost:  # on a line of its own: the one before it may be torn
+                self._write_all(f"\n({self._lost} bytes of output are lost: {self._reason})\n".encode())
+                self._lost = 0
+            while left:
+                left = left[os.write(self.fileno(), left) :]
+        except OSError as error:
+            self._lost, self._reason = self._lost + len(left), error.strerror or str(error)
+        return len(given)
+
+    def _write_all(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self.fileno(), data) :]
+
+
+def forgiving(fd: int, *, line_buffering: bool = True, write_through: bool = False) -> TextIO:
+    """Text to ``fd`` that never raises: a full disk or a closed terminal loses lines, not the process that says so."""
+    return io.TextIOWrapper(
+        _Forgiving(fd),
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=line_buffering,
+        write_through=write_through,
+    )
+
+
+def forgive_outputs(*names: str) -> None:
+    """Make ``sys.stdout`` and ``sys.stderr`` (or those named) ``forgiving``. First in a program's ``main``.
+
+    An interpreter that cannot flush them at its end exits with code 120, whatever the program's own.
+    """
+    for name in names or ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            found = forgiving(stream.fileno(), line_buffering=stream.line_buffering, write_through=stream.write_through)
+            setattr(sys, name, found)
 
 
 def _status(pid: int) -> list[str]:

@@ -257,7 +257,7 @@ def test_the_display_of_a_run_says_that_it_is_held_and_names_no_verb_that_cannot
         )
 
     own = RunSpec(name="own", command=["train.py"])
-    progress = Progress(console=Console(file=io.StringIO()))
+    progress = Progress(console=Console(file=io.StringIO()), auto_refresh=False)
     live = LiveDisplay(own, progress)
     for given, words in (
         (event("host.allocated", gpus=1, role="active"), "preparing data, importing torch"),

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from muster import backends
 from muster.app.inspect.status import job, spec_of
 from muster.app.run import submit, train
+from muster.app.run.event_writer import Sink
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
 from muster.app.run.train import Ended
 from muster.config import load
 from muster.core.errors import ConflictError, UsageError
-from muster.core.events import Event
 from muster.core.types import JobState
 from muster.policy.load import load_policy
 from muster.storage import run_registry
@@ -38,7 +38,7 @@ def recover_here(
     *,
     argv: Sequence[str] = (),
     on_start: Callable[[RunDir], None] | None = None,
-    on_event: Callable[[Event], None] | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Ended:
     """The same with the supervisor in the foreground.
 
@@ -52,7 +52,7 @@ def recover_here(
             f"--watch needs a supervisor in this terminal, which backend: {backend.name} does not have",
             hint=f"muster recover {run.run_id}, then muster watch {run.run_id}",
         )
-    return train.supervise(_intent(reference, overrides, argv), on_start=on_start, on_event=on_event)
+    return train.supervise(_intent(reference, overrides, argv), on_start=on_start, sinks=sinks)
 
 
 def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> Intent:

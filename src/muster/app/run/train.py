@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from muster import backends
 from muster.app.run import submit
+from muster.app.run.event_writer import EventWriter, Lines, Sink
 from muster.app.run.submit import Intent
 from muster.backends.protocols import Launcher
 from muster.config.load import Loaded
+from muster.core import processes
 from muster.core.errors import ConflictError, UsageError
-from muster.core.events import Event
 from muster.core.types import JobHandle
 from muster.storage.run_registry import RunDir
-from muster.supervise.process.server import Supervisor
+from muster.supervise.process.server import HANGUP, Supervisor
 
 #: What agents get to leave after the run has ended, before they are made to.
 LEAVE_S = 15.0
@@ -29,6 +32,8 @@ class Ended:
 
     run: RunDir
     exit_code: int
+    shown: bool = True
+    """False: a sink took nothing for a while, and its thread is stuck. Leave by ``os._exit``."""
 
 
 def train(
@@ -36,9 +41,11 @@ def train(
     *,
     argv: Sequence[str] = (),
     on_start: Callable[[RunDir], None] | None = None,
-    on_event: Callable[[Event], None] | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Ended:
     """Run to the end; Ctrl-C saves and leaves (130), SIGTERM too (75), a second one leaves at once.
+
+    A terminal that is closed (SIGHUP) ends nothing. ``sinks`` get the run's events, each in a thread of its own.
 
     Raises:
         UsageError: the run file names another back end.
@@ -53,25 +60,47 @@ def train(
     intent = submit.begin(loaded, argv=argv)
     if intent.running:
         raise ConflictError(f"{intent.run.run_id} is running already", hint=f"muster logs -f {intent.run.run_id}")
-    return supervise(intent, on_start=on_start, on_event=on_event)
+    return supervise(intent, on_start=on_start, sinks=sinks)
 
 
-def supervise(
-    intent: Intent, *, on_start: Callable[[RunDir], None] | None = None, on_event: Callable[[Event], None] | None = None
-) -> Ended:
+def supervise(intent: Intent, *, on_start: Callable[[RunDir], None] | None = None, sinks: Sequence[Sink] = ()) -> Ended:
     """Start everything of ``intent`` but the supervisor, be the supervisor, and leave nothing behind."""
     launcher = intent.launcher
     assert launcher.attach is not None, "capabilities.supervised_in_terminal"
     others = tuple(task for task in intent.request.tasks if task.name != "supervisor")
-    handle = submit.start(intent, dataclasses.replace(intent.request, tasks=others))
-    try:
-        launcher.attach(handle, task="supervisor", pid=os.getpid())
+    supervisor = Supervisor(run_dir=intent.run.path)
+    code = None
+    with _hangup(supervisor.detached):
+        handle = submit.start(intent, dataclasses.replace(intent.request, tasks=others))
         if on_start is not None:
             on_start(intent.run)
-        code = Supervisor(run_dir=intent.run.path, on_event=on_event).serve()
+        with processes.open_log(intent.run.logs / "supervisor.log") as log:
+            own_log = Lines(processes.forgiving(log.fileno()))
+            writer = EventWriter.of(supervisor, [own_log, *sinks])
+            try:
+                launcher.attach(handle, task="supervisor", pid=os.getpid())
+                code = supervisor.serve()
+            finally:
+                _clear(launcher, handle)
+                shown = writer.close(code)
+    return Ended(run=intent.run, exit_code=code, shown=shown)
+
+
+@contextlib.contextmanager
+def _hangup(tell: Callable[[str], None]) -> Iterator[None]:
+    """A closed terminal leaves agents their supervisor, before and after it serves too.
+
+    Programs that are started here do not inherit this: a handler that is a function ends with the program.
+    """
+    try:
+        before = signal.signal(signal.SIGHUP, lambda _number, _frame: tell(HANGUP))
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield
+        return
+    try:
+        yield
     finally:
-        _clear(launcher, handle)
-    return Ended(run=intent.run, exit_code=code)
+        signal.signal(signal.SIGHUP, before)
 
 
 def _clear(launcher: Launcher, handle: JobHandle) -> None:

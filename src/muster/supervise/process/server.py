@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.decisions import RETRY_S, Decisions
 from muster.supervise.process.handshake import ClientIdentity, health_of, identity_of, stop_of
 from muster.supervise.process.home_sync import SupervisorHome
+from muster.supervise.process.journal import Journal
 from muster.supervise.process.lease import LEASE_S, keeping
 from muster.supervise.process.limits import LimitsGuard, LimitsTimer
 from muster.supervise.process.liveness import HostLiveness
@@ -52,6 +54,7 @@ from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import run_token
 
 OFFSET_EVERY_S = 30.0
+HANGUP = "its terminal was closed (SIGHUP)"
 
 
 @dataclass
@@ -60,21 +63,24 @@ class Supervisor:
 
     run_dir: Path
     on_event: Callable[[Event], None] | None = None
+    """Must not block."""
     bind: str = "127.0.0.1"
     job: str = ""
     """The back end's name for the job that this process is part of."""
     ignore_term: bool = False
     """A scheduler signals every process of the job: the process that started us sends one message instead."""
     result: End | None = None
+    run_id: str = ""
     _pending: list[Input] = field(default_factory=list)
-    _log_trouble: str | None = None
-    """Why events could not be written."""
+    _notes: deque[str] = field(default_factory=deque)
+    _alone: bool = False
+    """Whoever looked on is gone."""
     _warned_timeout_s: float = 0.0
     """The shortest possible heartbeat timeout that was last logged."""
 
     def __post_init__(self) -> None:
         self.refusals = Refusals(
-            log=lambda who, reason: self._append("connection.refused", {"who": who, "reason": reason}),
+            log=lambda who, reason: self.journal.append("connection.refused", {"who": who, "reason": reason}),
             clock_ns=lambda: self.clock.monotonic_ns(),
         )
         self.decisions = Decisions(
@@ -82,7 +88,7 @@ class Supervisor:
             append=self._log_decided,
             sync=self._sync,
             act=self._act,
-            note=lambda text: self._append("run.message", {"text": text}),
+            note=lambda text: self.journal.say(text),
             clock_ns=lambda: self.clock.monotonic_ns(),
             doubt=lambda: self.lease.hold(),
         )
@@ -116,17 +122,24 @@ class Supervisor:
             state = rebuild_state(before, now_wall_ns=self.clock.wall_ns())
             self.limits.add(before)
         del before  # events of weeks
-        self.log = self.home.open_log(self.run_id)
         self.liveness = HostLiveness(timeout_s=spec.recovery.heartbeat_timeout_s)
         self.agents: dict[str, Connection] = {}
         self.watchdogs: dict[str, Connection] = {}
         self.clocks = ClockOffsets()
         settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
         self.machine = RecoveryStateMachine(settings=settings, policy=load_policy(spec.recovery.policy), state=state)
+        self.journal = Journal(
+            log=self.home.open_log(self.run_id),
+            home=self.home,
+            limits=self.limits,
+            attempt=lambda: self.machine.state.attempt,
+            on_event=self.on_event,
+            notes=self._notes,
+        )
         where: JsonObject = {"pid": os.getpid(), "address": f"{address[0]}:{address[1]}", **self.home.allocation}
-        self._append("supervisor.started", {"term": term, **where})
+        self.journal.append("supervisor.started", {"term": term, **where})
         for text in self.home.damage:
-            self._append("run.message", {"text": f"the run goes on without a part of its log: {text}"})
+            self.journal.say(f"the run goes on without a part of its log: {text}")
         self.home.start()
         try:
             with caught(self.pool, self._on_signal, leaving=self._leaving):
@@ -138,9 +151,19 @@ class Supervisor:
         finally:
             self.pool.shutdown()
             self.home.close()
-            self.log.close()
+            self.journal.log.close()
         assert self.result is not None
         return self.result.exit_code
+
+    def note(self, text: str) -> None:
+        """Log a message for people soon. From any thread, or a signal handler."""
+        self._notes.append(text)
+
+    def detached(self, why: str) -> None:
+        """Whoever looked on is gone: the run goes on, and its log says how to end it. From any thread; said once."""
+        if not self._alone:
+            self._alone = True
+            self.note(f"{why}: the run goes on; muster stop {self.run_id or self.run_dir} ends it")
 
     # ------------------------------------------------------------ the loop
 
@@ -154,7 +177,7 @@ class Supervisor:
             if now >= next_renewal:
                 wait_s = LEASE_S / 3 if self.lease.renew() else RETRY_S
                 next_renewal = now + int(wait_s * 1e9)
-            self._retry_log()
+            self.journal.tend()
             if now >= next_offset:
                 self._ping()
                 next_offset = now + int(OFFSET_EVERY_S * 1e9)
@@ -174,18 +197,8 @@ class Supervisor:
             self.home.report(self._status, self.machine.state.phase.name)
         self._shutdown()
 
-    def _retry_log(self) -> None:
-        """Events that could not be written wait in memory: try again, and log a message once they are written."""
-        if self.log.trouble is None:
-            return
-        self._log_trouble = self._log_trouble or self.log.trouble
-        if self.log.tend():
-            text = f"the event log could not be written for a while ({self._log_trouble}); it is complete again"
-            self._log_trouble = None
-            self._append("run.message", {"text": text})
-
     def _retry_ns(self, now: int) -> int:
-        return now + int((RETRY_S if self.log.trouble is not None else OFFSET_EVERY_S) * 1e9)
+        return now + int((RETRY_S if self.journal.log.trouble is not None else OFFSET_EVERY_S) * 1e9)
 
     def _next_limit(self) -> int | None:
         """When the run file's next limit is due, on our clock; once it is, the run is asked to save and stop."""
@@ -203,9 +216,11 @@ class Supervisor:
             while self.agents and time.monotonic() < until:
                 self.pool.run_once(0.1)
             heads = self.home.heads(self.run_id)
-        self._append("log.hash_heads", {"heads": {name: head for name, head in heads.items() if name != self.log.name}})
-        self._append("supervisor.ended", {"reason": self.result.outcome})
-        self.home.finish(self.log, self.result, self._status())
+        self.journal.tend()
+        others = {name: head for name, head in heads.items() if name != self.journal.log.name}
+        self.journal.append("log.hash_heads", {"heads": others})
+        self.journal.append("supervisor.ended", {"reason": self.result.outcome})
+        self.home.finish(self.journal.log, self.result, self._status())
 
     def _status(self) -> SupervisorStatus:
         """Of the run, and of its home where that holds it up."""
@@ -216,7 +231,13 @@ class Supervisor:
         return result if trouble is None else replace(result, reason=f"{result.reason}; not yet in its home: {trouble}")
 
     def _on_signal(self, number: int) -> None:
-        """Ctrl-C is the user's stop (130), SIGTERM a preemption (75); a second one leaves at once."""
+        """Ctrl-C is the user's stop (130), SIGTERM a preemption (75); a second one leaves at once.
+
+        A closed terminal (SIGHUP) ends nothing.
+        """
+        if number == signal.SIGHUP:
+            self.detached(HANGUP)
+            return
         if number == signal.SIGTERM and self.ignore_term:
             return
         code = 75 if number == signal.SIGTERM else 130
@@ -246,7 +267,7 @@ class Supervisor:
         """A deadline of the state machine, or of what waits for the home; what was wrong with the lease."""
         self.decisions.tend()
         while self.lease.repairs:
-            self._append("run.message", {"text": self.lease.repairs.pop(0)})
+            self.journal.say(self.lease.repairs.pop(0))
 
     def _greeting_reader(self) -> Callable[[bytes], Greeting | Refused]:
         return self.refusals.noting(greeting_reader(GREETING, me="the supervisor"), NEW)
@@ -284,7 +305,7 @@ class Supervisor:
             self._warned_timeout_s = least_s
             requested = f"heartbeat_timeout_s={self.liveness.timeout_s:g}"
             text = f"{requested} is below three heartbeat intervals of the running hosts; using {least_s:g} s"
-            self._append("run.message", {"text": text})
+            self.journal.say(text)
 
     def _from_agent(self, host: str, _peer: Connection, message: FromAgent) -> None:
         if isinstance(message, Pong):
@@ -296,9 +317,7 @@ class Supervisor:
             return
         if isinstance(message, RankEvent):
             event = Event(run_id=self.run_id, seq=-1, host=host, **vars(message))
-            self.home.add(event)
-            if self.on_event is not None:
-                self.on_event(event)
+            self.journal.show(event)
         self._handle(FromHost(host=host, message=message))
 
     def _from_client(self, peer: Connection, message: FromClient) -> None:
@@ -324,7 +343,7 @@ class Supervisor:
             spec = read_spec(self.run_dir)
             policy = load_policy(spec.recovery.policy)
         except (MusterError, ValueError, OSError) as error:
-            self._append("run.message", {"text": f"not restarted: {str(error)[:500]}"})
+            self.journal.say(f"not restarted: {str(error)[:500]}")
             return
         self.liveness.timeout_s = spec.recovery.heartbeat_timeout_s
         self._warned_timeout_s = 0.0
@@ -348,7 +367,7 @@ class Supervisor:
     # ------------------------------------------------------------ effects
 
     def _log_decided(self, effect: Log) -> None:
-        self._append(
+        self.journal.append(
             effect.kind, effect.detail, host=effect.host, rank=effect.rank, step=effect.step, phase=effect.phase
         )
 
@@ -361,28 +380,7 @@ class Supervisor:
             self.pool.send(peer, effect.message)
 
     def _sync(self, timeout_s: float) -> str | None:
-        return None if self.log.sync(timeout_s) else self.log.unsealed or "no answer"
-
-    def _append(
-        self,
-        kind: str,
-        detail: JsonObject,
-        *,
-        host: str | None = None,
-        rank: int | None = None,
-        step: int | None = None,
-        phase: str | None = None,
-    ) -> None:
-        attempt = self.machine.state.attempt
-        event = self.log.append(kind, detail=detail, attempt=attempt, host=host, rank=rank, step=step, phase=phase)
-        self.limits.add_now(event)
-        self.home.add(event)
-        if kind == "host.allocated" and len(self.limits.guard.unpriced) == 1:
-            name = self.limits.guard.unpriced[0]
-            text = f"limits.max_usd cannot be kept: the price of {name} is unknown (set resources.usd_per_host_hour)"
-            self._append("run.message", {"text": text})
-        if self.on_event is not None:
-            self.on_event(event)
+        return None if self.journal.log.sync(timeout_s) else self.journal.log.unsealed or "no answer"
 
     # ------------------------------------------------------------ clocks
 
@@ -394,4 +392,4 @@ class Supervisor:
         result = self.clocks.pong(message, now)
         if result is not None:
             host, offset = result
-            self._append("clock.offset", {"offset_ns": offset.offset_ns, "error_ns": offset.error_ns}, host=host)
+            self.journal.append("clock.offset", {"offset_ns": offset.offset_ns, "error_ns": offset.error_ns}, host=host)

@@ -65,17 +65,17 @@ class FullDisk:
 
 
 def test_a_full_disk_neither_ends_the_supervisor_nor_breaks_its_log(supervisor, tmp_path):
-    supervisor._append("run.message", {"text": "before"})
-    supervisor.log._file = disk = FullDisk(supervisor.log._file, 50)
+    supervisor.journal.say("before")
+    supervisor.journal.log._file = disk = FullDisk(supervisor.journal.log._file, 50)
     for number in range(5):
-        supervisor._append("run.message", {"text": f"full {number}"})
-        supervisor.log.sync()
-        supervisor._retry_log()
-    assert supervisor.log.trouble == "No space left on device"
+        supervisor.journal.say(f"full {number}")
+        supervisor.journal.log.sync()
+        supervisor.journal.tend()
+    assert supervisor.journal.log.trouble == "No space left on device"
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["before"], "a torn end is left out"
     assert check_directory(tmp_path / "events", run_id="r")["supervisor.1.jsonl"].problem is None
     disk.room = 10**6
-    supervisor._retry_log()
+    supervisor.journal.tend()
     texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
     assert texts[:6] == ["before", *(f"full {number}" for number in range(5))]
     assert "it is complete again" in texts[6] and "No space left" in texts[6]

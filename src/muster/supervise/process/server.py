@@ -115,7 +115,6 @@ class Supervisor:
             self.lease.give_back()
             self.pool.shutdown()
             return ended.exit_code
-        term = self.lease.term
         guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
         self.limits = LimitsTimer(guard, self.clock)
         with keeping(self.lease):
@@ -128,18 +127,7 @@ class Supervisor:
         self.clocks = ClockOffsets()
         settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
         self.machine = RecoveryStateMachine(settings=settings, policy=load_policy(spec.recovery.policy), state=state)
-        self.journal = Journal(
-            log=self.home.open_log(self.run_id),
-            home=self.home,
-            limits=self.limits,
-            attempt=lambda: self.machine.state.attempt,
-            on_event=self.on_event,
-            notes=self._notes,
-        )
-        where: JsonObject = {"pid": os.getpid(), "address": f"{address[0]}:{address[1]}", **self.home.allocation}
-        self.journal.append("supervisor.started", {"term": term, **where})
-        for text in self.home.damage:
-            self.journal.say(f"the run goes on without a part of its log: {text}")
+        self._begin_journal(f"{address[0]}:{address[1]}")
         self.home.start()
         try:
             with caught(self.pool, self._on_signal, leaving=self._leaving):
@@ -154,6 +142,20 @@ class Supervisor:
             self.journal.log.close()
         assert self.result is not None
         return self.result.exit_code
+
+    def _begin_journal(self, address: str) -> None:
+        self.journal = Journal(
+            log=self.home.open_log(self.run_id),
+            home=self.home,
+            limits=self.limits,
+            attempt=lambda: self.machine.state.attempt,
+            on_event=self.on_event,
+            notes=self._notes,
+        )
+        where: JsonObject = {"pid": os.getpid(), "address": address, **self.home.allocation}
+        self.journal.append("supervisor.started", {"term": self.lease.term, **where})
+        for text in self.home.damage:
+            self.journal.say(f"the run goes on without a part of its log: {text}")
 
     def note(self, text: str) -> None:
         """Log a message for people soon. From any thread, or a signal handler."""

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from muster.core.errors import RunFileError as RunFileError
     from muster.core.errors import UsageError as UsageError
     from muster.core.events import Event as Event
-    from muster.core.processes import forgive_outputs as forgive_outputs
     from muster.core.redact import redact as redact
     from muster.report.run_view import RunView as RunView
     from muster.storage import run_registry
@@ -74,7 +73,6 @@ _EXPORTS = {
     "muster.config.spec": ("RunSpec",),
     "muster.core.errors": ("MusterError", "Problem", "RunFileError", "UsageError"),
     "muster.core.events": ("Event",),
-    "muster.core.processes": ("forgive_outputs",),
     "muster.core.redact": ("redact",),
     "muster.report.run_view": ("RunView",),
     "muster.storage.run_registry": ("RunDir", "find_run"),

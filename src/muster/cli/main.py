@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TextIO, runtime_checkable
 
 import typer
 import typer.core
@@ -102,10 +102,11 @@ def version() -> None:
 def main() -> None:
     """Run ``sys.argv`` and exit."""
     code = run(sys.argv[1:])
-    try:
-        sys.stdout.flush()
-    except OSError:  # nobody reads any more, or the disk is full
-        _discard_stdout()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # nobody reads any more, or the disk is full: the code stays what it is
+            _discard(stream)
     sys.exit(code)
 
 
@@ -123,7 +124,7 @@ def run(argv: Sequence[str]) -> int:
         output.info("stopped")
         return 130
     except BrokenPipeError:  # `muster events | head`
-        _discard_stdout()
+        _discard(sys.stdout)
         return 141
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
@@ -162,9 +163,9 @@ def _unexpected(error: Exception) -> int:
     return 1
 
 
-def _discard_stdout() -> None:
+def _discard(stream: TextIO) -> None:
     """The reader has closed the pipe; what is still buffered must not raise at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -174,6 +174,5 @@ def _leave(ended: Ended) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not ended.shown:
         os._exit(ended.exit_code)
-    api.forgive_outputs()
     if ended.exit_code:
         raise typer.Exit(ended.exit_code)

@@ -38,6 +38,7 @@ TYPES = [
     "RunFileError",
     "RunSpec",
     "RunView",
+    "Sink",
     "Terminal",
     "UsageError",
     "redact",

@@ -16,7 +16,7 @@ def spec(**resources):
             "name": "test",
             "model": {"config": {}},
             "data": {"sources": [{"type": "random"}]},
-            "training": {"steps": 100},
+            "training": {"epochs": 1},  # each cluster says how many steps that is
             "resources": {"ranks_per_host": 1, **resources},
             "recovery": {"start_timeout_s": 60.0, **recovery},
         }

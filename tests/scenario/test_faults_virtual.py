@@ -269,7 +269,7 @@ def test_a_spare_that_cannot_start_is_set_aside():
 def test_a_bad_spare_at_the_start_does_not_stop_the_run_and_bad_data_does():
     spec = spec_of(hosts=2, spare_hosts=1)
     machine = machine_of(spec)
-    cluster = Cluster(machine=machine, names=["host-0", "host-1", "host-2"], total_steps=50)
+    cluster = Cluster(machine=machine, names=["host-0", "host-1", "host-2"], total_steps=100)
 
     def join_unready(name):
         cluster.give(HostUp(host=name, hello=AgentHello(version=MINE, host=name, pid=1)))

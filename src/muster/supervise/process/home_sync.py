@@ -11,7 +11,7 @@ from pathlib import Path
 
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError
-from muster.core.event_log import EventLog
+from muster.core.event_log import EventLog, in_words
 from muster.core.event_log.cadence import STATUS_LEAST_S, STATUS_S
 from muster.core.event_log.names import files_of, parts_pattern
 from muster.core.events import Event
@@ -79,6 +79,8 @@ class SupervisorHome:
             if not self.home.is_folder:
                 replay = self._end_earlier(run_id, replay)
             replay.read_new_events()
+            for text in in_words(replay.damaged):
+                self._damaged(text)
             events = replay.in_order()
             if not self.home.is_folder:
                 for event in events:

@@ -79,6 +79,8 @@ def _event(ctx: SupervisorContext, event: RankEvent) -> None:
         state.save_failed = str(event.detail.get("reason", ""))
     elif event.kind == "step" and event.attempt == state.attempt and event.step is not None:
         _step(ctx, event.step, event.detail)
+    elif event.kind == "checkpoint.restored" and event.attempt == state.attempt and event.step is not None:
+        state.advance(event.step)  # whose own event another life of the run has, or nobody
 
 
 def _step(ctx: SupervisorContext, step: int, detail: JsonObject) -> None:

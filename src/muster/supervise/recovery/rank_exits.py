@@ -32,6 +32,8 @@ def rank_exit(ctx: SupervisorContext, host: str, message: RankExit) -> None:
     if code == RESIZE_EXIT_CODE and phase.resize is not None:
         check_ranks_exited(ctx)
     elif code == 0:
+        if ctx.settings.spec.command is None:  # a loop of the user's own may leave in mid-step
+            state.advance(message.step)  # its event may be lost
         if len(exited) == len(state.ranks) and not any(exited.values()):
             finish_training(ctx)
     elif code in REQUESTED_EXIT_CODES:

@@ -121,13 +121,18 @@ class _Replay:
     """A stop that is not carried out yet."""
     waiting_since_ns: int | None = None
     detected: Event | None = None
+    newest_attempt: int = 0
+    """Of any event: the log may lack the beginning of that attempt."""
 
     def add(self, event: Event) -> None:
+        self.newest_attempt = max(self.newest_attempt, event.attempt)
         if event.kind in _FOLDS:
             _FOLDS[event.kind](self, event, event.wall_ns - self.now_ns)
 
     def result(self) -> State:
         state, phase = self.state, self.state.phase
+        if self.newest_attempt > state.attempt:  # its ranks are those before it, or nobody's, and are ended
+            state.attempt = self.newest_attempt if state.ranks else self.newest_attempt + 1
         known = isinstance(phase, Held | Draining | Waiting | Flushing) or bool(state.ranks)
         if known and not isinstance(phase, Held):
             state.phase = Adopting(found=phase, asked_before=self.asked)
@@ -231,8 +236,16 @@ class _Replay:
     # ------------------------------------------------------------ training
 
     def step(self, event: Event, _at_ns: int) -> None:
-        if event.step is not None and event.attempt == self.state.attempt:
+        if event.step is None or event.attempt < self.state.attempt:
+            return
+        if event.attempt == self.state.attempt:
             self.state.add_step(event.step, event.detail)
+        else:  # the log lacks the beginning of its attempt
+            self.state.advance(event.step)
+
+    def restored(self, event: Event, _at_ns: int) -> None:
+        if event.step is not None and event.attempt == self.state.attempt:
+            self.state.advance(event.step)
 
     def committed(self, event: Event, _at_ns: int) -> None:
         self.state.add_checkpoint(event.step, event.detail)
@@ -249,9 +262,7 @@ class _Replay:
         """Count it as the supervisor that logged it did."""
         detail, state = event.read(IncidentDetected), self.state
         self.detected = event
-        number = detail.incident_id[1:]
-        if number.isdigit():
-            state.next_incident = max(state.next_incident, int(number) + 1)
+        self._count_incident(detail.incident_id)
         if event.rank is not None:
             state.progress.blamed.add(event.rank)
             if isinstance(state.phase, Draining) and state.open is not None:
@@ -270,6 +281,9 @@ class _Replay:
 
     def decided(self, event: Event, at_ns: int) -> None:
         detail, state, detected = event.read(IncidentDecided), self.state, self.detected
+        self._count_incident(detail.incident_id)
+        if detected is not None and detected.read(IncidentDetected).incident_id != detail.incident_id:
+            detected = None  # the log lacks it
         state.skip_steps |= set(detail.skip_steps)
         if detail.action is Action.IGNORE:
             return
@@ -285,6 +299,11 @@ class _Replay:
         if isinstance(state.phase, Draining | Waiting) and detail.hosts is not None:
             needed = detail.wait_for if detail.action is Action.WAIT else state.phase.next.needed
             state.phase.next = self._next(detail.hosts, needed)
+
+    def _count_incident(self, incident_id: str) -> None:
+        """No number is used twice."""
+        if incident_id[1:].isdecimal():
+            self.state.next_incident = max(self.state.next_incident, int(incident_id[1:]) + 1)
 
     def resolved(self, _event: Event, _at_ns: int) -> None:
         self.state.open = None
@@ -345,6 +364,7 @@ _FOLDS: Mapping[str, Callable[[_Replay, Event, int], None]] = {
     "run.finished": _Replay.finished,
     "step": _Replay.step,
     "checkpoint.committed": _Replay.committed,
+    "checkpoint.restored": _Replay.restored,
     "checkpoint.failed": _Replay.not_saved,
     "snapshot.rejected": _Replay.snapshot_rejected,
     "incident.detected": _Replay.incident,

@@ -62,7 +62,7 @@ def replicated(hosts, replicas, shards, **resources):
             "name": "virtual",
             "model": {"config": {}},
             "data": {"sources": [{"type": "random"}]},
-            "training": {"steps": 200},
+            "training": {"epochs": 1},  # each cluster says how many steps that is
             "parallelism": {"dp_replicate": replicas, "dp_shard": shards},
             "resources": {"ranks_per_host": 1, "hosts": hosts, **resources},
             "recovery": {"start_timeout_s": 60.0, "max_restarts_without_progress": 20},

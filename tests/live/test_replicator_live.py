@@ -44,6 +44,7 @@ from muster.storage.memory_dir import MemoryDir  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 from muster.transport.connections import ConnectionPool  # noqa: E402
 from muster.transport.stream import REPLICATOR_SOCKET, Stream  # noqa: E402
+from muster.transport.stream_server import serve_streams  # noqa: E402
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 
@@ -368,9 +369,9 @@ def test_a_shard_whose_rank_has_died_is_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "BUSY_S", 0.05)
     words = (checkpoint_writer.listen_for_ranks(MemoryDir.open(tmp_path)), TOKEN, checkpoint_writer.write_shard_for)
     threading.Thread(
-        target=checkpoint_writer.serve_connections,
+        target=serve_streams,
         args=words,
-        kwargs={"decode": checkpoint_writer.decode_request, "peer": "a rank"},
+        kwargs={"decode": checkpoint_writer.decode_request, "peer": "a rank", "log": print},
         daemon=True,
     ).start()
     fd = os.memfd_create("share")

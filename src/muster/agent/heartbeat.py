@@ -18,6 +18,7 @@ from muster.protocol.lease import read_lease
 from muster.protocol.to_supervisor import Beat
 from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion
+from muster.transport.listening import HELLO_S
 from muster.transport.secure_session import Session
 
 
@@ -42,6 +43,8 @@ class HeartbeatSender:
     every_s: float
     _sock: socket.socket | None = field(default=None, init=False)
     _session: Session | None = field(default=None, init=False)
+    _proof_until_s: float = field(default=0.0, init=False)
+    """Who listens there has proved by then that it is this run's supervisor, or the connection is given up."""
 
     def send_until(self, fd: int) -> None:
         """Send heartbeats until ``fd`` (a pidfd) is readable."""
@@ -76,12 +79,16 @@ class HeartbeatSender:
             limit_ms = max(1000, int(self.every_s * 6000))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             self._session = Session(self.token, server=False)
+            self._proof_until_s = time.monotonic() + HELLO_S
             self._send(BeatHello(version=MINE, host=self.host, pid=os.getpid(), every_s=self.every_s))
         except OSError:
             self._drop()
 
     def _beat(self) -> None:
-        if self._sock is None:
+        if self._sock is None or self._session is None:
+            return
+        if not self._session.ready and time.monotonic() > self._proof_until_s:
+            self._drop()  # a dead supervisor's port may be anybody's by now
             return
         try:
             self._send(Beat())

@@ -25,6 +25,7 @@ from muster.core import environment
 from muster.protocol.hello import MAX_BEAT_S
 from muster.protocol.version import OtherVersion
 from muster.storage.home import open_home
+from muster.transport.listening import raise_soft_limit
 from muster.transport.secure_session import run_token
 
 #: Exit codes of an agent that has come to its own end.
@@ -34,6 +35,7 @@ GRACEFUL = (0, OtherVersion.exit_code, 75, 130)
 def main() -> None:
     """Run until the agent ends by itself (code 0) or cannot be started."""
     arguments = parse_arguments("run one host of a Muster run")
+    raise_soft_limit()  # of everything on this host: all of it is started from here
     run_dir = arguments.run_dir
     spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
     nice = os.getpriority(os.PRIO_PROCESS, 0)

@@ -10,6 +10,7 @@ from muster.app.run.event_writer import EventWriter, Lines
 from muster.core import environment, processes
 from muster.core.errors import MusterError
 from muster.supervise.process.server import Supervisor
+from muster.transport.listening import raise_soft_limit
 
 
 def main() -> None:
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--run-id", required=True)
     arguments = parser.parse_args()
+    raise_soft_limit()
     given = environment.current()  # the back end says where agents on other hosts can reach us
     supervisor = Supervisor(
         run_dir=arguments.run_dir, bind=given.bind, job=given.jobset, ignore_term=given.term_ignored

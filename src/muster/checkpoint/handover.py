@@ -13,8 +13,11 @@ from muster.protocol.handover import FROM_WRITER, WriteFailed, WriteShard, Writt
 from muster.protocol.replicator_peers import Go
 from muster.storage import uris
 from muster.transport.secure_session import run_token
-from muster.transport.stream import REPLICATOR_SOCKET, Stream
+from muster.transport.stream import REPLICATOR_SOCKET, TIMEOUT_S, Stream
 
+#: A replicator takes a share within this time, or the rank writes it itself. Writing then takes as long as it takes:
+#: the replicator says every two seconds that it is at it.
+TAKEN_S = 5.0
 _decode = reader_of(FROM_WRITER)
 
 
@@ -59,14 +62,15 @@ class Handover:
 
     def _ask(self, uri: str, preamble: bytes, fd: int, size: int) -> Written | WriteFailed:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(5.0)
+            sock.settimeout(TAKEN_S)
             sock.connect(self.address)
-            stream = Stream(sock, self.token, server=False, decode=_decode)
+            stream = Stream(sock, self.token, server=False, decode=_decode, timeout_s=TAKEN_S)
             stream.send(WriteShard(uri=uri, bytes=size, preamble_bytes=len(preamble)))
             if not isinstance(stream.receive(), Go):
                 raise ConnectionError("the replicator refused a share")
             stream.send_file(fd)
             stream.send_bytes(memoryview(preamble))
+            sock.settimeout(TIMEOUT_S)
             while not isinstance(answer := stream.receive(), Written | WriteFailed):
                 pass
             return answer

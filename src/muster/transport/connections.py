@@ -1,7 +1,7 @@
 """Sessions over sockets, in one selector loop: the only place where bytes meet the network.
 
 A ``ConnectionPool`` owns every connection of a process. It never blocks: what cannot be written now waits in a buffer,
-and a peer that does not read is dropped when the buffer passes a limit.
+and a peer that does not read is dropped when the buffer passes a limit. So is one that does not say in time who it is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,6 +18,7 @@ from typing import TypeVar
 from muster.core.errors import AccessError
 from muster.core.typed_json import Record, Unreadable
 from muster.protocol.codec import encode
+from muster.transport.listening import BACKLOG, HELLO_S, NO_ROOM, is_reserved, listen_on, off_reserve
 from muster.transport.secure_session import Session
 
 Message = TypeVar("Message")
@@ -24,6 +26,13 @@ Message = TypeVar("Message")
 BUFFER_LIMIT_BYTES = 64 * 1024 * 1024
 #: A connection whose data is unacknowledged for this long is closed (after a cut the kernel would retry for minutes).
 UNHEARD_MS = 10_000
+#: Accepted connections that have not proved the token, at most: the oldest goes for a new one. A flood of 1,000 a
+#: second still leaves each a quarter of a second, of which a true peer needs a round trip.
+STRANGERS = 256
+#: So many are accepted at once before those that are here already are served again.
+AT_ONCE = 32
+#: After an accept for which there was no room, none is tried for this long: the listener would stay readable.
+NO_ROOM_S = 0.1
 
 
 @dataclass(eq=False)
@@ -37,6 +46,8 @@ class Connection:
     pending: bytearray = field(default_factory=bytearray)
     identity: object = None
     """Who it is, as the owner knows it."""
+    accepted: bool = False
+    """The other end connected."""
     closed: bool = False
 
     def expect(self, decode: Callable[[bytes], Message], on_message: Callable[[Connection, Message], None]) -> None:
@@ -55,7 +66,8 @@ class ConnectionPool:
 
     ``on_accept(peer)``, ``on_gone(peer, reason)`` and what connections expect are called from ``run_once`` alone.
     ``on_accept`` and whoever connects say what is expected (``Connection.expect``). A frame that cannot be read ends
-    its connection, with the reason.
+    its connection, with the reason. Within ``hello_s`` an accepted connection proves that it knows the token, and
+    within as long again it says its first message; a server that we connect to proves it within ``hello_s``.
     """
 
     token: bytes
@@ -63,6 +75,13 @@ class ConnectionPool:
     on_accept: Callable[[Connection], None] = lambda peer: None
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     peers: set[Connection] = field(default_factory=set)
+    hello_s: float = HELLO_S
+    _strangers: dict[Connection, float] = field(default_factory=dict)
+    """Accepted and without a proof, oldest first: when each is given up, by the monotonic clock."""
+    _silent: dict[Connection, float] = field(default_factory=dict)
+    """The same of those that have proved the token and said nothing, and of servers that have not proved it."""
+    _resting: dict[socket.socket, float] = field(default_factory=dict)
+    """Listeners for whose connections there was no room, and when accepting is tried again."""
 
     def listen(self, address: str) -> tuple[str, int]:
         """Accept connections on any port; return the address bound. ``unix:PATH`` listens on a socket file."""
@@ -71,14 +90,11 @@ class ConnectionPool:
             server.bind(address.removeprefix("unix:"))
             bound = (address, 0)
         else:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            server = socket.socket(family, socket.SOCK_STREAM)
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((address, 0))
+            server = listen_on(address)
             bound = server.getsockname()[:2]
-        server.listen(256)
+        server.listen(BACKLOG)
         server.setblocking(False)
-        self.selector.register(server, selectors.EVENT_READ, lambda _: self._accept(server))
+        self._watch_listener(server)
         return bound
 
     def connect(self, address: str, port: int, *, timeout_s: float = 2.0) -> Connection:
@@ -92,14 +108,15 @@ class ConnectionPool:
         return self.adopt(sock, server=False)
 
     def adopt(self, sock: socket.socket, *, server: bool) -> Connection:
-        """Take a connected socket into the loop."""
+        """Take a connected socket into the loop. ``server``: the other end connected."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
-        peer = Connection(sock=sock, session=Session(self.token, server=server), read=_refuse)
-        self.peers.add(peer)
+        peer = Connection(sock=sock, session=Session(self.token, server=server), read=_refuse, accepted=server)
         self.selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(peer, mask))
+        self.peers.add(peer)
+        (self._strangers if server else self._silent)[peer] = time.monotonic() + self.hello_s
         self._flush(peer)
         return peer
 
@@ -155,14 +172,22 @@ class ConnectionPool:
         if not peer.closed:
             peer.closed = True
             self.peers.discard(peer)
+            self._strangers.pop(peer, None)
+            self._silent.pop(peer, None)
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(peer.sock)
             peer.sock.close()
 
     def run_once(self, timeout_s: float | None) -> None:
         """Wait at most ``timeout_s`` for something to happen and deal with all of it."""
+        due_s = [at for waiting in (self._strangers, self._silent, self._resting) for at in [*waiting.values()][:1]]
+        if due_s:
+            own_s = max(0.0, min(due_s) - time.monotonic())
+            timeout_s = own_s if timeout_s is None else min(timeout_s, own_s)
         for key, mask in self.selector.select(timeout_s):
             key.data(mask)
+        if due_s:
+            self._expire()
 
     def shutdown(self, *, flush_s: float = 1.0) -> None:
         """Write what is still queued (bounded), then close everything."""
@@ -174,15 +199,56 @@ class ConnectionPool:
         for key in list(self.selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
+        for server in self._resting:
+            server.close()
         self.selector.close()
 
+    def _watch_listener(self, server: socket.socket) -> None:
+        self.selector.register(server, selectors.EVENT_READ, lambda _: self._accept(server))
+
     def _accept(self, server: socket.socket) -> None:
-        try:
-            sock, _ = server.accept()
-            peer = self.adopt(sock, server=True)
-        except OSError:
-            return
-        self.on_accept(peer)
+        for _ in range(AT_ONCE):
+            try:
+                sock, _address = server.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # ECONNABORTED and the like: that one is gone, the next may be there
+                if error.errno in NO_ROOM:
+                    self._rest(server)
+                    return
+                continue
+            if is_reserved(sock.fileno()):
+                self._drop_oldest_stranger()
+            try:
+                peer = self.adopt(off_reserve(sock), server=True)
+            except OSError:  # it is gone, or there was no descriptor for it
+                sock.close()
+                continue
+            self.on_accept(peer)
+            if len(self._strangers) > STRANGERS:
+                self._drop_oldest_stranger()
+
+    def _rest(self, server: socket.socket) -> None:
+        """This process's own files have taken every descriptor: leave the listener alone for a moment."""
+        self.selector.unregister(server)
+        self._resting[server] = time.monotonic() + NO_ROOM_S
+
+    def _drop_oldest_stranger(self) -> None:
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None:
+            self._gone(oldest, "made way for a newer connection before it proved that it knows the run's token")
+
+    def _expire(self) -> None:
+        """Give up those that are silent for too long. What has come from them was read just before: a process that was
+        stopped blames nobody for its own pause."""
+        now = time.monotonic()
+        for waiting in (self._strangers, self._silent):
+            for peer in [peer for peer, until in waiting.items() if until <= now]:
+                lacking = "speak" if peer.session.ready else "prove that it knows the run's token"
+                self._gone(peer, f"did not {lacking} within {self.hello_s:g} s")
+        for server in [server for server, until in self._resting.items() if until <= now]:
+            del self._resting[server]
+            self._watch_listener(server)
 
     def _ready(self, peer: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -206,6 +272,8 @@ class ConnectionPool:
         except (AccessError, ValueError) as error:
             self._gone(peer, str(error))
             return
+        if peer.session.ready:
+            self._on_proof(peer)
         self._flush(peer)
         for frame in frames:
             if peer.closed:
@@ -215,7 +283,15 @@ class ConnectionPool:
             except Unreadable as error:
                 self._gone(peer, str(error))
                 return
+            self._silent.pop(peer, None)
             act()
+
+    def _on_proof(self, peer: Connection) -> None:
+        """It knows the token. A server need not speak; who connected has something to say."""
+        if not peer.accepted:
+            self._silent.pop(peer, None)
+        elif self._strangers.pop(peer, None) is not None:
+            self._silent[peer] = time.monotonic() + self.hello_s
 
     def _flush(self, peer: Connection) -> None:
         peer.pending += peer.session.outgoing()

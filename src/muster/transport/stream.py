@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from muster.core.typed_json import Record
 from muster.protocol.codec import encode
+from muster.transport.listening import HELLO_S
 from muster.transport.secure_session import Session
 
 Message = TypeVar("Message")
@@ -24,7 +26,10 @@ REPLICATOR_SOCKET = "replicator.sock"
 
 
 class Stream(Generic[Message]):
-    """One end. Making one exchanges the handshake. ``decode`` reads a frame (``protocol.codec.reader_of``).
+    """One end. Making one exchanges the handshake, in ``handshake_s`` altogether. ``decode`` reads a frame
+    (``protocol.codec.reader_of``).
+
+    ``handshake_s``: ``HELLO_S`` for a server, since anybody may connect; ``timeout_s`` for who connected.
 
     Raises (from every method):
         AccessError: the other end does not know the token.
@@ -40,15 +45,25 @@ class Stream(Generic[Message]):
         server: bool,
         decode: Callable[[bytes], Message],
         timeout_s: float = TIMEOUT_S,
+        handshake_s: float | None = None,
     ) -> None:
-        sock.settimeout(timeout_s)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.session = sock, Session(token, server=server)
         self._decode = decode
         self._queued: list[bytes] = []
+        self._shake_hands((HELLO_S if server else timeout_s) if handshake_s is None else handshake_s)
+        sock.settimeout(timeout_s)
+
+    def _shake_hands(self, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        self.sock.settimeout(limit_s)
         self._flush()
         while not self.session.ready:
+            left_s = until - time.monotonic()
+            if left_s <= 0:  # a byte now and then buys no more time
+                raise TimeoutError(f"the other end did not prove within {limit_s:g} s that it knows the run's token")
+            self.sock.settimeout(left_s)
             self._pump()
 
     def send(self, message: Record) -> None:

@@ -17,8 +17,6 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from typing import TypeVar
 
 from muster.checkpoint_format.shard_file import write_shard
 from muster.core.errors import MusterError
@@ -26,42 +24,19 @@ from muster.protocol.codec import reader_of
 from muster.protocol.handover import TO_WRITER, Busy, WriteFailed, WriteShard, Written
 from muster.protocol.replicator_peers import Go
 from muster.storage.memory_dir import MemoryDir
+from muster.transport.listening import BACKLOG
 from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
 #: How often a rank is told that its shard is still being written.
 BUSY_S = 2.0
-_Message = TypeVar("_Message")
 
 
 def listen_for_ranks(memory: MemoryDir) -> socket.socket:
     """The socket; each of its connections is for ``write_shard_for``."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(memory.bind_address(REPLICATOR_SOCKET))
-    listener.listen(64)
+    listener.listen(BACKLOG)
     return listener
-
-
-def serve_connections(
-    listener: socket.socket,
-    token: bytes,
-    talk: Callable[[Stream[_Message]], None],
-    *,
-    decode: Callable[[bytes], _Message],
-    peer: str,
-) -> None:
-    """Never returns; each connection has a thread in which ``talk`` uses it until it returns or raises."""
-
-    def answer(sock: socket.socket) -> None:
-        try:
-            with sock:
-                talk(Stream(sock, token, server=True, decode=decode))
-        except (OSError, MusterError, ValueError) as error:
-            if not isinstance(error, ConnectionError):
-                log_error(f"answering {peer}: {error}")
-
-    while True:
-        sock, _ = listener.accept()
-        threading.Thread(target=answer, args=(sock,), daemon=True).start()
 
 
 def log_error(text: str) -> None:

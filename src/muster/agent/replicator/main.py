@@ -26,7 +26,6 @@ from muster.agent.replicator.checkpoint_writer import (
     decode_request,
     listen_for_ranks,
     log_error,
-    serve_connections,
     write_shard_for,
 )
 from muster.agent.replicator.memory_flush import commit_flushed, flush
@@ -55,7 +54,9 @@ from muster.protocol.to_agent import FlushSnapshots
 from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed, SnapshotsRejected
 from muster.protocol.version import MINE, incompatible
 from muster.storage.memory_dir import MemoryDir
+from muster.transport.listening import listen_on, raise_soft_limit
 from muster.transport.secure_session import run_token
+from muster.transport.stream_server import serve_streams
 
 #: A dead agent's replicator ends when its stdin closes; then its port is free.
 PREDECESSOR_S = 1.0
@@ -79,7 +80,7 @@ class Replicator:
         self._flushing = threading.Lock()
 
     def serve(self) -> None:
-        serve_connections(self.listener, self.token, self._talk, decode=decode_peer, peer="a peer")
+        serve_streams(self.listener, self.token, self._talk, decode=decode_peer, peer="a peer", log=log_error)
 
     def _talk(self, stream: PeerStream) -> None:
         hello = stream.receive()
@@ -226,12 +227,12 @@ def _listen(bind: str, port: int) -> socket.socket:
     until = time.monotonic() + PREDECESSOR_S
     while port:
         try:
-            return socket.create_server((bind, port), backlog=64)
+            return listen_on(bind, port)
         except OSError:
             if time.monotonic() > until:
                 break
             time.sleep(0.02)
-    return socket.create_server((bind, 0), backlog=64)
+    return listen_on(bind)
 
 
 def main() -> None:
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--bind", required=True)
     parser.add_argument("--port", type=int, default=0, help="a dead predecessor's")
     arguments = parser.parse_args()
+    raise_soft_limit()
     # Not the watchdog's niceness: copies must not slow the ranks.
     os.setpriority(os.PRIO_PROCESS, 0, environment.current().nice)
     token = run_token(arguments.run_dir)
@@ -250,7 +252,7 @@ def main() -> None:
     replicator.send(ListenAddress(address=replicator.address))
 
     def serve_ranks() -> None:
-        serve_connections(ranks, token, write_shard_for, decode=decode_request, peer="a rank")
+        serve_streams(ranks, token, write_shard_for, decode=decode_request, peer="a rank", log=log_error)
 
     for target in (replicator.serve, serve_ranks):
         threading.Thread(target=target, daemon=True).start()

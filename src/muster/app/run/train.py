@@ -21,6 +21,7 @@ from muster.core.errors import ConflictError, UsageError
 from muster.core.types import JobHandle
 from muster.storage.run_registry import RunDir
 from muster.supervise.process.server import HANGUP, Supervisor
+from muster.transport.listening import raise_soft_limit
 
 #: What agents get to leave after the run has ended, before they are made to.
 LEAVE_S = 15.0
@@ -68,6 +69,7 @@ def supervise(intent: Intent, *, on_start: Callable[[RunDir], None] | None = Non
     launcher = intent.launcher
     assert launcher.attach is not None, "capabilities.supervised_in_terminal"
     others = tuple(task for task in intent.request.tasks if task.name != "supervisor")
+    raise_soft_limit()
     supervisor = Supervisor(run_dir=intent.run.path)
     code = None
     with _hangup(supervisor.detached):

@@ -1,0 +1,55 @@
+"""A watchdog's heartbeat goes to the run's supervisor, and to no other program that has its port."""
+
+import os
+import socket
+import threading
+
+from waiting import eventually
+
+from muster.agent import heartbeat
+from muster.agent.heartbeat import HeartbeatSender
+from muster.core.typed_json import encode
+from muster.protocol.codec import reader_of
+from muster.protocol.hello import BeatHello
+from muster.protocol.lease import LeaseRecord
+from muster.protocol.to_supervisor import GREETING
+from muster.protocol.version import MINE
+from muster.transport.connections import ConnectionPool
+
+TOKEN = b"k" * 32
+
+
+def write_lease(folder, address):
+    record = LeaseRecord(
+        version=MINE, term=1, address=address, pid=1, machine="there", boot_id="", expires_wall_ns=1, expires_mono_ns=1
+    )
+    (folder / "lease.json").write_bytes(encode(record))
+
+
+def test_a_stranger_on_a_dead_supervisors_port_does_not_keep_the_heartbeat(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "HELLO_S", 0.3)
+    heard, read, write = [], *os.pipe()
+    pool = ConnectionPool(
+        token=TOKEN,
+        on_accept=lambda peer: peer.expect(reader_of(GREETING), lambda peer, hello: heard.append(hello)),
+        on_gone=lambda *_: None,
+    )
+    sender = HeartbeatSender(run_dir=tmp_path, host="host-0", token=TOKEN, every_s=0.05)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        write_lease(tmp_path, stranger.getsockname())
+        thread = threading.Thread(target=sender.send_until, args=(read,))
+        thread.start()
+        kept, _ = stranger.accept()
+        write_lease(tmp_path, pool.listen("127.0.0.1"))
+
+        def says_hello():
+            pool.run_once(0.05)
+            return heard
+
+        eventually(says_hello)
+        kept.close()
+    os.close(write)
+    thread.join()
+    os.close(read)
+    pool.shutdown()
+    assert isinstance(heard[0], BeatHello) and heard[0].host == "host-0"

@@ -197,7 +197,7 @@ def test_a_row_that_does_not_fit_is_named_from_a_worker_too(tmp_path):
             file.write(json.dumps({"prompt": "a", "completion": "b" if number != 35_000 else None}) + "\n")
     bpe = {"config": {"vocab_size": 2048}, "tokenizer": present("tokenizers", "bpe2k")}
     spec = spec_of([{"type": "file", "path": str(tmp_path / "rows.jsonl")}], tmp_path / "cache", model=bpe, workers=2)
-    with pytest.raises(UsageError, match="row 35001: column 'completion' must be text, got NoneType"):
+    with pytest.raises(UsageError, match=r":35001: column 'completion' must be text, got NoneType"):
         prepare(spec, run_dir=tmp_path / "run")
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -142,7 +142,15 @@ CASES: dict[str, tuple[dict[str, str], list[str], int, str]] = {
     "an empty file": ({"rows.jsonl": ""}, [*DATA, file_source("rows.jsonl")], 2, "has no rows"),
     "not JSON": ({"rows.jsonl": "{oops\n"}, [*DATA, file_source("rows.jsonl")], 2, "rows.jsonl"),
     "no such column": (
-        {"rows.jsonl": rows({"question": "a"})}, [*DATA, file_source("rows.jsonl")], 2, "question"
+        {"rows.jsonl": rows({"question": "a"})}, [*DATA, file_source("rows.jsonl")], 2, "rows.jsonl:1: no known format",
+    ),
+    "half a character": (
+        {"rows.jsonl": rows({"text": "a"}, {"text": "\ud800"})}, [*DATA, file_source("rows.jsonl")], 2,
+        "rows.jsonl:2: half a character",
+    ),
+    "a key twice": (
+        {"rows.jsonl": '{"text": "a", "text": "b"}\n'}, [*DATA, file_source("rows.jsonl")], 2,
+        "rows.jsonl:1: key 'text' occurs twice",
     ),
     "a template's column": (
         {"rows.jsonl": rows({"question": "a"})},

@@ -12,16 +12,15 @@ import numpy as np
 
 from muster.config.spec import Data, RunSpec
 from muster.core.errors import UsageError
-from muster.core.typed_json import Json, JsonObject, text
+from muster.core.typed_json import Json, JsonObject
 from muster.data import collect_questions, mixture
 from muster.data.arrays import Bytes, Int32s, Int64s
-from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages
+from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages, row_text
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order
 from muster.data.sequences import write_store
 from muster.data.source_type import OpenedSource, TokenRows
-from muster.data.task import Row
-from muster.data.tokenise import Recipe, Tokens, tokenise
+from muster.data.tokenise import Recipe, RowError, Tokens, tokenise
 from muster.data.tokenizer import Encoder, check_vocabulary
 
 Progress = Callable[[str, int, int], None]
@@ -89,14 +88,23 @@ def build(
 def training_texts(opened: OpenedSource) -> Iterator[str]:
     """A source's text for training a tokenizer. Prompts and completions come apart, as they will be tokenised."""
     format: Format | None = None
-    for row in opened.rows():
-        format = format or choose_format(opened.section, [name for name in row if not name.startswith("_")])
-        if format == "text":
-            yield text(row, "text")
-        elif format == "chat":
-            yield from (str(message["content"]) for message in row_messages(row))
-        else:
-            yield from prompt_and_completion(row, opened.section.template)
+    for index, row in enumerate(opened.rows()):
+        try:
+            format = format or choose_format(opened.section, [name for name in row if not name.startswith("_")])
+            if format == "text":
+                texts = [row_text(row)]
+            elif format == "chat":
+                texts = [str(message["content"]) for message in row_messages(row)]
+            else:
+                texts = [*prompt_and_completion(row, opened.section.template)]
+        except UsageError as error:
+            raise located(opened, error, index) from error
+        yield from texts
+
+
+def located(opened: OpenedSource, error: UsageError, index: int, heldout: bool = False) -> UsageError:
+    """``error`` of a row, with where that row stands."""
+    return UsageError(f"{opened.locate(index, heldout)}: {error}", hint=error.hint)
 
 
 class _Spool:
@@ -136,7 +144,10 @@ def _format(opened: OpenedSource, data: Data) -> Format | None:
     first = next(opened.rows(), None)
     if first is None:
         raise UsageError(f"data source {opened.label} has no rows", hint="check its path, split and limit")
-    format = choose_format(opened.section, [name for name in first if not name.startswith("_")])
+    try:
+        format = choose_format(opened.section, [name for name in first if not name.startswith("_")])
+    except UsageError as error:
+        raise located(opened, error, 0) from error
     if data.on_overlong == "split" and format != "text":
         raise UsageError(
             f"data.on_overlong: split is for plain text, but {opened.label} is {format}", hint="use drop or truncate"
@@ -148,32 +159,40 @@ def _source(
     opened: OpenedSource, recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress
 ) -> tuple[tuple[_Part, _Part], Int64s | None]:
     """Tokenise one source: (train, held out) and the numbers of training rows held out (None: it has its own)."""
-    train = _part(opened.rows(), recipe, data, spool, length, progress, opened.expected_rows or 0)
+    train = _part(opened, False, recipe, data, spool, length, progress)
     if not len(train.documents):
         _refuse_empty(opened.label, train, length)
     if opened.heldout_rows is not None:
-        held = _part(opened.heldout_rows(), recipe, data, spool, length, progress, 0)
+        held = _part(opened, True, recipe, data, spool, length, progress)
         return (train, held), None
     kept, out, rows = mixture.hold_out(train.documents, data.heldout_fraction)
     return (replace(train, documents=kept), _Part(documents=out, counts={}, rows=len(np.unique(out.rows)))), rows
 
 
 def _part(
-    rows: Iterator[Row], recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress, total: int
+    opened: OpenedSource, heldout: bool, recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress
 ) -> _Part:
+    rows = opened.heldout_rows() if heldout and opened.heldout_rows is not None else opened.rows()
+    total = 0 if heldout else opened.expected_rows or 0
     lengths: list[Int64s] = []
     first_token = spool.tokens
-    done = 0
-    for tokens in tokenise(rows, recipe, workers=data.workers):
-        spool.add(tokens)
-        lengths.append(tokens.lengths)
-        done += len(tokens.lengths)
-        progress("tokenise", done, max(total, done) if total else 0)
+    done = empty_completions = 0
+    try:
+        for tokens in tokenise(rows, recipe, workers=data.workers):
+            spool.add(tokens)
+            lengths.append(tokens.lengths)
+            done += len(tokens.lengths)
+            empty_completions += tokens.empty_completions
+            progress("tokenise", done, max(total, done) if total else 0)
+    except RowError as error:
+        raise located(opened, error, error.index, heldout) from error
     row_tokens = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     _, mask = spool.arrays()
     documents, counts = mixture.cut(
         row_tokens, mask[first_token:], length=length, on_overlong=data.on_overlong, first_token=first_token
     )
+    counts["empty_completions"] = empty_completions
+    counts["empty"] -= empty_completions
     return _Part(documents=documents, counts=counts, rows=done)
 
 
@@ -191,6 +210,12 @@ def _refuse_empty(name: str, part: _Part, length: int) -> NoReturn:
             f"all {part.counts['dropped']} rows of data source {name} are longer than "
             f"training.sequence_length {length}",
             hint="raise it, or set data.on_overlong to truncate (or split, for plain text)",
+        )
+    if part.counts["empty_completions"]:
+        raise UsageError(
+            f"{part.counts['empty_completions']} of the {part.rows} rows of data source {name} have an empty answer "
+            "and no other row can be used",
+            hint="check the columns that the completion is taken from",
         )
     raise UsageError(f"all {part.rows} rows of data source {name} are empty")
 

@@ -34,6 +34,7 @@ class Document:
     """One row as text."""
 
     segments: tuple[Segment, ...]
+    """None: the row has no answer to learn from."""
     whole: bool
     """Tokenise the joined text and place the mask by character offsets; else segment by segment."""
     ends: bool
@@ -80,10 +81,13 @@ def prompt_and_completion(row: Row, template: PromptTemplate | None) -> tuple[st
     """
     if template is not None:
         return fill(template.prompt, row), fill(template.completion, row)
-    return _text(row, "prompt"), _text(row, "completion")
+    return row_text(row, "prompt"), row_text(row, "completion")
 
 
-def _text(row: Row, name: str) -> str:
+def row_text(row: Row, name: str = "text") -> str:
+    """The text of a column. Raises UsageError where it is missing or not text."""
+    if name not in row:
+        raise UsageError(f"column {name!r} is missing; there are {_listed(list(row))}")
     value = row.get(name)
     if not isinstance(value, str):
         raise UsageError(f"column {name!r} must be text, got {type(value).__name__}")
@@ -131,11 +135,30 @@ def document(
             hint="use completions or all",
         )
     if format == "chat":
-        return Document(segments=_chat(row_messages(row), train_on, render_chat), whole=True, ends=False)
+        messages = row_messages(row)
+        segments = _chat(messages, train_on, render_chat) if _says_something(messages, train_on) else ()
+        return Document(segments=segments, whole=True, ends=False)
     if format == "text":
-        return Document(segments=(Segment(_text(row, "text"), True),), whole=False, ends=True)
+        return Document(segments=(Segment(row_text(row, "text"), True),), whole=False, ends=True)
     prompt, completion = prompt_and_completion(row, template)
+    if not completion.strip() and train_on != "all":  # else the model would learn to answer with nothing
+        return Document(segments=(), whole=False, ends=True)
     return Document(segments=(Segment(prompt, train_on == "all"), Segment(completion, True)), whole=False, ends=True)
+
+
+def _says_something(messages: list[Row], train_on: str | Sequence[str]) -> bool:
+    """Whether a turn that is learned from holds anything: text, or what else a turn has (calls of tools). True where
+    there is no such turn: then every label is masked, which is counted apart."""
+    if train_on == "all":
+        return True
+    roles = {"assistant"} if train_on == "completions" else set(train_on)
+    turns = [message for message in messages if message["role"] in roles]
+    return not turns or any(
+        value.strip() if isinstance(value, str) else value
+        for turn in turns
+        for name, value in turn.items()
+        if name not in ("role", "name")
+    )
 
 
 def row_messages(row: Row) -> list[Row]:

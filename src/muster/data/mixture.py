@@ -38,9 +38,9 @@ class Documents:
         return Documents(rows=self.rows[positions], starts=self.starts[positions], lengths=self.lengths[positions])
 
 
-#: What is counted of rows: over-long ones by what became of them, ones without a token, documents left out because
-#: none of their targets counts, and rows of which no document remained for that reason.
-COUNTS = ("dropped", "truncated", "split", "empty", "masked", "masked_rows")
+#: What is counted of rows: over-long ones by what became of them, ones without a token, ones whose answer is empty,
+#: documents left out because none of their targets counts, and rows of which no document remained for that reason.
+COUNTS = ("dropped", "truncated", "split", "empty", "empty_completions", "masked", "masked_rows")
 
 
 def cut(

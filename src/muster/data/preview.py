@@ -90,6 +90,7 @@ def summary(result: Preview) -> str:
         "truncated": stats["truncated"],
         "split": stats["split"],
         "empty": stats["empty"],
+        "without an answer, left out": stats["empty_completions"],
         "without a supervised token": stats["masked_rows"],
     }
     changed = [f"{count:,} {outcome}" for outcome, count in row_counts.items() if count]

@@ -7,6 +7,8 @@ import hashlib
 import io
 import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
@@ -25,21 +27,32 @@ def read_rows(path: Path) -> Iterator[Row]:
     """Rows of one file, by its suffix; a ``.txt`` file is one row of text.
 
     Raises:
-        UsageError: unknown suffix, or a line that is not a JSON object (with its number).
+        UsageError: unknown suffix, or a line that is not a JSON object, names a key twice or holds half a character
+            (a lone surrogate); with its number.
         AccessError: the file may not be read.
     """
+    return (row for _, row in _placed_rows(path))
+
+
+def locate(files: Sequence[Path], index: int) -> str:
+    """Where row ``index`` (from 0) of several files stands: ``file:line`` (of .jsonl), ``file, row N``."""
+    places = (place for path in files for place, _ in _placed_rows(path))
+    return next(itertools.islice(places, index, None), f"row {index + 1}")
+
+
+def _placed_rows(path: Path) -> Iterator[tuple[str, Row]]:
     name = path.name.removesuffix(".gz")
     suffix = Path(name).suffix
     try:
         if suffix == ".parquet":
-            yield from _parquet_rows(path)
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(_parquet_rows(path), start=1))
         elif suffix == ".jsonl":
-            yield from _jsonl_rows(path)
+            yield from ((f"{path}:{number}", row) for number, row in _jsonl_rows(path))
         elif suffix == ".json":
-            yield from _json_rows(path)
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(_json_rows(path), start=1))
         elif suffix == ".txt":
             with _open(path) as file:
-                yield {"text": file.read().decode("utf-8", "replace")}
+                yield str(path), {"text": file.read().decode("utf-8", "replace")}
         else:
             raise UsageError(
                 f"{path}: cannot read files of kind {suffix or 'without suffix'!r}",
@@ -100,32 +113,99 @@ def _open(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """(line, row)."""
+    reader = _Reader()
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:
+                row = reader.read(line)
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{path}:{number}: not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise UsageError(f"{path}:{number}: a row must be an object, got {type(row).__name__}")
-            yield row
+            reader.refuse(row, f"{path}:{number}")
+            yield number, row
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
+    reader = _Reader()
     with _open(path) as file:
         try:
-            rows = json.load(file)
-        except ValueError as error:
+            rows = reader.read(file.read())
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}: not JSON: {error}", hint="one object a line is .jsonl") from error
     if isinstance(rows, dict):
+        reader.refuse_key(rows, str(path))
         lists = [value for value in rows.values() if isinstance(value, list)]
         rows = lists[0] if len(lists) == 1 else rows
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path}: expected a list of objects")
-    yield from rows
+    for number, row in enumerate(rows, start=1):
+        reader.refuse(row, f"{path}, row {number}")
+        yield row
+
+
+class _Reader:
+    """JSON of people's rows, with what JSON readers let through: keys that occur twice, halves of characters."""
+
+    def __init__(self) -> None:
+        self._twice: dict[int, tuple[object, str]] = {}
+        """By identity: the objects with a repeated key, and that key."""
+        self._has_surrogates = False
+
+    def read(self, data: bytes) -> object:
+        """Raises ValueError (also for bytes that are not UTF-8) and RecursionError."""
+        text = data.decode(json.detect_encoding(data))
+        self._twice.clear()
+        self._has_surrogates = _SURROGATE.search(text) is not None
+        return json.loads(text, object_pairs_hook=self._object)
+
+    def refuse(self, row: object, place: str) -> None:
+        """Raises UsageError where a part of ``row`` cannot be taken as it is."""
+        if not self._twice and not self._has_surrogates:
+            return
+        for part in _parts(row):
+            self.refuse_key(part, place)
+            if isinstance(part, str):
+                try:
+                    part.encode()
+                except UnicodeEncodeError as error:
+                    half = f"\\u{ord(part[error.start]):04x}"
+                    raise UsageError(
+                        f"{place}: half a character ({half}, a lone surrogate) in {ascii(part)[:80]}",
+                        hint="the other half was cut off when the row was written: remove or repair it",
+                    ) from error
+
+    def refuse_key(self, part: object, place: str) -> None:
+        """Raises UsageError where a key of this very object occurs twice."""
+        if id(part) in self._twice:
+            raise UsageError(f"{place}: key {self._twice[id(part)][1]!r} occurs twice", hint="keep one of them")
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            self._twice[id(found)] = found, next(name for name, count in counts.items() if count > 1)
+        return found
+
+
+#: An escape that is half of a character, alone or not.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _parts(value: object) -> Iterator[object]:
+    """``value`` and everything in it, keys too."""
+    yield value
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from _parts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _parts(item)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

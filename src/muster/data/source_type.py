@@ -32,6 +32,8 @@ class OpenedSource:
     """The training rows from the first one on; called several times."""
     heldout_rows: Callable[[], Iterator[Row]] | None = None
     """None: the source has no held-out part of its own."""
+    locate: Callable[[int, bool], str] = lambda index, heldout: f"row {index + 1}"
+    """(a row's number from 0, whether of ``heldout_rows``) -> where it stands, for messages: ``file:line``."""
     expected_rows: int | None = None
     token_rows: Callable[[int, int], TokenRows] | None = None
     """(sequence length, vocabulary size) -> rows of token ids, of a source that needs no tokenizer and has no rows."""

@@ -53,13 +53,21 @@ class Tokens:
     lengths: Int64s = field(repr=False)
     unknown: int = 0
     """Tokens that are the unknown token."""
+    empty_completions: int = 0
+    """Rows left out because there is no answer to learn from."""
+
+
+class RowError(UsageError):
+    """A row does not fit; ``index``: its number from 0."""
+
+    index = 0
 
 
 def tokenise(rows: Iterable[Row], recipe: Recipe, *, workers: int) -> Iterator[Tokens]:
     """Tokens of ``rows``, chunk by chunk, in order. ``workers`` 0: one process per core.
 
     Raises:
-        UsageError: a row does not fit; the message carries its number.
+        RowError: a row does not fit.
         MusterError: a worker died.
     """
     chunks = _chunks(rows)
@@ -85,14 +93,14 @@ def refuse_while_starting() -> None:
 
 
 def tokenise_rows(rows: Sequence[Row], recipe: Recipe, encoder: Encoder, *, first_row: int = 0) -> Tokens:
-    """One chunk, here. Raises UsageError with the row's number."""
+    """One chunk, here. Raises RowError."""
     documents: list[Document] = []
     for index, row in enumerate(rows):
         try:
             as_text = formats.document(row, recipe.format, recipe.template, recipe.train_on, encoder.render_chat)
             documents.append(as_text)
         except UsageError as error:
-            raise UsageError(f"row {first_row + index + 1}: {error}", hint=error.hint) from error
+            raise row_error(error, first_row + index) from error
     if recipe.format == "chat":
         result = _by_offsets(documents, encoder)
     else:
@@ -105,15 +113,26 @@ def tokenise_rows(rows: Sequence[Row], recipe: Recipe, encoder: Encoder, *, firs
         supervised=supervised,
         lengths=np.array([len(row_ids) for row_ids, _ in result], dtype=np.int64),
         unknown=0 if unknown is None else int((ids == unknown).sum()),
+        empty_completions=sum(not document.segments for document in documents),
     )
+
+
+def row_error(error: UsageError, index: int) -> RowError:
+    """``error`` of row ``index``. (Pickled with its attributes: it comes from other processes, too.)"""
+    result = RowError(str(error), hint=error.hint)
+    result.index = index
+    return result
 
 
 def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
     """Segments tokenised apart: a prompt's tokens are then exactly those that generation will start from."""
     encoded = iter(encoder.encode([segment.text for document in documents for segment in document.segments]))
     prefix, end = list(encoder.prefix), encoder.eos_id
-    result = []
+    result: list[tuple[list[int], bytes]] = []
     for document in documents:
+        if not document.segments:
+            result.append(([], b""))
+            continue
         ids, mask = list(prefix), bytes(len(prefix))
         for segment in document.segments:
             part = next(encoded)
@@ -128,9 +147,12 @@ def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[
 
 def _by_offsets(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
     """The whole text tokenised at once; a token is supervised where all its characters are."""
-    result = []
+    result: list[tuple[list[int], bytes]] = []
     encoded = encoder.encode_with_offsets([document.text for document in documents])
     for document, (ids, offsets) in zip(documents, encoded, strict=True):
+        if not document.segments:
+            result.append(([], b""))
+            continue
         spans = []
         position = 0
         for segment in document.segments:

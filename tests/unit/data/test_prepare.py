@@ -224,19 +224,53 @@ def test_a_template_that_refuses_is_an_error_with_the_row(make_spec, tmp_path):
     pytest.importorskip("transformers")
     model = chat_folder(tmp_path / "tok", "{{ raise_exception('roles must alternate') }}")
     source = jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
-    with pytest.raises(UsageError, match="row 1: the chat template refuses a conversation: roles must alternate"):
+    with pytest.raises(UsageError, match=r"a\.jsonl:1: the chat template refuses a conversation: roles must alternate"):
         prepare(make_spec([source], model=model), run_dir=tmp_path / "r")
+
+
+def test_rows_without_an_answer_are_left_out_and_counted(make_spec, tmp_path):
+    """Learned from, they would teach to say nothing."""
+    rows = [{"prompt": "a", "completion": " b"}] * 6 + [{"prompt": "a", "completion": each} for each in ("", " \n")]
+    source = jsonl(tmp_path / "a.jsonl", rows)
+    stats = prepare(make_spec([source], heldout_fraction=0.0), run_dir=tmp_path / "r").stats
+    assert (stats["rows"], stats["documents"], stats["empty_completions"], stats["empty"]) == (8, 6, 2, 0)
+    assert stats["sources"][0]["empty_completions"] == 2
+    # Where all text is learned from, there is something in them.
+    stats = prepare(make_spec([source], heldout_fraction=0.0, train_on="all"), run_dir=tmp_path / "r2").stats
+    assert (stats["documents"], stats["empty_completions"]) == (8, 0)
+
+
+def test_conversations_without_an_answer_are_left_out_and_counted(make_spec, tmp_path):
+    pytest.importorskip("transformers")
+    model = chat_folder(tmp_path / "tok", CHATML)
+    asked = {"role": "user", "content": "hi"}
+    says = [{"content": "hello"}, {"content": ""}, {"content": "\n"}, {"content": "", "tool_calls": [{"name": "f"}]}]
+    rows = [{"messages": [asked, {"role": "assistant", **each}]} for each in says]
+    prepared = prepare(
+        make_spec([jsonl(tmp_path / "a.jsonl", rows)], model=model, heldout_fraction=0.0), run_dir=tmp_path / "r"
+    )
+    assert (prepared.stats["documents"], prepared.stats["empty_completions"]) == (2, 2)
 
 
 REFUSED = {
     "no rows": ([], {}, "has no rows"),
     "empty texts": ([{"text": ""}] * 2, {"heldout_fraction": 0.0}, "all 2 rows of data source .* are empty"),
     "roles without chat": ([{"text": "a b"}], {"train_on": ["user"]}, "chat roles"),
-    "no known columns": ([{"a": 1}], {}, "no known format"),
+    "no known columns": ([{"a": 1}], {}, r"a\.jsonl:1: no known format"),
+    "a column that a later row lacks": (
+        [{"prompt": "a", "completion": "b"}, {"prompt": "a"}],
+        {},
+        r"a\.jsonl:2: column 'completion' is missing; there are 'prompt'",
+    ),
+    "only empty answers": (
+        [{"prompt": "a", "completion": " "}] * 2,
+        {"heldout_fraction": 0.0},
+        "2 of the 2 rows of data source .* have an empty answer",
+    ),
     "a later row of another kind": (
         [{"text": "a"}] * 3 + [{"text": 5}],
         {},
-        "row 4: column 'text' must be text, got int",
+        r"a\.jsonl:4: column 'text' must be text, got int",
     ),
     "split of prompts": ([{"prompt": "a", "completion": "b"}], {"on_overlong": "split"}, "split is for plain text"),
 }

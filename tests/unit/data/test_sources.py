@@ -10,7 +10,7 @@ import pytest
 from muster.config.sources import FileSource, HubSource
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 from muster.data import hub
-from muster.data.row_files import find_files, identify, read_rows
+from muster.data.row_files import find_files, identify, locate, read_rows
 from muster.data.source_type import open_source
 from muster.tasks.text2sql.source import Text2SqlSource
 
@@ -59,7 +59,34 @@ BROKEN = {
     "f.jsonl.gz": (b"not gzip", "cannot be read"),
     "g.parquet": (b"not parquet", "not a readable Parquet file"),
     "h.jsonl": (b"\xff\xfe\n", r"not JSON"),
+    "i.jsonl": (b'{"a": 1}\n\n{"a": "b \\udc80 c"}\n', r"i\.jsonl:3: half a character \(\\udc80, a lone surrogate\)"),
+    "j.jsonl": (b'{"a": [{"\\ud83d": 1}]}\n', r"j\.jsonl:1: half a character"),
+    "k.jsonl": (b'{"a": "\xed\xa0\x80"}\n', r"k\.jsonl:1: not JSON: .*can't decode"),
+    "l.json": (b'[{"a": "ok"}, {"a": "\\ud800"}]', r"l\.json, row 2: half a character"),
+    "m.jsonl": (b'{"a": 1, "b": 2}\n{"a": 1, "a": 1}\n', r"m\.jsonl:2: key 'a' occurs twice"),
+    "n.jsonl.gz": (gzip.compress(b'{"m": [{"role": 1, "role": 2}]}\n'), r"n\.jsonl\.gz:1: key 'role' occurs twice"),
+    "o.json": (b'[{"a": 1}, {"b": {"c": 1, "c": 1}}]', r"o\.json, row 2: key 'c' occurs twice"),
+    "p.json": (b'{"version": 1, "version": 2, "data": [{"a": 1}]}', r"p\.json: key 'version' occurs twice"),
+    "q.jsonl": (b'{"a": 1}\n' + b'{"a": ' + b"[" * 100_000 + b"\n", r"q\.jsonl:2: not JSON"),
 }
+
+
+def test_a_whole_character_in_two_escapes_is_one(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud800"}\n')
+    assert list(read_rows(tmp_path / "a.jsonl")) == [{"a": "\U0001f600 \\ud800"}]
+
+
+def test_a_row_is_found_again_by_its_number(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    write(tmp_path / "b.json", [{"text": "c"}, {"text": "d"}])
+    write(tmp_path / "h.jsonl", [{"text": "e"}])
+    places = [
+        locate([tmp_path / "a.jsonl", tmp_path / "b.json"], index).removeprefix(f"{tmp_path}/") for index in range(4)
+    ]
+    assert places == ["a.jsonl:1", "a.jsonl:3", "b.json, row 1", "b.json, row 2"]
+    section = FileSource(type="file", path=str(tmp_path / "a.jsonl"), heldout_path=str(tmp_path / "h.jsonl"))
+    opened = open_source(section)
+    assert [opened.locate(*place)[-9:] for place in ((1, False), (0, True))] == ["a.jsonl:3", "h.jsonl:1"]
 
 
 @pytest.mark.parametrize("name", BROKEN)

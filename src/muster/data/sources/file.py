@@ -7,7 +7,7 @@ from pathlib import Path
 from muster.config.sources import FileSource
 from muster.core.errors import UsageError
 from muster.core.typed_json import JsonObject
-from muster.data.row_files import find_files, identify, read_files
+from muster.data.row_files import find_files, identify, locate, read_files
 from muster.data.source_type import OpenedSource, SourceType
 
 
@@ -28,6 +28,7 @@ def _open(section: FileSource) -> OpenedSource:
         identity=identity,
         rows=lambda: read_files(files, section.limit),
         heldout_rows=(lambda: read_files(heldout)) if heldout else None,
+        locate=lambda index, is_heldout: locate(heldout or files if is_heldout else files, index),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from muster.config.sources import HubSource
 from muster.data import hub
-from muster.data.row_files import read_files
+from muster.data.row_files import locate, read_files
 from muster.data.source_type import OpenedSource, SourceType
 
 
@@ -17,6 +17,7 @@ def _open(section: HubSource) -> OpenedSource:
         identity={**section.model_dump(), "commit": files.commit, "files": list(files.train_names)},
         rows=lambda: read_files(files.fetch(files.train_names), section.limit),
         heldout_rows=(lambda: read_files(files.fetch(files.heldout_names))) if files.heldout_names else None,
+        locate=lambda index, heldout: locate(files.fetch(files.heldout_names if heldout else files.train_names), index),
     )
 
 

@@ -86,7 +86,7 @@ class JudgeProcess:
                     return _without_failure(found)
                 if found.stage != "opening" and (found.why != "memory" or attempt):
                     return found  # killed once, it may have been anybody's kill; twice, it is the query
-            raise MusterError(f"the judge of SQL ended twice while it opened a database ({found.why}): {wrote}")
+            raise MusterError(f"the judge of SQL ended twice while it opened a database; it wrote: {wrote}")
 
 
 def _without_failure(said: Said) -> Said:

@@ -150,6 +150,7 @@ case $mode in
     ;;
   test)
     install all,test
+    export MUSTER_SECOND_TRY=${MUSTER_SECOND_TRY:-/dev/null}  # a live test that fails is run once more, alone, at the end
     marks="not soak and (core or not live)"
     case ${1:-} in
       all) marks="not soak"; shift ;;

@@ -12,14 +12,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import second_try
 import sizes
-from second_try import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  (hooks)
 
 LIVE = Path(__file__).parent / "live"
 RAN = os.environ.get("MUSTER_TESTS_RAN")
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(second_try)
     # A shell's background job ignores Ctrl-C, and so does all that it starts: `muster logs -f` would not end.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +51,7 @@ def pytest_sessionfinish(session, exitstatus):
 def pytest_unconfigure(config):
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if RAN and reporter is not None and not hasattr(config, "workerinput"):
-        reports = [report for outcome in ("passed", "failed", "error") for report in reporter.stats.get(outcome, ())]
+        outcomes = ("passed", second_try.SECOND, *second_try.FAILURES)
+        reports = [report for outcome in outcomes for report in reporter.stats.get(outcome, ())]
         with Path(RAN).open("a") as file:
             file.writelines(f"{test}\n" for test in dict.fromkeys(report.nodeid for report in reports))

@@ -27,7 +27,7 @@ SLOW = {
     "test_gke_provision_private.py::test_killed_at_any_request_and_run_again_and_taken_down": 8,
     "test_gke_provision_private.py::test_down_killed_at_any_request_and_run_again": 5,
     "test_plan_use_case.py::test_impossible_wishes_end_with_exit_code_3": 7,
-    "test_second_try.py": 6,
+    "test_second_try.py": 16,
     "test_sql_execution.py::test_huge_strings_are_refused": 6,
     "test_judge.py::test_a_slow_gold_query_is_said_to_be_one": 6,
     "test_judge.py::test_it_ends_with_its_caller": 3,
@@ -177,14 +177,6 @@ NIGHTLY = {
     ),
 }
 
-#: Tests that depend on how fast the machine is just then, and why. They alone get a second try (``second_try``).
-TIMING: dict[str, str] = {
-    "test_drill_live.py": "a kill that falls between two ranks' snapshots of one step takes that step again",
-    "test_recovery_live.py::test_without_a_spare_the_world_shrinks_and_grows_back": (
-        "where steps are fast and starting a process is slow, the returned host may be ready only after the last step"
-    ),
-}
-
 
 def names(item: pytest.Item) -> set[str]:
     file, function = item.path.name, getattr(item, "originalname", item.name)
@@ -198,5 +190,3 @@ def mark(items: list[pytest.Item]) -> None:
         for marker, tests in (("slow", SLOW), ("core", core), ("soak", NIGHTLY)):
             if mine.intersection(tests):
                 item.add_marker(marker)
-        for test in mine.intersection(TIMING):
-            item.add_marker(pytest.mark.timing(TIMING[test]))

@@ -11,7 +11,7 @@ FILES = {path.name: path for path in TESTS.rglob("test_*.py")}
 CORE = [test for tests in sizes.CORE.values() for test in tests]
 
 
-@pytest.mark.parametrize("test", [*sizes.SLOW, *CORE, *sizes.NIGHTLY, *sizes.TIMING])
+@pytest.mark.parametrize("test", [*sizes.SLOW, *CORE, *sizes.NIGHTLY])
 def test_every_test_of_the_tables_is_there(test):
     file, _, function = test.partition("::")
     assert file in FILES
@@ -23,10 +23,6 @@ def test_what_ci_leaves_out_is_covered_by_a_test_that_it_runs():
         for test in re.findall(r"test_\w+\.py(?:::test_\w+(?:\[.+\])?)?", reason):
             assert test.partition("::")[0] in FILES and test not in sizes.NIGHTLY, reason
     assert not set(CORE) & sizes.NIGHTLY.keys()
-
-
-def test_at_most_ten_tests_have_a_second_try():
-    assert len(sizes.TIMING) <= 10 and all(sizes.TIMING.values())
 
 
 def test_file_names_are_unique():

@@ -109,6 +109,9 @@ NIGHTLY = {
     "test_gke_control_plane_live.py::test_row_01_the_dry_run_meets_the_webhooks": (
         "test_gke_control_plane_live.py::test_submit_is_one_jobset_however_often_and_whatever_is_lost"
     ),
+    "test_revive_live.py::test_the_only_host_comes_back[whole host]": (
+        "test_revive_live.py::test_the_only_host_comes_back[keeper]"
+    ),
     "test_chaos_live.py::test_a_torn_checkpoint_and_a_rotten_one_are_passed_over": "test_snapshot_checksums_live.py",
     "test_home_live.py::test_kills_on_a_folder": ("test_recovery_live.py::test_the_agent_dies_and_its_ranks_train_on"),
     "test_home_live.py::test_kills_on_a_bucket": (

@@ -26,7 +26,7 @@ from muster.storage import run_registry
 
 class Launcher:
     name = "mytest"
-    follow = exec = attach = remote = None
+    follow = exec = attach = revive = remote = None
 
     def offers(self, spec):
         return []

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from muster.app.run.event_writer import EventWriter, Lines
+from muster.app.run.revive import revivals
 from muster.core import environment, processes
 from muster.core.errors import MusterError
 from muster.supervise.process.server import Supervisor
@@ -25,7 +26,7 @@ def main() -> None:
     supervisor = Supervisor(
         run_dir=arguments.run_dir, bind=given.bind, job=given.jobset, ignore_term=given.term_ignored
     )
-    writer, said = EventWriter.of(supervisor, [Lines(sys.stdout)]), ""
+    writer, said = EventWriter.of(supervisor, [Lines(sys.stdout), *revivals(supervisor)]), ""
     try:
         code = supervisor.serve()
     except MusterError as error:

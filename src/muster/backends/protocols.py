@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +45,16 @@ class Attach(Protocol):
     def __call__(self, handle: JobHandle, *, task: str, pid: int) -> None: ...
 
 
+class Revive(Protocol):
+    """Starts again, as they were started, those of these tasks that are hosts and have ended; their names.
+
+    Raises:
+        BackendError: one cannot be started.
+    """
+
+    def __call__(self, handle: JobHandle, tasks: Collection[str]) -> list[str]: ...
+
+
 class RemoteRun(Protocol):
     """Access to a run whose folder cannot be reached from this machine (pods in a cluster)."""
 
@@ -74,7 +84,7 @@ class RemoteRun(Protocol):
 class Launcher(Protocol):
     """One way of running jobs: this machine, Slurm, GKE... Blocking calls, no hidden retries.
 
-    ``follow``, ``exec``, ``attach`` and ``remote`` are None where the back end has no such thing.
+    ``follow``, ``exec``, ``attach``, ``revive`` and ``remote`` are None where the back end has no such thing.
     """
 
     @property
@@ -139,6 +149,11 @@ class Launcher(Protocol):
     @property
     def attach(self) -> Attach | None:
         """None: the supervisor cannot run in a foreground terminal (``muster train``)."""
+        ...
+
+    @property
+    def revive(self) -> Revive | None:
+        """None: the back end itself replaces hosts that end, or nobody does."""
         ...
 
     @property

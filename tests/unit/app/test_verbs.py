@@ -62,6 +62,7 @@ class Paper:
     follow = None
     exec = None
     attach = None
+    revive = None
     remote = None
 
     def offers(self, spec: object) -> list[Offer]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from muster import backends
 from muster.app.run import submit
 from muster.app.run.event_writer import EventWriter, Lines, Sink
+from muster.app.run.revive import revivals
 from muster.app.run.submit import Intent
 from muster.backends.protocols import Launcher
 from muster.config.load import Loaded
@@ -78,7 +79,7 @@ def supervise(intent: Intent, *, on_start: Callable[[RunDir], None] | None = Non
             on_start(intent.run)
         with processes.open_log(intent.run.logs / "supervisor.log") as log:
             own_log = Lines(processes.forgiving(log.fileno()))
-            writer = EventWriter.of(supervisor, [own_log, *sinks])
+            writer = EventWriter.of(supervisor, [own_log, *revivals(supervisor), *sinks])
             try:
                 launcher.attach(handle, task="supervisor", pid=os.getpid())
                 code = supervisor.serve()

@@ -56,6 +56,7 @@ class GkeLauncher:
     clock: Clock = field(default_factory=SystemClock)
     options: Options = field(default_factory=Options)
     attach = None
+    revive = None
 
     @property
     def remote(self) -> GkeLauncher:

@@ -12,7 +12,7 @@ import platform
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -31,15 +31,18 @@ from muster.storage import job_record, memory_dir, run_output, run_registry
 
 #: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
 SUBMISSION = "submission"
+_WATCHDOG = "muster.agent.watchdog"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Task(Record):
     """A process of the job."""
 
-    pid: int
-    start_ticks: int
+    pid: int = 0
+    start_ticks: int = -1
     argv: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What it has beside the submitter's environment."""
     foreground: bool = False
 
 
@@ -49,8 +52,8 @@ class _Job(job_record.JobRecord):
     cwd: str
     tasks: Mapping[str, _Task] = field(default_factory=dict)
 
-    def with_task(self, name: str, process: Process, *, argv: tuple[str, ...] = (), foreground: bool = False) -> _Job:
-        task = _Task(pid=process.pid, start_ticks=process.start_ticks, argv=argv, foreground=foreground)
+    def with_task(self, name: str, process: Process, task: _Task) -> _Job:
+        task = replace(task, pid=process.pid, start_ticks=process.start_ticks)
         return replace(self, tasks={**self.tasks, name: task})
 
 
@@ -101,7 +104,7 @@ class LocalLauncher:
         agent = TaskSpec(
             name="agent",
             argv=(
-                *(sys.executable, "-P", "-m", "muster.agent.watchdog", *common, "--host", "host-{index}"),
+                *(sys.executable, "-P", "-m", _WATCHDOG, *common, "--host", "host-{index}"),
                 *("--hosts-here", str(spec.resources.hosts), "--no-metadata-server"),
             ),
             count=spec.resources.hosts + spec.resources.spare_hosts,
@@ -144,7 +147,31 @@ class LocalLauncher:
         with job_record.locked(run_dir):
             record = job_record.read(run_dir, _Job, backend=self.name)
             if record and process:
-                job_record.write(run_dir, record.with_task(task, process, foreground=True))
+                job_record.write(run_dir, record.with_task(task, process, _Task(foreground=True)))
+
+    def revive(self, handle: JobHandle, tasks: Collection[str]) -> list[str]:
+        """Start again, as they were started, those of these hosts whose processes are gone; their names.
+
+        Neither the supervisor, nor a host whose agent is still on its way out, nor anything of a cancelled job.
+
+        Raises:
+            BackendError: the job's record cannot be read or written, or a process cannot be started.
+        """
+        run_dir = Path(handle.run_dir)
+        started = []
+        with job_record.locked(run_dir):
+            record = job_record.read(run_dir, _Job, backend=self.name)
+            if record is None or record.state != "started":
+                return []
+            living = processes.labelled(handle.run_id)
+            for name, task in record.tasks.items():
+                if name not in tasks or processes.lives(task.pid, task.start_ticks) or not _startable(task, living):
+                    continue
+                process = self._started(name, task, living, run_id=handle.run_id, run_dir=run_dir)
+                record = record.with_task(name, process, task)
+                job_record.write(run_dir, record)
+                started.append(name)
+        return started
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the registry; else by the label of a living process."""
@@ -164,23 +191,25 @@ class LocalLauncher:
         )  # fmt: skip
 
     def _start_missing(self, request: JobRequest, record: _Job, run_dir: Path) -> None:
-        living = {process.argv: process for process in processes.labelled(request.run_id)}
+        living = processes.labelled(request.run_id)
         for task in request.tasks:
             for index in range(task.count):
                 name, argv = _copy(task, index)
                 if name in record.tasks:
                     continue
-                process = living.get(argv) or processes.start(
-                    argv,
-                    env=processes.environment(
-                        self.environ, run_id=request.run_id, run_dir=request.run_dir, extra=task.env
-                    ),
-                    log=run_dir / "logs" / f"{name}.log",
-                    cwd=run_dir,
-                )
-                record = record.with_task(name, process, argv=argv)
+                new = _Task(argv=argv, env=dict(task.env))
+                process = self._started(name, new, living, run_id=request.run_id, run_dir=run_dir)
+                record = record.with_task(name, process, new)
                 job_record.write(run_dir, record)
         job_record.write(run_dir, replace(record, state="started"))
+
+    def _started(self, name: str, task: _Task, living: Sequence[Process], *, run_id: str, run_dir: Path) -> Process:
+        """A process that runs it: one that does already, or a new one."""
+        for process in living:
+            if process.argv == task.argv:
+                return process
+        env = processes.environment(self.environ, run_id=run_id, run_dir=str(run_dir), extra=task.env)
+        return processes.start(task.argv, env=env, log=run_dir / "logs" / f"{name}.log", cwd=run_dir)
 
     # ------------------------------------------------------------ watch
 
@@ -268,6 +297,15 @@ def _copy(task: TaskSpec, index: int) -> tuple[str, tuple[str, ...]]:
 
 def _handle(record: _Job, run_dir: Path) -> JobHandle:
     return JobHandle(run_id=record.run_id, backend="local", job_id=record.run_id, run_dir=str(run_dir))
+
+
+def _startable(task: _Task, living: Sequence[Process]) -> bool:
+    """It is a host, and the agent of the one before it has ended: two of one name would share its memory."""
+    if _WATCHDOG not in task.argv:
+        return False
+    arguments = task.argv[task.argv.index(_WATCHDOG) + 1 :]
+    agents = (process.argv for process in living if "muster.agent.host_agent" in process.argv)
+    return all(argv[-len(arguments) :] != arguments for argv in agents)
 
 
 # ---------------------------------------------------------------- judging

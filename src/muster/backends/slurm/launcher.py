@@ -46,6 +46,7 @@ class SlurmLauncher:
 
     follow = None
     attach = None
+    revive = None
     remote = None
 
     # ------------------------------------------------------------ before

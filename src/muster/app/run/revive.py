@@ -1,0 +1,98 @@
+"""Hosts of this machine that ended while their run waits for them: started again, by a thread of the supervisor's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from muster import backends
+from muster.app.run.event_writer import Sink
+from muster.backends.protocols import Launcher
+from muster.core.errors import MusterError
+from muster.core.event_details.attempts import AttemptStarted
+from muster.core.event_details.run import RunEnding, RunFinished, RunWaiting, StopRequested
+from muster.core.events import Event
+from muster.core.types import JobHandle
+from muster.supervise.process.run_file import read_run_id, read_spec
+from muster.supervise.process.server import Supervisor
+
+#: How often one looks while the run waits: an agent whose keeper was killed takes a moment to end.
+LOOK_S = 1.0
+#: So often a host is started in ``WITHIN_S`` seconds; then it is given up, and the log says so.
+MOST, WITHIN_S = 3, 60.0
+
+
+@dataclass
+class HostRevival(Sink):
+    """Looks for ended hosts while the run waits for some (``run.waiting``). So with spares, or where it shrinks, they
+    stay away. ``say``: logs a sentence, from any thread; ``over``: the run has ended."""
+
+    launcher: Launcher
+    handle: JobHandle
+    say: Callable[[str], None]
+    over: Callable[[], bool]
+    now_s: Callable[[], float] = time.monotonic
+    name = "what starts hosts again"
+    tend_every_s: float | None = None
+    _starts: dict[str, list[float]] = field(default_factory=dict)
+    """When each host was started here."""
+    _named: set[str] = field(default_factory=set)
+    """Those that were said to end again and again."""
+    _failure: str = ""
+    """Why one could not be started, as it was last said."""
+
+    def event(self, event: Event) -> None:
+        if event.kind == RunWaiting.kind:
+            self.tend_every_s = LOOK_S
+            self.tend()
+        elif event.kind in (AttemptStarted.kind, StopRequested.kind, RunEnding.kind, RunFinished.kind):
+            self.tend_every_s = None
+            self._named.clear()
+
+    def tend(self) -> None:
+        if self.over():
+            return
+        ended = [name for name, text in self.launcher.poll(self.handle).tasks.items() if text == "ended"]
+        wanted = [name for name in ended if self._may(name)]
+        if not wanted or self.launcher.revive is None:
+            return
+        try:
+            started = self.launcher.revive(self.handle, wanted)
+        except MusterError as error:
+            if str(error) != self._failure:
+                self._failure = str(error)
+                self.say(f"a host that ended could not be started again: {error}")
+            return
+        for name in started:
+            self._starts.setdefault(name, []).append(self.now_s())
+            self.say(f"{name} had ended while the run waits for hosts: it was started again")
+
+    def _may(self, name: str) -> bool:
+        """Whether it has not just ended again and again."""
+        self._starts[name] = [at_s for at_s in self._starts.get(name, []) if self.now_s() - at_s < WITHIN_S]
+        if len(self._starts[name]) < MOST:
+            return True
+        if name not in self._named:
+            self._named.add(name)
+            self.say(
+                f"{name} ended {MOST} times within {WITHIN_S:g} s (logs/{name}.log says why): it is started again "
+                f"more slowly; muster stop {self.handle.run_id} ends the run"
+            )
+        return False
+
+
+def revivals(supervisor: Supervisor) -> Sequence[Sink]:
+    """What starts this run's hosts again, where its back end leaves that to us."""
+    run_dir = supervisor.run_dir.resolve()
+    try:
+        run_id, backend = read_run_id(run_dir), backends.get(read_spec(run_dir).backend)
+    except (MusterError, OSError, ValueError, KeyError):
+        return ()  # ``serve`` says so
+    if not backend.capabilities.uses_this_machine:
+        return ()
+    launcher = backends.load(backend.name)
+    if launcher.revive is None:
+        return ()
+    handle = JobHandle(run_id=run_id, backend=backend.name, job_id=run_id, run_dir=str(run_dir))
+    return [HostRevival(launcher, handle, say=supervisor.note, over=lambda: supervisor.result is not None)]

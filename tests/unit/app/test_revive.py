@@ -1,0 +1,141 @@
+"""When a waiting run's ended hosts are started again, how often, and what is said of it. No process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import SimpleNamespace
+
+import pytest
+
+from muster.app.run.revive import LOOK_S, MOST, WITHIN_S, HostRevival, revivals
+from muster.core.errors import BackendError
+from muster.core.events import Event
+from muster.core.types import JobHandle, JobState, JobStatus
+
+HANDLE = JobHandle(run_id="run-1", backend="local", job_id="run-1", run_dir="/x")
+
+
+class Hosts:
+    """A back end whose tasks a test ends. ``lame``: they end at once."""
+
+    def __init__(self) -> None:
+        self.tasks = {"supervisor": "running (pid 1)", "agent-host-0": "running (pid 2)", "agent-host-1": "running"}
+        self.started: list[str] = []
+        self.lame, self.broken, self.ending = False, False, False
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        return JobStatus(state=JobState.RUNNING, reason="", tasks=self.tasks)
+
+    def revive(self, handle: JobHandle, tasks: Collection[str]) -> list[str]:
+        if self.broken:
+            raise BackendError("cannot start python: No such file")
+        found = [] if self.ending else [name for name in tasks if self.tasks[name] == "ended"]
+        self.started += found
+        if not self.lame:
+            self.tasks |= dict.fromkeys(found, "running (pid 3)")
+        return found
+
+    def end(self, *names: str) -> None:
+        self.tasks |= dict.fromkeys(names, "ended")
+
+
+class Run:
+    def __init__(self) -> None:
+        self.hosts, self.said, self.ended, self.now_s = Hosts(), list[str](), False, 1000.0
+        self.sink = HostRevival(
+            self.hosts,  # type: ignore[arg-type]
+            HANDLE,
+            say=self.said.append,
+            over=lambda: self.ended,
+            now_s=lambda: self.now_s,
+        )
+
+    def see(self, kind: str) -> None:
+        event = Event(run_id="run-1", attempt=1, seq=0, mono_ns=0, wall_ns=0, host="supervisor", kind=kind, detail={})
+        self.sink.event(event)
+
+    def pass_time(self, seconds: float) -> None:
+        """As the writer's thread does."""
+        until = self.now_s + seconds
+        while self.sink.tend_every_s is not None and self.now_s < until:
+            self.now_s += self.sink.tend_every_s
+            self.sink.tend()
+        self.now_s = max(self.now_s, until)
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+def test_a_run_that_waits_gets_its_host_back_and_the_log_says_so(run: Run):
+    run.hosts.end("agent-host-1")
+    run.see("run.waiting")
+    assert run.hosts.started == ["agent-host-1"]
+    assert run.said == ["agent-host-1 had ended while the run waits for hosts: it was started again"]
+
+
+def test_a_run_that_does_not_wait_is_left_alone(run: Run):
+    """It has a spare, or goes on with fewer hosts."""
+    run.hosts.end("agent-host-1")
+    for kind in ("host.lost", "incident.decided", "attempt.started", "step"):
+        run.see(kind)
+        run.pass_time(5)
+    assert run.hosts.started == [] and run.said == [] and run.sink.tend_every_s is None, "nothing polls"
+
+
+def test_an_agent_that_still_ends_is_waited_for(run: Run):
+    run.hosts.end("agent-host-0")
+    run.hosts.ending = True
+    run.see("run.waiting")
+    assert run.hosts.started == [] and run.sink.tend_every_s == LOOK_S
+    run.hosts.ending = False
+    run.pass_time(LOOK_S)
+    assert run.hosts.started == ["agent-host-0"]
+    run.see("attempt.started")
+    assert run.sink.tend_every_s is None
+
+
+def test_one_that_ends_at_once_is_started_three_times_a_minute_and_named_once(run: Run):
+    run.hosts.lame = True
+    run.hosts.end("agent-host-0")
+    run.see("run.waiting")
+    run.pass_time(WITHIN_S - 5)
+    assert len(run.hosts.started) == MOST
+    (named,) = [text for text in run.said if "3 times within 60 s" in text]
+    assert "logs/agent-host-0.log" in named and "muster stop run-1" in named
+    run.pass_time(WITHIN_S)
+    assert len(run.hosts.started) == 2 * MOST
+    assert len([text for text in run.said if "3 times" in text]) == 1
+
+
+def test_a_host_that_cannot_be_started_is_said_once(run: Run):
+    run.hosts.broken = True
+    run.hosts.end("agent-host-0")
+    run.see("run.waiting")
+    run.pass_time(5)
+    assert run.said == ["a host that ended could not be started again: cannot start python: No such file"]
+
+
+@pytest.mark.parametrize("end", ["stop.requested", "run.ending", "run.finished", "result"])
+def test_nothing_is_started_for_a_run_that_ends(run: Run, end: str):
+    run.see("run.waiting")
+    if end == "result":
+        run.ended = True
+    else:
+        run.see(end)
+    run.hosts.end("agent-host-0")
+    run.pass_time(5)
+    assert run.hosts.started == []
+
+
+@pytest.mark.parametrize("backend, expected", [("local", 1), ("slurm", 0)])
+def test_only_where_hosts_are_processes_of_this_machine(tmp_path, backend: str, expected: int):
+    (tmp_path / "job.json").write_text('{"run_id": "run-1"}')
+    (tmp_path / "resolved.json").write_text(f'{{"name": "x", "backend": "{backend}", "command": ["x.py"]}}')
+    supervisor = SimpleNamespace(run_dir=tmp_path, note=print, result=None)
+    assert len(revivals(supervisor)) == expected  # type: ignore[arg-type]
+
+
+def test_a_folder_without_a_record_is_the_supervisor_s_to_report(tmp_path):
+    assert revivals(SimpleNamespace(run_dir=tmp_path)) == ()  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from io import StringIO
 from typing import Any, TypeVar
 
 from muster.core.errors import UsageError
@@ -189,7 +188,8 @@ def prices_from(text: str, *, source: str) -> Iterable[Price]:
     Raises:
         UsageError: a row that is none, with its line.
     """
-    reader = csv.DictReader(line for line in StringIO(text) if line.strip() and not line.startswith("#"))
+    lines = text.splitlines()  # at every kind of line end: csv raises at a lone carriage return inside a line
+    reader = csv.DictReader(line for line in lines if line.strip() and not line.startswith("#"))
     requested = {"machine", "mode", "region", "usd_per_gpu_hour"}
     if not requested <= set(reader.fieldnames or ()):
         missing = ", ".join(sorted(requested - set(reader.fieldnames or ())))
@@ -198,7 +198,7 @@ def prices_from(text: str, *, source: str) -> Iterable[Price]:
         try:
             usd = float(row["usd_per_gpu_hour"])
             low, high = (float(row.get(key) or usd) for key in ("low", "high"))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: the row ends before the column
             raise UsageError(f"{source}:{number}: {error}", hint="prices are dollars per GPU and hour") from error
         if not 0 <= low <= usd <= high:
             raise UsageError(f"{source}:{number}: needs 0 <= low <= usd <= high, got {low}, {usd}, {high}")

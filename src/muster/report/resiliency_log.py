@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
 
@@ -60,7 +60,8 @@ def parse(lines: Sequence[str]) -> list[Entry]:
                 step=None if step is None else int(step),
                 node=None if node is None else int(node),
             )
-        except (ValueError, KeyError, TypeError) as error:
+            at = at if at.tzinfo else at.replace(tzinfo=UTC)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines):
                 break
             raise UsageError(f"line {number} is not an event of a google-resiliency log: {line[:80]!r}") from error

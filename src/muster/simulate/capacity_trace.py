@@ -41,7 +41,8 @@ def read(path: str | Path) -> Trace:
         gap_s, data = float(content["metadata"]["gap_seconds"]), [int(value) for value in content["data"]]
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, OverflowError, KeyError, TypeError) as error:  # int() of an infinite count overflows
+    # int() of an infinite count overflows; brackets can be deeper than Python goes.
+    except (ValueError, OverflowError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{path} is not a capacity trace: {type(error).__name__}: {error}",
             hint='wanted: {"metadata": {"gap_seconds": 300}, "data": [16, 15, ...]}',

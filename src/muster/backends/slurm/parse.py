@@ -63,7 +63,7 @@ class Gpus:
 
 
 #: A type may be missing; ``no_consume`` (jobs share them) is none.
-_GPUS = r"(?:gres/)?gpu(?::(?!no_consume\b)([^:=()]+))?(?::no_consume)?([:=])(\d+)(K?)(?:\(.*\))?"
+_GPUS = r"(?:gres/)?gpu(?::(?!no_consume\b)([^:=()]+))?(?::no_consume)?([:=])(\d{1,9})(K?)(?:\(.*\))?"
 
 
 def gpus(gres: str) -> list[Gpus]:

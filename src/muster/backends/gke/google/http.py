@@ -179,6 +179,6 @@ def parse_reply(status: int, data: bytes) -> Reply:
     text = data.decode(errors="replace")
     try:
         result = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         result = {"message": text[:500]} if status >= 300 else {}
     return Reply(status=status, body=result if isinstance(result, dict) else {"items": result}, text=text)

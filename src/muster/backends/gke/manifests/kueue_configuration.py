@@ -79,7 +79,7 @@ def parsed(written: str) -> dict[str, Json] | None:
 
     try:
         found = YAML(typ="safe", pure=True).load(written)
-    except YAMLError:
+    except (YAMLError, ValueError, RecursionError):  # ValueError: a number or a date that is none
         return None
     return found if isinstance(found, dict) and found.get("kind") == "Configuration" else None
 

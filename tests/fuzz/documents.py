@@ -1,0 +1,161 @@
+"""Files that people write, and what schedulers and clouds answer: see ``targets``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from fuzz.running import Target
+from muster.backends.gke.google.http import parse_reply
+from muster.backends.gke.manifests import kueue_configuration
+from muster.backends.gke.operate.exec_stream import exit_code
+from muster.backends.gke.pod.log_forwarder import _names
+from muster.backends.slurm import parse
+from muster.catalog.rows import prices_from
+from muster.config import load
+from muster.core.errors import BackendError, RunFileError, UsageError
+from muster.data import row_files
+from muster.plan import plan_file
+from muster.report import resiliency_log
+from muster.simulate import capacity_trace
+
+# ---------------------------------------------------------------- files that people write
+
+
+RUN_FILE = b"""\
+name: demo
+model:
+  config: {model_type: llama, hidden_size: 64, num_attention_heads: 4}
+  tokenizer: {kind: word, vocab_size: 512}
+data:
+  sources: [{type: text2sql, rows: 100}]
+training: {steps: 100, optimizer: {learning_rate: 1.0e-3}}
+resources: {device: cpu, ranks_per_host: 2, hosts: 2}
+checkpoint: {every_steps: auto}
+recovery: {policy: default}
+limits: {max_usd: 12.5, deadline: "2999-01-01T00:00:00Z"}
+"""
+
+
+def what_people_write(folder: Path) -> Iterator[Target]:
+    yield Target(
+        name="a run file",
+        samples=(RUN_FILE, RUN_FILE + b"backend: slurm\n", b"name: x\ncommand: [train.py]\nresources: {hosts: 1}\n"),
+        read=lambda data: load.load(_file(folder / "run.yaml", data), environment=False),
+        raises=(RunFileError, UsageError),
+        share=0.1,
+    )
+    rows = {
+        "rows.jsonl": b'{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
+        "rows.json": b'{"rows": [{"prompt": "a", "completion": "b"}]}',
+        "rows.txt": b"plain text\n",
+    }
+    for name, sample in rows.items():
+        yield Target(
+            name=f"data: {name}",
+            samples=(sample,),
+            read=lambda data, name=name: list(row_files.read_rows(_file(folder / name, data))),
+            raises=(UsageError,),
+        )
+    trace = b'{"metadata": {"gap_seconds": 300}, "data": [16, 16, 15, 12, 16]}'
+    yield Target(
+        name="a capacity trace",
+        samples=(trace,),
+        read=lambda data: capacity_trace.read(_file(folder / "trace.json", data)),
+        raises=(UsageError,),
+    )
+    prices = b"machine,mode,region,usd_per_gpu_hour,low,high\na3-highgpu-8g,spot,us-central1,3.1,2.0,4.0\n"
+    yield Target(
+        name="prices",
+        samples=(prices,),
+        read=lambda data: list(prices_from(data.decode("utf-8", "replace"), source="prices.csv")),
+        raises=(UsageError,),
+    )
+    spec = load.loads(RUN_FILE.decode(), environment=False).spec.model_dump(mode="json")
+    plan = {
+        "format": plan_file.FORMAT,
+        "spec_digest": plan_file.digest(spec),
+        "spec": spec,
+        "run_text": "x",
+        "run_file": "r",
+    }
+    yield Target(
+        name="a plan",
+        samples=(json.dumps(plan).encode(),),
+        read=lambda data: plan_file.read(data.decode("utf-8", "replace"), source="plan.json"),
+        raises=(UsageError,),
+    )
+    google = (
+        b'{"timestamp": "2026-01-01T00:00:00", "event_type": "step_end", "step": 1, "node_rank": 0}\n'
+        b'{"timestamp": "2026-01-01T00:00:09", "event_type": "step_end", "step": 2, "node_rank": 0}\n'
+    )
+    yield Target(
+        name="another tool's log",
+        samples=(google,),
+        read=lambda data: resiliency_log.parse(data.decode("utf-8", "replace").splitlines()),
+        raises=(UsageError,),
+    )
+
+
+def _file(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+# ---------------------------------------------------------------- what schedulers and clouds answer
+
+
+def answers() -> Iterator[Target]:
+    reply = b'{"error": {"code": 409, "message": "exists", "details": [{"reason": "x"}]}, "items": [{"a": 1}]}'
+    yield Target(name="Google's and Kubernetes' answers", samples=(reply, b"<html>502</html>"), read=_reply, raises=())
+    status = (
+        b'{"status": "Success"}',
+        b'{"status": "Failure", "details": {"causes": [{"reason": "ExitCode", "message": "3"}]}}',
+    )
+    yield Target(name="the end of an exec", samples=status, read=_status, raises=(BackendError,))
+    yield Target(
+        name="Kueue's configuration",
+        samples=(
+            b"apiVersion: config.kueue.x-k8s.io/v1beta1\nkind: Configuration\nwaitForPodsReady: {enable: true}\n",
+        ),
+        read=lambda data: kueue_configuration.parsed(data.decode("utf-8", "replace")),
+        raises=(),
+        share=0.2,
+    )
+    nodes = b"NodeName=n1 State=IDLE+DRAIN Gres=gpu:h100:8(S:0-1),nvme:1 Reason=bad disk [root@2026]\n"
+    rows = b"JobID|State|ExitCode\n12|COMPLETED|0:0\n13|NODE_FAIL|1:0\n"
+    queue = f"{parse.RECORD}12{parse.UNIT}PENDING{parse.UNIT}Priority\n".encode()
+    yield Target(
+        name="Slurm's output",
+        samples=(nodes, rows, queue, b"Submitted batch job 12\n", b"12;cluster\n", b"gpu:2K"),
+        read=lambda data: _slurm(data.decode("utf-8", "replace")),
+        raises=(),
+        share=2,
+    )
+    event = b"\x01\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x10\x00\x00\x00agent.log\x00\x00\x00\x00\x00\x00\x00"
+    yield Target(name="the kernel's file events", samples=(event * 2,), read=_names, raises=())
+
+
+def _reply(data: bytes) -> None:
+    for code in (200, 404, 409, 503):
+        reply = parse_reply(code, data)
+        assert isinstance(reply.message, str) and isinstance(reply.body, dict)
+
+
+def _status(data: bytes) -> object:
+    with suppress(ValueError, RecursionError):  # what is no object is the caller's
+        found = json.loads(data)
+        return exit_code(found) if isinstance(found, dict) else None
+    return None
+
+
+def _slurm(text: str) -> None:
+    list(parse.records(text, ("a", "b", "c")))
+    for row in parse.pairs(text):
+        parse.gpus(row.get("Gres", ""))
+        parse.node_usable(row.get("State", ""))
+    parse.gpus(text)
+    parse.job_id(text)
+    parse.accounting(text)

@@ -32,9 +32,8 @@ from muster.backends.slurm.script import program
 from muster.config.spec import RunSpec
 from muster.core import environment, processes
 from muster.core.errors import ConflictError, MusterError
-from muster.core.typed_json import encode
 from muster.protocol.client import StopRun
-from muster.protocol.lease import LeaseRecord, read_lease
+from muster.protocol.lease import LeaseRecord, read_lease, write_lease
 from muster.storage import run_output
 from muster.storage.store import open_store
 
@@ -245,7 +244,7 @@ class Node:
             current = read_lease(stored.data, me="this job")
             if current.term != record.term:
                 return False  # another node was faster
-            store.put_if(uri, encode(replace(current, expires_wall_ns=0)), stored.generation)
+            store.put_if(uri, write_lease(replace(current, expires_wall_ns=0)), stored.generation)
         except (ConflictError, FileNotFoundError, ValueError):
             return False  # it was just renewed: check again
         return True

@@ -166,6 +166,8 @@ class LeaseKeeper:
         if record is not None:
             ours = (self.term, os.getpid(), socket.gethostname(), processes.boot_id())
             if (record.term, record.pid, record.machine, record.boot_id) == ours:
+                if not record.expires_wall_ns:
+                    raise ConflictError("the lease was taken from us: another process let it expire")
                 return generation, None
             if record.term >= self.term:
                 raise ConflictError(f"the lease was taken from us: term {record.term} is held by pid {record.pid}")

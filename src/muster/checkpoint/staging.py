@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
-from muster.checkpoint import exchange
+from muster.checkpoint import compact, exchange
 from muster.checkpoint.pinned import pin_soon
 from muster.checkpoint_format import shards
 from muster.core.errors import CheckpointError
@@ -115,8 +115,12 @@ class Staging:
             raise CheckpointError("the state's tensors have changed since the first save")
         whole = [state[chunk.name].detach() for chunk in self.local_chunks]
         sources = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in whole]
-        if sources:
-            torch._foreach_copy_(self._views, sources, non_blocking=True)
+        plain = [pair for pair in zip(self._views, sources, strict=True) if not compact.is_compact(pair[1])]
+        if plain:
+            torch._foreach_copy_([view for view, _ in plain], [source for _, source in plain], non_blocking=True)
+        for view, source in zip(self._views, sources, strict=True):
+            if compact.is_compact(source):
+                compact.copy(view, source)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
 

@@ -24,6 +24,9 @@ EMBEDDING_UNIT_NUMEL = 64_000_000
 #: The trainer keeps whole gradients, reduced once a step, where they take less than this share of a rank's memory.
 LOCAL_GRADIENTS_SHARE = 0.1
 
+#: While the trainer converts a slice of compact moments (its ``SLICE_BYTES``): indices, values, and their product.
+SLICES_BYTES = 3 * 16 * MIB
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOverhead:
@@ -89,7 +92,7 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
                                         "gathered parameters": gathered.root + gathered.embedding + gathered.backward},
         "end of backward": {"gradients": before_root + gathered.root_gradient, "gathered parameters": gathered.root},
         "update": {"gradients": static["gradients"]},
-        "save": {"gradients": static["gradients"], "whole moments": static["whole moments"],
+        "save": {"gradients": static["gradients"], "slices of whole moments": static["slices"],
                  "staged copy": static["saved"] if device.stages_here else 0},
     }  # fmt: skip
     base = {"weights": static["weights"], "optimizer state": static["optimizer"]}
@@ -160,7 +163,8 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
         gradients += trained * 8  # the fixed-point totals
     state = trained * work.optimizer.device_bytes(work.master_bytes)
     saved_state = trained * work.optimizer.saved_bytes(work.master_bytes)
-    whole_moments = saved_state if work.optimizer.saved_state_bytes is not None else 0.0
+    compact = work.optimizer.saved_state_bytes is not None
+    saves = bool(work.snapshot_every) or work.checkpoint_every != 0
     return {
         "weights": weights,
         "gradients": gradients,
@@ -168,7 +172,7 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
         "embedding gradient": units.embedding * share,
         "whole gradients": whole,
         "optimizer": state,
-        "whole moments": whole_moments if work.snapshot_every or work.checkpoint_every != 0 else 0.0,
+        "slices": min(saved_state, SLICES_BYTES) if compact and saves else 0.0,
         "saved": (trained * work.master_bytes + saved_state) / layout.dp_replicate,  # replicas share it
     }
 

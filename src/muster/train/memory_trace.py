@@ -31,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from muster.checkpoint import compact
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
 from muster.core.types import Layout
@@ -202,8 +203,8 @@ def _batch(count: int, length: int) -> Batch:
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the local parts, each storage counted once."""
     sizes: dict[int, int] = {}
-    for tensor in tensors:
-        storage = local(tensor).untyped_storage()
+    for tensor in (held for each in tensors for held in compact.stored(local(each))):
+        storage = tensor.untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 

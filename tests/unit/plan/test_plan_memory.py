@@ -31,6 +31,18 @@ def test_the_known_state_of_8b():
     assert lora["optimizer state"] == pytest.approx(42e6 / 8 * 8, rel=1e-2)
 
 
+@pytest.mark.parametrize("master_bytes", [2, 4])
+@pytest.mark.parametrize("saving", [{"snapshot_every": 1}, {"checkpoint_every": 100}, {}])
+@pytest.mark.parametrize("device", [BARE, DeviceOverhead()])
+def test_8bit_moments_are_smaller_than_whole_ones_also_while_they_are_saved(master_bytes, saving, device):
+    """Less by the moments, but for the slices that are whole for a moment."""
+    job_ = job("70B", master_bytes=master_bytes, global_batch_size=64, **saving)
+    whole, eight = memory(job_, at(64), device), memory(replace(job_, optimizer=ADAMW_8BIT), at(64), device)
+    less = 70.55e9 / 64 * (2 * master_bytes - 2.03)
+    assert whole.total_bytes - eight.total_bytes >= less * 0.98 - 50 * 2**20 * 1.04
+    assert "whole moments" not in eight.items and eight.items.get("slices of whole moments", 0) <= 48 << 20
+
+
 def test_bf16_master_halves_the_state():
     assert memory(job(master_bytes=2), at(), BARE).items["optimizer state"] * 2 == pytest.approx(
         memory(job(), at(), BARE).items["optimizer state"], rel=1e-6

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muster.checkpoint import compact
 from muster.config.spec import Optimizer as Settings
 from muster.core.errors import UsageError
 from muster.train.distributed.reduce import local
@@ -23,9 +24,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW8bit:
     """torchao's ``AdamW8bit`` over this rank's shards as plain tensors.
 
-    Moments are saved and loaded as float32: codes belong to blocks of 256 values of a shard and are meaningless in
-    another layout. Quantising again may move ``exp_avg`` by one code (its code points are not symmetric), so a resume
-    is exact only up to quantisation noise.
+    Moments are saved and loaded as float32, slice by slice: codes belong to blocks of 256 values of a shard and are
+    meaningless in another layout. Quantising again may move ``exp_avg`` by one code (its code points are not
+    symmetric), so a resume is exact only up to quantisation noise.
 
     Raises:
         UsageError: torchao is not installed, or the run is exact (``elementwise``).
@@ -67,9 +68,9 @@ class AdamW8bit:
 
     @property
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Float32 copies; ``load_moments`` puts them back."""
+        """The state itself, compact (``checkpoint.compact``); small tensors are plain."""
         return {
-            moment: {name: whole(self._torchao.state[part][moment]) for name, part in self._parts.items()}
+            moment: {name: self._torchao.state[part][moment] for name, part in self._parts.items()}
             for moment in MOMENTS
         }
 
@@ -77,7 +78,7 @@ class AdamW8bit:
     def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         for moment in MOMENTS:
             for name, part in self._parts.items():
-                self._torchao.state[part][moment].copy_(moments[moment][name])
+                compact.write(self._torchao.state[part][moment], moments[moment][name])
 
     @torch.no_grad()
     def step(self, *, step: int, learning_rate: float, scale: Tensor, skip: Tensor) -> None:
@@ -92,9 +93,3 @@ class AdamW8bit:
         self._torchao.step()
         for part in self._parts.values():
             part.grad = None
-
-
-def whole(moment: Tensor) -> Tensor:
-    """A moment as a float32 tensor of its own."""
-    values: Tensor = moment.dequantize() if hasattr(moment, "codes") else moment.clone()
-    return values

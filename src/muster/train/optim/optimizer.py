@@ -17,7 +17,8 @@ class ShardOptimizer(Protocol):
 
     @property
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """State name (``exp_avg``...) -> parameter name -> this rank's part; may be a copy."""
+        """State name (``exp_avg``...) -> parameter name -> this rank's part; may be a copy, or compact
+        (``checkpoint.compact``)."""
         ...
 
     def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -31,7 +31,8 @@ def restore(
     if context.kept_rank is not None and context.restore is not None and state.step == context.restore.step:
         return  # this process was retained and has it
     if context.restore is not None:
-        tensors = restored(context, context.restore, state.sharded())
+        own = context.restore.layout == context.layout and context.rank in context.restore.sources
+        tensors = restored(context, context.restore, state.sharded() if own else state.writable())
         state.load(context.restore.step, tensors)
         tier: str = context.restore.tier
         uri = context.snapshot_dir or ""
@@ -40,7 +41,7 @@ def restore(
         saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used
         if not spec.checkpoint.resume:
             return
-        sharded = state.sharded()
+        sharded = state.writable()
         manifest = newest_valid(
             open_store(),
             saves.saver.directory,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muster.checkpoint import compact
 from muster.checkpoint.pinned import pin_soon
 from muster.checkpoint_format.shards import Chunk, ShardHeader, encode_header
 from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name
@@ -148,7 +149,7 @@ class Snapshots:
             self._views[slot] = slot_tensors(self._ring, slot, self._chunks)
         views = self._views[slot]
         for name, tensor in local_tensors.items():
-            views[name].copy_(tensor, non_blocking=True)
+            compact.copy(views[name], tensor)
         if any(tensor.is_cuda for tensor in local_tensors.values()):
             torch.cuda.current_stream().synchronize()
         self._newest = Version(step=step, attempt=self._attempt, rank=self._rank, slot=slot)

@@ -17,13 +17,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.checkpoint import compact
 from muster.protocol.ranks import AgentClient
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.distributed.reduce import SHARD, TENSOR, sharded_axes
@@ -47,6 +48,10 @@ class Place:
     seed: int
     global_shape: Sequence[int]
     offsets: Sequence[int]
+
+    def from_row(self, first: int) -> Place:
+        """The place of the part's rows from ``first`` on."""
+        return self if first == 0 else replace(self, offsets=(self.offsets[0] + first, *self.offsets[1:]))
 
 
 @dataclass
@@ -157,7 +162,8 @@ def partial_sum(tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> T
         mixed_sum(bits, key)
         for name, place in places.items()
         if tensors[name].numel()
-        for bits, key in pieces(tensors[name], place)
+        for first, rows in compact.slices(tensors[name])
+        for bits, key in pieces(rows, place.from_row(first))
     ]
     return torch.stack(sums).sum().cpu() if sums else torch.zeros((), dtype=torch.int64)
 

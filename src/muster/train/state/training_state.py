@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from muster.checkpoint import compact
 from muster.core.errors import CheckpointError
 from muster.train.distributed.reduce import local
 from muster.train.optim.optimizer import ShardOptimizer
@@ -41,7 +42,8 @@ class TrainingState:
         self.step = step
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's parts as plain tensors, in a fixed order. They share the storage (8-bit moments: copies)."""
+        """This rank's parts, in a fixed order, not as DTensors. They share the storage; 8-bit moments are compact
+        (``checkpoint.compact``): read them in slices."""
         tensors = {f"model.{name}": local(parameter.detach()) for name, parameter in self.named.items()}
         for moment, parts in self.optimizer.moments.items():
             tensors.update({f"optimizer.{moment}.{name}": part for name, part in parts.items()})
@@ -53,6 +55,19 @@ class TrainingState:
         for moment, parts in self.optimizer.moments.items():
             for name, part in parts.items():
                 tensors[f"optimizer.{moment}.{name}"] = placed_like(self.named[name], part)
+        return tensors
+
+    def writable(self) -> dict[str, Tensor]:
+        """``sharded`` for a restore that writes into its tensors in place: whole ones of any values, in the host's
+        memory, stand for compact ones. ``loaded`` adopts them."""
+        tensors = self.sharded()
+        for name, part in self.local_tensors().items():
+            if compact.is_compact(part):
+                whole = torch.empty(part.shape, dtype=part.dtype)
+                like = tensors[name]
+                if isinstance(like, DTensor):  # as FSDP makes offloaded ones: ``from_local`` would move it to the GPU
+                    whole = DTensor(whole, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+                tensors[name] = whole
         return tensors
 
     @torch.no_grad()
@@ -73,11 +88,11 @@ class TrainingState:
                     f"here it is {tensor.dtype} {tuple(tensor.shape)}"
                 )
         for name, tensor in local_parts.items():
-            tensor.copy_(tensors[name])
+            compact.write(tensor, tensors[name])
         self.loaded(step, local_parts)
 
     def loaded(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Adopt values that were written into ``local_tensors`` or ``sharded`` as the state after ``step``."""
+        """Adopt values that were written into ``local_tensors`` or ``writable`` as the state after ``step``."""
         self.optimizer.load_moments(
             {
                 moment: {name: local(tensors[f"optimizer.{moment}.{name}"]) for name in parts}

@@ -122,7 +122,6 @@ def test_8bit_stays_near_whole_moments_and_comes_back() -> None:
             set_gradients(named, step)
             optimizer.step(step=step, learning_rate=1e-3, scale=torch.tensor(0.5), skip=torch.tensor(0.0))
     torch.testing.assert_close(mine["w"], theirs["w"], rtol=0, atol=5e-4)  # three steps of at most 1e-3 each
-    moments = ours.moments
-    ours.take(moments)
     for name, parts in ours.moments.items():
-        torch.testing.assert_close(parts["w"], moments[name]["w"], rtol=0.1, atol=1e-3)
+        near = {"exp_avg": whole.exp_avg, "exp_avg_sq": whole.exp_avg_sq}[name]["w"]
+        torch.testing.assert_close(parts["w"].dequantize(), near, rtol=0.2, atol=2e-2)  # type: ignore[operator]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from muster.app import api
 from muster.app.api import Event, RunDir, RunSpec, RunView
-from muster.app.inspect.event_format import line, step_figures
+from muster.app.inspect.event_format import Narrator, step_figures
 from muster.cli import output, tables
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Display(api.Sink):
         self.spec = spec
         self.summary = RunView()
         self.run: RunDir | None = None
+        self.line = Narrator()
         self.silent = False
         """stdout takes no more."""
 
@@ -70,7 +71,7 @@ class Display(api.Sink):
         every = self.spec.output.log_every_steps
         if event.kind == "step" and event.step is not None and event.step % every and event.step != self.total():
             return
-        text = line(event)
+        text = self.line(event)
         if text is not None:
             self.print(text)
 

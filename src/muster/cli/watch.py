@@ -48,9 +48,9 @@ def _live(views: Iterable[View]) -> None:
 
 def _lines(views: Iterable[View]) -> None:
     """Events, and the run's progress at intervals."""
-    from muster.app.inspect.event_format import line
+    from muster.app.inspect.event_format import Narrator
 
-    said, since_s = "", LINE_EVERY_S
+    line, said, since_s = Narrator(), "", LINE_EVERY_S
     before_ns = None
     for view in views:
         for event in view.news:

@@ -290,7 +290,7 @@ def test_a_failed_start_says_its_sentence_once():
         Event(**place, kind="run.finished", detail={"outcome": "failed", "reason": reason, "exit_code": 2}),
         Event(**place, kind="incident.detected", detail={**told, "incident_id": "i2"}),
     ]
-    lines = event_format.Lines()
+    lines = event_format.Narrator()
     said = [lines(event) for event in events]
     assert said[1:3] == ["decision on i1: stop: as above", "failed: as above"]
     assert reason in said[0] and reason in said[3], "another incident is told in full"

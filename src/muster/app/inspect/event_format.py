@@ -14,7 +14,7 @@ def line(event: Event) -> str | None:
     return render(event) if render else None
 
 
-class Lines:
+class Narrator:
     """``line`` for events that follow each other: what a decision or the end of a run says for its reason is not said
     in full again where the line of its incident has just said it."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from muster.app.inspect.event_format import line
+from muster.app.inspect.event_format import Narrator
 from muster.core.event_details.training import Step
 from muster.core.events import Event
 from muster.supervise.process.server import Supervisor
@@ -81,9 +81,10 @@ class Lines(Sink):
     stream: IO[str]
     """Takes everything (``processes.forgiving``): a log on a full disk has a gap, which it names."""
     name = "the supervisor's log"
+    line: Narrator = field(default_factory=Narrator)
 
     def event(self, event: Event) -> None:
-        text = line(event)
+        text = self.line(event)
         if text is not None:
             print(text, file=self.stream, flush=True)
 

@@ -39,7 +39,7 @@ class RecordingHost:
         self.notes: list[str] = []
         self.failures: list[Any] = []
         self.answers: list[Any] = []
-        self.supervised = False
+        self.supervised = self.has_ranks = False
         self.exit_reason: str | None = None
 
     def _note(self, text: str) -> None:
@@ -47,6 +47,10 @@ class RecordingHost:
 
     def _exit(self, reason: str) -> None:
         self.exit_reason = reason
+
+    def _on_data(self, failure: Any) -> None:
+        if failure is not None:
+            self.failures.append(failure)
 
     def _is_ending(self) -> bool:
         return self.exit_reason is not None
@@ -82,7 +86,8 @@ class RecordingHost:
     def programs(self) -> Programs:
         return Programs(
             identity=self.identity, hub=self.hub, log=self.log, spec=lambda: self.spec, is_ending=self._is_ending,
-            on_prepared=lambda: None, on_failure=self.failures.append, on_notice=lambda _: None,
+            on_prepared=lambda: None, has_ranks=lambda: self.has_ranks, on_failure=self._on_data,
+            on_notice=lambda _: None,
         )  # fmt: skip
 
     def replicator(self) -> ReplicatorProcess:

@@ -113,7 +113,8 @@ class HostAgent:
             spec=lambda: self.spec,
             is_ending=lambda: self.exit_reason is not None,
             on_prepared=self._check_ready,
-            on_failure=self.link.keep,
+            has_ranks=lambda: bool(self.pool.living()),
+            on_failure=lambda failure: self.link.keep("data", failure),
             on_notice=lambda source: self.preemption.on_notice(source),
         )
         self.fork_server = ForkServer(
@@ -121,7 +122,7 @@ class HostAgent:
             hub=hub,
             spec=lambda: self.spec,
             is_ending=lambda: self.exit_reason is not None,
-            on_failure=lambda reason: self.link.keep(to_supervisor.StartFailed(reason=reason)),
+            on_failure=lambda reason: self.link.keep("fork server", to_supervisor.StartFailed(reason=reason)),
             on_exited=lambda pid, code: self.pool.on_exit_code(pid, code),
             on_store=self.link.send,
         )
@@ -205,6 +206,7 @@ class HostAgent:
             if not self.link.connected:
                 self._find_supervisor()
             self.preemption.watch()
+            self.programs.watch()
             self.pool.watch()
             self.replicator.watch()
             self.home.watch(self.link.connected)
@@ -269,6 +271,7 @@ class HostAgent:
         match message:
             case to_agent.StartAttempt():
                 self.memory_watch.check()  # its state may be fetched into that folder
+                self.programs.on_start()
                 self.pool.start(message)
             case to_agent.EndAttempt():
                 self.pool.end(message)
@@ -293,7 +296,7 @@ class HostAgent:
     def _reload(self) -> None:
         """The run file changed. Fork server and standbys stay: they hold imports only."""
         self.spec = self.identity.read_spec()
-        self.link.keep(None)
+        self.link.forget()
         self.programs.prepare_again()
 
     # ------------------------------------------------------------ messages of this host's processes
@@ -317,7 +320,7 @@ class HostAgent:
 
     def _check_ready(self) -> None:
         """Something that a start needs may have come: start what waited for it, report when all is there."""
-        self.pool.assign_pending()
+        self.pool.queue.assign()
         self.readiness.check()
 
     def _on_ready(self) -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.rank_process import end_child, on_exit
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import reader_of
 from muster.protocol.pipes import PREEMPTION_NOTICES, PREPARATION, DataFailed, DataPrepared, FromPreparation
 from muster.protocol.to_supervisor import StartFailed
 from muster.transport.connections import ConnectionPool
 
+#: Data preparation that failed for another reason than the run file's is tried again after this long: a disk that was
+#: full, a hub that did not answer.
+RETRY_S = 10.0
 #: Data preparation that was killed is restarted this often: what it has done is in the cache.
 PREPARE_KILLS = 1
 _decode_notice = reader_of(PREEMPTION_NOTICES)
@@ -35,16 +41,22 @@ class Programs:
         spec: Callable[[], RunSpec],
         is_ending: Callable[[], bool],
         on_prepared: Callable[[], None],
-        on_failure: Callable[[StartFailed], None],
+        has_ranks: Callable[[], bool],
+        on_failure: Callable[[StartFailed | None], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        """``on_notice``: this host is being preempted; who says so."""
+        """``has_ranks``: ranks run here, which a restarted agent's preparation must not end. ``on_failure``: the data
+        cannot be prepared; None: now it was. ``on_notice``: this host is being preempted; who says so."""
         self._identity, self._hub, self._log, self._spec = identity, hub, log, spec
         self._is_ending, self._on_prepared = is_ending, on_prepared
-        self._on_failure, self._on_notice = on_failure, on_notice
+        self._has_ranks, self._on_failure, self._on_notice = has_ranks, on_failure, on_notice
         self.prepared = False
         self._prepare: subprocess.Popen[bytes] | None = None
         self._prepare_kills = 0
+        self._failure: StartFailed | None = None
+        """Why the data is not there, as it was told last."""
+        self._retry_s = math.inf
+        """When preparation that has failed is tried again."""
         self._preemption_watcher: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -54,8 +66,19 @@ class Programs:
 
     def prepare_again(self) -> None:
         """The run file changed."""
-        self.prepared = False
+        self.prepared, self._failure = False, None
         self._start_prepare()
+
+    def on_start(self) -> None:
+        """An attempt starts. Where preparation has failed it is tried again now, and what comes of it is told."""
+        failed, self._failure = self._failure is not None, None
+        if failed and self._prepare is None:
+            self._start_prepare()
+
+    def watch(self) -> None:
+        """Call it in every turn of the loop."""
+        if time.monotonic() >= self._retry_s:
+            self._start_prepare()
 
     def shutdown(self) -> None:
         """End them; never waits long."""
@@ -65,6 +88,7 @@ class Programs:
     # ------------------------------------------------------------ data preparation
 
     def _start_prepare(self) -> None:
+        self._retry_s = math.inf
         if self._spec().data is None:
             self.prepared = True
             return
@@ -88,14 +112,26 @@ class Programs:
         if code == 0 and isinstance(result, DataPrepared):
             found = {"fingerprint": result.fingerprint, "tokens": result.tokens, "sequences": result.sequences}
             self._log.write("data.prepared", {**found, "cached": result.cached, **result.more})
-            self.prepared = True
+            self.prepared, self._failure = True, None
+            self._on_failure(None)
             self._on_prepared()
         elif isinstance(result, DataFailed):
-            self._on_failure(StartFailed(reason=result.error, exit_code=result.exit_code, hint=result.hint))
+            self._fail(StartFailed(reason=result.error, exit_code=result.exit_code, hint=result.hint))
         else:
             reason = f"data preparation ended with code {code}; see logs/prepare-{host}.log"
             hint = "code -9 without a user's kill is lack of memory" if code == -9 else None
-            self._on_failure(StartFailed(reason=reason, hint=hint))
+            self._fail(StartFailed(reason=reason, hint=hint))
+
+    def _fail(self, failure: StartFailed) -> None:
+        told, self._failure = self._failure, failure
+        if failure.exit_code != UsageError.exit_code:
+            self._retry_s = time.monotonic() + RETRY_S
+        if failure == told:
+            return
+        if self._has_ranks():
+            self._log.note(f"{failure.reason}: the ranks on {self._identity.host} go on, it is tried again")
+        else:
+            self._on_failure(failure)
 
     # ------------------------------------------------------------ preemption notices of the cloud
 

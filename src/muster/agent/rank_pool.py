@@ -17,8 +17,10 @@ from muster.agent.ranks.rank_exit import exit_report, last_reasons
 from muster.agent.ranks.rank_process import Worker, kill, open_pidfd, parent_of
 from muster.agent.ranks.retained_ranks import RetainedRanks
 from muster.agent.ranks.standbys import Standby, Standbys
+from muster.agent.ranks.starting import RankQueue
 from muster.agent.ranks.step_clock import StepClock
 from muster.config.spec import RunSpec
+from muster.core.errors import MusterError
 from muster.protocol.codec import reader_of
 from muster.protocol.rank_agent import (
     FROM_RANK,
@@ -28,7 +30,6 @@ from muster.protocol.rank_agent import (
     RankBeat,
     RankHello,
     RankProgress,
-    RunRank,
     StandbyHello,
     StandbyUnfit,
     StandbyWarm,
@@ -36,7 +37,15 @@ from muster.protocol.rank_agent import (
 )
 from muster.protocol.ranks import RankContext
 from muster.protocol.to_agent import EndAttempt, StartAttempt
-from muster.protocol.to_supervisor import FromAgent, RankExit, RankHang, RanksEnded, RanksProgress, ResetResult
+from muster.protocol.to_supervisor import (
+    FromAgent,
+    RankExit,
+    RankHang,
+    RanksEnded,
+    RanksProgress,
+    ResetResult,
+    StartFailed,
+)
 from muster.protocol.values import CommandRanks, LastWords, RankEvent
 from muster.transport.connections import Connection, ConnectionPool
 
@@ -64,15 +73,23 @@ class RankPool:
         """``send``: to the supervisor, if one is connected; ``is_prepared``: the data is there; ``on_warm``: a standby
         is."""
         self._identity, self._hub, self._log, self._spec = identity, hub, log, spec
-        self._send, self._is_supervised, self._is_prepared = send, is_supervised, is_prepared
+        self._send, self._is_supervised = send, is_supervised
         self._on_warm, self._forks, self._snapshots = on_warm, forks, snapshots
         self.attempt = 0
         """Of the ranks here."""
         self.standbys = Standbys()
         self.workers: dict[int, Worker] = {}
         """By pid."""
-        self.queue: list[RankContext] = []
-        """Contexts that wait for a standby."""
+        self.queue = RankQueue(
+            run_dir=identity.run_dir,
+            hub=hub,
+            standbys=self.standbys,
+            is_prepared=is_prepared,
+            spawn=forks.spawn,
+            register=lambda context, pid, peer: self.register_rank(
+                pid, context.rank, context.attempt, peer, was_warm=True
+            ),
+        )
         self.step = 0
         """Highest step that a rank here reported."""
         self.exits: dict[int, RankExit] = {}
@@ -100,9 +117,18 @@ class RankPool:
 
     def start(self, order: StartAttempt) -> None:
         """Begin an attempt: its ranks here, fresh or retained, with the shards they start from."""
-        attempt = order.attempt
-        if attempt <= self.attempt:
+        if order.attempt <= self.attempt:
             return  # sent twice, or by a supervisor that does not know of a newer one
+        try:
+            self._start(order)
+        except (OSError, MusterError) as error:
+            # The supervisor then starts another attempt; without a word it would wait for this one's first step.
+            self.queue.drop(order.attempt)
+            host, reason = self._identity.host, str(error) or type(error).__name__
+            self._send(StartFailed(reason=f"{host} cannot start attempt {order.attempt}: {reason}"))
+
+    def _start(self, order: StartAttempt) -> None:
+        attempt = order.attempt
         retained = self._retained.assigned(self.living(), order.contexts)
         self._kill(attempt - 1, spared=retained)
         self._orphans.kill()
@@ -113,12 +139,12 @@ class RankPool:
         for context in self._snapshots.begin(order):
             worker = next((worker for worker in retained if worker.rank == context.kept_rank), None)
             if worker is None:
-                self.queue.append(replace(context, kept_rank=None))
+                self.queue.waiting.append(replace(context, kept_rank=None))
             else:
                 moves.append((worker, context))
         for worker, context in moves:  # only now: a rank's new number may be another's old one
             self._reassign(worker, context)
-        self.assign_pending()
+        self.queue.assign()
         self._forks.order_store()  # each attempt has a rendezvous store of its own
 
     def _reassign(self, worker: Worker, context: RankContext) -> None:
@@ -127,22 +153,6 @@ class RankPool:
         assert worker.peer is not None
         self._hub.send(worker.peer, TakePlace(context=context))
         self._log.write("rank.started", {"pid": worker.pid, "kept": True}, rank=worker.rank)
-
-    def assign_pending(self) -> None:
-        """Hand waiting ranks to standbys, once the data is there; fork what is missing."""
-        if not self._is_prepared():
-            return
-        for context in list(self.queue):
-            standby = self.standbys.take(context.local_rank)
-            if standby is None:
-                continue
-            self.queue.remove(context)
-            log = self._identity.run_dir / "logs" / f"rank-{context.rank}.a{context.attempt}.log"
-            log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._hub.send(standby.peer, RunRank(context=context, log=str(log)))
-            self.register_rank(standby.pid, context.rank, context.attempt, standby.peer, was_warm=True)
-        if self.queue:
-            self._forks.spawn(context.local_rank for context in self.queue)
 
     def register_rank(self, pid: int, rank: int, attempt: int, peer: Connection | None, *, was_warm: bool) -> None:
         """From now on ``pid`` is a rank."""
@@ -177,7 +187,7 @@ class RankPool:
             self.standbys.clear()
         self._ending = max(attempt, self._ending or 0)
         self._ended = max(attempt, self._ended)
-        self.queue = [context for context in self.queue if context.attempt > attempt]
+        self.queue.drop(attempt)
         retained = self._retained.select(
             self.living(), attempt, set(order.keep), now_s=time.monotonic(), pause_s=order.pause_s
         )
@@ -273,7 +283,10 @@ class RankPool:
         now = worker.seen_s = time.monotonic()
         match message:
             case RankBeat():
-                self._on_beat(worker, message.step, message.micro)
+                if worker.beat(message.step, message.micro, now_s=now):
+                    if worker.stepped:
+                        self._on_step(worker)
+                    self._snapshots.on_ready()
             case RankProgress(attempt=worker.attempt):
                 worker.progress_s = now
                 if now - self._progress_sent_s >= PROGRESS_EVERY_S:
@@ -300,21 +313,6 @@ class RankPool:
             worker.peer = None
             return
         self._send(event)
-
-    def _on_beat(self, worker: Worker, step: int, micro: int) -> None:
-        """A new micro-batch is progress; a new step means that a snapshot is ready."""
-        if (step, micro) == (worker.step, worker.micro):
-            return
-        worker.progress_s = time.monotonic()
-        if step != worker.step:
-            if worker.first_step is None:
-                worker.first_step = step
-                self._snapshots.on_ready()  # what the attempt starts from
-            elif step > worker.first_step:
-                worker.stepped = True
-                self._on_step(worker)
-                self._snapshots.on_ready()
-        worker.step, worker.micro = step, micro
 
     def _on_step(self, worker: Worker) -> None:
         """The first rank's steps are the step watchdog's clock, and a sign that standbys may be forked undisturbed."""

@@ -38,7 +38,7 @@ class SupervisorLink:
         self._peer: Connection | None = None
         self._address: Address | None = None
         self._lease_check_s = 0.0
-        self._kept: StartFailed | None = None
+        self._kept: dict[str, StartFailed] = {}
 
     @property
     def connected(self) -> bool:
@@ -60,11 +60,16 @@ class SupervisorLink:
         if self._peer is not None:
             self._hub.send(self._peer, message)
 
-    def keep(self, failure: StartFailed | None) -> None:
+    def keep(self, what: str, failure: StartFailed | None) -> None:
         """What this host cannot start: for the supervisor, and for each one that connects later. None: it is mended."""
-        self._kept = failure
+        self._kept.pop(what, None)
         if failure is not None:
+            self._kept[what] = failure
             self.send(failure)
+
+    def forget(self) -> None:
+        """The run file was corrected: earlier failures say nothing."""
+        self._kept.clear()
 
     def connect(self) -> bool:
         """Try once to reach the holder of the lease, and greet it."""
@@ -77,8 +82,8 @@ class SupervisorLink:
             return False
         self._peer.expect(reader_of(TO_AGENT), lambda _, message: self._on_message(message))
         self.greet()
-        if self._kept is not None:
-            self.send(self._kept)
+        for failure in self._kept.values():
+            self.send(failure)
         return True
 
     def greet(self) -> None:

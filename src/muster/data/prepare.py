@@ -189,6 +189,13 @@ def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
     )
 
 
+def _says(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False
+
+
 def _point(run_dir: Path, folder: Path, prepared: Prepared, request: str) -> None:
     """Write the data's location and a copy of the tokenizer to the run's folder. Hosts do so at once.
 
@@ -197,9 +204,11 @@ def _point(run_dir: Path, folder: Path, prepared: Prepared, request: str) -> Non
     mine = secrets.token_hex(8)
     with translated(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        temporary = run_dir / f".{_POINTER}.{mine}"
-        temporary.write_text(json.dumps({"folder": str(folder.resolve()), "request": request}))
-        os.replace(temporary, run_dir / _POINTER)
+        pointer = json.dumps({"folder": str(folder.resolve()), "request": request})
+        if not _says(run_dir / _POINTER, pointer):  # a restarted agent needs no room on a full disk
+            temporary = run_dir / f".{_POINTER}.{mine}"
+            temporary.write_text(pointer)
+            os.replace(temporary, run_dir / _POINTER)
         target = run_dir / "tokenizer"
         if prepared.tokenizer_dir is None or target.is_dir():
             return

@@ -1,8 +1,10 @@
 """Preparation: what ends up in a sequence, the fate of every row, the fingerprint, and every refusal."""
 
+import errno
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -358,3 +360,18 @@ def test_progress_is_told(make_spec, tmp_path):
     told = []
     prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r", progress=lambda *args: told.append(args))
     assert ("tokenise", 300, 300) in told and told[-1][0] == "pack"
+
+
+def test_what_is_there_is_found_without_writing(make_spec, tmp_path, monkeypatch):
+    """An agent that is started again on a full disk finds what its predecessor prepared."""
+    spec = make_spec([TEXT2SQL])
+    prepare(spec, run_dir=tmp_path / "run")
+
+    def full(*_arguments, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "mkdir", lambda path, **_: None if path.is_dir() else full())
+    assert prepare(spec, run_dir=tmp_path / "run").stats["cached"]
+    with pytest.raises(MusterError, match="no space left"):
+        prepare(spec, run_dir=tmp_path / "another")

@@ -50,6 +50,20 @@ class Worker:
         self.first_step, self.stepped = None, False
         self.progress_s = self.seen_s = now_s
 
+    def beat(self, step: int, micro: int, *, now_s: float) -> bool:
+        """A new micro-batch is progress. True: a snapshot is ready, of a new step or of the attempt's beginning."""
+        if (step, micro) == (self.step, self.micro):
+            return False
+        self.progress_s = now_s
+        is_new, self.step, self.micro = step != self.step, step, micro
+        if not is_new:
+            return False
+        if self.first_step is None:
+            self.first_step = step
+            return True
+        self.stepped = self.stepped or step > self.first_step
+        return step > self.first_step
+
 
 def parent_of(pid: int) -> int:
     """The parent's pid; 0 when the process is gone."""

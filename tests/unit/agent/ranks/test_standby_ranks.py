@@ -130,22 +130,22 @@ def test_each_local_rank_gets_a_standby_of_its_own(tmp_path: Any, processes: Any
     first, second, third = (process.pid for process in processes)
     host.came(1, first)
     host.came(0, second)
-    host.pool.queue = [context(0), context(1)]
-    host.pool.assign_pending()
+    host.pool.queue.waiting = [context(0), context(1)]
+    host.pool.queue.assign()
     assert host.runs() == {0: second, 1: first} and not host.standby_pids()
     assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
     # One local rank has no standby: the other's holds its context and stays for it.
     host.came(0, third)
-    host.pool.queue = [context(1)]
-    host.pool.assign_pending()
+    host.pool.queue.waiting = [context(1)]
+    host.pool.queue.assign()
     assert host.standby_pids() == [third] and host.spawns()[1:] == [((1,), True)]
 
 
 def test_without_contexts_any_standby_takes_any_local_rank(tmp_path: Any, processes: Any) -> None:
     host = Host(tmp_path, resources={"device": "cpu", "ranks_per_host": 2})
     host.came(0, processes[0].pid)
-    host.pool.queue = [context(1)]
-    host.pool.assign_pending()
+    host.pool.queue.waiting = [context(1)]
+    host.pool.queue.assign()
     assert host.runs() == {1: processes[0].pid}
     host.pool.replenish_standbys()
     assert host.spawns() == [((0, 1), False)]

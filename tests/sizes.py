@@ -66,6 +66,7 @@ CORE = {
     "drills, watch": ("test_drill_live.py",),
     "limits": ("test_limits_live.py",),
     "verbs": ("test_verbs_live.py::test_a_detached_run_from_submit_to_down",),
+    "verbs: whoever looks on may leave": ("test_terminal_live.py::test_a_terminal_that_is_stopped_then_closed",),
     "wrong input": ("test_wrong_input_live.py::test_truncated_safetensors",),
     "own loops": ("test_own_loop_live.py::test_kills_cost_no_step_and_no_bit",),
     "data": ("test_data_live.py::test_rivals_prepare_the_same_data_once",),
@@ -166,6 +167,9 @@ NIGHTLY = {
     ),
     "test_takeover_state.py::test_what_a_successor_reads_is_what_its_predecessor_knew[2000]": (
         "test_takeover_state.py::test_what_a_successor_reads_is_what_its_predecessor_knew[200]"
+    ),
+    "test_terminal_live.py::test_nobody_reads_the_last_lines": (
+        "test_terminal_live.py::test_a_pipe_that_is_full_then_closed"
     ),
     "test_train_exact_live.py::test_one_hash_at_any_world_size[lora]": (
         "test_train_exact_live.py::test_one_hash_at_any_world_size[plain]"

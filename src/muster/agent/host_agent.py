@@ -29,7 +29,7 @@ from muster.agent.snapshot_store import SnapshotStore
 from muster.agent.supervisor_link import SupervisorLink
 from muster.agent.unsupervised_host import UnsupervisedHost
 from muster.agent.watchdog import parse_arguments
-from muster.core import environment, typed_json
+from muster.core import environment, processes, typed_json
 from muster.core.errors import MusterError
 from muster.protocol import to_agent, to_supervisor
 from muster.protocol.codec import reader_of
@@ -384,6 +384,7 @@ class HostAgent:
 
 
 def main() -> None:
+    processes.forgive_outputs()
     arguments, variables = parse_arguments("Muster's agent (started by its watchdog)"), environment.current()
     try:
         supervisor_address(arguments.run_dir, me=arguments.host)  # refuse another version before touching anything

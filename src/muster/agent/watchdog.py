@@ -21,7 +21,7 @@ from muster.agent.heartbeat import HeartbeatSender
 from muster.agent.host_event_log import writer_of
 from muster.agent.host_home import ship_rest
 from muster.config.spec import RunSpec
-from muster.core import environment
+from muster.core import environment, processes
 from muster.protocol.hello import MAX_BEAT_S
 from muster.protocol.version import OtherVersion
 from muster.storage.home import open_home
@@ -34,6 +34,7 @@ GRACEFUL = (0, OtherVersion.exit_code, 75, 130)
 
 def main() -> None:
     """Run until the agent ends by itself (code 0) or cannot be started."""
+    processes.forgive_outputs()
     arguments = parse_arguments("run one host of a Muster run")
     raise_soft_limit()  # of everything on this host: all of it is started from here
     run_dir = arguments.run_dir

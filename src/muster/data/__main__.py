@@ -12,12 +12,14 @@ import traceback
 from pathlib import Path
 
 from muster.core.errors import MusterError, UsageError
+from muster.core.processes import forgive_outputs
 from muster.protocol.codec import encode
 from muster.protocol.pipes import DataFailed, DataPrepared
 
 
 def main() -> None:
     """Prints ``DataPrepared``, or ``DataFailed`` and exits with the error's code."""
+    forgive_outputs("stderr")  # stdout speaks to the agent
     parser = argparse.ArgumentParser(description="prepare a Muster run's data")
     parser.add_argument("--run-dir", required=True, type=Path)
     run_dir = parser.parse_args().run_dir

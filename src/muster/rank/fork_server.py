@@ -24,7 +24,7 @@ from pathlib import Path
 from muster.config.spec import RunSpec
 from muster.core import environment, typed_json
 from muster.core.errors import AccessError, MusterError
-from muster.core.processes import open_log
+from muster.core.processes import forgive_outputs, open_log
 from muster.core.snapshots import SnapshotNotIntact
 from muster.core.typed_json import Record
 from muster.protocol.codec import reader_of
@@ -61,6 +61,7 @@ EXPECTED_EXIT_CODES = (0, 75, 76, 130)
 
 def main() -> None:
     """Serve until the agent ends this program, or is absent for ``--orphan-s``."""
+    forgive_outputs()
     parser = argparse.ArgumentParser(description="fork ranks for a Muster agent")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--agent-socket", required=True)
@@ -350,9 +351,13 @@ def _sendable(text: str) -> str:
 
 
 def _redirect(path: str) -> None:
-    with open_log(Path(path)) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    """Both outputs of this process to ``path``; where a full disk has no room for it, they stay in the host's log."""
+    try:
+        with open_log(Path(path)) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    except OSError as error:
+        print(f"note: {path} cannot be opened ({error.strerror}): a rank's output follows here", file=sys.stderr)
 
 
 def _set_environment(context: RankContext) -> None:

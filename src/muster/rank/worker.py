@@ -22,6 +22,7 @@ from muster.config.spec import Model, RunSpec
 from muster.core import environment
 from muster.core.errors import MusterError, UsageError
 from muster.core.layout import layout_for
+from muster.core.processes import forgive_outputs
 from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Command, RankContext
 from muster.rank import fault_injection
 from muster.rank.standalone_client import StandaloneClient
@@ -211,6 +212,7 @@ def next_attempt(run_dir: Path) -> int:
 
 def main() -> int:
     """Run as one of torchrun's workers."""
+    forgive_outputs()
     parser = argparse.ArgumentParser(description="one rank of a run, under torchrun")
     parser.add_argument("--run-dir", required=True, type=Path, help="holds resolved.json")
     arguments = parser.parse_args()

@@ -34,6 +34,7 @@ from muster.agent.replicator.transfer import PeerStream, answer_read, receive_ve
 from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name, refuse
 from muster.core import environment
 from muster.core.errors import CheckpointError, ConflictError, MusterError
+from muster.core.processes import forgive_outputs
 from muster.core.snapshots import PEER_SLOTS, SnapshotCopy, SnapshotNotIntact, Tier
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import encode, reader_of
@@ -236,6 +237,7 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 
 def main() -> None:
+    forgive_outputs("stderr")  # stdout speaks to the agent
     parser = argparse.ArgumentParser(description="Muster's snapshot replicator (started by the agent)")
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--memory", required=True, type=Path)

@@ -28,7 +28,7 @@ from muster.backends.slurm.container import inside, make_places, step_environmen
 from muster.backends.slurm.resubmit import resubmit
 from muster.backends.slurm.script import program, python_of
 from muster.config.spec import RunSpec
-from muster.core import environment
+from muster.core import environment, processes
 from muster.core.errors import MusterError, UsageError
 from muster.protocol.client import AskStatus, StopRun
 from muster.storage import run_output, run_registry
@@ -214,6 +214,7 @@ def _log(text: str) -> None:
 
 def main() -> None:
     """Run one job; exit with the run's code (0 where a further job continues the run)."""
+    processes.forgive_outputs()
     parser = argparse.ArgumentParser(description="one Slurm job of a Muster run, on its first node")
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--run-id", required=True)

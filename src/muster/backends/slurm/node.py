@@ -319,6 +319,7 @@ def _peers(run_dir: Path, environ: Mapping[str, str]) -> list[str]:
 
 def main() -> None:
     """Serve one node; its output goes to the run's own logs, since the batch node may be lost."""
+    processes.forgive_outputs()
     parser = argparse.ArgumentParser(description="one node of a Muster run in a Slurm job")
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--run-id", required=True)

@@ -37,7 +37,7 @@ from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.log_forwarder import LogForwarder
 from muster.backends.gke.pod.own_jobset import OwnJobSet
 from muster.backends.gke.pod.run_state import RunState
-from muster.core import environment
+from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import BusyError, MusterError
 
@@ -317,6 +317,7 @@ def left_unsupervised(run_dir: Path, writer: str) -> bool:
 
 
 def main() -> int:
+    processes.forgive_outputs()
     own, argv = sys.argv[1:], []
     if "--" in own:
         at = own.index("--")

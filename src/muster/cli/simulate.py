@@ -40,8 +40,8 @@ def simulate(
         0.0, "--false-alarms-per-day", help="False-positive hang reports per day."
     ),
     slow_per_day: float = typer.Option(0.0, "--slow-per-day", help="Episodes of a slow host per day."),
-    step_s: float | None = typer.Option(None, "--step-s", help="Seconds per step; default: the profile's."),
-    usd: float | None = typer.Option(None, "--usd-per-host-hour", help="Price, for figures in dollars."),
+    step_s: float | None = typer.Option(None, "--step-s", help="Seconds per step; default: the plan's."),
+    usd: float | None = typer.Option(None, "--usd-per-host-hour", help="Price; default: the plan's."),
     json: bool = JSON,
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write one rehearsal as the report's page."),
 ) -> None:
@@ -83,6 +83,9 @@ def _print(result: dict[str, Any]) -> None:
         f"policy {world['policy']}, saves {'never' if every is None else f'every {every:.0f} s'}, "
         f"stage times {result['profile']['name']}, {result['seeds']} seeds"
     )
+    price = world["usd_per_host_hour"]
+    money = "" if price is None else f"; ${price:,.2f} a host-hour ({world['price_source']})"
+    output.result(f"a step takes {world['step_s']:.3g} s ({world['step_source']}){money}")
     output.result(f"{'goodput':<24}{'mean':>9}{'sd':>9}{'p5':>9}{'p50':>9}{'p95':>9}")
     for key, label in (("goodput_active", "of active hosts"), ("goodput_purchased", "of purchased hosts")):
         row = result[key]

@@ -116,6 +116,7 @@ class Scenario:
     person_s: float = 3600.0
     """Until a person starts a failed run again."""
     usd_per_host_hour: float | None = None
+    price_source: str = ""
 
     @property
     def mean_detect_s(self) -> float:

@@ -66,6 +66,51 @@ def test_a_trace_replaces_failures_a_day(tmp_path, capsys):
     assert found["usd"] == pytest.approx(found["purchased_host_s"] / 360)
 
 
+def simulated(capsys, *asked):
+    assert run(["simulate", *asked, "--seeds", "1", "--paired", "0", "--hours", "2", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["scenario"]
+
+
+@pytest.mark.parametrize("overrides", [[], ["resources.usd_per_host_hour=20"], ["training.sequence_length=2048"]])
+def test_step_time_and_price_are_the_plans(capsys, overrides):
+    found = simulated(capsys, EXAMPLE, *overrides)
+    assert run(["plan", EXAMPLE, *overrides, "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert found["step_s"] == chosen["step_s"]
+    assert found["usd_per_host_hour"] == pytest.approx(chosen["usd_per_hour"] / chosen["num_nodes"])
+    assert found["step_source"] == found["price_source"] == f"plan: {chosen['title']}"
+    if overrides[:1] == ["resources.usd_per_host_hour=20"]:
+        assert found["usd_per_host_hour"] == 20
+
+
+def test_step_time_and_price_that_are_given_win_and_the_table_says_where_they_are_from(capsys):
+    found = simulated(capsys, EXAMPLE, "--step-s", "3", "--usd-per-host-hour", "7")
+    assert (found["step_s"], found["step_source"]) == (3, "--step-s")
+    assert (found["usd_per_host_hour"], found["price_source"]) == (7, "--usd-per-host-hour")
+    assert simulated(capsys, EXAMPLE, "--profile", "gpu-modelled")["step_s"] == 8.0
+    assert run(["simulate", *QUICK]) == 0
+    assert "a host-hour (plan: 8 x a4-highgpu-8g" in capsys.readouterr().out
+
+
+def test_other_numbers_of_hosts_are_planned_with_as_many_sequences_each(capsys):
+    few, many = (simulated(capsys, EXAMPLE, "--hosts", count) for count in ("2", "64"))
+    assert many["step_source"].startswith("plan: 64 x a4-highgpu-8g")
+    assert few["step_s"] < many["step_s"] < 1.2 * few["step_s"], "the same work a rank, and a sum over replicas"
+
+
+def test_hosts_that_the_run_file_leaves_open_are_the_plans(capsys, tmp_path):
+    text = Path(EXAMPLE).read_text().replace("  hosts: 2\n", "").replace("  dp_shard: 16", "  dp_shard: -1")
+    (tmp_path / "run.yaml").write_text(text)
+    found = simulated(capsys, str(tmp_path / "run.yaml"))
+    assert found["hosts"] > 1 and found["step_source"].startswith(f"plan: {found['hosts']} x ")
+
+
+def test_where_there_is_no_plan_the_step_is_the_profiles_and_that_is_said(capsys):
+    found = simulated(capsys, str(Path(EXAMPLE).parent / "own-loop.yaml"))
+    assert "no plan: a run with `command` cannot be planned" in found["step_source"]
+    assert found["step_s"] == 0.6 and found["usd_per_host_hour"] is None
+
+
 @pytest.mark.parametrize("gap", ["inf", "nan", "-300"])
 def test_a_trace_of_no_real_times_is_refused(tmp_path, capsys, gap):
     path = tmp_path / "t.json"

@@ -135,8 +135,17 @@ def test_a_run_on_this_cpu_is_planned_for_this_cpu(planned, monkeypatch):
     assert "measured here: 100 GFLOP/s for 2 rank(s)" in found.plan.assumptions
     priced = planned("resources.usd_per_host_hour=0.5", text=SMALL).plan.chosen
     assert priced.usd_per_hour == pytest.approx(0.5)
-    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (50e9, "measured here"))
-    assert planned(text=SMALL).plan.chosen.step_s > 1.5 * chosen.step_s
+
+
+def test_this_cpu_is_measured_once_so_that_a_file_has_one_step_time(planned, monkeypatch, tmp_path):
+    first = planned(text=SMALL)
+    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (1e6, "measured again"))
+    again, kept = planned(text=SMALL), tmp_path / "home" / "matmul.json"
+    assert again.plan.chosen.step_s == first.plan.chosen.step_s
+    assert any(str(kept) in line for line in again.plan.assumptions)
+    for broken in ("", '{"flops": -1.0, "cores": 2, "made": ""}', '{"flops": 1e12, "cores": 0, "made": ""}'):
+        kept.write_text(broken)
+        assert planned(text=SMALL).plan.chosen.step_s > first.plan.chosen.step_s, "another machine's, or nothing"
 
 
 def test_the_matmul_is_really_measured():

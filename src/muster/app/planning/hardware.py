@@ -3,9 +3,12 @@ file's back end runs on it."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from muster import backends
@@ -16,7 +19,9 @@ from muster.catalog.devices import accelerator_of
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
+from muster.core.typed_json import Record, Unreadable, decode, encode
 from muster.plan.memory import CUDA, DeviceOverhead
+from muster.storage import run_registry
 
 KEY = "resources.usd_per_host_hour"
 #: A CPU rank beside its tensors, as real ranks were measured (docs/plan.md): threads, logs, kernels' caches; freed
@@ -24,7 +29,7 @@ KEY = "resources.usd_per_host_hour"
 CPU = DeviceOverhead(
     context_bytes=40 << 20, communicator_bytes=0, fragmentation=0.0, expanded_kv=True, stages_here=True, streams=False
 )
-MATMUL_SIZE, MATMUL_S = 768, 0.15
+MATMUL_SIZE, MATMUL_S, MATMUL_FILE = 768, 0.15, "matmul.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,15 @@ class Hardware:
     overhead: DeviceOverhead = CUDA
 
 
+@dataclass(frozen=True, kw_only=True)
+class Matmul(Record):
+    """What this machine's cores can do, as ``matmul.json`` keeps it."""
+
+    flops: float
+    cores: int
+    made: str
+
+
 def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     """Everything that ``spec`` could run on.
 
@@ -44,7 +58,7 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     """
     here = backends.get(spec.backend).capabilities.uses_this_machine
     if here and spec.resources.device == "cpu":
-        return _this_cpu(spec)
+        return _this_cpu(spec, home or run_registry.home())
     options = offers.catalogue(own_prices(home))
     notes: list[str] = []
     usd, machine = spec.resources.usd_per_host_hour, rows.machines().get(spec.resources.machine or "")
@@ -86,12 +100,12 @@ def _these_gpus(spec: RunSpec) -> tuple[Option | None, str | None]:
     ), None
 
 
-def _this_cpu(spec: RunSpec) -> Hardware:
+def _this_cpu(spec: RunSpec, home: Path) -> Hardware:
     """This machine's cores and memory, shared by all ranks of the run."""
     resources = spec.resources
     ranks = resources.ranks_per_host or 1
     world = ranks * resources.hosts
-    flops, origin = _matmul_flops()
+    flops, origin = _kept_matmul_flops(home)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
     usd, source = _price_here(spec)
     option = offers.this_machine(
@@ -106,6 +120,21 @@ def _this_cpu(spec: RunSpec) -> Hardware:
 def _price_here(spec: RunSpec) -> tuple[float, str]:
     usd = spec.resources.usd_per_host_hour
     return (0.0, f"your own machine; {KEY} says otherwise") if usd is None else (usd, KEY)
+
+
+def _kept_matmul_flops(home: Path) -> tuple[float, str]:
+    """``_matmul_flops``, once a machine: two plans of one file, or a plan and a rehearsal, have one step time."""
+    path, cores = home / MATMUL_FILE, os.cpu_count() or 0
+    with contextlib.suppress(OSError, Unreadable):  # none yet, or nothing that can be read: measured again
+        kept = decode(Matmul, path.read_bytes())
+        if kept.cores == cores and 0 < kept.flops < math.inf:
+            return kept.flops, f"a matmul of this machine's cores, measured {kept.made}, kept in {path}"
+    flops, origin = _matmul_flops()
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    with contextlib.suppress(OSError):
+        run_registry.make_folder(home)
+        run_registry.replace_text(path, encode(Matmul(flops=flops, cores=cores, made=made)).decode() + "\n")
+    return flops, origin
 
 
 def _matmul_flops() -> tuple[float, str]:

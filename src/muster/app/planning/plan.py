@@ -64,15 +64,18 @@ def plan(
     fastest: bool = False,
     reasons: bool = False,
     home: Path | None = None,
+    environment: bool = True,
 ) -> Planned:
     """The cheapest (or fastest) way to run ``run_file`` within its limits.
+
+    ``environment``: check this machine's files and folders too.
 
     Raises:
         NoPlanError: nothing fits; the message says why, the hint names the nearest plan that would.
         RunFileError: the file itself is wrong.
     """
     now = now or datetime.now(UTC)
-    loaded, impossible = _load(run_file, overrides)
+    loaded, impossible = _load(run_file, overrides, environment)
     spec = loaded.spec
     work = workload(spec, shape_of(spec))
     found = hardware(spec, home)
@@ -166,16 +169,17 @@ def _storage(spec: RunSpec, problem: Problem, chosen: Candidate) -> Iterator[str
     yield from bucket.advice(problem.work, chosen, weights or None, problem.constants)
 
 
-def _load(run_file: str | Path, overrides: Sequence[str]) -> tuple[Loaded, str | None]:
+def _load(run_file: str | Path, overrides: Sequence[str], environment: bool) -> tuple[Loaded, str | None]:
     """The checked file; and what is impossible about its limits (then it is loaded without them)."""
     try:
-        return load.load(run_file, overrides), None
+        return load.load(run_file, overrides, environment=environment), None
     except RunFileError as error:
         wrong = [problem for problem in error.problems if problem.key in LIMITS]
         if not wrong or len(wrong) != len(error.problems):
             raise
         without = [override for override in overrides if override.partition("=")[0] not in LIMITS]
-        loaded = load.load(run_file, [*without, *(f"{problem.key}=null" for problem in wrong)])
+        loosened = [*without, *(f"{problem.key}=null" for problem in wrong)]
+        loaded = load.load(run_file, loosened, environment=environment)
         return loaded, "no plan fits: " + "; ".join(f"{problem.key} {problem.message}" for problem in wrong)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from muster.app.planning.plan import Planned, plan
 from muster.config import load
+from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.core import event_log
-from muster.core.errors import UsageError
+from muster.core.errors import MusterError, UsageError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.event_details.hosts import HostAllocated
 from muster.core.event_details.training import Step
@@ -57,7 +59,7 @@ class Asked:
 #: Of what was asked, as it is.
 TAKEN = (
     "repair_h", "weibull_shape", "correlated_per_day", "correlated_hosts", "maintenance_per_day",
-    "false_alarms_per_day", "slow_per_day", "usd_per_host_hour",
+    "false_alarms_per_day", "slow_per_day",
 )  # fmt: skip
 
 
@@ -77,14 +79,14 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     Raises:
         RunFileError: the run file's problems. UsageError: no such profile, policy or trace; a number out of range.
     """
-    spec = load.load(run_file, overrides, environment=False).spec
+    loaded = load.load(run_file, overrides, environment=False)
+    spec = loaded.spec
     _check(asked)
     profile = profile_of(asked.profile, cpu=spec.resources.device == "cpu")
-    if asked.step_s is not None:
-        step = profiles.Stage(mean_s=asked.step_s, cv=0.0, source="--step-s")
-        profile = replace(profile, stages={**profile.stages, "step": step})
+    basis = _basis(run_file, overrides, loaded, asked, profile)
+    profile = replace(profile, stages={**profile.stages, "step": basis.step})
     held = capacity_trace.read(asked.trace) if asked.trace else None
-    hosts = asked.hosts or spec.resources.hosts
+    hosts = asked.hosts or basis.hosts
     spares = spec.resources.spare_hosts if asked.spares is None else asked.spares
     quantum, replicas, per_host = _groups(spec, hosts)
     batch = -(-spec.training.global_batch_size // spec.training.micro_batch_size)
@@ -107,7 +109,9 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
         snapshot_every=max(1, spec.checkpoint.snapshot_every_steps),
         replicate_snapshots=spec.checkpoint.replicate_snapshots is not False and hosts > 1,
         saves=_saves(spec, profile),
-        micro_batches=math.ceil(batch * hosts / spec.resources.hosts),
+        usd_per_host_hour=basis.usd_per_host_hour,
+        price_source=basis.price_source,
+        micro_batches=math.ceil(batch * hosts / basis.hosts),
         data_ranks_per_host=per_host,
     )
     from muster.policy.load import load_policy
@@ -116,6 +120,65 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     _check_size(result)
     if result.min_hosts is not None and result.min_hosts > hosts:
         raise UsageError(f"--min-hosts {result.min_hosts} is more than {hosts} hosts")
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Basis:
+    """Step time and price of a rehearsal: the plan's, unless the command line says otherwise."""
+
+    step: profiles.Stage
+    usd_per_host_hour: float | None
+    price_source: str
+    hosts: int
+    """Of the run file, or where it leaves them open of the plan."""
+
+
+def _basis(run_file: str | Path, overrides: Sequence[str], loaded: Loaded, asked: Asked, profile: Profile) -> _Basis:
+    """Ask the plan for what is not given. Where there is no plan, the step is the profile's, and says why."""
+    spec = loaded.spec
+    found: Planned | None = None
+    wanted = (asked.step_s is None and asked.profile is None) or asked.usd_per_host_hour is None
+    why = ""
+    if wanted:
+        try:
+            found = plan(run_file, [*overrides, *_scaled(spec, asked.hosts)], environment=False)
+        except MusterError as error:
+            why = str(error).splitlines()[0]
+    way = found.plan.chosen if found is not None else None
+    title = f"plan: {way.title}" if way is not None else ""
+    if asked.step_s is not None:
+        step = profiles.Stage(mean_s=asked.step_s, cv=0.0, source="--step-s")
+    elif way is not None and asked.profile is None:
+        step = profiles.Stage(mean_s=way.step_s, cv=0.0, source=title)
+    else:
+        step = profile.stages["step"]
+        if why:
+            step = replace(step, source=f"{step.source} (no plan: {why})")
+    usd, source = asked.usd_per_host_hour, "--usd-per-host-hour"
+    if usd is None and way is not None and way.usd_per_hour is not None:
+        usd, source = way.usd_per_hour / way.num_nodes, title
+    elif usd is None:
+        usd, source = spec.resources.usd_per_host_hour, "resources.usd_per_host_hour"
+    fixed = ("resources", "hosts") in loaded.origins or way is None or asked.hosts is not None
+    return _Basis(
+        step=step, usd_per_host_hour=usd, price_source=source if usd is not None else "",
+        hosts=spec.resources.hosts if fixed or way is None else way.num_nodes,
+    )  # fmt: skip
+
+
+def _scaled(spec: RunSpec, hosts: int | None) -> list[str]:
+    """Overrides for ``hosts`` instead of the run file's: as many sequences a host, and more replicas of its groups. The
+    run file's limits are of its own number."""
+    own, axes = spec.resources.hosts, spec.parallelism
+    if hosts is None or hosts == own:
+        return []
+    batch = math.ceil(spec.training.global_batch_size * hosts / own)
+    result = [f"resources.hosts={hosts}", f"training.global_batch_size={batch}", "resources.min_hosts=null"]
+    result += [f"limits.{name}=null" for name in ("max_usd", "max_hours", "deadline")]
+    ranks = hosts * (spec.resources.ranks_per_host or 0)
+    if axes.dp_shard > 0 and ranks and ranks % (axes.dp_shard * axes.tp) == 0:
+        result.append(f"parallelism.dp_replicate={ranks // (axes.dp_shard * axes.tp)}")
     return result
 
 
@@ -255,6 +318,8 @@ def to_json(study: Study) -> dict[str, Json]:
             "detection": "fast" if scenario.fast_detection else "slow", "mean_detect_s": scenario.mean_detect_s,
             "repair_h": scenario.repair_h, "policy": scenario.policy, "quantum_hosts": scenario.quantum_hosts,
             "copies": scenario.copies, "checkpoint_every_s": _finite(scenario.every_s),
+            "step_s": scenario.profile.mean_s("step"), "step_source": scenario.profile.stages["step"].source,
+            "usd_per_host_hour": scenario.usd_per_host_hour, "price_source": scenario.price_source,
             "swaps_per_day": scenario.swaps_per_day, "trace": scenario.trace.name if scenario.trace else None,
         },
         "profile": {

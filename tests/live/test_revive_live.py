@@ -1,4 +1,4 @@
-"""On this machine a host whose keeper is killed is started again: a run that waits for it does not wait for ever."""
+"""A killed host of this machine comes back where its run waits for it; two submits at one moment make one run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from waiting import eventually
 from watched import Watched
 
 from muster.core import processes
+from muster.storage import run_registry
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -39,3 +40,26 @@ def test_the_only_host_comes_back(shell: Shell, killed: str) -> None:
     assert shell.status(run_id)["state"] == "running"
     shell.run("down", run_id)
     assert shell.left(run_id) == []
+
+
+def test_of_two_submits_at_one_moment_one_starts_the_run(shell: Shell) -> None:
+    there = shell.folder / "there"
+    held = run_registry.lock_submit(there)
+    assert held is not None
+    loser = shell.run("submit", "run.yaml", "run_dir=there", code=1)
+    assert loser.stdout == "" and "another muster submit is starting a run in" in loser.stderr
+    words = [line.partition(":")[0] for line in loser.stderr.splitlines()]
+    assert [word for word in words if word != "warning"] == ["error", "hint"]
+    held.close()
+
+    both = [shell.start("submit", "run.yaml", "run_dir=there") for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    run_id = (there / "run_id").read_text().strip()
+    codes = [process.returncode for process in both]
+    assert 0 in codes and set(codes) <= {0, 1}, said
+    for code, (out, err) in zip(codes, said, strict=True):
+        assert out.strip() == run_id if code == 0 else "another muster submit is starting" in err
+    argvs = [process.argv for process in shell.left(run_id)]
+    for program in ("muster.app.supervisor", "muster.agent.watchdog"):
+        assert len([argv for argv in argvs if program in argv]) == 1
+    shell.run("down", run_id)

@@ -70,12 +70,16 @@ def copy_uri(directory: str) -> str:
     return uris.join(directory, "fence.previous.json")
 
 
-def read(store: Store, directory: str) -> Fence | None:
+def read(store: Store, directory: str, *, on_damage: Callable[[str], None] | None = None) -> Fence | None:
     """The fence now; None where the folder is unclaimed, or nothing whole is left of its fence: every marker counts.
 
     Raises CheckpointError where it is of another format.
     """
-    return _look(store, directory).fence
+    now = _look(store, directory)
+    if now.damage is not None and on_damage is not None:
+        rest = "its copy is read" if now.fence is not None else "every marker that is whole counts"
+        on_damage(f"{now.damage}: {rest}")
+    return now.fence
 
 
 def check(store: Store, directory: str, *, run_id: str, attempt: int) -> None:

@@ -117,9 +117,10 @@ def committed(store: Store, directory: str, *, on_skip: OnSkip | None = None) ->
     """Every committed checkpoint, newest step first. Looks at markers alone, not at the data.
 
     Malformed markers, and markers that an older attempt wrote after it was fenced off, are passed to
-    ``on_skip`` and left out.
+    ``on_skip`` and left out; a damaged fence is passed to it, too.
     """
-    fence = fences.read(store, directory)
+    skip: OnSkip = on_skip or (lambda uri, reason: None)
+    fence = fences.read(store, directory, on_damage=lambda reason: skip(fences.fence_uri(directory), reason))
     result = []
     for uri in store.list(uris.join(directory, "commits")):
         if _MARKER.match(uris.name(uri)) is None:
@@ -133,8 +134,7 @@ def committed(store: Store, directory: str, *, on_skip: OnSkip | None = None) ->
         except FileNotFoundError:
             continue  # pruned between the listing and the reading
         except CheckpointError as error:
-            if on_skip is not None:
-                on_skip(uri, str(error))
+            skip(uri, str(error))
             continue
         result.append(manifest)
     return sorted(result, key=lambda manifest: (manifest.step, manifest.attempt), reverse=True)

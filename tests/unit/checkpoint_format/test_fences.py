@@ -52,6 +52,17 @@ def test_saves_go_on_and_it_is_written_again_from_its_copy(store, folder, how):
     assert steps(store, folder) == [(3, 2), (2, 2), (1, 1)]
 
 
+def test_who_only_looks_is_told(store, folder):
+    claim(store, folder, 1)
+    write(store, folder, 1)
+    for name, words in ((fences.fence_uri(folder), "its copy is read"), (fences.copy_uri(folder), "every marker")):
+        damage(store, name, "torn")
+        skipped = []
+        assert steps(store, folder, on_skip=lambda *what, seen=skipped: seen.append(what)) == [(1, 1)]
+        ((uri, reason),) = skipped
+        assert uri == fences.fence_uri(folder) and words in reason
+
+
 @pytest.mark.parametrize("how", DAMAGES)
 def test_with_its_copy_it_is_made_anew_from_whole_markers(store, folder, how):
     claim(store, folder, 1)

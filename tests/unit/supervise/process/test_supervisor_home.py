@@ -77,6 +77,25 @@ def test_the_next_term_closes_the_log_of_the_last_one_and_reads_it(pods):
     assert events == ["one"] and third.lease.term == 3
 
 
+@pytest.mark.parametrize("how", ["removed", "emptied"])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_lost_lease_sets_no_term_back(pods, how, told):
+    """``told``: whether the last takeover noted which terms it had ended."""
+    for pod, term in (("a", 1), ("b", 2)):
+        found, log, _ = pods.take_over(pod)
+        say(log, f"in term {term}")
+        assert found.lease.term == term and log.sync()
+    if how == "removed":
+        pods.store.delete(f"{URI}/lease.json")
+    else:
+        pods.store.put(f"{URI}/lease.json", b"")
+    if not told:
+        pods.store.delete(f"{URI}/ended/supervisor")
+    third, log, events = pods.take_over("c")
+    assert (third.lease.term, log.name, events) == (3, "supervisor.3.jsonl", ["in term 1", "in term 2"])
+    assert "lease.json was" in third.lease.repairs[0]
+
+
 def test_a_killed_supervisor_s_successor_in_its_folder_brings_home_what_it_wrote(pods):
     _, first, _ = pods.take_over("a")
     say(first, "one")

@@ -1,0 +1,68 @@
+"""Small records that a run reads again, damaged while it runs: lease.json, fence.json. No step and no save is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from verbs import Shell
+from waiting import eventually
+from watched import Watched
+
+from muster.core.typed_json import Unreadable
+from muster.protocol.lease import LeaseRecord, read_lease
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+
+def lease(there: Path) -> LeaseRecord | None:
+    try:
+        return read_lease((there / "lease.json").read_bytes(), me="the test")
+    except (FileNotFoundError, Unreadable):
+        return None
+
+
+def flip(path: Path) -> bytes:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    return bytes(data)
+
+
+def test_a_lost_lease_and_a_flipped_bit_in_the_fence(shell: Shell) -> None:
+    run_id = shell.run("submit", "run.yaml", "run_dir=there", "checkpoint.every_steps=1").stdout.strip()
+    there = shell.folder / "there"
+    seen = Watched(there)
+    shell.wait_for_step(2)
+    first = lease(there)
+    assert first is not None and first.term == 1
+
+    (there / "lease.json").unlink()
+    eventually(lambda: lease(there) is not None, 30)
+    again = lease(there)
+    assert again is not None and (again.term, again.pid) == (1, first.pid), "its holder wrote it again"
+
+    eventually(lambda: (there / "checkpoints" / "fence.previous.json").exists(), 30)
+    broken = flip(there / "checkpoints" / "fence.json")
+    eventually(lambda: seen.events("fence.rebuilt"), 60)
+    step = seen.step()
+    eventually(lambda: any((event.step or 0) > step for event in seen.events("checkpoint.committed")), 60)
+    assert (there / "checkpoints" / "fence.damaged.json").read_bytes() == broken
+    assert not seen.events("checkpoint.failed")
+
+    os.kill(first.pid, signal.SIGKILL)
+    (there / "lease.json").write_bytes(b"")
+    for name in ("fence.json", "fence.previous.json"):
+        flip(there / "checkpoints" / name)
+    assert shell.run("recover", run_id).stdout.strip() == run_id
+    eventually(lambda: (found := lease(there)) is not None and found.term == 2, 60)
+    step = seen.step()
+    eventually(lambda: any((event.step or 0) > step for event in seen.events("checkpoint.committed")), 60)
+    said = [str(event.detail["text"]) for event in seen.events("run.message")]
+    assert any("lease.json was gone: written again" in text for text in said)
+    assert any("lease.json was damaged" in text and "this is term 2" in text for text in said)
+    assert json.loads(shell.run("checkpoints", run_id, "--json").stdout)["skipped"] == []
+    shell.run("down", run_id)

@@ -50,6 +50,8 @@ from muster.protocol.rank_agent import (
 from muster.protocol.ranks import RankContext
 from muster.protocol.values import LastWords, StoreAddress
 from muster.rank.agent_connection import AgentAddress, AgentConnection, SocketAgentClient
+from muster.rank.interface import choose_interface
+from muster.transport.listening import listen_on
 from muster.transport.secure_session import run_token
 
 #: A standby without a rank after this time warms up; earlier it would delay the ranks of the first attempt.
@@ -71,13 +73,17 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = environment.current()
     os.setpriority(os.PRIO_PROCESS, 0, settings.nice)  # the agent's own is raised for heartbeats
-    token = run_token(arguments.run_dir)
+    try:
+        token = run_token(arguments.run_dir)
+        choose_interface(arguments.bind)
+    except MusterError as error:  # the agent tells the user the last line of this program's log
+        print(f"error: {error}" + (f" ({error.hint})" if error.hint else ""), file=sys.stderr)
+        sys.exit(error.exit_code)
     spec = RunSpec.model_validate_json((Path(arguments.run_dir) / "resolved.json").read_text())
     _import_everything(spec)
     gc.collect()
     gc.freeze()  # the parent's objects stay out of every child's collections, and their pages stay shared
     _assert_single_threaded()
-    _choose_interface(arguments.bind)
     ForkServer(
         AgentAddress(arguments.agent_socket, token, arguments.orphan_s, arguments.beat_every_s),
         bind=arguments.bind,
@@ -105,24 +111,9 @@ def _assert_single_threaded() -> None:
     assert len(threads) == 1, f"{len(threads)} threads before the fork: a forked rank could deadlock"
 
 
-def _choose_interface(address: str) -> None:
-    """Tell gloo which interface has the host's address: by default it resolves the host name, often to loopback."""
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
 def _serve_store(bind: str, inherited: list[int]) -> tuple[int, tuple[str, int]]:
     """Fork a rendezvous store's process, which ends with this one; (pid, address)."""
-    listener = socket.create_server((bind, 0), backlog=1024)
+    listener = listen_on(bind)
     address = listener.getsockname()[:2]
     parent = os.getpid()
     pid = os.fork()

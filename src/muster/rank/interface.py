@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
-import os
 import socket
 from collections.abc import Iterator
 
@@ -18,19 +17,17 @@ from muster.core.errors import UsageError
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-def choose_interface(address: str) -> None:
-    """Have gloo listen on ``address``, unless the user has named an interface in the environment.
+def interface_for(address: str) -> str:
+    """The interface with which gloo listens on ``address`` of this machine (a host's name: on its first address).
 
     Raises:
         UsageError: gloo would take another address.
     """
-    if os.environ.get(VARIABLE):
-        return
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise UsageError(f"gloo cannot listen on {address}: {error.strerror}", hint="MUSTER_BIND names it") from None
-    os.environ[VARIABLE] = interface_of(str(found), list(interface_addresses()))
+    return interface_of(str(found), list(interface_addresses()))
 
 
 def interface_of(address: str, known: list[tuple[str, str]]) -> str:

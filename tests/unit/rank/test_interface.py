@@ -8,7 +8,7 @@ import pytest
 
 from muster.core.errors import UsageError
 from muster.rank import interface
-from muster.rank.interface import choose_interface, interface_addresses, interface_of
+from muster.rank.interface import interface_addresses, interface_for, interface_of
 
 KNOWN = [
     ("lo", "127.0.0.1"),
@@ -44,19 +44,10 @@ def test_where_gloo_would_take_another_address_it_is_named(address, sentence, hi
     assert sentence in str(raised.value) and hint in str(raised.value.hint)
 
 
-@pytest.mark.parametrize(("bind", "name"), [("127.0.0.1", "lo"), ("localhost", "lo")])
-def test_gloo_is_told(monkeypatch, bind, name):
-    monkeypatch.setenv(interface.VARIABLE, "")
-    monkeypatch.setattr(interface, "interface_addresses", lambda: iter(KNOWN[:1]))
-    monkeypatch.setattr(interface.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 0))])
-    choose_interface(bind)
-    assert os.environ[interface.VARIABLE] == name
-
-
-def test_what_the_user_names_stays(monkeypatch):
-    monkeypatch.setenv(interface.VARIABLE, "mine")
-    choose_interface("192.0.2.77")
-    assert os.environ[interface.VARIABLE] == "mine"
+def test_a_hosts_name_is_looked_up(monkeypatch):
+    monkeypatch.setattr(interface, "interface_addresses", lambda: iter(KNOWN))
+    monkeypatch.setattr(interface.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.5", 0))])
+    assert interface_for("node-5") == "eth0"
 
 
 GLOO = """
@@ -90,3 +81,15 @@ def test_a_fork_server_ends_with_the_sentence(tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: gloo cannot listen on 192.0.2.77: no network interface")
+
+
+def test_an_interface_that_the_user_names_is_not_looked_at(tmp_path):
+    """It goes on, to the run file that is not there."""
+    (tmp_path / "token").write_text("k" * 64)
+    (tmp_path / "token").chmod(0o600)
+    argv = ["--run-dir", str(tmp_path), "--agent-socket", "none", "--bind", "192.0.2.77"]
+    done = subprocess.run(
+        [sys.executable, "-m", "muster.rank.fork_server", *argv], capture_output=True, text=True,
+        env={**os.environ, interface.VARIABLE: "mine"},
+    )  # fmt: skip
+    assert "gloo" not in done.stderr and "resolved.json" in done.stderr

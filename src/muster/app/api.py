@@ -39,16 +39,19 @@ if TYPE_CHECKING:
     from muster.config.load import Loaded as Loaded
     from muster.config.load import load as load
     from muster.config.spec import RunSpec as RunSpec
+    from muster.core import event_log
     from muster.core.errors import MusterError as MusterError
     from muster.core.errors import Problem as Problem
     from muster.core.errors import RunFileError as RunFileError
     from muster.core.errors import UsageError as UsageError
+    from muster.core.event_log import Damage as Damage
     from muster.core.events import Event as Event
     from muster.core.redact import redact as redact
     from muster.report.run_view import RunView as RunView
     from muster.storage import run_registry
     from muster.storage.run_registry import RunDir as RunDir
 
+    damage_in_words = event_log.in_words
     find_run = run_registry.find
 
 #: Module -> names.
@@ -72,13 +75,14 @@ _EXPORTS = {
     "muster.config.load": ("Loaded", "load"),
     "muster.config.spec": ("RunSpec",),
     "muster.core.errors": ("MusterError", "Problem", "RunFileError", "UsageError"),
+    "muster.core.event_log": ("Damage", "damage_in_words"),
     "muster.core.events": ("Event",),
     "muster.core.redact": ("redact",),
     "muster.report.run_view": ("RunView",),
     "muster.storage.run_registry": ("RunDir", "find_run"),
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_NAMES_THERE = {"find_run": "find"}
+_NAMES_THERE = {"find_run": "find", "damage_in_words": "in_words"}
 
 __all__ = sorted(_MODULES)
 

@@ -26,6 +26,7 @@ from muster.config import load
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.event_details.incidents import IncidentDecided, IncidentDetected
 from muster.core.event_details.run import RunFinished
+from muster.core.event_log import Damage
 from muster.core.events import Event
 from muster.core.typed_json import JsonObject
 from muster.core.types import Action, JobRequest
@@ -69,6 +70,8 @@ class Outcome:
     reached_step: int = 0
     invariants: list[str] = field(default_factory=list)
     """What is broken; empty: all hold."""
+    damaged: Sequence[Damage] = ()
+    """Places of the event log that were left out."""
     failures: list[str] = field(default_factory=list)
     """Where what was seen is not what was expected."""
 
@@ -96,6 +99,7 @@ class Outcome:
                 "sentences": self.sentences,
             },
             "invariants_broken": self.invariants,
+            "damaged": [damage.to_json() for damage in self.damaged],
             "failures": self.failures,
             "as_expected": self.as_expected,
         }
@@ -170,6 +174,7 @@ def drill(
         finally:
             _end(target, tell)
         _judge(target, outcome)
+        outcome.damaged = tuple(target.damaged)
     return outcome
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, Signals
@@ -20,7 +20,7 @@ from muster.core.event_details.attempts import RankStarted
 from muster.core.event_details.hosts import AgentStarted
 from muster.core.event_details.run import RunFinished
 from muster.core.event_details.training import Step
-from muster.core.event_log import EventReader
+from muster.core.event_log import Damage, EventReader
 from muster.core.events import Event
 from muster.core.processes import Process
 from muster.protocol import fault_request
@@ -59,6 +59,11 @@ class RunTarget:
         out."""
         self._events += [event for _, event in self._reader.read()]
         return [event for event in self._events if not kinds or event.kind in kinds]
+
+    @property
+    def damaged(self) -> Sequence[Damage]:
+        """Places of the log that were left out."""
+        return self._reader.damaged
 
     def step(self) -> int:
         """The last step that was applied; 0: none."""

@@ -39,6 +39,7 @@ def drill(
             "no fault given", hint=f"muster drill {run_file} --fault {next(iter(menu))}; --list has the others"
         )
     outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.info)
+    output.damaged(outcome.damaged)
     if json:
         output.as_json(outcome.to_json())
     else:

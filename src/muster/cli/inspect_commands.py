@@ -27,6 +27,7 @@ def status(
 
     if run is not None:
         result = use_case.status(run)
+        output.damaged(result.damaged)
         if json:
             output.as_json(result.to_json())
         else:
@@ -40,6 +41,8 @@ def status(
         output.as_json([status_row.to_json() for status_row in every])
     elif not every and not unreadable:
         output.info("no runs on this machine")
+    for status_row in every:
+        output.damaged(status_row.damaged)
     for status_row in [] if json else every:
         step, phase = status_row.summary.last_step, status_row.live.phase if status_row.live else "run"
         doing = "" if phase == "run" else f"  ({phase})"
@@ -84,14 +87,18 @@ def events(
     run: str = RUN,
     follow: bool = typer.Option(False, "--follow", "-f", help="Follow until the run has ended."),
     kind: list[str] = KIND,
-    json: bool = typer.Option(False, "--json", help="One JSON object a line."),
+    json: bool = typer.Option(False, "--json", help="One JSON object a line; what was left out comes last."),
 ) -> None:
     """Print the run's events, oldest first, times in UTC. Ctrl-C does not stop the run."""
     import json as writer
 
+    damaged: list[api.Damage] = []
     with output.looking():
-        for event in api.events(run, follow=follow, kinds=tuple(kind)):
+        for event in api.events(run, follow=follow, kinds=tuple(kind), on_damage=damaged.append):
             output.result(writer.dumps(event.to_json(), ensure_ascii=False) if json else _event_line(event))
+    output.damaged(damaged)
+    if json and damaged:
+        output.result(writer.dumps({"damaged": [damage.to_json() for damage in damaged]}, ensure_ascii=False))
 
 
 def _event_line(event: api.Event) -> str:
@@ -129,6 +136,8 @@ def report(
         output.as_json(foreign.to_json()) if json else output.result(use_case.foreign_table(foreign))
         return
     result = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
+    for run_report in result:
+        output.damaged(run_report.damaged)
     if html:
         for run, run_report in zip(runs, result, strict=True):
             output.result(str(use_case.write_page(run_report, run, target)))
@@ -157,6 +166,7 @@ def checkpoints(run: str = RUN, json: bool = JSON) -> None:
     from muster.cli.tables import catalogue
 
     result = api.checkpoints(run)
+    output.damaged(result.damaged)
     if json:
         output.as_json(result.to_json())
         return

@@ -63,6 +63,11 @@ def doubts(sentences: Iterable[str]) -> None:
         info(f"warning: {sentence}")
 
 
+def damaged(places: Iterable[api.Damage]) -> None:
+    """What had to be left out of an event log: a line for each file."""
+    doubts(api.damage_in_words(places))
+
+
 def age(seconds: float | None) -> str:
     """``0.4 s``, ``3 min``, ``2.1 h``, ``2.5 d``; ``-`` for None."""
     if seconds is None:

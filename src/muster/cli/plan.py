@@ -76,6 +76,7 @@ def calibrate(
 
     path = Path(run_dir)
     result = calibrate_run(path if path.is_dir() else api.find_run(run_dir).path)
+    output.damaged(result.damaged)
     if json:
         output.as_json(result.to_json())
         return

@@ -60,6 +60,7 @@ def simulate(
         trace=trace, step_s=step_s, usd_per_host_hour=usd,
     )  # fmt: skip
     scenario = use_case.scenario_of(run_file, overrides or [], asked)
+    output.damaged(scenario.profile.damaged)
     with preparing() if sys.stderr.isatty() else contextlib.nullcontext() as show:
         progress = (lambda done, total: show("rehearsing", done, total)) if show is not None else None
         study = use_case.simulate(scenario, seeds=seeds, paired=paired, progress=progress)

@@ -50,9 +50,11 @@ def _lines(views: Iterable[View]) -> None:
     """Events, and the run's progress at intervals."""
     from muster.app.inspect.event_format import Narrator
 
-    line, said, since_s = Narrator(), "", LINE_EVERY_S
+    line, said, since_s, damaged = Narrator(), "", LINE_EVERY_S, 0
     before_ns = None
     for view in views:
+        output.damaged(view.damaged[damaged:])
+        damaged = len(view.damaged)
         for event in view.news:
             text = line(event) if event.kind in _SHOWN else None
             if text is not None:
@@ -101,6 +103,7 @@ def _render(view: View) -> Group:
         _hosts(view),
         _tiers(view),
     ]
+    parts += [Text(f"event log: {sentence}", style="red") for sentence in api.damage_in_words(view.damaged)]
     if view.incidents:
         parts.append(Text("last incidents", style="bold"))
         parts += [Text(f"  {sentence}") for sentence in view.incidents]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from muster.core.errors import MusterError, UsageError
-from muster.core.event_details.kinds import KINDS
 from muster.core.event_details.run import HashHeads, SupervisorStarted
-from muster.core.event_log import Verdict, check_directory, genesis
+from muster.core.event_log import Damage, EventReader, Verdict, check_directory, genesis, in_words
 from muster.core.events import Event
 from muster.core.typed_json import JsonObject
 from muster.report import resiliency_log
@@ -30,11 +27,13 @@ class Report:
 
     ledger: Ledger
     verdicts: dict[str, Verdict] = field(default_factory=dict)
+    damaged: tuple[Damage, ...] = ()
+    """Places of the log that were left out."""
 
     @cached_property
     def document(self) -> Document:
         """Its figures, rows and words."""
-        return document(self.ledger, self.verdicts)
+        return document(self.ledger, self.verdicts, self.damaged)
 
     def to_json(self) -> JsonObject:
         """The document as ``docs/report.schema.json`` describes it."""
@@ -44,7 +43,8 @@ class Report:
 def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = None) -> Report:
     """Read a run's folder, its ``events`` folder, or a single ``.jsonl`` file; while it runs or years later.
 
-    An edited file does not stop the report: its lines are read, and ``log.problems`` lists what is wrong.
+    An edited file does not stop the report: its lines that are whole are read, ``damaged`` lists the others, and
+    ``log.problems`` what is wrong with a file.
 
     Raises:
         UsageError: there is no event log at that path.
@@ -57,9 +57,9 @@ def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = N
     if not paths:
         raise UsageError(f"no event log in {location}", hint="give a run id, a run's folder or its events folder")
     files: dict[str, list[Event]] = {}
-    unreadable: dict[str, list[str]] = defaultdict(list)
+    reader = EventReader(directory)
     for path in paths:
-        files[path.name] = _events(path, unreadable)
+        files[path.name] = list(reader.read_file(path))
     run_id = next((events[0].run_id for events in files.values() if events), "")
     folder = location.parent if single else directory
     verdicts = {name: verdict for name, verdict in check_directory(folder, run_id=run_id).items() if name in files}
@@ -72,9 +72,8 @@ def load(run_dir_or_log: str | Path, *, reference_tokens_per_s: float | None = N
             f"{directory}: an event holds a value that no version of Muster writes: {error}",
             hint="; ".join(f"{name}: {v.problem}" for name, v in verdicts.items() if v.problem) or None,
         ) from error
-    for name, lines in unreadable.items():
-        result.notes.append(f"{name}: {len(lines)} unreadable lines left out, the first is {lines[0]}")
-    return Report(ledger=result, verdicts=verdicts)
+    result.notes += in_words(reader.damaged)
+    return Report(ledger=result, verdicts=verdicts, damaged=tuple(reader.damaged))
 
 
 def render_table(result: Report, *, width: int = 100, color: bool = False) -> str:
@@ -135,24 +134,3 @@ def _cited_heads(event: Event) -> Mapping[str, str]:
     if event.kind == HashHeads.kind:
         return event.read(HashHeads).heads
     return event.read(SupervisorStarted).heads or {} if event.kind == SupervisorStarted.kind else {}
-
-
-def _events(path: Path, unreadable: dict[str, list[str]]) -> list[Event]:
-    """Whole lines only: a torn last one is left out; lines that are not events are counted."""
-    data = path.read_bytes()
-    result = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            event = Event.from_json(json.loads(line))
-        except (ValueError, TypeError, AttributeError):
-            unreadable[path.name].append(f"line {number}")
-            continue
-        kind = KINDS.get(event.kind)
-        try:
-            if kind is not None:
-                event.read(kind)
-        except MusterError as error:
-            unreadable[path.name].append(f"line {number}: {error}")
-        else:
-            result.append(event)
-    return result

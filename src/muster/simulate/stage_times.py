@@ -12,6 +12,7 @@ from statistics import fmean, median
 
 from muster.config.yaml import parse
 from muster.core.errors import UsageError
+from muster.core.event_log import Damage
 from muster.core.typed_json import JsonObject
 
 #: Spread / mean of a stage whose spread no source gives.
@@ -44,6 +45,8 @@ class Profile:
     about: str = ""
     stages: Mapping[str, Stage] = field(default_factory=dict)
     detect_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    damaged: tuple[Damage, ...] = ()
+    """Places of the measured run's event log that were left out."""
 
     def mean_s(self, stage: str) -> float:
         return self.stages[stage].mean_s if stage in self.stages else 0.0

@@ -9,6 +9,7 @@ from muster.app import api
 VERBS = [
     "all_runs",
     "checkpoints",
+    "damage_in_words",
     "down",
     "events",
     "execute",
@@ -30,6 +31,7 @@ VERBS = [
 TYPES = [
     "Backend",
     "Cluster",
+    "Damage",
     "Event",
     "Loaded",
     "MusterError",

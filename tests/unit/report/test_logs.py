@@ -75,14 +75,16 @@ def test_an_unreadable_line_is_left_out_and_said(run_dir):
     path.write_bytes(path.read_bytes() + b"not json\n")
     found = api.load(run_dir).to_json()
     assert not found["log"]["verified"]
-    assert any("1 unreadable lines" in note for note in found["notes"])
+    (damage,) = found["damaged"]
+    assert damage["file"] == path.name and damage["reason"].startswith("not an event")
+    assert any(note.startswith(f"{path.name}:{damage['line']}: not an event") for note in found["notes"])
 
 
 def test_an_event_with_an_edited_value_of_a_wrong_type_is_left_out(run_dir):
     path = run_dir / "events" / "supervisor.1.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"world_size":4', b'"world_size":"four"', 1))
     found = api.load(run_dir).to_json()
-    assert any("attempt.started: world_size: Input should be a valid integer" in note for note in found["notes"])
+    assert [damage["reason"] for damage in found["damaged"]] == ["it was changed: the next line cites another one"]
     assert any("breaks the chain" in problem for problem in found["log"]["problems"])
 
 
@@ -90,7 +92,7 @@ def test_an_event_without_what_its_kind_requires_is_left_out(run_dir):
     path = run_dir / "events" / "supervisor.1.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"incident_id":"i1",', b"", 1))
     found = api.load(run_dir).to_json()
-    assert any("1 unreadable lines" in note for note in found["notes"])
+    assert len(found["damaged"]) == 1
     assert found["host_time"]["identity_error"] == 0
 
 

@@ -20,6 +20,7 @@ from muster.checkpoint_format.manifest import Manifest
 from muster.core import event_log
 from muster.core.errors import CheckpointError, MusterError
 from muster.core.event_details.training import Step
+from muster.core.event_log import Damage
 from muster.core.events import Event
 from muster.core.snapshots import SnapshotCopy, Tier
 from muster.core.typed_json import Json
@@ -81,6 +82,8 @@ class Catalogue:
     reported: tuple[tuple[str, int], ...] = ()
     """(tier, newest step there) as the run's last step said it."""
     now_ns: int = 0
+    damaged: tuple[Damage, ...] = ()
+    """Places of the event log that were left out."""
 
     @property
     def used(self) -> Version | None:
@@ -106,6 +109,7 @@ class Catalogue:
             "skipped": [{"uri": uri, "reason": reason} for uri, reason in self.skipped],
             "unseen_hosts": list(self.unseen),
             "told": dict(self.reported),
+            "damaged": [damage.to_json() for damage in self.damaged],
         }
 
 
@@ -121,7 +125,9 @@ def checkpoints(reference: str) -> Catalogue:
     directory = spec.checkpoint.dir or str(run.checkpoints)
     skipped: list[tuple[str, str]] = []
     committed = manifest.committed(open_store(), directory, on_skip=lambda uri, reason: skipped.append((uri, reason)))
-    steps = {(event.step, event.attempt): event for event in event_log.merged(run.events) if event.kind == "step"}
+    damaged: list[Damage] = []
+    events = event_log.merged(run.events, on_damage=damaged.append)
+    steps = {(event.step, event.attempt): event for event in events if event.kind == "step"}
     connected, active = _hosts(run)
     lying = memories(run)
     result = [*in_memory(lying, connected=connected, steps=steps.values()), *(_on_disk(record) for record in committed)]
@@ -137,6 +143,7 @@ def checkpoints(reference: str) -> Catalogue:
         unseen=tuple(sorted(set(active) - set(lying))),
         reported=_reported(last) if set(active) - set(lying) else (),
         now_ns=time.time_ns(),
+        damaged=tuple(damaged),
     )
 
 

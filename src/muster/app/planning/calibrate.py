@@ -18,6 +18,7 @@ from muster.core import event_log
 from muster.core.errors import UsageError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.event_details.training import ModelReady, Step
+from muster.core.event_log import Damage
 from muster.core.events import Event
 from muster.core.flops import ModelShape
 from muster.core.layout import Layout, layout_for
@@ -60,6 +61,8 @@ class Calibrated:
     accelerator: str
     path: Path
     calibration: Calibration
+    damaged: tuple[Damage, ...] = ()
+    """Places of the run's event log that were left out."""
 
     def to_json(self) -> JsonObject:
         return {
@@ -68,6 +71,7 @@ class Calibrated:
             "path": str(self.path),
             **asdict(self.calibration),
             "off": self.calibration.off,
+            "damaged": [damage.to_json() for damage in self.damaged],
         }
 
 
@@ -85,7 +89,8 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
         raise UsageError(f"{path} is not a run: {error.strerror}", hint="give a run's id or its folder") from error
     except ValueError as error:
         raise UsageError(f"{path / 'resolved.json'} cannot be taken: {first_problem(error)}") from error
-    events = event_log.merged(path / "events")
+    damaged: list[Damage] = []
+    events = event_log.merged(path / "events", on_damage=damaged.append)
     steps = [event for event in events if event.kind == Step.kind]
     layout = layout_of(events, spec)
     work = replace(workload(spec, shape_of_run(path, spec, events)), checkpoint_every=0)
@@ -110,7 +115,8 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
     kept = [row for row in _read(file) if row.run_id != run_id]
     run_registry.make_folder(home)
     run_registry.replace_text(file, json.dumps([asdict(row) for row in (*kept, entry)], indent=1) + "\n")
-    return Calibrated(run_id=run_id, accelerator=option.accelerator.name, path=file, calibration=result)
+    name = option.accelerator.name
+    return Calibrated(run_id=run_id, accelerator=name, path=file, calibration=result, damaged=tuple(damaged))
 
 
 def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[Constants, float]:

@@ -255,7 +255,8 @@ def profile_of(name: str | None, *, cpu: bool = False) -> Profile:
 
 def measure(run_dir: Path) -> Profile:
     """Stage times of a run's own log: steps, start, and each healed incident."""
-    document = api.load(run_dir).document
+    report = api.load(run_dir)
+    document = report.document
     simulated_as = {kind: traits_of(kind).simulated_as for kind in KINDS.names()}
     recoveries = [
         Recovery(
@@ -283,7 +284,7 @@ def measure(run_dir: Path) -> Profile:
         agent_start_s = max(0.0, (started.wall_ns - bought.wall_ns) / 1e9)
     if started is not None and first is not None:
         first_start_s = max(0.0, (first.wall_ns - started.wall_ns - first.read(Step).step_ns) / 1e9)
-    return profiles.measured(
+    measured = profiles.measured(
         run_dir.name,
         step_s=steps,
         recoveries=recoveries,
@@ -291,6 +292,7 @@ def measure(run_dir: Path) -> Profile:
         agent_start_s=agent_start_s,
         first_start_s=first_start_s,
     )
+    return replace(measured, damaged=report.damaged)
 
 
 def simulate(
@@ -327,6 +329,7 @@ def to_json(study: Study) -> dict[str, Json]:
             "stages": {name: {"mean_s": stage.mean_s, "source": stage.source}
                        for name, stage in scenario.profile.stages.items()},
         },
+        "damaged": [damage.to_json() for damage in scenario.profile.damaged],
         "seeds": len(study.outcomes),
         "goodput_active": asdict(study.active),
         "goodput_purchased": asdict(study.purchased),

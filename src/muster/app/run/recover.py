@@ -12,7 +12,9 @@ from muster.app.run.event_writer import Sink
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
 from muster.app.run.train import Ended
 from muster.config import load
+from muster.core import event_log
 from muster.core.errors import ConflictError, UsageError
+from muster.core.event_log import Damage
 from muster.core.types import JobState
 from muster.policy.load import load_policy
 from muster.storage import run_registry
@@ -28,7 +30,11 @@ def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str
         UsageError: the run has succeeded and nothing in it was changed.
     """
     intent = _intent(reference, overrides, argv)
+    damaged: list[Damage] = []
+    for _ in event_log.read(intent.run.events, on_damage=damaged.append):  # its supervisor goes on without it
+        pass
     handle = intent.launcher.submit(intent.request)
+    handle = dataclasses.replace(handle, warnings=(*handle.warnings, *event_log.in_words(damaged)))
     return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle)
 
 

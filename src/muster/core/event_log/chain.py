@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass
@@ -50,7 +51,11 @@ def verify(data: bytes, *, run_id: str, name: str) -> Verdict:
 
 def heads(directory: str | Path, *, run_id: str) -> dict[str, str]:
     """What the next line of every file would cite: file name -> SHA-256 of its last whole line. Reads no other."""
-    return {path.name: head(path, run_id=run_id) for path in event_files(directory)}
+    result: dict[str, str] = {}
+    for path in event_files(directory):
+        with contextlib.suppress(OSError):
+            result[path.name] = head(path, run_id=run_id)
+    return result
 
 
 def head(path: Path, *, run_id: str) -> str:
@@ -77,4 +82,11 @@ def _last_line(path: Path, *, block: int = 1 << 16) -> bytes:
 
 def check_directory(directory: str | Path, *, run_id: str) -> dict[str, Verdict]:
     """Verify every file's chain: file name -> verdict."""
-    return {path.name: verify(path.read_bytes(), run_id=run_id, name=path.name) for path in event_files(directory)}
+    return {path.name: _check(path, run_id) for path in event_files(directory)}
+
+
+def _check(path: Path, run_id: str) -> Verdict:
+    try:
+        return verify(path.read_bytes(), run_id=run_id, name=path.name)
+    except OSError as error:
+        return Verdict(events=0, head="", problem=f"cannot be read: {error.strerror or error}")

@@ -54,15 +54,19 @@ class EventReader:
     def read(self) -> Iterator[tuple[str, Event]]:
         """``(file name, event)``, file by file, each in its order; an event that was yielded is not read again."""
         for path in event_files(self.directory):
-            place = self._places.setdefault(path.name, _Place())
-            try:
-                with open(path, "rb") as file:  # of weeks: never all of it in memory
-                    for event in self._events(path.name, file, place):
-                        yield path.name, event
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                self._report(path.name, 0, f"cannot be read: {error.strerror or error}")
+            for event in self.read_file(path):
+                yield path.name, event
+
+    def read_file(self, path: Path) -> Iterator[Event]:
+        """The same of one file."""
+        place = self._places.setdefault(path.name, _Place())
+        try:
+            with open(path, "rb") as file:  # of weeks: never all of it in memory
+                yield from self._events(path.name, file, place)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._report(path.name, 0, f"cannot be read: {error.strerror or error}")
 
     def _events(self, name: str, file: BinaryIO, place: _Place) -> Iterator[Event]:
         if os.fstat(file.fileno()).st_size < place.end:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from muster.core.event_details.run import Outcome, RunSubmitted
 from muster.core.event_details.training import Eval, ModelReady
-from muster.core.event_log import Verdict
+from muster.core.event_log import Damage, Verdict
 from muster.core.typed_json import JsonObject
 from muster.report.ledger import figures
 from muster.report.ledger.fold import Ledger
@@ -112,6 +112,7 @@ class Document:
     attempts: Sequence[AttemptRow]
     model: JsonObject | None
     log: LogCheck
+    damaged: Sequence[Damage]
     notes: Sequence[str]
 
     def to_json(self) -> JsonObject:
@@ -119,8 +120,8 @@ class Document:
         return asdict(self)
 
 
-def document(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> Document:
-    """The document of one run's ledger."""
+def document(ledger: Ledger, verdicts: Mapping[str, Verdict], damaged: Sequence[Damage] = ()) -> Document:
+    """The document of one run's ledger, which was read without what is ``damaged``."""
     submissions = (t.event.read(RunSubmitted) for t in ledger.events if t.event.kind == RunSubmitted.kind)
     submitted, end = next(submissions, None), ledger.finished
     evals = _evals(ledger)
@@ -163,6 +164,7 @@ def document(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> Document:
         attempts=_attempts(ledger),
         model=_model(ledger),
         log=_log(ledger, verdicts),
+        damaged=list(damaged),
         notes=ledger.notes,
     )
 

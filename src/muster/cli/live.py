@@ -29,17 +29,20 @@ class Display(api.Sink):
         self.summary = RunView()
         self.run: RunDir | None = None
         self.line = Narrator()
+        self.doubts: tuple[str, ...] = ()
+        """What may go wrong with it besides."""
         self.silent = False
         """stdout takes no more."""
 
-    def started(self, run: RunDir) -> None:
+    def started(self, run: RunDir, doubts: tuple[str, ...] = ()) -> None:
         """The run has a folder and is about to start. Prints nothing yet: it may be called from any thread."""
-        self.run = run
+        self.run, self.doubts = run, doubts
 
     def open(self) -> None:
         """Say which run this is, and how to leave it."""
         if self.run is not None:
             output.info(f"run {self.run.run_id} in {self.run.path}")
+            output.doubts(self.doubts)
 
     def event(self, event: Event) -> None:
         """Show one event. Never raises for what it does not know."""

@@ -43,7 +43,7 @@ def recover_here(
     overrides: Sequence[str] = (),
     *,
     argv: Sequence[str] = (),
-    on_start: Callable[[RunDir], None] | None = None,
+    on_start: Callable[[RunDir, tuple[str, ...]], None] | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Ended:
     """The same with the supervisor in the foreground.

@@ -42,12 +42,13 @@ def train(
     loaded: Loaded,
     *,
     argv: Sequence[str] = (),
-    on_start: Callable[[RunDir], None] | None = None,
+    on_start: Callable[[RunDir, tuple[str, ...]], None] | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Ended:
     """Run to the end; Ctrl-C saves and leaves (130), SIGTERM too (75), a second one leaves at once.
 
-    A terminal that is closed (SIGHUP) ends nothing. ``sinks`` get the run's events, each in a thread of its own.
+    A terminal that is closed (SIGHUP) ends nothing. ``on_start`` gets what may go wrong with the run besides.
+    ``sinks`` get its events, each in a thread of its own.
 
     Raises:
         UsageError: the run file names another back end.
@@ -65,7 +66,12 @@ def train(
     return supervise(intent, on_start=on_start, sinks=sinks)
 
 
-def supervise(intent: Intent, *, on_start: Callable[[RunDir], None] | None = None, sinks: Sequence[Sink] = ()) -> Ended:
+def supervise(
+    intent: Intent,
+    *,
+    on_start: Callable[[RunDir, tuple[str, ...]], None] | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Ended:
     """Start everything of ``intent`` but the supervisor, be the supervisor, and leave nothing behind."""
     launcher = intent.launcher
     assert launcher.attach is not None, "capabilities.supervised_in_terminal"
@@ -76,7 +82,7 @@ def supervise(intent: Intent, *, on_start: Callable[[RunDir], None] | None = Non
     with _hangup(supervisor.detached):
         handle = submit.start(intent, dataclasses.replace(intent.request, tasks=others))
         if on_start is not None:
-            on_start(intent.run)
+            on_start(intent.run, handle.warnings)
         with processes.open_log(intent.run.logs / "supervisor.log") as log:
             own_log = Lines(processes.forgiving(log.fileno()))
             writer = EventWriter.of(supervisor, [own_log, *revivals(supervisor), *sinks])

@@ -19,6 +19,7 @@ from typing import Literal
 
 import muster.backends.local.hardware as machine
 from muster.backends.local.resolve import resolve
+from muster.config import memory_at_logout
 from muster.config.spec import RunSpec
 from muster.core import environment, processes
 from muster.core.clock import SystemClock, SystemShell
@@ -138,7 +139,7 @@ class LocalLauncher:
                 job_record.write(run_dir, record)
             if record.state != "cancelled":
                 self._start_missing(request, record, run_dir)
-        return _handle(record, run_dir)
+        return replace(_handle(record, run_dir), warnings=memory_at_logout.doubts())
 
     def attach(self, handle: JobHandle, *, task: str, pid: int) -> None:
         """Record a process that runs ``task`` but was not started here (a supervisor in the foreground)."""

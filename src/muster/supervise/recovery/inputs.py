@@ -28,7 +28,7 @@ class Settings:
     drain_timeout_s: float = 7.0
     """Time for a host to end its ranks and list its snapshots; one that retains ranks has longer where steps are long
     (``retained_ranks.pause_s``)."""
-    adopt_timeout_s: float = 5.0
+    least_adopt_s: float = 5.0
     host_failure_window_s: float = 3600.0
     """How long a host's failures count, and how long a quarantine that expires lasts."""
     gather_notices_s: float = 0.5
@@ -37,6 +37,11 @@ class Settings:
     @property
     def wanted_hosts(self) -> int:
         return self.spec.resources.hosts
+
+    @property
+    def adopt_timeout_s(self) -> float:
+        """Time for the hosts to connect to a new supervisor: as long as their silence is no failure."""
+        return max(self.least_adopt_s, self.spec.recovery.heartbeat_timeout_s)
 
     @property
     def min_hosts(self) -> int:

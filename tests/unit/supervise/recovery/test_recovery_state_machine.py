@@ -181,6 +181,18 @@ def test_a_new_supervisor_adopts_stepping_ranks():
     assert len(kinds(found, "attempt.started")) == 1, "training went on"
 
 
+def test_a_new_supervisor_waits_for_hosts_as_long_as_their_silence_is_no_failure():
+    """A busy bucket tells them late who it is, and a cut link delays them: with 20 s allowed, 15 s cost nothing."""
+    of = spec(hosts=2, recovery={"heartbeat_timeout_s": 20.0})
+    found = cluster(of)
+    found.at(10.0, found.lose_supervisor)
+    found.at(12.0, lambda: found.start_supervisor(machine(of, state=rebuild_state(events_of(found)))))
+    for at, name in ((13.0, "host-0"), (27.0, "host-1")):
+        found.at(at, lambda name=name: found.join(name))
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert len(kinds(found, "attempt.started")) == len(kinds(found, "attempt.adopted")) == 1 and actions(found) == []
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_supervisor_killed_at_random_moments_of_a_faulty_run(seed):
     rng = random.Random(seed)

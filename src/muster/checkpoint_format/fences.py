@@ -192,7 +192,7 @@ def _is_of_another_format(data: bytes) -> bool:
         found = typed_json.parse_object(data).get("format")
     except Unreadable:
         return False
-    return isinstance(found, int) and found != FORMAT
+    return isinstance(found, int) and not isinstance(found, bool) and found != FORMAT
 
 
 def _keep_copy(store: Store, directory: str, fence: Fence) -> None:

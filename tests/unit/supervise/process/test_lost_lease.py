@@ -3,6 +3,7 @@
 In a folder and in a bucket. Clocks are set by hand; what happens while one waits, happens in its sleep.
 """
 
+import dataclasses
 import json
 import os
 
@@ -11,7 +12,7 @@ from fakes.objects import Objects
 
 from muster.core.errors import ConflictError
 from muster.core.typed_json import Unreadable
-from muster.protocol.lease import read_lease
+from muster.protocol.lease import read_lease, write_lease
 from muster.protocol.version import OtherVersion
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper
@@ -173,6 +174,16 @@ def test_a_lease_that_was_touched_is_still_its_holder_s(home):
     keeper = home.take()
     home.store.put(home.at, home.data())
     assert keeper.renew() is True and keeper.repairs == []
+
+
+def test_a_holder_whose_lease_another_process_let_expire_does_not_take_it_back(home):
+    """Slurm's nodes depose a supervisor that nobody reaches so."""
+    keeper = home.take()
+    record = read_lease(home.data(), me="the test")
+    home.store.put(home.at, write_lease(dataclasses.replace(record, expires_wall_ns=0)))
+    with pytest.raises(ConflictError, match="let it expire"):
+        keeper.renew()
+    assert home.take().term == 2 and home.clock.slept_s == 0.0
 
 
 def test_one_that_left_no_log_is_followed_by_its_record(home):

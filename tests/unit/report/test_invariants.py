@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from book import LAYOUT, SECOND, Book, line_of, sound
 from check_invariants import main
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from imported import imports
 
 from muster.report.audit import history, invariants
+from muster.report.audit.history import Finding
 from muster.report.audit.invariants import broken, check
 
 
@@ -299,3 +302,59 @@ def test_the_command_answers_0_or_1_in_words_or_json(book, tmp_path):
     answer = json.loads(said[0])[str(book.folder)]
     assert not answer["holds"] and answer["invariants"]["I3"]["problems"]
     assert main([str(tmp_path)], said.append) == 1, "no history is no pass"
+
+
+# ---------------------------------------------------------------- a damaged log
+
+
+def test_a_damaged_line_breaks_the_log_unless_its_writer_says_so(book):
+    folder = book.write()
+    path = folder / "events" / "host-0.2.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"no event\n", *lines[2:]]))
+    assert any(problem.startswith("log: host-0.2.jsonl:2: not an event") for problem in broken(check(folder)))
+    said = {"file": path.name, "line": 2, "reason": "line 2 is not an event", "continued_in": "host-0.part2.2.jsonl"}
+    book.add(said["continued_in"], 60.0, "log.damaged", attempt=2)["detail"] = said
+    del book.files[path.name]
+    damaged = path.read_bytes()
+    book.write()
+    assert path.read_bytes() == damaged and broken(check(folder)) == []
+
+
+def test_a_changed_line_counts_for_nothing(book):
+    folder = book.write()
+    path = folder / "events" / "host-0.2.jsonl"
+    steps = len(path.read_bytes().splitlines())
+    path.write_bytes(path.read_bytes().replace(b'"rows": 4', b'"rows": 5', 1))
+    found = Finding()
+    lines = history.load(folder, found).files[path.name]
+    assert len(lines) == steps - 1 and len(found.problems) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(noise=st.binary(max_size=200), number=st.integers(0, 10**6), cut=st.integers(0, 400))
+def test_no_bytes_in_a_log_raise(tmp_path_factory, noise, number, cut):
+    folder = sound(tmp_path_factory.mktemp("run")).write()
+    paths = sorted((folder / "events").glob("*.jsonl"))
+    path = paths[number % len(paths)]
+    whole = path.read_bytes()
+    at = number % (len(whole) + 1)
+    path.write_bytes(whole[:at] + noise + whole[at + cut :])
+    check(folder, reference=folder)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_values_in_a_log_raise(tmp_path_factory, data):
+    """Chains that hold, around details that are none."""
+    book = sound(tmp_path_factory.mktemp("run"))
+    line = data.draw(st.sampled_from([line for lines in book.files.values() for line in lines]))
+    anything = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
+    place = data.draw(st.sampled_from(sorted(line["detail"]) or ["x"]))
+    line["detail"] = {**line["detail"], place: data.draw(anything | st.dictionaries(st.text(max_size=3), anything))}
+    if data.draw(st.booleans()):
+        line["step"] = data.draw(anything)
+    if data.draw(st.booleans()):
+        line["detail"].pop(place)
+    folder = book.write()
+    check(folder, reference=folder)

@@ -6,6 +6,7 @@ For ``report.audit.invariants``; everything else reads events through ``core.eve
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ STEP_NS = 1_000_000_000
 #: lost the lease may act for a while: I3 reports that.)
 BACK_NS = 300 * STEP_NS
 
+#: Kind of the event that names a broken file: what follows of it is in another one.
+DAMAGED = "log.damaged"
 #: By which ranks share a model: layouts are equal when all of them are. An axis that is not named is 1.
 AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
@@ -50,6 +53,18 @@ class History:
     """File name -> lines, in the file's order."""
     lines: list[Line]
     """All of them by wall time, with stepped clocks corrected."""
+    damaged: frozenset[str] = frozenset()
+    """Files that are broken where their writer itself said so (``log.damaged``): read as far as they are whole."""
+
+    @property
+    def incomplete(self) -> set[int]:
+        """Attempts of which lines may be missing, because a host's file is damaged."""
+        return {_number(name) for name in self.damaged if not name.startswith("supervisor.")}
+
+    @property
+    def supervisor_damaged(self) -> bool:
+        """Whether lines of a supervisor may be missing."""
+        return any(name.startswith("supervisor.") for name in self.damaged)
 
     def of(self, *kinds: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] in kinds]
@@ -62,18 +77,26 @@ def load(run_dir: Path, log: Finding) -> History:
         spec = json.loads((run_dir / "resolved.json").read_text())
     except (OSError, ValueError):
         log.problems.append("resolved.json is missing or not JSON")
+    spec = spec if isinstance(spec, dict) else {}
     files: dict[str, list[Line]] = {}
     heads: dict[str, set[str]] = {}
+    found: dict[str, list[str]] = {}
     for path in sorted((run_dir / "events").glob("*.jsonl")):
-        files[path.name], heads[path.name] = _chain(path, log)
+        files[path.name], heads[path.name], found[path.name] = _chain(path, log)
     log.expect(bool(files), f"no events in {run_dir / 'events'}")
+    named = {str(line["detail"].get("file")) for lines in files.values() for line in lines if line["kind"] == DAMAGED}
+    for name, problems in found.items():
+        log.problems += problems if name not in named else []
     _undo_clock_steps(files)
     lines = [line for file_lines in files.values() for line in file_lines]
     lines.sort(key=lambda line: line["wall_ns"])
-    history = History(run_dir=run_dir, spec=spec, files=files, lines=lines)
+    damaged = frozenset(name for name in named if name not in files or found[name])
+    history = History(run_dir=run_dir, spec=spec, files=files, lines=lines, damaged=damaged)
     for line in history.of("log.hash_heads", "supervisor.started"):
-        for name, head in (line.get("detail", {}).get("heads") or {}).items():
-            log.expect(head in heads.get(name, set()), f"a cited head of {name} is not in that file: cut or changed")
+        cited = line["detail"].get("heads")
+        for name, head in cited.items() if isinstance(cited, dict) else ():
+            whole = name in named or (isinstance(head, str) and head in heads.get(name, set()))
+            log.expect(whole, f"a cited head of {name} is not in that file: cut or changed")
     return history
 
 
@@ -85,7 +108,9 @@ def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:
     """
     measured: dict[str, list[int]] = {}
     ended = None
-    supervisors = sorted((name for name in files if name.startswith("supervisor.")), key=lambda name: (len(name), name))
+    supervisors = sorted(
+        (name for name in files if name.startswith("supervisor.")), key=lambda name: (_number(name), name)
+    )
     for name in supervisors:
         for part in _by_process(files[name]):
             ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
@@ -94,8 +119,9 @@ def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:
             _by_monotonic(part, ahead)
             ended = part[-1]["wall_ns"]
             for line in part:
-                if line["kind"] == "clock.offset":
-                    measured.setdefault(line["host"], []).append(ahead + int(line["detail"]["offset_ns"]))
+                offset_ns = line["detail"].get("offset_ns")
+                if line["kind"] == "clock.offset" and isinstance(offset_ns, int):
+                    measured.setdefault(line["host"], []).append(ahead + offset_ns)
     for name in files.keys() - set(supervisors):
         for part in _by_process(files[name]):
             ahead = part[0]["wall_ns"] - part[0]["mono_ns"]
@@ -106,7 +132,13 @@ def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:
 def _by_process(lines: list[Line]) -> list[list[Line]]:
     """The file's lines by the process that wrote them: a machine may have been booted between two."""
     begins = [n for n, line in enumerate(lines) if n == 0 or line["kind"] in ("agent.started", "supervisor.started")]
-    return [lines[a:b] for a, b in zip(begins, [*begins[1:], len(lines)], strict=True)]
+    return [lines[a:b] for a, b in itertools.pairwise([*begins, len(lines)])]
+
+
+def _number(name: str) -> int:
+    """``host-0.part2.3.jsonl`` -> 3, the attempt or term."""
+    number = name.split(".")[-2]
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
 
 
 def _by_monotonic(lines: list[Line], ahead: int) -> None:
@@ -143,30 +175,54 @@ def up_to(layout_history: LayoutHistory, step: int) -> LayoutHistory:
     return tuple(segment for segment in layout_history if segment[0] <= step)
 
 
-def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str]]:
-    """(events, hash of every line) up to the first break; a torn last line does not count."""
-    data = path.read_bytes()
+def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str], list[str]]:
+    """(events, hash of every line, what breaks the chain); a torn last line does not count.
+
+    A line that the next one does not cite was changed, and is none of the events.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return [], set(), [f"{path.name} cannot be read: {error.strerror}"]
     result: list[Line] = []
     hashes: set[str] = set()
-    expected = None
-    for number, raw in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), 1):
+    problems: list[str] = []
+    expected, count = None, 0
+    for number, text in enumerate(data.split(b"\n")[:-1], 1):
+        raw = text + b"\n"
+        log.checked += 1
         try:
-            line = json.loads(raw)
-            if not isinstance(line, dict):
-                raise ValueError("no object")
-            run_id, prev, seq = str(line["run_id"]), line["prev"], line["seq"]
-            _ = (line["kind"], line["wall_ns"], line["mono_ns"], line["attempt"], line["host"])
-        except (ValueError, KeyError) as error:
-            log.expect(False, f"{path.name}:{number}: not an event ({error})")
-            break
+            line = _line(raw)
+        except (ValueError, KeyError, RecursionError) as error:
+            problems.append(f"{path.name}:{number}: not an event ({error})")
+            continue
         if expected is None:
-            expected = hashlib.sha256(f"muster:{run_id}:{path.name}".encode()).hexdigest()
+            expected = hashlib.sha256(f"muster:{line['run_id']}:{path.name}".encode()).hexdigest()
             hashes.add(expected)
-        log.expect(prev == expected and seq == number - 1, f"{path.name}:{number}: the chain breaks here")
-        if log.problems and log.problems[-1].startswith(f"{path.name}:"):
-            break
-        expected = hashlib.sha256(raw).hexdigest()
+        if line["prev"] != expected or line["seq"] != count:
+            problems.append(f"{path.name}:{number}: the chain breaks here")
+            if result and result[-1]["seq"] == line["seq"] - 1 and number > 1 and line["prev"] not in hashes:
+                result.pop()
+        expected, count = hashlib.sha256(raw).hexdigest(), line["seq"] + 1
         hashes.add(expected)
         line["file"] = path.name
         result.append(line)
-    return result, hashes
+    return result, hashes, problems
+
+
+def _line(raw: bytes) -> Line:
+    """One event. Raises ValueError, KeyError, RecursionError where it is none."""
+    line = json.loads(raw)
+    if not isinstance(line, dict):
+        raise ValueError("no object")
+    line.setdefault("detail", {})
+    for names, kind in (("run_id prev kind host", str), ("seq wall_ns mono_ns attempt", int), ("detail", dict)):
+        for name in names.split():
+            if type(line[name]) is not kind:
+                raise ValueError(f"{name} is {str(line[name])[:40]!r}")
+    for name in ("step", "rank"):
+        if type(line.get(name)) not in (int, type(None)):
+            raise ValueError(f"{name} is {str(line[name])[:40]!r}")
+    if max(abs(line[name]) for name in ("seq", "wall_ns", "mono_ns", "attempt")) > 1 << 63:
+        raise ValueError("a number is out of range")
+    return line

@@ -12,14 +12,18 @@ and with the standard library alone, so that a mistake in the writer is not repe
     I7  times add up: the steps of an attempt fill no more time than they span; a host is released once
     I8  every incident that was acted upon ended, within the bound
     log every file's chain holds, and the heads that were cited are in the files
+
+A file that its own writer found broken and said so (``log.damaged``) breaks nothing: steps of its attempt may be
+missing, and where it is a supervisor's, I3, I8 and the hosts' release are not judged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +44,34 @@ def check(run_dir: str | Path, *, reference: str | Path | None = None, bound_s: 
     """Check the history in ``run_dir``: invariant -> finding. Never raises for what a history contains."""
     findings = {name: Finding() for name in INVARIANTS}
     history = load(Path(run_dir), findings["log"])
-    unreported = _step_chain(history, findings["I1"], findings["I2"])
-    _leadership(history, findings["I3"])
+    unreported: set[int] = set()
+    with _judging(findings["I1"]):
+        unreported = _step_chain(history, findings["I1"], findings["I2"])
+    if not history.supervisor_damaged:  # what it decided cannot be told from what is left
+        with _judging(findings["I3"]):
+            _leadership(history, findings["I3"])
     if reference is not None:
-        _same_as_reference(history, load(Path(reference), Finding()), findings["I4"], unreported)
-    _checkpoints(history, findings["I5"])
-    _fences(history, findings["I6"])
-    _times(history, findings["I7"])
-    _incident_ends(history, findings["I8"], bound_s)
+        with _judging(findings["I4"]):
+            _same_as_reference(history, load(Path(reference), Finding()), findings["I4"], unreported)
+    with _judging(findings["I5"]):
+        _checkpoints(history, findings["I5"])
+    with _judging(findings["I6"]):
+        _fences(history, findings["I6"])
+    with _judging(findings["I7"]):
+        _times(history, findings["I7"])
+    if not history.supervisor_damaged:
+        with _judging(findings["I8"]):
+            _incident_ends(history, findings["I8"], bound_s)
     return findings
+
+
+@contextlib.contextmanager
+def _judging(finding: Finding) -> Iterator[None]:
+    """An event that lacks what its kind says breaks what is judged by it."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        finding.expect(False, f"an event is not as its kind says: {type(error).__name__}: {str(error)[:200]}")
 
 
 # ---------------------------------------------------------------- I1, I2
@@ -71,6 +94,11 @@ def _step_chain(history: History, one_chain: Finding, samples: Finding) -> set[i
     results: dict[int, list[Line]] = defaultdict(list)
     for attempt, lines in runs.items():
         numbers = [int(line["step"]) for line in lines]
+        if history.incomplete & {attempt, attempt - 1}:
+            reached = max(reached, numbers[-1])
+            for line in lines:
+                results[int(line["step"])].append(line)
+            continue
         one_chain.expect(
             numbers == list(range(numbers[0], numbers[0] + len(numbers))),
             f"attempt {attempt}: steps {_gaps(numbers)} are missing or doubled",
@@ -314,7 +342,7 @@ def _times(history: History, finding: Finding) -> None:
         name = str(line["host"])
         held[name] += 1 if line["kind"] == "host.allocated" else -1
         finding.expect(held[name] in (0, 1), f"{name} was allocated or released twice in a row")
-    if history.of("run.finished"):
+    if history.of("run.finished") and not history.supervisor_damaged:
         for name, count in held.items():
             finding.expect(count == 0, f"{name} was never released, and the run is over")
 

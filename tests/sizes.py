@@ -109,6 +109,7 @@ NIGHTLY = {
     "test_gke_losses_live.py::test_a_node_lost_for_good_and_an_eviction_change_no_bit": (
         "test_gke_run_live.py::test_a_run_from_submit_to_its_end_with_everything_that_a_user_does"
     ),
+    "test_full_disk_live.py": "test_event_writer.py, test_forgiving_outputs.py, test_serve.py",
     "test_gke_control_plane_live.py::test_row_01_the_dry_run_meets_the_webhooks": (
         "test_gke_control_plane_live.py::test_submit_is_one_jobset_however_often_and_whatever_is_lost"
     ),

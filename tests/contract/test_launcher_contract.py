@@ -6,6 +6,7 @@ The jobs here are trivial programs: the contract is about starting, finding, wat
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -332,6 +333,18 @@ def test_cancel_ends_descendants_in_their_own_sessions_that_ignore_sigterm(local
     request = local.request((sys.executable, "-c", program))
     handle = local.launcher.submit(request)
     eventually(lambda: len(local.living(request.run_id)) == 3)
+    local.launcher.cancel(handle)
+    assert local.living(request.run_id) == []
+
+
+def test_cancel_ends_processes_though_the_disk_is_full(local: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = local.request()
+    handle = local.launcher.submit(request)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("muster.storage.run_registry.replace_text", full)
     local.launcher.cancel(handle)
     assert local.living(request.run_id) == []
 

@@ -252,8 +252,9 @@ class LocalLauncher:
                 with contextlib.suppress(BackendError):  # damaged: the label finds them
                     record = job_record.read(run_dir, _Job, backend=self.name)
                 if record:
-                    job_record.write(run_dir, replace(record, state="cancelled"))
                     recorded = [Process(pid=task.pid, start_ticks=task.start_ticks) for task in record.tasks.values()]
+                    with contextlib.suppress(BackendError):  # a full disk keeps no process alive
+                        job_record.write(run_dir, replace(record, state="cancelled"))
         spared = processes.ancestors()
         processes.send([process for process in recorded if process.pid not in spared], signal.SIGTERM)
         self._wait_until_gone(handle.run_id, recorded, spared, self.grace_s if recorded else 0.0)

@@ -152,7 +152,7 @@ NIGHTLY = {
     "test_ports_live.py::test_a_run_needs_no_ipv4": (
         "test_ports_live.py::test_each_host_listens_on_its_own_address_alone"
     ),
-    "test_ports_live.py::test_on_one_machine_everything_listens_on_loopback": (
+    "test_ports_live.py::test_on_one_machine_everything_listens_on_loopback_and_no_process_shows_the_token": (
         "test_ports_live.py::test_each_host_listens_on_its_own_address_alone"
     ),
     "test_policy_live.py::test_a_health_verdict_leads_to_a_reset_and_only_then_to_a_swap[heals]": (

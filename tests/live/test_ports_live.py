@@ -4,6 +4,7 @@ import os
 import secrets
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cluster import RUN_ID, LiveRun, namespaces_work, spec_of
@@ -43,11 +44,18 @@ def test_each_host_listens_on_its_own_address_alone(tmp_path):
         }
 
 
-def test_on_one_machine_everything_listens_on_loopback(tmp_path):
+def test_on_one_machine_everything_listens_on_loopback_and_no_process_shows_the_token(tmp_path):
     with LiveRun(tmp_path, spec_of(**{"training.steps": 400})) as run:
         run.under_way(3)
         seen = watch(run, programs(run))
         assert seen == {"supervisor": {"127.0.0.1"}, "host-0": {"127.0.0.1"}}
+        token = (run.dir / "token").read_bytes()
+        shown = [
+            Path(f"/proc/{pid}/{file}").read_bytes()
+            for pid in [run.supervisor.pid, *run.host_pids("host-0")]
+            for file in ("cmdline", "environ")
+        ]
+        assert len(shown) >= 8 and not any(token in text for text in shown)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from muster.protocol import tables
 from muster.protocol.codec import MAX_BYTES, kind_of
 from muster.protocol.hello import MAX_BEAT_S, BeatInterval
 from muster.protocol.version import PROTOCOL
+from muster.transport.listening import HELLO_S
 
 _WORDS = {
     str: "text", bool: "true or false", type(None): "null", bytes: "text", int: "integer", float: "number",
@@ -25,6 +26,10 @@ _INTRODUCTION = f"""Protocol {PROTOCOL}. Each message is one frame, the JSON arr
 it is a line. Every field is checked once, where the frame arrives: an unknown kind, a kind of another channel, a field
 that is missing, unknown or of another type ends the connection, never the process. The first message states the
 protocol; processes of two protocols do not speak to each other, and the refusal names both.
+
+Whoever connects proves within {HELLO_S:g} s that it knows the run's token, and says its first message within
+{HELLO_S:g} s more; until the proof it is one of a limited number of strangers, of which the oldest is dropped for a new
+one. Frames are authenticated and not encrypted (SECURITY.md).
 
 count: an integer from 0 to 2^63 - 1; step: the same, or -1 for none; port: 0 to 65535; seconds: a number from 0 to
 10^9; name: text that is not empty; layout: such as `r1s2t1p1c1e1`.

@@ -49,9 +49,8 @@ from muster.protocol.rank_agent import (
 )
 from muster.protocol.ranks import RankContext
 from muster.protocol.values import LastWords, StoreAddress
+from muster.rank import interface
 from muster.rank.agent_connection import AgentAddress, AgentConnection, SocketAgentClient
-from muster.rank.interface import VARIABLE as GLOO_INTERFACE
-from muster.rank.interface import interface_for
 from muster.transport.listening import listen_on
 from muster.transport.secure_session import run_token
 
@@ -76,8 +75,7 @@ def main() -> None:
     os.setpriority(os.PRIO_PROCESS, 0, settings.nice)  # the agent's own is raised for heartbeats
     try:
         token = run_token(arguments.run_dir)
-        if not os.environ.get(GLOO_INTERFACE):  # the user's own choice stays
-            os.environ[GLOO_INTERFACE] = interface_for(arguments.bind)
+        os.environ.update(interface.variables(arguments.bind, named=os.environ.keys()))
     except MusterError as error:  # the agent tells the user the last line of this program's log
         print(f"error: {error}" + (f" ({error.hint})" if error.hint else ""), file=sys.stderr)
         sys.exit(error.exit_code)

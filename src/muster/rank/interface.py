@@ -10,11 +10,24 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from muster.core.errors import UsageError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def variables(address: str, *, named: Collection[str]) -> dict[str, str]:
+    """What tells gloo, and on one machine NCCL too, where to listen; what the user has ``named`` stays his.
+
+    NCCL takes loopback only when it is told to ("=": this very name). Between hosts its interfaces are those of the
+    fabric. Raises UsageError: gloo would take another address.
+    """
+    if VARIABLE in named:
+        return {}
+    name = interface_for(address)
+    local = name == "lo" and "NCCL_SOCKET_IFNAME" not in named
+    return {VARIABLE: name, **({"NCCL_SOCKET_IFNAME": "=lo"} if local else {})}
 
 
 def interface_for(address: str) -> str:

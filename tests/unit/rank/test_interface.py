@@ -8,7 +8,7 @@ import pytest
 
 from muster.core.errors import UsageError
 from muster.rank import interface
-from muster.rank.interface import interface_addresses, interface_for, interface_of
+from muster.rank.interface import interface_addresses, interface_for, interface_of, variables
 
 KNOWN = [
     ("lo", "127.0.0.1"),
@@ -42,6 +42,14 @@ def test_where_gloo_would_take_another_address_it_is_named(address, sentence, hi
     with pytest.raises(UsageError) as raised:
         interface_of(address, KNOWN)
     assert sentence in str(raised.value) and hint in str(raised.value.hint)
+
+
+def test_on_one_machine_nccl_is_told_to_stay_there(monkeypatch):
+    monkeypatch.setattr(interface, "interface_addresses", lambda: iter(KNOWN))
+    assert variables("127.0.0.1", named=()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert variables("10.0.0.5", named=()) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert variables("127.0.0.1", named=["NCCL_SOCKET_IFNAME"]) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert variables("127.0.0.1", named=["GLOO_SOCKET_IFNAME"]) == {}
 
 
 def test_a_hosts_name_is_looked_up(monkeypatch):

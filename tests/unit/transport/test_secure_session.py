@@ -1,11 +1,14 @@
 """Sessions: a token proves itself, and nothing forged, replayed or reordered is taken."""
 
 import os
+import socket
+import threading
 
 import pytest
 
 from muster.core.errors import AccessError
 from muster.transport.secure_session import Session, read_token
+from muster.transport.stream import Stream
 
 TOKEN = b"k" * 32
 
@@ -119,3 +122,27 @@ def test_another_users_token_is_refused(tmp_path):
         read_token(str(path))
     os.chown(tmp_path, 12345, 12345)  # as on a share where every file is one user's
     assert read_token(str(path)) == b"a" * 64
+
+
+def test_frames_are_authenticated_and_can_be_read_on_the_wire():
+    """What SECURITY.md says; once they are encrypted, it says so."""
+    server, client = joined()
+    client.send(b"a message")
+    wire = client.outgoing()
+    assert b"a message" in wire
+    with pytest.raises(AccessError, match="MAC"):
+        server.frames(wire.replace(b"a message", b"A message"))
+
+
+def test_raw_bytes_travel_as_they_are():
+    """Snapshots between replicators: SECURITY.md says who can change them."""
+    ours, theirs = socket.socketpair()
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Stream(theirs, TOKEN, server=True, decode=bytes)))
+    thread.start()
+    stream = Stream(ours, TOKEN, server=False, decode=bytes)
+    thread.join()
+    stream.send_bytes(memoryview(b"weights"))
+    assert theirs.recv(100) == b"weights"
+    ours.close()
+    theirs.close()

@@ -1,5 +1,6 @@
 """A run that lives in a bucket, from the machine that submits: begun there, read there, asked in the right pod."""
 
+import base64
 import json
 
 import pytest
@@ -123,6 +124,21 @@ def test_the_beginning_is_in_the_bucket_before_anything_can_act_on_it(launcher, 
     assert (found.run.path / HOME_FILE).read_text() == f"gs://example-bucket/muster-runs/{found.run.run_id}\n"
     (segment,) = bucket.list(f"gs://example-bucket/muster-runs/{found.run.run_id}/events")
     assert b"run.submitted" in bucket.get(segment).data
+
+
+def test_the_token_is_in_no_object_of_the_bucket_and_in_no_argument(launcher, google, run, bucket):
+    (secret,) = google.kubernetes.of_kind("Secret")
+    (jobset,) = google.kubernetes.of_kind("JobSet")
+    token = (run.path / "token").read_text().strip()
+    assert len(token) >= 32 and token in json.dumps({**secret.get("stringData", {}), **_decoded(secret)})
+    held = bucket.list(home_uri := (run.path / HOME_FILE).read_text().strip())
+    assert held and home_uri.startswith("gs://")
+    assert not [uri for uri in held if token.encode() in bucket.get(uri).data]
+    assert token not in json.dumps(jobset)
+
+
+def _decoded(secret):
+    return {key: base64.b64decode(value).decode() for key, value in secret.get("data", {}).items()}
 
 
 def test_where_the_bucket_cannot_be_written_nothing_starts(launcher, google, bucket):

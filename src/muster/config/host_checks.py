@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from muster.config.backends import BACKENDS
+from muster.config.sources import glob_of
 from muster.config.spec import RunSpec
 from muster.config.validation import config_problems, is_remote, looks_local
 from muster.core.errors import Problem
@@ -23,7 +24,7 @@ def problems(spec: RunSpec) -> list[Problem]:
 def _files(spec: RunSpec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources if spec.data else []):
         for name, path in source.files.items():
-            if not is_remote(path) and not _exists(path):
+            if not is_remote(path) and not _exists(glob_of(path)):
                 yield Problem(f"data.sources.{index}.{name}", f"no file {path}")
     model = spec.model
     if model is not None and model.source is not None and looks_local(model.source):

@@ -8,6 +8,7 @@ used here, and it is imported when a run file names the type. How a source is op
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,6 +30,15 @@ SOURCE_TYPES: Registry[Any] = Registry(
         "random": "muster.data.sources.random:SOURCE",
     },
 )
+
+
+def glob_of(path: str) -> str:
+    """A pattern of files for a path that names columns in braces: ``db/{db_id}.sqlite`` -> ``db/*.sqlite``."""
+    return _COLUMN.sub("*", path)
+
+
+#: A column in a path: as in templates, a name in braces; braces themselves are doubled.
+_COLUMN = re.compile(r"(?<!\{)\{[^{}]+\}(?!\})")
 
 
 class PromptTemplate(Section):
@@ -69,7 +79,7 @@ class Source(Section):
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Key -> the path or pattern given there, which may be local."""
+        """Key -> the path or pattern given there (``glob_of`` where columns are named in it), which may be local."""
         return {}
 
     @property
@@ -114,7 +124,8 @@ class FileSource(Source):
     path: str
     heldout_path: str | None = None
     database: str | None = None
-    """SQLite file that gold and predicted queries of this source run against (execution accuracy)."""
+    """SQLite file that gold and predicted queries of this source run against (execution accuracy), or one for each row:
+    columns in braces, as in Spider's ``database/{db_id}/{db_id}.sqlite``."""
 
     has_questions: ClassVar[bool] = True
 
@@ -137,6 +148,10 @@ class FileSource(Source):
                 "path", f"{self.path!r} is not a supported kind of file",
                 hint="jsonl, json, parquet or txt, each also .gz",
             )  # fmt: skip
+        if self.database and re.search(r"[{}]", _COLUMN.sub("", self.database.replace("{{", "").replace("}}", ""))):
+            yield Problem(
+                "database", f"{self.database!r} has a brace too many", hint="columns: {name}; braces: {{ and }}"
+            )
 
 
 class RandomSource(Source):

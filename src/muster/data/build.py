@@ -15,6 +15,7 @@ from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject
 from muster.data import collect_questions, mixture
 from muster.data.arrays import Bytes, Int32s, Int64s
+from muster.data.collect_questions import located
 from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages, row_text
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order
@@ -72,8 +73,11 @@ def build(
     finally:
         spool.remove()
     stats["unknown_tokens"] = spool.unknown
-    stats["majority_template"] = collect_questions.add_majority_answers(sources, questions) if any(questions) else ""
-    stats["questions"] = collect_questions.write(folder, questions)
+    asked = [each.entries for each in questions]
+    stats["majority_template"] = collect_questions.add_majority_answers(sources, formats, asked) if any(asked) else ""
+    stats["questions"] = collect_questions.write(folder, asked)
+    stats["questions_left_out"] = sum(each.left_out.total() for each in questions)
+    stats["questions_left_out_why"] = collect_questions.left_out_why(questions)
     meta = {
         "vocab_size": vocab_size,
         "tokenizer_size": size,
@@ -100,11 +104,6 @@ def training_texts(opened: OpenedSource) -> Iterator[str]:
         except UsageError as error:
             raise located(opened, error, index) from error
         yield from texts
-
-
-def located(opened: OpenedSource, error: UsageError, index: int, heldout: bool = False) -> UsageError:
-    """``error`` of a row, with where that row stands."""
-    return UsageError(f"{opened.locate(index, heldout)}: {error}", hint=error.hint)
 
 
 class _Spool:

@@ -8,48 +8,94 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject, whole
-from muster.data.formats import Format, prompt_and_completion, row_messages
+from muster.data.formats import Format, completions, prompt_and_completion, row_messages
 from muster.data.source_type import OpenedSource
-from muster.data.task import TASKS, Row
+from muster.data.task import TASKS, AnsweredRow, LeftOut, Row
 
 FILE = "questions.jsonl"
 MAX_QUESTIONS = 2_000
 #: Training rows of each source that the majority answer is taken from.
 _BASELINE_ROWS = 2_000
+#: Characters of the message about the first row that is left out.
+_SHOWN = 300
 
 
-def collect(
-    opened: OpenedSource, format: Format, number: int, held_rows: Iterable[int] | None
-) -> list[dict[str, Json]]:
-    """The questions of one source: of its held-out part (``held_rows`` None), or of those training rows."""
+@dataclass
+class Collected:
+    """The questions of one source, and what became of its other held-out rows."""
+
+    entries: list[dict[str, Json]] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    first: str = ""
+    """The first of them: where it stands, and why."""
+
+
+def collect(opened: OpenedSource, format: Format, number: int, held_rows: Iterable[int] | None) -> Collected:
+    """The questions of one source: of its held-out part (``held_rows`` None), or of those training rows.
+
+    Raises:
+        UsageError: what the source names for scoring is missing, unreadable or does not fit a row.
+    """
+    found = Collected()
     if format == "text" or opened.type.task is None:
-        return []
+        return found
     if held_rows is None:
         assert opened.heldout_rows is not None
-        rows: Iterator[Row] = opened.heldout_rows()
+        rows: Iterator[tuple[int, Row]] = enumerate(opened.heldout_rows())
     else:
         chosen = {int(row) for row in held_rows}
-        rows = (row for index, row in enumerate(opened.rows()) if index in chosen)
+        rows = ((index, row) for index, row in enumerate(opened.rows()) if index in chosen)
     task, context = TASKS.get(opened.type.task), opened.type.scoring_context(opened.section)
-    entries: list[dict[str, Json]] = []
-    for row in itertools.islice(rows, MAX_QUESTIONS):
-        shown = _shown(row, opened, format)
-        question = task.question(row, shown[1], context) if shown else None
-        if shown and question is not None:
-            entries.append({"source": number, **shown[0], **question})
-    return entries
+    for index, row in itertools.islice(rows, MAX_QUESTIONS):
+        try:
+            answered = _answered(row, opened, format)
+            question = task.question(answered, context) if answered is not None else None
+        except UsageError as error:
+            raise located(opened, error, index, held_rows is None) from error
+        if isinstance(question, LeftOut):
+            found.left_out[question.reason] += 1
+            message = " ".join(question.message.split())[:_SHOWN]
+            found.first = found.first or f"{opened.locate(index, held_rows is None)}: {message}"
+        elif question is not None:
+            found.entries.append({"source": number, **_shown(row, opened, format), **question})
+    return found
 
 
-def add_majority_answers(sources: Sequence[OpenedSource], by_source: Sequence[list[dict[str, Json]]]) -> str:
+def left_out_why(by_source: Sequence[Collected]) -> str:
+    """What became of the held-out rows that ask no question, in a line; empty: there are none."""
+    reasons = sum((each.left_out for each in by_source), Counter[str]())
+    if not reasons:
+        return ""
+    first = next(each.first for each in by_source if each.first)
+    return "; ".join([*(f"{count:,}: {reason}" for reason, count in reasons.most_common()), f"first: {first}"])
+
+
+def located(opened: OpenedSource, error: UsageError, index: int, heldout: bool = False) -> UsageError:
+    """``error`` of a row, with where that row stands."""
+    return UsageError(f"{opened.locate(index, heldout)}: {error}", hint=error.hint)
+
+
+def add_majority_answers(
+    sources: Sequence[OpenedSource], formats: Sequence[Format | None], by_source: Sequence[list[dict[str, Json]]]
+) -> str:
     """Add each task's majority answer to its questions; returns the templates (empty: there are none)."""
     templates = []
     for name in sorted({opened.type.task for opened in sources if opened.type.task}):
-        members = [opened for opened in sources if opened.type.task == name]
-        rows = (row for opened in members for row in itertools.islice(opened.rows(), _BASELINE_ROWS))
+        rows = (
+            answered
+            for opened, format in zip(sources, formats, strict=True)
+            if opened.type.task == name and format not in (None, "text")
+            for row in itertools.islice(opened.rows(), _BASELINE_ROWS)
+            if (answered := _answered(row, opened, format)) is not None
+        )
         majority = TASKS.get(name).majority_answer(rows)
         if majority is None:
             continue
@@ -70,12 +116,21 @@ def write(folder: Path, by_source: Sequence[list[dict[str, Json]]]) -> int:
     return len(chosen)
 
 
-def _shown(row: Row, opened: OpenedSource, format: Format) -> tuple[JsonObject, str] | None:
-    """What the model is shown, and the answer as the row has it; None: the row ends without an answer."""
+def _shown(row: Row, opened: OpenedSource, format: Format) -> JsonObject:
+    """What the model is shown."""
     if format == "chat":
-        messages = row_messages(row)
-        if messages[-1]["role"] != "assistant":
+        return {"messages": row_messages(row)[:-1]}
+    return {"prompt": prompt_and_completion(row, opened.section.template)[0]}
+
+
+def _answered(row: Row, opened: OpenedSource, format: Format | None) -> AnsweredRow | None:
+    """The row with the answer that it has; None: it is a conversation that ends without one."""
+    section = opened.section
+    if format == "chat":
+        last = row_messages(row)[-1]
+        if last["role"] != "assistant":
             return None
-        return {"messages": messages[:-1]}, str(messages[-1]["content"])
-    prompt, completion = prompt_and_completion(row, opened.section.template)
-    return {"prompt": prompt}, completion.strip()
+        answers: tuple[str, ...] = (str(last["content"] or ""),)
+    else:
+        answers = tuple(answer.strip() for answer in completions(row, section.template))
+    return AnsweredRow(row=row, answers=answers, is_stated=section.template is not None or section.format is not None)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from muster.config.sources import PromptTemplate, Source
 from muster.core.errors import UsageError
+from muster.core.typed_json import Json
 from muster.data.task import Row
 
 Format = Literal["chat", "prompt_completion", "text"]
@@ -74,14 +75,43 @@ def choose_format(source: Source, columns: Sequence[str]) -> Format:
 
 
 def prompt_and_completion(row: Row, template: PromptTemplate | None) -> tuple[str, str]:
-    """The two texts of a row.
+    """The two texts of a row: of several acceptable completions the first.
 
     Raises:
         UsageError: a column is missing or not text.
     """
-    if template is not None:
-        return fill(template.prompt, row), fill(template.completion, row)
-    return row_text(row, "prompt"), row_text(row, "completion")
+    prompt = fill(template.prompt, row) if template is not None else row_text(row, "prompt")
+    return prompt, completions(row, template)[0]
+
+
+def completions(row: Row, template: PromptTemplate | None) -> tuple[str, ...]:
+    """The acceptable completions of a row, at least one: several where a column of it is a list of texts.
+
+    Raises:
+        UsageError: a column is missing or not text, or lists are not equally long.
+    """
+    lists = {name: value for name, value in row.items() if _is_texts(value)}
+    if template is None:
+        return _or_nothing(lists["completion"]) if "completion" in lists else (row_text(row, "completion"),)
+    first = fill(template.completion, row)
+    lists = {name: lists[name] for name in fields(template.completion) if name in lists}
+    if not lists:
+        return (first,)
+    if len({len(value) for value in lists.values()}) > 1:
+        raise UsageError(
+            f"the lists in {_listed(list(lists))} have {', '.join(str(len(value)) for value in lists.values())} items",
+            hint="a completion's lists hold one item for each acceptable answer",
+        )
+    items = zip(*map(_or_nothing, lists.values()), strict=True)
+    return tuple(fill(template.completion, {**row, **dict(zip(lists, item, strict=True))}) for item in items)
+
+
+def _is_texts(value: Json) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _or_nothing(values: list[str]) -> tuple[str, ...]:
+    return tuple(values) or ("",)
 
 
 def row_text(row: Row, name: str = "text") -> str:
@@ -115,6 +145,14 @@ def fill(template: str, row: Row) -> str:
     except ValueError as error:
         raise UsageError(f"template {template!r}: {error}", hint="write {{ and }} for braces") from error
     return "".join(parts)
+
+
+def fields(template: str) -> list[str]:
+    """The columns that a format string names. Raises UsageError where it is none."""
+    try:
+        return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise UsageError(f"template {template!r}: {error}", hint="write {{ and }} for braces") from error
 
 
 def document(

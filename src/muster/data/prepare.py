@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from muster.config.spec import Data, Model, RunSpec, TrainedTokenizer
 from muster.core.errors import MusterError, UsageError
-from muster.core.typed_json import JsonObject
+from muster.core.typed_json import JsonObject, text, whole
 from muster.data import build
 from muster.data.build import Progress
 from muster.data.cache import build_once, code_version, fingerprint, translated
@@ -46,9 +46,9 @@ class Prepared:
     tokenizer_dir: Path | None
     """None: random tokens, which need none."""
     stats: JsonObject
-    """rows, dropped, truncated, split, empty, masked_rows, documents, sequences, positions, tokens,
-    supervised_tokens, context_tokens, padding_tokens, fill, unknown_tokens, questions, majority_template,
-    heldout (its counts), sources (the same counts for each), cached, seconds."""
+    """rows, dropped, truncated, split, empty, empty_completions, masked_rows, documents, sequences, positions, tokens,
+    supervised_tokens, context_tokens, padding_tokens, fill, unknown_tokens, questions, questions_left_out(_why),
+    majority_template, heldout (its counts), sources (the same counts for each), cached, seconds."""
 
 
 def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -> Prepared:
@@ -57,7 +57,8 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
     Idempotent and safe among processes. Blocks while building.
 
     Raises:
-        UsageError: the data, the tokenizer or their fit to the model is wrong.
+        UsageError: the data, the tokenizer or their fit to the model is wrong; evaluation asks questions and not one
+            held-out row can be scored.
         AccessError, BackendError: the hub or a folder refuses.
         MusterError: no space.
     """
@@ -83,6 +84,7 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
 
     built = build_once(folder, make)
     prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
+    _refuse_without_questions(spec, prepared.stats)
     _point(run_dir, folder, prepared, _request(spec))
     return prepared
 
@@ -109,6 +111,18 @@ def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
 def cache_folder(data: Data) -> Path:
     """Where prepared data is kept."""
     return Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "muster" / "data"
+
+
+def _refuse_without_questions(spec: RunSpec, stats: JsonObject) -> None:
+    """Raises UsageError where evaluation asks questions and every one has been left out."""
+    evaluation = spec.evaluation
+    is_asking = evaluation.num_questions or evaluation.final_num_questions or evaluation.samples
+    if not is_asking or whole(stats, "questions") or not whole(stats, "questions_left_out"):
+        return
+    raise UsageError(
+        f"no held-out row can be asked and scored; {text(stats, 'questions_left_out_why')}",
+        hint="correct the rows or `database`; without evaluation.num_questions and samples: 0 nothing is asked",
+    )
 
 
 def _request(spec: RunSpec) -> str:

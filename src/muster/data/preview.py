@@ -100,6 +100,11 @@ def summary(result: Preview) -> str:
         for source in sources:
             times = whole(source, "documents_used") / max(1, whole(source, "documents"))
             lines.append(f"source {source['name']}: {source['documents_used']:,} documents, each {times:.3g} times")
+    if stats["questions_left_out"]:
+        left_out, asked = whole(stats, "questions_left_out"), whole(stats, "questions")
+        lines.append(
+            f"{left_out:,} of {left_out + asked:,} held-out questions are left out; {stats['questions_left_out_why']}"
+        )
     if stats.get("unknown_tokens"):
         lines.append(f"{stats['unknown_tokens']:,} tokens are unknown to the tokenizer (<unk>)")
     return "\n".join(lines)

@@ -18,6 +18,27 @@ Entry: TypeAlias = JsonObject
 """A held-out question as stored: what ``Task.question`` returned (JSON values), and what preparation adds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnsweredRow:
+    """A row with what its format says the answer is."""
+
+    row: Row
+    answers: tuple[str, ...]
+    """The acceptable ones; the first is trained on."""
+    is_stated: bool
+    """The run file says where in a row the answer is, by a template or a format; else the columns imply it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Why a held-out row asks no question."""
+
+    reason: str
+    """In words that are the same for all such rows: they are counted."""
+    message: str
+    """Of this row."""
+
+
 class Outcome(Protocol):
     """The score of one answer."""
 
@@ -55,10 +76,13 @@ class MajorityAnswer:
 class Task(Protocol):
     """One kind of question with a checkable answer."""
 
-    def question(self, row: Row, completion: str, context: JsonObject) -> JsonObject | None:
-        """The question of a held-out row: ``gold`` (the expected answer) and what ``scorer`` needs. None: no question.
+    def question(self, row: AnsweredRow, context: JsonObject) -> JsonObject | LeftOut:
+        """The question of a held-out row: ``gold`` (the expected answer) and what ``scorer`` needs.
 
-        ``completion``: the answer as the row's format has it. ``context``: ``SourceType.scoring_context``.
+        ``context``: ``SourceType.scoring_context``.
+
+        Raises:
+            UsageError: what the source names for scoring does not fit the row.
         """
         ...
 
@@ -70,7 +94,7 @@ class Task(Protocol):
         """
         ...
 
-    def majority_answer(self, rows: Iterable[Row]) -> MajorityAnswer | None:
+    def majority_answer(self, rows: Iterable[AnsweredRow]) -> MajorityAnswer | None:
         """The baseline that training rows give; None: they have no answers."""
         ...
 

@@ -68,14 +68,14 @@ class Mark:
 
 
 class Sums:
-    def question(self, row, completion, context):
-        return {"gold": completion}
+    def question(self, row, context):
+        return {"gold": row.answers[0]}
 
     def scorer(self, entry, context, *, timeout_s):
         return Scorer(metric="exact_match", score=lambda answer: Mark(answer.strip() == entry["gold"]))
 
     def majority_answer(self, rows):
-        answers = [row["completion"].strip() for row in rows]
+        answers = [row.answers[0] for row in rows]
         commonest = max(sorted(set(answers)), key=answers.count)
         return MajorityAnswer(commonest, lambda entry: commonest)
 

@@ -6,7 +6,7 @@ import pytest
 
 from muster.config.sources import PromptTemplate
 from muster.core.errors import UsageError
-from muster.data.formats import Segment, choose_format, document, fill
+from muster.data.formats import Segment, choose_format, completions, document, fill, prompt_and_completion
 
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -29,6 +29,20 @@ def chat(train_on, messages=CHAT, by=render):
 
 def supervised(found):
     return [segment.text for segment in found.segments if segment.supervised]
+
+
+def test_a_completion_may_be_a_list_of_acceptable_ones():
+    template = PromptTemplate(prompt="{q}", completion="{a}: {b}!")
+    assert completions({"q": "?", "a": ["1", "2"], "b": ["x", "y"]}, template) == ("1: x!", "2: y!")
+    assert completions({"q": "?", "a": ["1", "2"], "b": "x"}, template) == ("1: x!", "2: x!")
+    assert prompt_and_completion({"q": ["?"], "a": "1", "b": ["x", "y"]}, template) == ("['?']", "1: x!")
+    assert completions({"q": "?", "a": [], "b": "x"}, template) == (": x!",)
+    assert completions({"prompt": "?", "completion": ["1", "2"]}, None) == ("1", "2")
+    assert completions({"prompt": "?", "completion": []}, None) == ("",)
+    with pytest.raises(UsageError, match="the lists in 'a', 'b' have 1, 2 items"):
+        completions({"q": "?", "a": ["1"], "b": ["x", "y"]}, template)
+    with pytest.raises(UsageError, match="column 'completion' must be text, got list"):
+        completions({"prompt": "?", "completion": [1]}, None)
 
 
 def test_only_the_assistants_words_count():

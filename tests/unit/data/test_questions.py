@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 
 from muster.config.spec import TrainedTokenizer
+from muster.core.errors import UsageError
 from muster.data.prepare import prepare
 from muster.data.preview import preview, render_preview, summary
 from muster.data.questions import heldout_questions, majority_baseline
@@ -85,14 +86,110 @@ def test_a_sources_database_decides(make_spec, tmp_path):
     spec = make_spec([source])
     prepared = prepare(spec, run_dir=tmp_path / "r")
     (question,) = heldout_questions(spec, prepared, 10)  # empty and broken gold queries are no questions
+    assert (prepared.stats["questions"], prepared.stats["questions_left_out"]) == (1, 2)
+    why = (
+        f"1: gold query returns no row; 1: gold query fails; first: {path}:2: no rows: "
+        "SELECT name FROM city WHERE people > 99"
+    )
+    assert prepared.stats["questions_left_out_why"] == why
+    assert f"2 of 3 held-out questions are left out; {why}" in summary(preview(prepared))
     assert question.metric == "execution_accuracy" and question.gold == "SELECT name FROM city"
     assert question.score("SELECT name FROM city ORDER BY people DESC").correct
     assert not question.score("SELECT people FROM city").correct
     assert not question.score("DELETE FROM city").correct
     assert question.score(question.gold).correct
     # Other content, other data.
-    sqlite3.connect(source["database"]).execute("DROP TABLE city").connection.commit()
+    sqlite3.connect(source["database"]).execute("UPDATE city SET people = 1").connection.commit()
     assert prepare(spec, run_dir=tmp_path / "r").fingerprint != prepared.fingerprint
+
+
+def asked(make_spec, tmp_path, rows, *, name="r", evaluation=None, **source):
+    """The questions of held-out ``rows``."""
+    path = jsonl(tmp_path / f"{name}.jsonl", rows)
+    spec = make_spec([{"type": "file", "path": path, "heldout_path": path, **source}])
+    spec = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update=evaluation or {})})
+    return heldout_questions(spec, prepare(spec, run_dir=tmp_path / name), 100)
+
+
+def test_no_question_that_can_be_scored_is_refused_where_questions_are_asked(make_spec, tmp_path):
+    rows = [{"q": f"q {each}", "sql": f"SELECT name\nFROM city WHERE people > {each}"} for each in range(90, 99)]
+    source = {"template": {"prompt": "{q}", "completion": "{sql}"}, "database": database(tmp_path / "c.sqlite")}
+    none = {"num_questions": 0, "samples": 0}
+    assert asked(make_spec, tmp_path, rows, evaluation=none, **source) == []
+    for some in ({"samples": 1}, {"num_questions": 5}, {"final_num_questions": 5}):  # cached by now
+        with pytest.raises(
+            UsageError, match=r"no held-out row .*; 9: gold query returns no row; first: .*r\.jsonl:1: "
+        ) as e:
+            asked(make_spec, tmp_path, rows, evaluation={**none, **some}, **source)
+        assert "\n" not in str(e.value)
+
+
+def test_the_answer_is_what_the_run_file_says_it_is(make_spec, tmp_path):
+    """Not what a column is called: with the wrong gold no answer that was learned could be right."""
+    row = {"question": "how many", "query": "the user's query", "answer": "SELECT COUNT(*) FROM city"}
+    source = {"database": database(tmp_path / "c.sqlite")}
+    template = {"prompt": "{question}", "completion": "{answer}"}
+    (question,) = asked(make_spec, tmp_path, [row], template=template, **source)
+    assert question.gold == row["answer"] and question.score(row["answer"]).correct
+    assert question.majority_answer == row["answer"]
+    row = {"prompt": "how many", "completion": "```sql\nSELECT 1\n```", "sql": "SELECT 2"}
+    (question,) = asked(make_spec, tmp_path, [row], name="stated", format="prompt_completion", **source)
+    assert question.gold == "SELECT 1"
+    (question,) = asked(make_spec, tmp_path, [row], name="implied", **source)
+    assert question.gold == "SELECT 2"
+
+
+@pytest.mark.parametrize("column", ["completion", "sql"])
+def test_any_of_several_answers_counts_and_the_first_is_learned(make_spec, tmp_path, column):
+    golds = ["SELECT name FROM city WHERE people > 9", "SELECT people FROM city WHERE people > 9"]
+    row = {"prompt": "the large one", column: [*golds, "SELECT missing FROM city"]}
+    source = {"database": database(tmp_path / "c.sqlite")}
+    if column == "sql":
+        source["template"] = {"prompt": "{prompt}", "completion": "{sql};"}
+    (question,) = asked(make_spec, tmp_path, [row], **source)
+    assert question.gold == golds[0] + (";" if column == "sql" else "")
+    assert [question.score(answer).correct for answer in (*golds, "SELECT 1")] == [True, True, False]
+
+
+def test_a_row_may_name_its_database(make_spec, tmp_path):
+    """Spider's layout."""
+    for name in ("one", "two"):
+        (tmp_path / "db" / name).mkdir(parents=True)
+        database(tmp_path / "db" / name / f"{name}.sqlite")
+    with sqlite3.connect(tmp_path / "db" / "two" / "two.sqlite") as connection:
+        connection.execute("DELETE FROM city WHERE name = 'oslo'")
+    connection.close()
+    rows = [{"db_id": name, "question": "all", "query": "SELECT name FROM city"} for name in ("one", "two")]
+    source = {
+        "template": {"prompt": "{question}", "completion": "{query}"},
+        "database": str(tmp_path / "db" / "{db_id}" / "{db_id}.sqlite"),
+    }
+    questions = asked(make_spec, tmp_path, rows, **source)
+    assert [question.score("SELECT 'rome'").correct for question in questions] == [False, True]
+    (tmp_path / "db").rename(tmp_path / "elsewhere")  # found in the cache, and where it is now
+    moved = {**source, "database": str(tmp_path / "elsewhere" / "{db_id}" / "{db_id}.sqlite")}
+    assert [each.score("SELECT 'rome'").correct for each in asked(make_spec, tmp_path, rows, **moved)] == [False, True]
+    assert len(list((tmp_path / "cache").glob("[0-9a-f]*"))) == 1
+    rows.append({"db_id": "three", "question": "all", "query": "SELECT name FROM city"})
+    with pytest.raises(UsageError, match=r"r\.jsonl:3: database .*three\.sqlite' does not exist"):
+        asked(make_spec, tmp_path, rows, **moved)
+    with pytest.raises(UsageError, match=r"r\.jsonl:1: template field \{base\} is not a column"):
+        asked(make_spec, tmp_path, rows, **{**moved, "database": moved["database"].replace("db_id", "base")})
+
+
+def test_a_databases_log_is_part_of_it(make_spec, tmp_path):
+    path = tmp_path / "c.sqlite"
+    database(path)
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("PRAGMA journal_mode = WAL")
+    writer.execute("INSERT INTO city VALUES ('bern', 1)")
+    rows = [{"prompt": "all", "completion": "SELECT name FROM city"}]
+    (question,) = asked(make_spec, tmp_path, rows, database=str(path))
+    assert question.score("SELECT 'bern' UNION SELECT 'oslo' UNION SELECT 'rome'").correct
+    writer.execute("DELETE FROM city")
+    with pytest.raises(UsageError, match="gold query returns no row"):
+        asked(make_spec, tmp_path, rows, database=str(path))
+    writer.close()
 
 
 def test_without_a_database_the_text_decides(make_spec, tmp_path):

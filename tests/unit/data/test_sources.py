@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.config.sources import FileSource, HubSource
+from muster.config import host_checks
+from muster.config.sources import FileSource, HubSource, glob_of
+from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 from muster.data import hub
 from muster.data.row_files import find_files, identify, locate, read_rows
@@ -126,6 +128,24 @@ def test_a_missing_database_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl")
     with pytest.raises(UsageError, match="database"):
         open_source(FileSource(type="file", path=str(path), database=str(tmp_path / "none.sqlite")))
+
+
+def test_a_database_may_be_named_by_columns(tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    pattern = str(tmp_path / "db" / "{db_id}" / "{db_id}.sqlite")
+    section = FileSource(type="file", path=str(path), database=pattern)
+    assert glob_of(pattern) == str(tmp_path / "db" / "*" / "*.sqlite") and glob_of("a{{b}}.sqlite") == "a{{b}}.sqlite"
+    spec = RunSpec.model_validate({"name": "x", "data": {"sources": [section.model_dump()]}})
+    missing = [each.message for each in host_checks.problems(spec) if "database" in each.key]
+    assert missing == [f"no file {pattern}"]
+    with pytest.raises(UsageError, match="does not exist"):
+        open_source(section)
+    (tmp_path / "db" / "x").mkdir(parents=True)
+    (tmp_path / "db" / "x" / "x.sqlite").touch()
+    assert not [each for each in host_checks.problems(spec) if "database" in each.key]
+    assert open_source(section).identity["database"]["columns"] == ["db_id", "db_id"]
+    wrong = [FileSource(type="file", path="a.txt", database=name).problems() for name in ("{a", "a}b", "{}", "{{a}")]
+    assert [each.key for problems in wrong for each in problems] == ["database"] * 4
 
 
 def test_generated_rows_have_their_columns():

@@ -151,7 +151,7 @@ def test_it_ends_with_its_caller(process, path):
 
 
 def test_an_answer_is_scored_whatever_it_says(path):
-    scorer = TASK.scorer({"gold": "SELECT a FROM t"}, {"database": path}, timeout_s=2.0)
+    scorer = TASK.scorer({"golds": ["SELECT a FROM t"]}, {"database": path}, timeout_s=2.0)
     assert scorer.metric == "execution_accuracy" and scorer.score("```sql\nSELECT a FROM t;\n```").correct
     for said in ("", "\0", "\ud800", "x" * 100_000, '{"golds": 1}\n{}\n'):
         assert scorer.score(said).reason.startswith("error"), said

@@ -132,7 +132,9 @@ def _model(event: Event) -> str:
 def _data(event: Event) -> str:
     detail = event.read(training.DataPrepared)
     cached = " (cached)" if detail.cached else ""
-    return f"data: {detail.tokens:,} tokens in {detail.sequences:,} sequences{cached}"
+    left_out = detail.questions_left_out
+    why = f"; {left_out:,} held-out questions left out: {detail.questions_left_out_why}" if left_out else ""
+    return f"data: {detail.tokens:,} tokens in {detail.sequences:,} sequences{cached}{why}"
 
 
 def _attempt(event: Event) -> str:

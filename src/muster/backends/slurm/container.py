@@ -10,6 +10,7 @@ from pathlib import Path
 
 from muster.backends.slurm.nccl_settings import fabric_mounts
 from muster.backends.slurm.script import environment
+from muster.config.sources import glob_of
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 
@@ -88,7 +89,7 @@ def places(spec: RunSpec) -> Iterator[str]:
     if spec.data is not None:
         if spec.data.cache_dir is not None:
             yield spec.data.cache_dir
-        files += [path for source in spec.data.sources for path in source.files.values()]
+        files += [glob_of(path) for source in spec.data.sources for path in source.files.values()]
     for file in files:
         if file.startswith("/"):
             yield _folder_of(file)

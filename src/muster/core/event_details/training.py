@@ -16,6 +16,11 @@ class DataPrepared(OpenDetail):
     tokens: Annotated[int, "in it"]
     sequences: Annotated[int, "in it"]
     cached: Annotated[bool, "was there already"]
+    questions: Annotated[int | None, "held-out rows that are asked and scored"] = None
+    questions_left_out: Annotated[
+        int | None, "held-out rows that cannot be: their gold query fails, returns nothing"
+    ] = None
+    questions_left_out_why: Annotated[str | None, "how many for which reason, and the first of them"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

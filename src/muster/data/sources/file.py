@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 
-from muster.config.sources import FileSource
+from muster.config.sources import FileSource, glob_of
 from muster.core.errors import UsageError
-from muster.core.typed_json import JsonObject
+from muster.core.typed_json import Json, JsonObject
+from muster.data.formats import fields, fill
 from muster.data.row_files import find_files, identify, locate, read_files
 from muster.data.source_type import OpenedSource, SourceType
 
@@ -16,9 +18,7 @@ def _open(section: FileSource) -> OpenedSource:
     heldout = find_files(section.heldout_path) if section.heldout_path else None
     identity = section.model_dump(exclude={"path", "heldout_path", "database"})
     if section.database:
-        if not Path(section.database).expanduser().is_file():
-            raise UsageError(f"database {section.database!r} does not exist", hint="check data.sources[].database")
-        identity["database"] = identify(Path(section.database).expanduser())
+        identity["database"] = _databases(section.database)
     identity["files"] = [identify(path) for path in files]
     identity["heldout_files"] = [identify(path) for path in heldout] if heldout else None
     return OpenedSource(
@@ -30,6 +30,22 @@ def _open(section: FileSource) -> OpenedSource:
         heldout_rows=(lambda: read_files(heldout)) if heldout else None,
         locate=lambda index, is_heldout: locate(heldout or files if is_heldout else files, index),
     )
+
+
+def _databases(pattern: str) -> JsonObject:
+    """What identifies the database, or those of all rows, with the changes that lie in a log beside it."""
+    full = str(Path(pattern).expanduser())
+    if glob_of(full) == full:
+        paths = {"": Path(fill(full, {}))}
+    else:
+        start = full.partition("{")[0]  # what is before it says where they are, not what
+        found = map(Path, sorted(glob.glob(glob_of(full))))
+        paths = {str(path).removeprefix(start): path for path in found if path.is_file()}
+    if not paths or not all(path.is_file() for path in paths.values()):
+        raise UsageError(f"database {pattern!r} does not exist", hint="check data.sources[].database")
+    logs = {f"{name}{end}": Path(f"{path}{end}") for name, path in paths.items() for end in ("-wal", "-journal")}
+    files: dict[str, Json] = {name: identify(path) for name, path in {**paths, **logs}.items() if path.is_file()}
+    return {"columns": fields(full), "files": files}
 
 
 def _scoring_context(section: FileSource) -> JsonObject:

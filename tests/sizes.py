@@ -104,6 +104,9 @@ CORE = {
 #: Tests that CI has no time for, with the test that covers the same capability there.
 NIGHTLY = {
     "test_agent_full_disk_live.py": "test_weather_live.py::test_a_full_disk_costs_saves_and_nothing_else",
+    "test_memory_lost_live.py::test_a_deleted_agent_socket_keeps_no_standby_away": (
+        "test_memory_lost_live.py::test_one_host_goes_on_from_the_disk_and_later_from_memory_again"
+    ),
     "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
     "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",
     "test_gke_losses_live.py::test_a_node_lost_for_good_and_an_eviction_change_no_bit": (

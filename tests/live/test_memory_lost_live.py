@@ -58,3 +58,16 @@ def test_of_two_hosts_the_other_one_holds_the_copies(tmp_path, reference):
         assert run.actions() == ["restart"] * 2, run.story()
         assert [tier for _, tier in resumed(run)] == ["memory", "memory"], run.story()
         assert (run.final_hash(), run.losses()) == reference(2, 1, **STEPS)[:2]
+
+
+def test_a_deleted_agent_socket_keeps_no_standby_away(tmp_path, reference):
+    with LiveRun(tmp_path, spec_of(**STEPS)) as run:
+        run.start()
+        run.wait_for_step(10)
+        for blow in range(3):  # there is one standby for each rank: the later blows need new ones
+            (run.memory() / "agent.sock").unlink()
+            run.kill_rank(blow % 2)
+            run.wait_until(lambda blow=blow: len(run.events("incident.resolved")) > blow, "recovery", 40)
+        assert run.wait() == 0, run.story()
+        assert run.actions() == ["restart"] * 3, run.story()
+        assert run.final_hash() == reference(1, 2, **STEPS)[0]

@@ -67,6 +67,10 @@ class ForkServer:
         self._deaths = 0
         self._spawning: set[int] = set()
         """Local ranks whose standbys were ordered and have not registered yet."""
+        self._registered: set[int] = set()
+        """Pids of its children that have."""
+        self._stillborn = 0
+        """How many in a row have not."""
         self._contexts_fail = False
         """A standby could not open a context on its GPU: none tries again."""
 
@@ -150,14 +154,29 @@ class ForkServer:
         self._peer, self._pid, self.store = peer, hello.pid, hello.store
         self._deaths = 0
         self._spawning.clear()
+        self._registered = set(hello.children)
 
     def _on_message(self, _peer: Connection, message: FromForkServer) -> None:
         match message:
             case ChildExited():
                 self._on_exited(message.pid, message.code)
+                if message.pid not in self._registered:
+                    self._on_stillborn(message.code)
+                self._registered.discard(message.pid)
             case StoreAddress():
                 self.store = message.store
                 self._on_store(message)
+
+    def _on_stillborn(self, code: int) -> None:
+        """A standby ended before it said which one it is: all that are on their way are ordered again."""
+        ordered = sorted(self._spawning)
+        self._spawning.clear()
+        self._stillborn += 1
+        if self._stillborn < DEATHS:
+            self.spawn(ordered)
+        else:
+            host = self._identity.host
+            self._on_failure(f"standbys on {host} end before they reach their agent, the last one with code {code}")
 
     def on_lost(self) -> None:
         """The connection is closed."""
@@ -191,6 +210,8 @@ class ForkServer:
             self._spawning.update(missing)
             self._hub.send(self._peer, SpawnStandbys(local_ranks=tuple(missing), contexts=self.opens_contexts))
 
-    def on_standby(self, local_rank: int) -> None:
+    def on_standby(self, local_rank: int, pid: int) -> None:
         """One that was ordered has registered."""
         self._spawning.discard(local_rank)
+        self._registered.add(pid)
+        self._stillborn = 0

@@ -313,7 +313,7 @@ class HostAgent:
                 self.link.greet()
             case StandbyHello():
                 self.pool.add_standby(peer, hello)
-                self.fork_server.on_standby(hello.local_rank)
+                self.fork_server.on_standby(hello.local_rank, hello.pid)
                 if self._is_joining() and not self.readiness.is_ready:
                     self.hub.send(peer, WarmUp())
                 self._check_ready()

@@ -260,8 +260,10 @@ class ForkServer:
         ``local_rank``: the expected one. ``context``: the standby may wait with a CUDA context on that GPU.
         """
         hello = StandbyHello(pid=os.getpid(), local_rank=local_rank, bound=context)
+        connection = self.agent.wait_for_connection(lambda: hello, reader_of(TO_RANK))
+        if connection is None:
+            return 0
         try:
-            connection = self.agent.connection(hello, reader_of(TO_RANK))
             assignment = _first_assignment(connection, self.spec, local_rank=local_rank, context=context)
         except ConnectionError:
             # The agent died while this process was a standby: no work is lost, its successor forks new ones.

@@ -16,7 +16,7 @@ from muster.agent.ranks.rank_environment import opens_contexts
 from muster.agent.ranks.standbys import Standby, standby_for
 from muster.config.spec import RunSpec
 from muster.core.layout import Layout
-from muster.protocol.fork_server import ForkServerHello, SpawnStandbys
+from muster.protocol.fork_server import ChildExited, ForkServerHello, SpawnStandbys
 from muster.protocol.rank_agent import RunRank, StandbyHello
 from muster.protocol.ranks import RankContext
 from muster.protocol.to_agent import EndAttempt
@@ -69,7 +69,7 @@ class Host(RecordingHost):
         """A forked standby says hello."""
         peer: Any = Peer()
         self.pool.add_standby(peer, StandbyHello(pid=pid, local_rank=local_rank, bound=self.forks.opens_contexts))
-        self.forks.on_standby(local_rank)
+        self.forks.on_standby(local_rank, pid)
         return peer
 
     def standby_pids(self) -> list[int]:
@@ -193,3 +193,28 @@ def test_who_opens_contexts(changes: Any, expected: bool) -> None:
 def test_a_machine_with_nvidia_devices_is_one_with_gpus(monkeypatch: Any) -> None:
     monkeypatch.setattr(rank_environment.Path, "exists", lambda self: str(self) == "/dev/nvidiactl")
     assert opens_contexts(spec(resources={"device": "auto"}))
+
+
+def test_one_that_ends_before_it_registers_is_forked_again_and_three_in_a_row_are_reported(
+    tmp_path: Any, processes: Any
+) -> None:
+    host = Host(tmp_path, resources={"device": "cpu", "ranks_per_host": 2})
+
+    def ends(pid: int) -> None:
+        host.forks._on_message(Peer(), ChildExited(pid=pid, code=1))  # type: ignore[arg-type]
+
+    host.pool.replenish_standbys()
+    host.came(0, processes[0].pid)
+    ends(4_000_001)
+    ends(4_000_002)
+    assert [ranks for ranks, _ in host.spawns()] == [(0, 1), (1,), (1,)] and not host.failures
+    host.came(1, processes[1].pid)
+    ends(processes[1].pid)
+    assert len(host.spawns()) == 3, "it had registered: the pool orders the next one"
+    host.pool.replenish_standbys()
+    for pid in (4_000_003, 4_000_004, 4_000_005):
+        ends(pid)
+    (reason,) = host.failures
+    assert "before they reach their agent" in reason and "code 1" in reason
+    host.pool.replenish_standbys()
+    assert host.spawns()[-1][0] == (1,), "a later order is a new try"

@@ -131,8 +131,9 @@ def forgive_outputs(*names: str) -> None:
     for name in names or ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            found = forgiving(stream.fileno(), line_buffering=stream.line_buffering, write_through=stream.write_through)
-            setattr(sys, name, found)
+            with contextlib.suppress(io.UnsupportedOperation):  # no descriptor: nothing that could be full
+                fd, buffering, through = stream.fileno(), stream.line_buffering, stream.write_through
+                setattr(sys, name, forgiving(fd, line_buffering=buffering, write_through=through))
 
 
 def _status(pid: int) -> list[str]:

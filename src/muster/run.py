@@ -198,7 +198,8 @@ def save(step: int, state: State) -> None:
         _open_snapshots(_rank, tensors)
         _rank.compared = True
     _start_consensus(_rank, step)
-    if _rank.snapshots is not None and step % _rank.spec.checkpoint.snapshot_every_steps == 0:
+    every = _rank.spec.checkpoint.snapshot_every_steps
+    if _rank.snapshots is not None and step % (1 if every == "auto" else every) == 0:
         # Read only after the whole step: the last copy has had that long to reach the peer.
         copies_arrived = _consensus(_rank).copies_arrived()
         _rank.snapshots.save(step, _local_parts(tensors), copies_arrived=copies_arrived)

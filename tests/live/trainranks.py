@@ -48,6 +48,8 @@ class Script:
     """One FSDP unit a decoder layer, as large models have it."""
     reduce_every_round: bool = False
     exact_range_bits: int | None = None
+    slow_snapshots: tuple[int, float] | None = None
+    """(rank, seconds that each of its snapshots takes longer); no state counts as small."""
     snapshot_dir: str | None = None
     restore: Restore | None = None
 
@@ -221,6 +223,8 @@ def _install(components: Any, worker: Any, context: RankContext, script: Script)
         from muster.train.distributed import fixed_point
 
         fixed_point.RANGE_BITS = script.exact_range_bits
+    if script.slow_snapshots is not None:
+        _slow_snapshots(context.rank, *script.slow_snapshots)
     run_phases = worker.run_phases
 
     def and_hash(run: Any) -> Any:
@@ -231,6 +235,20 @@ def _install(components: Any, worker: Any, context: RankContext, script: Script)
     worker.run_phases = and_hash
     if script.kill_in_save and context.rank == script.kill_rank:
         _die_in_save(script)
+
+
+def _slow_snapshots(rank: int, slow_rank: int, seconds: float) -> None:
+    from muster.core import intervals
+    from muster.train.state.snapshot import Snapshots
+
+    intervals.SNAPSHOT_SMALL_BYTES = 0
+    save = Snapshots.save
+
+    def slower(self: Any, *args: Any, **kwargs: Any) -> None:
+        save(self, *args, **kwargs)
+        time.sleep(seconds if rank == slow_rank else 0)
+
+    Snapshots.save = slower  # type: ignore[method-assign]
 
 
 def _die_in_save(script: Script) -> None:

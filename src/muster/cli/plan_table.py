@@ -58,6 +58,8 @@ def _figures(plan: Plan) -> Iterator[str]:
         f"  time     {format.duration(hours.p50)} (p90 {format.duration(hours.p90)}), "
         f"goodput {chosen.goodput:.1%}, checkpoint every {chosen.checkpoint_every_steps} steps"
     )
+    if chosen.snapshot_every_steps:
+        yield f"  snapshot {_snapshots(chosen)}"
     if usd.p50 is not None:
         yield (
             f"  cost     {format.dollars(usd.p50)} (p90 {format.dollars(usd.p90)}), "
@@ -79,6 +81,16 @@ def _figures(plan: Plan) -> Iterator[str]:
     for key, label in (("chance_in_time", "in time"), ("chance_within_max_usd", "within limits.max_usd")):
         if key in plan.chances:
             yield f"  chance   {plan.chances[key]:.0%} {label}"
+
+
+def _snapshots(chosen: PlannedWay) -> str:
+    every, auto = chosen.snapshot_every_steps, chosen.snapshot_every_steps_by_cost
+    share = chosen.step_s_by_item.get("snapshots", 0.0) / chosen.step_s
+    often = "each step" if every == 1 else f"every {every} steps"
+    text = f"a snapshot in the host's memory {often}: {chosen.snapshot_s:.2g} s each, {share:.1%} of the time"
+    if auto == every:
+        return text
+    return f"{text} (checkpoint.snapshot_every_steps: auto takes one every {auto} steps)"
 
 
 def _memory(chosen: PlannedWay) -> Iterator[str]:

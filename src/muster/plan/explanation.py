@@ -163,10 +163,11 @@ def _where_time_goes(problem: Problem, chosen: Candidate) -> Iterator[str]:
         setting = replace(chosen.setting, activation_checkpointing="selective")
         faster = step_time(problem.work, setting, chosen.option, chosen.num_nodes, problem.constants).seconds
         yield f"Recomputing everything costs {total - faster:.2f} s of it; less recomputation does not fit."
-    if chosen.time.parts["snapshots"] / total > 0.03 and problem.work.snapshot_every:
+    if chosen.time.parts["snapshots"] / total > 0.03 and problem.work.snapshot_every is not None:
         yield (
             f"Snapshots to the host's memory take {chosen.time.parts['snapshots']:.2f} s a step; "
-            f"checkpoint.snapshot_every_steps={problem.work.snapshot_every * 4} takes a quarter of that."
+            f"checkpoint.snapshot_every_steps: auto takes one every {chosen.time.snapshot_every_by_cost} steps, 1 % of "
+            "the time."
         )
 
 

@@ -52,7 +52,7 @@ def goodput(
     *,
     preemptions_per_node_day: float | None = None,
 ) -> Goodput:
-    """The useful share of a long run at this step time.
+    """The useful share of a long run at this step time; ``work.snapshot_every`` is a number by now.
 
     ``preemptions_per_node_day``: instead of the mode's own middle value (its low and high give a plan's bounds).
     """
@@ -65,15 +65,15 @@ def goodput(
     if not work.asynchronous:
         stall, drain = drain, 0.0
     restore = state * setting.layout.dp_replicate / (constants.store_bytes_per_s_per_node * num_nodes)
-    memory = work.snapshot_every > 0
+    memory, every = work.snapshot_every != 0, work.snapshot_every or 1
     copied = memory and num_nodes > 1 and work.replicate_snapshots is not False
     # Preemptions take several machines at once, with every copy (skypilot-org/spot-traces): the bucket is what is left.
     to_bucket = intervals.disk_share(memory=memory, peer=copied)
     bucket_rate = to_bucket * per_day + preempted
     to_memory = intervals.PROCESS_SHARE if memory else 0.0
-    process = to_memory * per_day * (PROCESS_RECOVERY_S + step_s / 2) / DAY_S
+    process = to_memory * per_day * (PROCESS_RECOVERY_S + every * step_s / 2) / DAY_S
     to_peer = 1 - to_memory - to_bucket
-    peer = to_peer * per_day * (MACHINE_RECOVERY_S + work.snapshot_every * step_s) / DAY_S
+    peer = to_peer * per_day * (MACHINE_RECOVERY_S + every * step_s) / DAY_S
     bucket = intervals.Tier(
         name="bucket",
         stall_s=stall,

@@ -54,7 +54,7 @@ def host_memory(work: Workload, setting: Setting, *, machine: str, gpus_per_node
     twins = setting.layout.dp_replicate > 1 and work.replicate_snapshots is None
     copied = num_nodes > 1 and work.replicate_snapshots is not False and not twins
     items: dict[str, int] = {}
-    if work.snapshot_every:
+    if work.snapshot_every != 0:
         items["own snapshots"] = state * (COPIED_SLOTS if copied else OWN_SLOTS)
         if copied:
             items["another host's copies"] = state * PEER_SLOTS

@@ -164,7 +164,7 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
     state = trained * work.optimizer.device_bytes(work.master_bytes)
     saved_state = trained * work.optimizer.saved_bytes(work.master_bytes)
     compact = work.optimizer.saved_state_bytes is not None
-    saves = bool(work.snapshot_every) or work.checkpoint_every != 0
+    saves = work.snapshot_every != 0 or work.checkpoint_every != 0
     return {
         "weights": weights,
         "gradients": gradients,

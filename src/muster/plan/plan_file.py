@@ -67,6 +67,12 @@ class PlannedWay:
     checkpoint_every_steps: int
     checkpoint_every_s: float
     surviving_tier: str
+    snapshot_every_steps: int
+    """In the host's memory; 0: none."""
+    snapshot_s: float
+    """Of each."""
+    snapshot_every_steps_by_cost: int
+    """What ``checkpoint.snapshot_every_steps: auto`` takes, at these figures."""
     hours: Spread[float]
     usd: Spread[float | None]
     usd_per_hour: float | None
@@ -244,6 +250,9 @@ def planned_way(work: Workload, candidate: Candidate) -> PlannedWay:
         checkpoint_every_steps=good.checkpoint_every_steps,
         checkpoint_every_s=good.checkpoint_every_s,
         surviving_tier=good.tier,
+        snapshot_every_steps=candidate.time.snapshot_every,
+        snapshot_s=candidate.time.snapshot_s,
+        snapshot_every_steps_by_cost=candidate.time.snapshot_every_by_cost,
         hours=Spread(p50=cost.hours_p50, p90=cost.hours_p90),
         usd=Spread(p50=cost.usd_p50, p90=cost.usd_p90),
         usd_per_hour=cost.usd_per_hour,

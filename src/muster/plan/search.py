@@ -212,7 +212,8 @@ def _fitting(problem: Problem, option: Option, num_nodes: int, memo: _Memo) -> l
 def _candidate(
     problem: Problem, option: Option, num_nodes: int, setting: Setting, need: MemoryEstimate, time: StepTime
 ) -> Candidate:
-    args = (problem.work, setting, option.mode, num_nodes, time.seconds, problem.constants)
+    work = replace(problem.work, snapshot_every=time.snapshot_every)
+    args = (work, setting, option.mode, num_nodes, time.seconds, problem.constants)
     good = goodput(*args)
     worst = goodput(*args, preemptions_per_node_day=option.mode.preemptions_per_node_day.high)
     return Candidate(

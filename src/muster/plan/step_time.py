@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from muster.catalog.offers import Fabric, Option
+from muster.core import intervals
 from muster.core.errors import NoPlanError
 from muster.core.flops import Convention
 from muster.plan.activations import recomputed_share
@@ -71,6 +72,12 @@ class StepTime:
     """By the CAUSAL convention, padding and recompute left out."""
     gpus: int
     peak_flops_per_gpu: float | None
+    snapshot_every: int
+    """Steps between in-memory snapshots: the run file's, or by cost; 0: none."""
+    snapshot_every_by_cost: int
+    """What ``auto`` would take."""
+    snapshot_s: float
+    """Of one snapshot; ``parts`` has its share of a step."""
 
     @property
     def seconds(self) -> float:
@@ -108,18 +115,25 @@ def step_time(
     tensor = _tensor(work, setting, links, rounds) * (1 - work.hidden_tensor_parallel)
     useful = work.useful_flops_per_token() * work.tokens_per_step * work.fill
     padding = setting.padding(work)
+    parts = {
+        "matrices": matrices * (1 - padding),
+        "memory traffic": (arithmetic - matrices) * (1 - padding),
+        "padding": arithmetic * padding,
+        "sharding": exposed,
+        "tensor parallel": tensor,
+        "pipeline bubble": (arithmetic + tensor) * (layout.pp - 1) / (rounds * work.pipeline_chunks),
+        "replicas": _replicas(work, setting, links),
+        "optimizer": _optimizer(work, setting, option),
+    }
+    size = local_state_bytes(work, setting)
+    snapshot_s = size / constants.device_to_host_bytes_per_s
+    automatic = intervals.snapshot_steps(snapshot_s, sum(parts.values()), bytes_=size)
+    every = automatic if work.snapshot_every is None else work.snapshot_every
     return StepTime(
-        parts={
-            "matrices": matrices * (1 - padding),
-            "memory traffic": (arithmetic - matrices) * (1 - padding),
-            "padding": arithmetic * padding,
-            "sharding": exposed,
-            "tensor parallel": tensor,
-            "pipeline bubble": (arithmetic + tensor) * (layout.pp - 1) / (rounds * work.pipeline_chunks),
-            "replicas": _replicas(work, setting, links),
-            "optimizer": _optimizer(work, setting, option),
-            "snapshots": _snapshots(work, setting, constants),
-        },
+        parts={**parts, "snapshots": snapshot_s / every if every else 0.0},  # the trainer waits for the copy
+        snapshot_every=every,
+        snapshot_every_by_cost=automatic,
+        snapshot_s=snapshot_s,
         useful_flops=useful,
         gpus=layout.world_size,
         peak_flops_per_gpu=option.offer.peak_flops_per_gpu,
@@ -277,13 +291,6 @@ def trained_here(work: Workload, setting: Setting) -> float:
     if work.trains_all:
         return held_parameters(work, setting.layout)
     return work.trained_parameters / setting.layout.dp_shard
-
-
-def _snapshots(work: Workload, setting: Setting, constants: Constants) -> float:
-    """Seconds a step that the copy to the host's memory takes: the trainer waits for it."""
-    if not work.snapshot_every:
-        return 0.0
-    return local_state_bytes(work, setting) / constants.device_to_host_bytes_per_s / work.snapshot_every
 
 
 def tokens_per_second_per_gpu(work: Workload, time: StepTime) -> float:

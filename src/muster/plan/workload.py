@@ -49,8 +49,8 @@ class Workload:
     """Share of tensor parallel's collectives that other stacks hide behind arithmetic."""
     whole_below: int = 16_000_000
     """Smaller models are one FSDP unit (the trainer's rule)."""
-    snapshot_every: int = 1
-    """Steps between in-memory snapshots; 0: none."""
+    snapshot_every: int | None = 1
+    """Steps between in-memory snapshots; None: chosen by cost, 0: none."""
     replicate_snapshots: bool | None = None
     """None: where there are several hosts."""
     checkpoint_every: int | None = None
@@ -129,7 +129,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
             hint="give training.steps=N for the plan",
         )
     training, lora = spec.training, spec.model.lora
-    every = spec.checkpoint.every_steps
+    every, held = spec.checkpoint.every_steps, spec.checkpoint.snapshot_every_steps
     sources = spec.data.sources if spec.data else []
     document = sources[0].document_tokens if len(sources) == 1 else None
     return Workload(
@@ -147,7 +147,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         compile=training.compile,
         exact=training.exact,
         reshard_after_forward=spec.parallelism.reshard_after_forward,
-        snapshot_every=spec.checkpoint.snapshot_every_steps,
+        snapshot_every=None if held == "auto" else held,
         replicate_snapshots=spec.checkpoint.replicate_snapshots,
         checkpoint_every=None if every == "auto" else every,
         asynchronous=spec.checkpoint.asynchronous,

@@ -28,6 +28,7 @@ from muster.train.optim.nonfinite import find_bad_micro_batch, not_finite_error
 from muster.train.optim.optimizer import ShardOptimizer
 from muster.train.state.saving import Saves
 from muster.train.state.snapshot import Snapshots
+from muster.train.state.snapshot_pace import SnapshotPace
 from muster.train.state.state_hash import PendingHash, StateHashes
 from muster.train.state.training_state import TrainingState
 
@@ -79,7 +80,12 @@ class TrainingRun:
     batch_schedule: BatchSchedule
     times: StepTimes = field(default_factory=StepTimes)
     pause_consensus: PauseConsensus = field(default_factory=PauseConsensus)
+    pace: SnapshotPace = field(init=False)
     _pending: StepResult | None = None
+
+    def __post_init__(self) -> None:
+        held = 0 if self.snapshots is None else self.snapshots.size_bytes
+        self.pace = SnapshotPace(self.spec.checkpoint.snapshot_every_steps, held)
 
     def record_step(
         self, work: StepWork, losses: Sequence[Tensor], loss: Tensor, norm: Tensor, fault: Tensor, learning_rate: float
@@ -103,9 +109,12 @@ class TrainingRun:
         work, self._pending = result.work, result
         self.state.step = work.step
         result.state_hash = self.hashes.begin(work.step)
-        every = self.spec.checkpoint.snapshot_every_steps
-        snapshot_due = self.snapshots is not None and every > 0 and work.step % every == 0
+        self.pace.step_ended()
+        before = self.pace.every
+        snapshot_due = self.snapshots is not None and self.pace.due(work.step, self.consensus.snapshot_every)
         snapshot_due = snapshot_due and not self.baseline.covers(work.step)
+        if self.pace.every != before and self.world.rank == 0:
+            self.agent.emit("run.message", step=work.step, text=self.pace.describe())
         if not snapshot_due and self.device.type == "cuda" and work.step < self.last_step:
             return
         self._check_finite(result)
@@ -114,6 +123,7 @@ class TrainingRun:
             began = time.monotonic_ns()
             self.snapshots.save(work.step, self.state.local_tensors(), copies_arrived=copies_arrived)
             self.times.stall_ns = time.monotonic_ns() - began
+            self.pace.took(self.times.stall_ns / 1e9)
             if work.step < self.last_step:
                 self.agent.beat(work.step + 1)  # the copy starts now, not at the next step's first micro-batch
         self.flush_pending_metrics()
@@ -183,7 +193,12 @@ class TrainingRun:
         """
         copy_is_pending = self.snapshots is not None and self.snapshots.copy_is_pending()
         saving = self.saves.saver.busy
-        self.consensus.start(save_now=self.wants_save(), copy_is_pending=copy_is_pending, saving=saving)
+        self.consensus.start(
+            save_now=self.wants_save(),
+            copy_is_pending=copy_is_pending,
+            saving=saving,
+            snapshot_every=self.pace.wants(),
+        )
 
     def evaluation_is_due(self, step: int) -> bool:
         every = self.spec.evaluation.every_steps

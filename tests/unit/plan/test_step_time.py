@@ -99,3 +99,14 @@ def test_an_unknown_peak_or_network_is_no_number():
     blind = replace(machine, fabric=replace(machine.fabric, inter=None))
     with pytest.raises(NoPlanError, match="data network is unknown"):
         step_time(job(), at(16), blind, 2)
+
+
+def test_snapshots_by_cost_take_one_per_cent_of_the_time():
+    every = step_time(job(snapshot_every=1), at(8, micro=8), option(), 1)
+    auto = step_time(job(snapshot_every=None), at(8, micro=8), option(), 1)
+    assert every.parts["snapshots"] > 0.01 * every.seconds, "else there is nothing to choose"
+    assert auto.snapshot_every == every.snapshot_every_by_cost > 1
+    assert auto.parts["snapshots"] <= 0.01 * auto.seconds
+    assert auto.seconds < every.seconds and auto.snapshot_s == every.snapshot_s
+    small = step_time(job("1B", snapshot_every=None, lora_rank=4), at(8, micro=8), option(), 1)
+    assert small.snapshot_every == 1

@@ -108,7 +108,7 @@ def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_b
     # The other rank has heard of the growth alone.
     both = StepConsensus(Quiet(Command(kind="stop", exit_code=75)), None)  # type: ignore[arg-type]
     both.start()
-    both._flags = both._flags.maximum(torch.tensor([1, 0, 1, -(1 << 40), 0, 0]))
+    both._flags = both._flags.maximum(torch.tensor([1, 0, 1, -(1 << 40), 0, 0, 0]))
     told = both.command()
     assert told is not None and (told.exit_code, told.save) == (75, True)
 
@@ -351,9 +351,11 @@ def test_a_step_asks_every_rank_whether_a_copy_is_pending_before_it_sums() -> No
         consensus=SimpleNamespace(start=lambda **words: said.append(words)),
         wants_save=lambda: False,
         snapshots=SimpleNamespace(copy_is_pending=lambda: True),
+        pace=SimpleNamespace(wants=lambda: 4),
         saves=SimpleNamespace(saver=SimpleNamespace(busy=False)),
     )
     run.start_consensus = lambda: TrainingRun.start_consensus(run)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
         update(run, SimpleNamespace(step=3, rounds=(), micro_batches=0), 0.1)  # type: ignore[arg-type]
-    assert said == [{"save_now": False, "copy_is_pending": True, "saving": False}, "finish"]
+    asked = {"save_now": False, "copy_is_pending": True, "saving": False, "snapshot_every": 4}
+    assert said == [asked, "finish"]

@@ -105,8 +105,8 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
         policy=asked.policy or spec.recovery.policy,
         quantum_hosts=quantum,
         replicas=replicas,
-        memory_tier=spec.checkpoint.snapshot_every_steps > 0,
-        snapshot_every=max(1, spec.checkpoint.snapshot_every_steps),
+        memory_tier=spec.checkpoint.snapshot_every_steps != 0,
+        snapshot_every=basis.snapshot_every,
         replicate_snapshots=spec.checkpoint.replicate_snapshots is not False and hosts > 1,
         saves=_saves(spec, profile),
         usd_per_host_hour=basis.usd_per_host_hour,
@@ -130,6 +130,8 @@ class _Basis:
     step: profiles.Stage
     usd_per_host_hour: float | None
     price_source: str
+    snapshot_every: int
+    """Steps; at least 1."""
     hosts: int
     """Of the run file, or where it leaves them open of the plan."""
 
@@ -161,7 +163,11 @@ def _basis(run_file: str | Path, overrides: Sequence[str], loaded: Loaded, asked
     elif usd is None:
         usd, source = spec.resources.usd_per_host_hour, "resources.usd_per_host_hour"
     fixed = ("resources", "hosts") in loaded.origins or way is None or asked.hosts is not None
+    every = spec.checkpoint.snapshot_every_steps
+    if every == "auto":
+        every = 1 if way is None else way.snapshot_every_steps
     return _Basis(
+        snapshot_every=max(1, every),
         step=step, usd_per_host_hour=usd, price_source=source if usd is not None else "",
         hosts=spec.resources.hosts if fixed or way is None else way.num_nodes,
     )  # fmt: skip

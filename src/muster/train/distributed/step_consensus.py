@@ -30,11 +30,13 @@ class StepConsensus:
     _resize: Command | None = field(default=None, init=False)
     """A resize that this rank received, and that waits for the end of a save."""
 
-    def start(self, *, save_now: bool = False, copy_is_pending: bool = False, saving: bool = False) -> None:
+    def start(
+        self, *, save_now: bool = False, copy_is_pending: bool = False, saving: bool = False, snapshot_every: int = 0
+    ) -> None:
         """Send the command that this rank received, or its own request (``save_now``).
 
         ``copy_is_pending``: the requested copy is not yet on the other host. ``saving``: a save is in progress, and a
-        resize or another save waits for it.
+        resize or another save waits for it. ``snapshot_every``: this rank's number of steps between snapshots.
         """
         command = self.agent.next_command() or self._resize
         stop = command is not None and command.kind == "stop"
@@ -51,7 +53,9 @@ class StepConsensus:
             if command.deadline_s is not None:
                 deadline_ms = max(0, int((command.deadline_s - (self._started_s - command.received_s)) * 1000))
         # The maximum of the negative deadlines is the nearest one.
-        self._flags = torch.tensor([int(stop), int(save), code, -deadline_ms, int(copy_is_pending), int(saving)])
+        self._flags = torch.tensor(
+            [int(stop), int(save), code, -deadline_ms, int(copy_is_pending), int(saving), snapshot_every]
+        )
         self._work: dist.Work | None = None
         if self.group is not None:
             self._work = all_reduce(self._flags, self.group, op=dist.ReduceOp.MAX)
@@ -64,9 +68,13 @@ class StepConsensus:
         """Whether a save was in progress on some rank at this step's ``start``."""
         return bool(self._result()[5])
 
+    def snapshot_every(self) -> int:
+        """The largest number of steps between snapshots that any rank sent at this step's ``start``."""
+        return self._result()[6]
+
     def command(self) -> Command | None:
         """What all ranks do at the end of this step, the same on each. None: continue."""
-        stop, save, exit_code, negative_deadline_ms, _, saving = self._result()
+        stop, save, exit_code, negative_deadline_ms, _, saving, _ = self._result()
         resize = exit_code == _RESIZE
         if stop and resize and saving:
             return None  # a resize is not urgent: it is asked for again at the next step, and training goes on

@@ -172,7 +172,7 @@ def open_saves(
             seconds=context.observed_s, failures=context.failures
         ),
         to_disk=intervals.disk_share(
-            memory=context.snapshot_dir is not None and spec.checkpoint.snapshot_every_steps > 0,
+            memory=context.snapshot_dir is not None and spec.checkpoint.snapshot_every_steps != 0,
             peer=context.replicate_snapshots,
         ),
     )

@@ -163,6 +163,11 @@ class Snapshots:
             self._order(self._newest)
         self._pin(local_tensors)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of one snapshot of this rank."""
+        return int(self._ring.slot_bytes)
+
     def settle(self) -> None:
         """Wait until the version that was taken last counts."""
         if self._pending is not None:

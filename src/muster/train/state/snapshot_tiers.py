@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def open_together(
     context: RankContext,
     sharded: Callable[[], Mapping[str, Tensor]],
     *,
-    every_steps: int,
+    every_steps: int | Literal["auto"],
     extra: JsonObject | None = None,
     group: dist.ProcessGroup | None,
     agent: AgentClient,

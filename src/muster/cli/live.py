@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -41,8 +42,14 @@ class Display(api.Sink):
     def open(self) -> None:
         """Say which run this is, and how to leave it."""
         if self.run is not None:
-            output.info(f"run {self.run.run_id} in {self.run.path}")
-            output.doubts(self.doubts)
+            self.info(f"run {self.run.run_id} in {self.run.path}")
+            for sentence in self.doubts:
+                self.info(f"warning: {sentence}")
+
+    def info(self, text: str) -> None:
+        """One line on stderr, which may be gone while stdout is not."""
+        with contextlib.suppress(OSError):
+            output.info(text)
 
     def event(self, event: Event) -> None:
         """Show one event. Never raises for what it does not know."""
@@ -66,7 +73,7 @@ class Display(api.Sink):
         self.silent = True
         if self.run is not None:
             run_id = self.run.run_id
-            output.info(f"{why}: the run goes on; muster logs -f {run_id} shows it, muster stop {run_id} ends it")
+            self.info(f"{why}: the run goes on; muster logs -f {run_id} shows it, muster stop {run_id} ends it")
         return True
 
     def scroll(self, event: Event) -> None:
@@ -97,7 +104,7 @@ class Display(api.Sink):
         if not self.silent:
             self.close()
         if self.run is not None and code is not None and (problem := self.finish(self.run)) is not None:
-            output.info(problem)
+            self.info(problem)
 
     def finish(self, run: RunDir) -> str | None:
         """Print before and after, and where things are; return what went wrong, if anything did."""
@@ -105,10 +112,10 @@ class Display(api.Sink):
         for text in () if self.silent else tables.before_and_after(result):
             output.result(text)
         if result.outcome == "succeeded":
-            output.info(f"done: {result.reason}")
-            output.info(f"  folder       {run.path}")
+            self.info(f"done: {result.reason}")
+            self.info(f"  folder       {run.path}")
             own = self.spec.command is not None  # its model is known to the script alone
-            output.info(f"  hint: muster report {run.run_id}" + ("" if own else f", muster export {run.run_id}"))
+            self.info(f"  hint: muster report {run.run_id}" + ("" if own else f", muster export {run.run_id}"))
             return None
         if result.outcome in ("stopped", "preempted"):
             return f"{result.outcome}: {result.reason}\nhint: muster recover --watch {run.run_id} continues from here"

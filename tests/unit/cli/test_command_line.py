@@ -271,3 +271,26 @@ def test_the_display_of_a_run_says_that_it_is_held_and_names_no_verb_that_cannot
         display.event(event("run.finished", outcome="succeeded", exit_code=0, reason="done"))
         assert display.finish(RunDir(path=tmp_path, run_id="r")) is None
         assert ("muster export" in capsys.readouterr().err) is has
+
+
+def test_a_stderr_that_is_gone_takes_nothing_from_stdout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from muster.cli.live import Display
+    from muster.config.spec import RunSpec
+    from muster.core.events import Event
+    from muster.storage.run_registry import RunDir
+
+    def gone(text: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("muster.cli.output.info", gone)
+    display = Display(RunSpec(name="own", command=["train.py"]))
+    display.started(RunDir(path=tmp_path, run_id="r"), ("memory",))
+    display.open()
+    detail = {"outcome": "failed", "exit_code": 1, "reason": "so"}
+    display.event(
+        Event(run_id="r", attempt=1, seq=0, mono_ns=0, wall_ns=0, host="h", kind="run.finished", detail=detail)
+    )
+    display.end(1)
+    assert "failed: so" in capsys.readouterr().out

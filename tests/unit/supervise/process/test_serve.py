@@ -1,6 +1,7 @@
 """The supervisor's process without hosts: what it does before it acts, and what a full disk does to its log."""
 
 import errno
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -120,3 +121,15 @@ def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, t
     assert supervisor._pending == [] and supervisor.liveness.timeout_s == 3.0
     texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
     assert any("not restarted" in text and "oops" in text for text in texts)
+
+
+def test_a_closed_terminal_ends_nothing_and_the_log_says_what_does(supervisor, tmp_path):
+    supervisor.run_id = "r"
+    supervisor._on_signal(signal.SIGHUP)
+    supervisor.detached("stdout takes no more (Input/output error)")  # the same terminal
+    supervisor.journal.tend()
+    assert supervisor._pending == []
+    texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
+    assert texts == ["its terminal was closed (SIGHUP): the run goes on; muster stop r ends it"]
+    supervisor._on_signal(signal.SIGINT)
+    assert [order.exit_code for order in supervisor._pending] == [130]

@@ -32,7 +32,7 @@ def test_the_only_host_comes_back(shell: Shell, killed: str) -> None:
         if pid != supervisor:
             os.kill(pid, signal.SIGKILL)
     step = Watched(there).step()
-    eventually(lambda: task("agent-host-0") != keeper, 30)
+    eventually(lambda: task("agent-host-0") != keeper, 60)
     shell.wait_for_step(step + 2)
     assert task("supervisor") == supervisor and processes.look(supervisor)
     said = shell.run("events", run_id, "--kind", "run.message").stdout

@@ -210,7 +210,7 @@ def test_two_writers_of_one_stream(tmp_path):
         assert log.head == third.head
 
 
-def test_a_file_here_that_is_something_else_is_left_as_it_is(tmp_path):
+def test_a_file_here_that_is_something_else_is_kept_aside_and_brought_anew(tmp_path):
     store = Objects()
     log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
     say(log, "one")
@@ -221,11 +221,10 @@ def test_a_file_here_that_is_something_else_is_left_as_it_is(tmp_path):
     (reader.local / "events").mkdir()
     for wrong in (b"x" * 20 + b"\n", b"y" * (log.path.stat().st_size - 9) + b"\n"):
         (reader.local / "events" / log.name).write_bytes(wrong)
-        with pytest.raises(MusterError, match="not what the home holds"):
-            reader.mirror(reader.local)
-        assert (reader.local / "events" / log.name).read_bytes() == wrong
-    (reader.local / "events" / log.name).unlink()
-    assert reader.mirror(reader.local) == log.path.stat().st_size
+        assert reader.mirror(reader.local) == log.path.stat().st_size
+        assert files(reader.local / "events")[log.name] == log.path.read_bytes()
+        assert (reader.local / "events" / f"{log.name}.damaged").read_bytes() == wrong
+        (reader.local / "events" / ".mirror.json").unlink()
 
 
 def test_two_commands_mirror_one_folder_at_once(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from muster.core import event_log
 from muster.core.errors import BusyError, MusterError
+from muster.core.event_log import verify
 from muster.core.protocols import Store
 from muster.storage import uris
 from muster.storage.home.segments import Gap, Part, Segment, Span, cover
@@ -38,12 +39,17 @@ class _Again(Exception):
     """What was listed is not there any more."""
 
 
+class _SetAside(Exception):
+    """A damaged file here was: it is brought anew."""
+
+
 @dataclass
 class Mirror:
     """Appends to the files of ``directory`` what the streams below ``uri`` hold beyond them.
 
     Incremental: ``directory/.mirror.json`` says how far each stream was read, so that an object is read once. Streams
-    in ``own`` are left alone: their files are written here. ``only``: no other stream than this one. ``on_damage``:
+    in ``own`` are left alone: their files are written here. An event file that was damaged here is kept as
+    ``NAME.damaged`` and brought anew. ``only``: no other stream than this one. ``on_damage``:
     told of streams that are damaged, but for supervisors', instead of an error.
 
     Raises:
@@ -60,6 +66,7 @@ class Mirror:
     only: str | None = None
     on_damage: Callable[[str], None] | None = None
     _heads: dict[str, str] = field(default_factory=dict)
+    _aside: set[str] = field(default_factory=set)
 
     def run(self) -> int:
         """Bytes that were new."""
@@ -85,6 +92,10 @@ class Mirror:
                 except _Again:
                     again = True
                     problems[stream] = BusyError(f"{uris.join(self.uri, stream, span.name)} was merged meanwhile")
+                except _SetAside as error:
+                    again = True
+                    state.next_number.pop(stream, None)
+                    problems[stream] = BusyError(str(error))
                 except MusterError as error:
                     problems[stream] = error
             if todo:
@@ -152,6 +163,7 @@ class Mirror:
         with open(fd, "a+b", buffering=0) as file:
             have = os.fstat(fd).st_size
             if have < part.start:
+                self._set_aside(path)
                 raise MusterError(f"{path} lacks bytes {have} to {part.start}", hint="remove it: it is brought again")
             overlap, data = data[: have - part.start], data[have - part.start :]
             if not data:
@@ -159,11 +171,23 @@ class Mirror:
             if os.pread(fd, len(overlap), part.start) != overlap or (
                 self.what == "events" and not overlap and self._head(name) != part.prev
             ):
+                self._set_aside(path)
                 raise MusterError(f"{path} is not what the home holds", hint="move it aside: it is brought again")
             while data:
                 data = data[file.write(data) :]
             self._heads[name] = part.head
             return part.end - have
+
+    def _set_aside(self, path: Path) -> None:
+        """Keep an event file that was damaged here under another name. Raises _SetAside once it is; twice it is not."""
+        if self.what != "events" or path.name in self._aside:
+            return
+        self._aside.add(path.name)
+        if verify(path.read_bytes(), run_id=self.run_id, name=path.name).problem is None and path.stat().st_size:
+            return
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
+        self._heads.pop(path.name, None)
+        raise _SetAside(f"{path} was damaged")
 
     def _head(self, name: str) -> str:
         if name not in self._heads:

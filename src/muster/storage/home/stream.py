@@ -2,7 +2,8 @@
 
 The files are the truth and the buffer: nothing waits in memory, a program that was killed loses nothing that it wrote,
 and whoever comes after it in the same folder goes on at the byte. What the home holds must be a beginning of them; if
-it is not, or if the stream was ended, somebody else writes in our place, and that is the end of this writer.
+it is not, or if the stream was ended, somebody else writes in our place, and that is the end of this writer. (Not so
+where the file's own chain is broken: it was damaged here. What was shipped of it stays, what follows is shipped.)
 
 One process at a time ships a stream from a folder (an advisory lock, held from the first segment on): one that knows
 less than the home holds could take a number again whose segment was merged away.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from muster.core.errors import BusyError, ConflictError, MusterError
-from muster.core.event_log import genesis
+from muster.core.event_log import genesis, verify
 from muster.core.protocols import Store
 from muster.storage import uris
 from muster.storage.home.segments import OBJECT_BYTES, Header, Part, Segment, Span, cover, superfluous
@@ -182,8 +183,7 @@ class Stream:
         for name, size in self._sizes():
             done = self._of(name)
             done.seen = size
-            if size < done.size and self.chained:
-                raise MusterError(f"{self.directory / name} has become shorter than what was shipped of it")
+            # One that was cut short here is left by its writer (``EventLog``), and keeps no other from being shipped.
             if size > done.size and left > 0 and (data := self._bytes(name, done.size, min(size - done.size, left))):
                 parts.append(self._part(name, done, data))
                 pieces.append(data)
@@ -257,7 +257,9 @@ class Stream:
             done = self._of(part.name)
             skip = max(0, done.size - part.start)
             if part.start > done.size or (
-                self.names.match(part.name) and data[skip:] != self._held(part.name, done.size, part.size - skip)
+                self.names.match(part.name)
+                and data[skip:] != self._held(part.name, done.size, part.size - skip)
+                and not self._is_damaged(part.name)
             ):
                 raise ConflictError(f"{uri} holds what this process did not write: another one writes {self.uri}")
             if part.end > done.size:
@@ -271,6 +273,13 @@ class Stream:
                 return file.read(max(0, size))
         except FileNotFoundError:
             return b""
+
+    def _is_damaged(self, name: str) -> bool:
+        """Whether the file here has no chain: then it is no other writer's, and what the home holds of it is whole."""
+        with contextlib.suppress(OSError):
+            data = (self.directory / name).read_bytes() if self.chained else b""
+            return verify(data, run_id=self.run_id, name=name).problem is not None
+        return False
 
     def _adopt(self) -> None:
         """Find out what the home holds of it, from a process before us."""

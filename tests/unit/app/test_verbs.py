@@ -432,3 +432,14 @@ def test_recover_says_what_its_supervisor_would_stumble_over(paper: Paper):
     run.token.chmod(0o600)
     recover.recover(run.run_id)
     assert len(paper.told) == 2
+
+
+def test_an_intent_that_the_disk_does_not_take_is_an_error(paper: Paper, monkeypatch: pytest.MonkeyPatch):
+    run = submitted().run
+
+    def full(*_args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("muster.core.event_log.writer.os.open", full)
+    with pytest.raises(BackendError, match=r"client\.0\.jsonl cannot be written: No space left on device"):
+        submit.log_event(run, "run.message", {"text": "x"})

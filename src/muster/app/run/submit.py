@@ -267,13 +267,15 @@ def log_event(run: RunDir, kind: str, detail: JsonObject) -> None:
     """Write one event of this command to where it outlives this machine: the run's home, or the disk.
 
     Raises:
-        BackendError: the home cannot be written now.
+        BackendError: the home, or the disk, cannot be written now.
     """
     home = _home(run)
     with contextlib.closing(home.open_log(run.run_id, "client", 0)) as log:
         log.append(kind, detail=detail)
         if not log.sync():
             raise BackendError(f"{home.uri} cannot be written: {log.unsealed}", hint="the same command again")
+        if log.trouble is not None:  # it would be gone with this process
+            raise BackendError(f"{log.path} cannot be written: {log.trouble}", hint="make room, then the same command")
 
 
 def _home(run: RunDir) -> Home:

@@ -46,6 +46,8 @@ class PromptTemplate(Section):
 
     prompt: str
     completion: str
+    """The answer, which is what held-out questions expect. A column in it may hold a list of texts, each an acceptable
+    answer: the first is trained on."""
 
 
 class Source(Section):

@@ -13,18 +13,22 @@ import pytest
 from gke_runs import JOBSETS, WORKLOADS, Run
 
 pytest_plugins = ["gke_runs"]
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
 
 def test_a_run_from_submit_to_its_end_with_everything_that_a_user_does(plane, played, home):
     """Queued, failed by its user, held, corrected; followed; the supervisor, a host and a link lost; stopped."""
     played.hold = True
-    changes = {"model.config.head_dim": 17, "recovery.keep_hosts_after_failure_s": 600.0, "checkpoint.every_steps": 50}
+    changes = {
+        "model.config.head_dim": 17, "recovery.keep_hosts_after_failure_s": 900.0, "checkpoint.every_steps": 50,
+        # After a cut of 6 s TCP may send again only after 12.6 s.
+        "recovery.heartbeat_timeout_s": 60.0,
+    }  # fmt: skip
     run = Run(plane, home, "whole", **changes)
     plane.wait(lambda: plane.items(f"{WORKLOADS}/workloads"), "Workload")
     assert run.status()["state"] == "waiting" and not run.pods()
     played.admit()
-    plane.wait(lambda: any(event.phase == "hold" for event in run.events("phase.changed")), "hold", 180)
+    plane.wait(lambda: any(event.phase == "hold" for event in run.events("phase.changed")), "hold", 300)
     with run.followed() as follower:
         started = time.monotonic()
         run.muster("restart", run.id, "model.config.head_dim=16")
@@ -36,8 +40,8 @@ def test_a_run_from_submit_to_its_end_with_everything_that_a_user_does(plane, pl
         a_hosts_pod_goes(run)
         a_link_is_cut(run)
         stopped = run.muster("stop", run.id)
-        assert run.status()["exit_code"] == 130, stopped.stderr
-        assert follower.wait(120) == 0, "following ends with the run"
+        plane.wait(lambda: run.status()["exit_code"] == 130, f"exit code 130 after {stopped.stderr!r}")
+        assert follower.wait(300) == 0, "following ends with the run"
     told_once(run, (home / "followed").read_text())
     its_time_to_live_runs_out(run, played)
     run.muster("down", run.id)
@@ -46,7 +50,7 @@ def test_a_run_from_submit_to_its_end_with_everything_that_a_user_does(plane, pl
 
 def is_as_it_is_said(run):
     # What the supervisor writes of itself is up to 30 s old.
-    status = run.plane.wait(lambda: (found := run.status())["step"] and found, "status with a step", 60)
+    status = run.plane.wait(lambda: (found := run.status())["step"] and found, "status with a step")
     assert (status["state"], status["phase"]) == ("running", "run"), status
     assert {"host-0", "host-1", "host-2", "supervisor"} <= {task.partition(" ")[0] for task in status["tasks"]}, status
     nodes = [pod["spec"]["nodeName"] for (role, _), pod in run.pods().items() if role == "host"]
@@ -55,12 +59,12 @@ def is_as_it_is_said(run):
 
 def a_terminal_reaches_in(run):
     """One rank's log as far as it is in the bucket; commands on hosts."""
-    run.plane.wait(lambda: run.muster("logs", run.id, "--rank", "2").stdout, "rank 2's log", 60)
+    run.plane.wait(lambda: run.muster("logs", run.id, "--rank", "2").stdout, "rank 2's log")
     argv = [sys.executable, "-m", "muster.cli.main", "logs", "-f", run.id, "--rank", "2"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
         assert following.stdout.readline().strip()
         following.send_signal(signal.SIGINT)
-        assert following.wait(30) == 130, following.stderr.read()
+        assert following.wait(120) == 130, following.stderr.read()
     where = "import os; print(os.environ['MUSTER_NODE'])"
     asked = run.muster("exec", run.id, "--host", "1", "--", "python", "-c", f"{where}; exit(7)", check=False)
     assert (asked.returncode, asked.stdout.strip()) == (7, run.pods()["host", "1"]["spec"]["nodeName"])
@@ -69,10 +73,9 @@ def a_terminal_reaches_in(run):
 def the_supervisor_goes(run):
     """Killed without a word: the one that stands by takes over, and training goes on in the same attempt."""
     attempt, before, began = run.attempt(), run.step(), time.monotonic()
-    holder = run.leader()
-    assert holder is not None
+    holder = run.plane.wait(run.leader, "holder of the lease")
     run.plane.kill_pod(run.pods()["supervisor", holder])
-    run.plane.wait(lambda: run.events("attempt.adopted"), "takeover", 60)
+    run.plane.wait(lambda: run.events("attempt.adopted"), "takeover")
     print(f"supervisor killed to takeover: {time.monotonic() - began:.1f} s")
     run.wait_for_step(before + 2)
     assert run.attempt() == attempt, "nothing was restarted"
@@ -104,14 +107,19 @@ def told_once(run, text):
     for line in text.splitlines():
         task, _, words = line.partition(" | ")
         told.setdefault(task, []).append(words)
-    run.mirror("logs")
-    last = sorted((run.dir / "logs").glob(f"rank-*.a{run.attempt()}.log"))
-    assert len(last) == 3 and all(told[path.stem] == path.read_text().splitlines() for path in last), told.keys()
+
+    def written():
+        """Pods that were told to leave ship their last output; the run's end does not wait for them."""
+        run.mirror("logs")
+        last = sorted((run.dir / "logs").glob(f"rank-*.a{run.attempt()}.log"))
+        return len(last) == 3 and all(told.get(path.stem) == path.read_text().splitlines() for path in last)
+
+    run.plane.wait(written, f"output in the bucket that is what was followed ({told.keys()})", 120)
     assert {"host-0", "host-1", "host-2", "supervisor"} & set(told) and "rank-0.a1" in told, "from before as well"
 
 
 def its_time_to_live_runs_out(run, played):
     """Three days later the JobSet is gone; `down` finds what it did not own."""
     played.jobsets.clock.advance(3 * 24 * 3600)
-    run.plane.wait(lambda: not run.plane.items(f"{JOBSETS}/jobsets"), "JobSet gone", 60)
+    run.plane.wait(lambda: not run.plane.items(f"{JOBSETS}/jobsets"), "JobSet gone")
     assert run.plane.items("/api/v1/namespaces/default/configmaps?labelSelector=app.kubernetes.io/instance=" + run.id)

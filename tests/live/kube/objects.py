@@ -20,11 +20,12 @@ class Api:
         self.plane = plane
 
     def items(self, path):
-        return self.plane.call("GET", path)[1].get("items") or []
+        """No answer is no empty list: a controller would forget all that it counted."""
+        return self._answered("GET", path)[1].get("items") or []
 
     def get(self, path):
         """None where it is absent."""
-        status, found = self.plane.call("GET", path)
+        status, found = self._answered("GET", path)
         return found if status < 300 else None
 
     def post(self, path, body):
@@ -33,7 +34,7 @@ class Api:
 
     def merge(self, path, change):
         """Merge patch; False where the object is gone."""
-        status, found = self.plane.call("PATCH", path, change, "application/merge-patch+json")
+        status, found = self._answered("PATCH", path, change, "application/merge-patch+json")
         assert status < 300 or status == 404, (path, status, found.get("message"))
         return status < 300
 
@@ -44,8 +45,15 @@ class Api:
         body = {"propagationPolicy": how} if how else {}
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
-        status, found = self.plane.call("DELETE", path, body)
+        status, found = self._answered("DELETE", path, body)
         assert status < 300 or status in (404, 409), (path, status, found.get("message"))
+
+    def _answered(self, method, path, *rest):
+        """(status, answer). Raises ConnectionError where the server was too busy: a controller looks again."""
+        status, found = self.plane.call(method, path, *rest)
+        if status == 429 or status >= 500:
+            raise ConnectionError(f"{method} {path}: {status} {found.get('message')}")
+        return status, found
 
     def event(self, about, reason, message, kind="Normal"):
         metadata = about["metadata"]

@@ -141,6 +141,7 @@ class LiveDisplay(Display):
 
     def open(self) -> None:
         super().open()
+        self.info("Ctrl-C saves and ends it; closing this terminal leaves it running")
         self.progress.start()
 
     def tend(self) -> None:

@@ -1,6 +1,7 @@
 """A full disk at an attempt's end: its last lines are written when there is room again."""
 
 import errno
+import os
 
 from muster.agent.host_event_log import HostLog
 from muster.core.event_log import check_directory, read
@@ -32,3 +33,23 @@ def test_lines_of_an_older_attempt_are_written_when_there_is_room(tmp_path):
     log.write("run.message", {"text": "three"})
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["one", "two", "three"]
     assert all(found.problem is None for found in check_directory(tmp_path / "events", run_id="r").values())
+
+
+def test_an_attempt_begins_on_a_full_disk(tmp_path, monkeypatch):
+    """Its file cannot even be made: its first lines are written when there is room again."""
+    log = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
+    log.open(1)
+    opened = os.open
+
+    def full(path, flags, *rest, **more):
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        log.open(2)
+        log.write("run.message", {"text": "one"})
+    log.write("run.message", {"text": "two"})
+    assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["one", "two"]
+    assert (tmp_path / "events" / "host-0.2.jsonl").is_file()

@@ -67,7 +67,7 @@ CORE = {
     "limits": ("test_limits_live.py",),
     "strangers on every socket": ("test_strangers_live.py",),
     "verbs": ("test_verbs_live.py::test_a_detached_run_from_submit_to_down",),
-    "verbs: whoever looks on may leave": ("test_terminal_live.py::test_a_terminal_that_is_stopped_then_closed",),
+    "verbs: whoever looks on may leave": ("test_terminal_live.py::test_a_pipe_that_is_full_then_closed",),
     "wrong input": ("test_wrong_input_live.py::test_truncated_safetensors",),
     "own loops": ("test_own_loop_live.py::test_kills_cost_no_step_and_no_bit",),
     "data": ("test_data_live.py::test_rivals_prepare_the_same_data_once",),

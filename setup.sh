@@ -102,16 +102,16 @@ install() {
   make_venv
   stamp=$VENV/.muster-$(cat pyproject.toml constraints.txt requirements/*.lock | cksum | cut -d' ' -f1)
   [ -e "$stamp" ] && ! grep -qvxFf "$stamp" <(with_implied "$extras") && return
-  if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
-    local arguments
-    arguments=$(torch_arguments)
-    say "installing $arguments"
-    # shellcheck disable=SC2086  (several arguments)
-    pip install --quiet $arguments
-  fi
   case $extras in train | data | train,data) lock=requirements/run.lock ;; esac
   say "installing muster[$extras] and what $lock names"
   pip install --quiet --no-deps --require-hashes -r "$lock"  # a file with another SHA-256 ends it
+  if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
+    local arguments
+    arguments=$(torch_arguments)
+    say "installing $arguments"  # after the lock: pip checks no hash of what is there already
+    # shellcheck disable=SC2086  (several arguments)
+    pip install --quiet $arguments
+  fi
   pip install --quiet --no-deps --no-build-isolation -e .    # built by the lock's setuptools
   with_implied "$extras" >>"$stamp"
 }

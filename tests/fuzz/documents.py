@@ -84,7 +84,7 @@ def what_people_write(folder: Path) -> Iterator[Target]:
     yield Target(
         name="a plan",
         samples=(json.dumps(plan).encode(),),
-        read=lambda data: plan_file.read(data.decode("utf-8", "replace"), source="plan.json"),
+        read=lambda data: dict(plan_file.read(data.decode("utf-8", "replace"), source="plan.json")["spec"]),
         raises=(UsageError,),
     )
     google = (

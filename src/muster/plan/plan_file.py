@@ -149,7 +149,7 @@ def read(content: str, *, source: str) -> JsonObject:
         edited = isinstance(result, dict) and result.get("spec_digest") != digest(result.get("spec", {}))
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{source} is not a plan: {error}", hint="muster plan RUN.yaml --out PLAN.json") from error
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
+    if not isinstance(result, dict) or result.get("format") != FORMAT or not isinstance(result.get("spec"), dict):
         raise UsageError(f"{source} is not a plan of this version", hint="muster plan RUN.yaml --out PLAN.json")
     if edited:
         raise UsageError(f"{source} was edited: its digest does not match its run file", hint="make the plan again")

@@ -9,17 +9,29 @@ from muster.core.typed_json import Json
 
 HIDDEN = "***"
 # `token` but not `tokens` or `tokenizer`: max_new_tokens is not a secret.
-_KEY = re.compile(
-    r"(?:^|[._\-/])(?:\w*_)?(?:token|secret|password|passwd|passphrase|credentials?"
-    r"|api[_-]?key|access[_-]?key|private[_-]?key)(?:$|[._\-/=])",
-    re.IGNORECASE,
+_OTHER_NAMES = r"secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key|private[_-]?key"
+_KEY = re.compile(rf"(?:^|[._\-/])(?:\w*_)?(?:token|{_OTHER_NAMES})(?:$|[._\-/=])", re.IGNORECASE)
+_OTHER_KEY = re.compile(rf"(?:^|[._\-/])(?:\w*_)?(?:{_OTHER_NAMES})(?:$|[._\-/=])", re.IGNORECASE)
+#: Before ``token`` at the end of a key: a token of text.
+_OF_TEXT = re.compile(
+    "pad|padding|eos|bos|unk|sep|cls|mask|special|image|video|audio|start|begin|end|stop|fim|per|max|min|num|new"
+)
+#: A key begins here: not within a word (``disk-usage``), but after an escape (``%3D``, ``\n``) in a URL or a repr.
+_BEGINS = r"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-Fa-f]{2})|(?<=\\[nrt]))"
+#: Words joined by hyphens are none: a key has a piece that is no word, or all three kinds of characters, or is a UUID.
+_SK = (
+    r"sk-(?=[\w\-]{0,200}(?:[A-Za-z0-9]{24}|(?=[a-z]{0,15}[A-Z0-9])[A-Za-z0-9]{16}|[0-9a-f]{8}-[0-9a-f]{4}-)"
+    r"|(?=[\w\-]{0,200}[A-Z])(?=[\w\-]{0,200}[a-z])[\w\-]{0,200}\d)[A-Za-z0-9_\-]{16,}"
 )
 _VALUE = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{20,}"
+    rf"{_BEGINS}(?:hf_[A-Za-z0-9]{{16,}}|{_SK}"
+    r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{20,}"
     r"|AKIA[A-Z0-9]{12,}|AIza[\w\-]{30,}|ya29\.[\w\-.]{20,}|xox[abpr]-[\w\-]{10,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*|eyJ[\w\-]{10,}\.eyJ[\w\-]{10,}\S*",
+    r"|eyJ[\w\-]{10,}\.eyJ[\w\-]{10,}\S*)|-----BEGIN [A-Z ]*PRIVATE KEY-----.*",
     re.DOTALL,
 )
+#: A number, a flag or a special token of text is no secret, whatever its key.
+_HARMLESS = re.compile(r"[-+]?\d[\d_]*(?:\.\d*)?(?:e[-+]?\d+)?|true|false|yes|no|on|off|none|null|<.*>", re.IGNORECASE)
 #: What holds a secret and is none: ``--token-file``, ``--credentials-path``, ``--api-key-env``.
 _HOLDER = re.compile(r"[._\-](?:file|path|dir|env|name|id|uri)$", re.IGNORECASE)
 _USERINFO = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]*(?=@)")
@@ -54,11 +66,20 @@ def secret_word(argv: Sequence[str]) -> int | None:
         name, equals, value = word.partition("=")
         key, given = (name, value) if equals else (argv[index - 1] if index else "", word)
         named = key.startswith("-") or bool(equals)
-        if redact(word) != word or (
-            named and given and not given.startswith("-") and is_secret(key.lstrip("-")) and not _HOLDER.search(key)
-        ):
+        if redact(word) != word or (named and _is_secret_argument(key.lstrip("-"), given)):
             return index
     return None
+
+
+def _is_secret_argument(key: str, value: str) -> bool:
+    """Stricter than ``is_secret``, which only hides: this refuses a command. ``--moe-token-dispatcher-type``,
+    ``pad_token`` and ``max_token_len=4096`` are everyday arguments of training programs."""
+    if not value or value.startswith("-") or _HARMLESS.fullmatch(value) or _HOLDER.search(key):
+        return False
+    *before, last = re.split(r"[._\-/]", key.lower())
+    if last == "token":
+        return not before or _OF_TEXT.fullmatch(before[-1]) is None
+    return _OTHER_KEY.search(key) is not None
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:

@@ -38,8 +38,25 @@ def test_values_that_look_like_it(text: str):
     assert "hunter2" not in shown and text not in shown
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "sk-" + "0a1b2c3d" * 4,
+        "sk-ant-api03-aB3" + "x-Y_9" * 12,
+        "sk-lf-01234567-89ab-cdef-0123-456789abcdef",
+        "hf_" + "a" * 34,
+    ],
+)
+@pytest.mark.parametrize("before", ["", "key=", "'", "x?key%3D", "\\n", "my_"])
+def test_keys_are_found_wherever_they_begin(before, key):
+    assert redact(f"{before}{key}") == f"{before}{HIDDEN}"
+
+
 def test_plain_words_stay():
-    text = "training.steps=100 https://host:80/x gs://bucket/a@b hf_short sk-short"
+    text = (
+        "training.steps=100 https://host:80/x gs://bucket/a@b hf_short sk-short risk-assessment-model-large "
+        "sk-learn-random-forest-v2 shelf_of1234567890123456"
+    )
     assert redact(text) == text
 
 
@@ -68,8 +85,36 @@ def test_containers():
         (["train.py", "--max-tokens", "5", "--tokenizer", "x", "--token", "--flag"], None),
         (["-m", "package.token", "value"], None),
         (["train.py", "--password="], None),
+        (["train.py", "hub.token=abc"], 1),
+        (["train.py", "--push_to_hub_token", "abc"], 2),
+        (["train.py", "--client-secret", "abc"], 2),
         ([], None),
     ],
 )
 def test_a_word_that_gives_a_secret_away_is_found(argv, index):
     assert secret_word(argv) == index
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--moe-token-dispatcher-type", "alltoall"],
+        ["actor.ppo_max_token_len_per_gpu=16384"],
+        ["--eos_token", "<|im_end|>"],
+        ["--eos-token", "im_end"],
+        ["tokenizer.pad_token=<pad>"],
+        ["tokenizer.pad_token=[PAD]"],
+        ["--token", "<|x|>"],
+        ["--max-token-length", "4096"],
+        ["--add-bos-token", "true"],
+        ["--password-min-length", "1e1"],
+        ["--model", "risk-assessment-model-large"],
+        ["--run-name", "multitask-finetune-2026-11-23"],
+        ["--output", "/data/task-classification-run1"],
+        ["disk-usage-forecasting-v3.jsonl"],
+        ["--model", "sk-learn-random-forest-v2"],
+    ],
+)
+def test_everyday_arguments_of_training_programs_are_no_secrets(words):
+    assert secret_word(["train.py", *words]) is None
+    assert [redact(word) for word in words] == words

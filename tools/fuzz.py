@@ -1,7 +1,7 @@
 """Break what the product reads, a million times: ``python tools/fuzz.py [--cases N] [--seed S] [--only WORD]``.
 
 Prints one line a target (cases, seconds, findings) and every finding with the number that makes it again:
-``--only TARGET --number N``. Exits with 1 where there is one. ``tests/fuzz`` says what is read and how it is broken.
+``--only TARGET --number N``. Exits with 1 where there is one. ``tests/fuzzing`` says what is read and how it is broken.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
-from fuzz.running import counts, run  # noqa: E402
-from fuzz.targets import targets  # noqa: E402
+from fuzzing.running import counts, run  # noqa: E402
+from fuzzing.targets import targets  # noqa: E402
 
 
 def main() -> int:

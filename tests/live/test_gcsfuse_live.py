@@ -18,7 +18,7 @@ from fakes.gcs import Faults, GcsFake, Latency
 from gcsfuse_mounts import FRESH, NEEDED, fails, objects, opened
 
 pytest_plugins = ["gcsfuse_mounts"]
-pytestmark = [NEEDED, pytest.mark.live]
+pytestmark = NEEDED
 
 
 # ---------------------------------------------------------------- calls that are not there, or do nothing

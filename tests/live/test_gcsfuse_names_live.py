@@ -9,11 +9,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from gcsfuse_mounts import FRESH, NEEDED, fails, objects, opened
 
 pytest_plugins = ["gcsfuse_mounts"]
-pytestmark = [NEEDED, pytest.mark.live]
+pytestmark = NEEDED
 
 
 # ---------------------------------------------------------------- identity

@@ -20,7 +20,7 @@ from muster.supervise.process.lease import LeaseKeeper
 from muster.transport.secure_session import read_token
 
 pytest_plugins = ["gcsfuse_mounts"]
-pytestmark = [NEEDED, pytest.mark.live]
+pytestmark = NEEDED
 
 
 # ---------------------------------------------------------------- what Muster did on it

@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fuzz.running import Target, attempt, case, counts, run
-from fuzz.targets import targets
+from fuzzing.running import Target, attempt, case, counts, run
+from fuzzing.targets import targets
 
 CASES = 20_000
 SEED = 20_261_123

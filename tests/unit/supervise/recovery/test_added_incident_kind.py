@@ -70,7 +70,7 @@ def test_a_profile_is_measured_from_recoveries_of_the_kind(fan_failure, tmp_path
     stages = {"collected": 0.1, "started": 0.2, "first_step": 3.0}
     healed = SimpleNamespace(kind="fan_failure", detect_s=7.5, stages_s=stages)
     document = SimpleNamespace(incidents=[healed], goodput=SimpleNamespace(reference=None), steps=3)
-    monkeypatch.setattr(simulate.api, "load", lambda run_dir: SimpleNamespace(document=document))
+    monkeypatch.setattr(simulate.api, "load", lambda run_dir: SimpleNamespace(document=document, damaged=()))
     events = tmp_path / "events"
     events.mkdir()
     taken = [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from fuzz.mutation import mutated
+from fuzzing.mutation import mutated
 
 #: Reading what a peer or a file holds takes no longer, in seconds of this process.
 LIMIT_S = 5.0

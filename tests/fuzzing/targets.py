@@ -16,8 +16,8 @@ from fakes.any_message import example
 from fakes.clock import VirtualClock
 from fakes.event_details import random_detail
 
-from fuzz import documents
-from fuzz.running import Target
+from fuzzing import documents
+from fuzzing.running import Target
 from muster.backends.local.launcher import _Job
 from muster.backends.slurm.job_outcome import SlurmJob
 from muster.checkpoint_format import decoding, fences, manifest, shards, tensor_index

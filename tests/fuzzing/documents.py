@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from fuzz.running import Target
+from fuzzing.running import Target
 from muster.backends.gke.google.http import parse_reply
 from muster.backends.gke.manifests import kueue_configuration
 from muster.backends.gke.operate.exec_stream import exit_code

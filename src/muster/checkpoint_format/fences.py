@@ -6,8 +6,8 @@ been committed, then seals that list into the fence. A marker of another attempt
 came too late and does not count, however it got there.
 
 A sealed fence is kept twice, the copy written first. Whoever finds the fence damaged or gone reads the copy; whoever
-holds it writes it again; where the copy is damaged too, a claim makes it anew from the markers that are whole. The
-damaged bytes stay beside it, as ``fence.damaged.json``.
+holds it writes it again; where the copy is damaged too, a claim makes it anew from the markers that are whole, unless a
+newer attempt has begun (``heirs`` knows). The damaged bytes stay beside it, as ``fence.damaged.json``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def claim(
     """Fence off every older attempt: from now on only this one commits here. Repeating it is harmless.
 
     ``heirs`` lists the markers that count at that moment (see ``Fence.inherited``); it is told whether nothing is left
-    of the fence, and raises ConflictError where the markers themselves are of a newer attempt. Another run's fence is
+    of the fence, and raises ConflictError where a newer attempt has begun or committed here. Another run's fence is
     taken over (a new run that continues in an old one's folder).
 
     Raises:
@@ -123,8 +123,8 @@ def claim(
         problem = now.damage
         if held is None:
             lost = True
-            # Before the door is closed: a newer attempt's markers say that it is not ours to close.
-            problem = problem or ("it is gone" if heirs(lost) else None)
+            inherited = heirs(lost)  # before the door is closed: it raises where that is not ours to close
+            problem = problem or ("it is gone" if inherited else None)
         requested = Fence(run_id=run_id, attempt=attempt)
         if held is not None and (held.run_id, held.attempt) == (run_id, attempt):
             if held.inherited is None:

@@ -4,6 +4,7 @@
 
     <dir>/fence.json                      the run and attempt that may commit (fence.previous.json: its copy)
     <dir>/commits/step-00000042.json      the marker: a manifest, written last, conditionally
+    <dir>/commits/begun-<run>.a3          attempt 3 has begun: its name says so, whatever becomes of the fence
     <dir>/step-00000042.a3/...            the data of step 42 by attempt 3
 
 A checkpoint exists when its marker does and the fence (``checkpoint_format.fences``) admits it.
@@ -34,6 +35,7 @@ FORMAT = 2
 _KIND = "commit marker"
 _MARKER = re.compile(r"^step-(\d{8,})\.json$")
 _PREFIX = re.compile(r"^step-(\d{8,})\.a(\d+)$")
+_BEGUN = re.compile(r"^begun-(.+)\.a(\d+)$")
 OnSkip = Callable[[str, str], None]
 """Called with (uri, reason) for what is there and not usable."""
 
@@ -110,6 +112,11 @@ def marker_uri(directory: str, step: int) -> str:
     return uris.join(directory, "commits", f"step-{step:08d}.json")
 
 
+def begun_uri(directory: str, run_id: str, attempt: int) -> str:
+    """An object whose name alone counts: no damage to a file's bytes takes it back."""
+    return uris.join(directory, "commits", f"begun-{run_id}.a{attempt}")
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -155,14 +162,23 @@ def claim(
 
     def heirs(lost: bool) -> dict[str, str]:
         found = committed(store, directory)
-        if lost:  # the order of attempts, and what is another run's here, can only be seen from the markers
-            newest = max((m.attempt for m in found if m.run_id == run_id), default=0)
+        if lost:  # the order of attempts, and what is another run's here, can only be seen from names and markers
+            committers = (m.attempt for m in found if m.run_id == run_id)
+            newest = max(*_begun(store, directory, run_id), *committers, 0, attempt)
             if newest > attempt:
-                raise ConflictError(f"{directory}: attempt {newest} has committed there, after attempt {attempt}")
+                raise ConflictError(f"{directory}: attempt {newest} has begun there, after attempt {attempt}")
             found = [m for m in found if m.run_id == run_id] or found
         return {uris.name(m.marker_uri): f"{m.run_id}/{m.attempt}" for m in found}
 
+    with suppress(ConflictError):  # before the door is closed: whoever is superseded can always see it
+        store.put_if_absent(begun_uri(directory, run_id, attempt), f"{run_id}/{attempt}\n".encode())
     fences.claim(store, directory, run_id=run_id, attempt=attempt, heirs=heirs, on_rebuilt=on_rebuilt)
+
+
+def _begun(store: Store, directory: str, run_id: str) -> list[int]:
+    """The attempts of this run that have claimed the folder, whatever is left of the fence."""
+    matches = (_BEGUN.match(uris.name(uri)) for uri in store.list(uris.join(directory, "commits")))
+    return [int(match.group(2)) for match in matches if match is not None and match.group(1) == run_id]
 
 
 def _hold(store: Store, directory: str, *, run_id: str, attempt: int, on_rebuilt: OnRebuilt) -> None:

@@ -110,6 +110,19 @@ def test_an_older_attempt_does_not_mend_it_for_itself(store, folder, how):
     assert steps(store, folder) == [(1, 2)]
 
 
+@pytest.mark.parametrize("how", DAMAGES)
+def test_an_attempt_that_has_committed_nothing_yet_keeps_older_ones_out_without_a_fence(store, folder, how):
+    claim(store, folder, 1)
+    write(store, folder, 1)
+    claim(store, folder, 2)
+    both(store, folder, how)
+    for work in (lambda: write(store, folder, 6), lambda: claim(store, folder, 1)):
+        with pytest.raises(ConflictError, match="attempt 2 has begun"):
+            work()
+    assert len(commit(store, folder, 2, attempt=2)) == 1, "the rightful one mends it, and says so"
+    assert steps(store, folder) == [(2, 2), (1, 1)]
+
+
 def test_markers_of_other_runs_count_only_where_this_run_has_none(store, folder):
     claim(store, folder, 3, run_id="first")
     write(store, folder, 1, attempt=3, run_id="first")
@@ -122,7 +135,7 @@ def test_markers_of_other_runs_count_only_where_this_run_has_none(store, folder)
     assert [found.run_id for found in manifest.committed(store, folder)] == ["second"]
 
 
-@pytest.mark.parametrize("calls", range(17))
+@pytest.mark.parametrize("calls", range(19))
 def test_a_claim_that_is_killed_anywhere_leaves_one_that_the_next_can_take(store, folder, calls):
     claim(store, folder, 1)
     write(store, folder, 1)

@@ -43,11 +43,16 @@ class MemoryWatch:
         self._on_renewed, self._on_unreachable, self._on_note = on_renewed, on_unreachable, on_note
         self._next_s = 0.0
         self._trouble = ""
+        self._renewed = ""
+        """How the folder was lost and made anew, until that is reported."""
+        self._listens = False
 
     def listen(self) -> None:
         """Accept the host's processes on the socket file, bound anew. Raises OSError."""
+        self._listens = False  # a bound file that nobody accepts on looks like one that is served
         self._hub.leave_socket_files()
         self._hub.listen(f"unix:{self._identity.memory.bind_address(SOCKET)}")
+        self._listens = True
 
     def watch(self) -> None:
         """Look, unless that was done a moment ago."""
@@ -59,6 +64,7 @@ class MemoryWatch:
         self._next_s = time.monotonic() + EVERY_S
         try:
             self._mend()
+            self._trouble = ""
         except (OSError, MusterError) as error:
             if self._trouble != str(error):
                 self._trouble = str(error)
@@ -69,12 +75,15 @@ class MemoryWatch:
         if memory.is_lost():
             before = memory.folder
             memory.renew(identity.run_dir, run_id=identity.run_id, host=identity.host)
-            self.listen()
-            found = f"{before} was deleted from outside, with the snapshots in it"
             name = "" if memory.folder == before else f" as {memory.folder}, for the name is taken"
-            self._on_renewed(f"{found}; it is made anew{name}")
-        elif not memory.exists(SOCKET):
+            found = f"{before} was deleted from outside, with the snapshots in it"
+            self._renewed, self._listens = f"{found}; it is made anew{name}", False
+        if not self._listens or not memory.exists(SOCKET):
             self.listen()
-            self._on_note(f"{memory.path(SOCKET)} was deleted, and is bound again")
+            if not self._renewed:
+                self._on_note(f"{memory.path(SOCKET)} was deleted, and is bound again")
+        if self._renewed:
+            self._on_renewed(self._renewed)
+            self._renewed = ""
         if not memory.exists(REPLICATOR_SOCKET):
             self._on_unreachable()

@@ -1,6 +1,7 @@
 """The host's folder in memory is emptied under its agent: it is made anew, and the host's processes find it."""
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -115,6 +116,37 @@ def test_what_cannot_be_mended_is_said_once_and_tried_again(found, monkeypatch):
     root.chmod(0o1777)
     found.watch.check()
     assert len(found.renewed) == 1 and found.answers()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("late", [False, True], ids=["bind", "listen"])
+def test_a_loss_is_reported_once_its_socket_is_bound(found, monkeypatch, taken, late):
+    before, real, times = found.memory.folder, found.hub.listen, []
+
+    def full(address):
+        times.append(address)
+        if len(times) in (1, 2, 4):
+            if late:  # bound, and then nothing accepts on it
+                with socket.socket(socket.AF_UNIX) as sock:
+                    sock.bind(address.removeprefix("unix:"))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(address)
+
+    monkeypatch.setattr(found.hub, "listen", full)
+    shutil.rmtree(before)
+    if taken:
+        before.mkdir(mode=0o777)
+    for _ in range(3):
+        found.watch.check()
+    (reason,) = found.renewed
+    assert str(before) in reason and ("taken" in reason) == taken and found.answers()
+    found.memory.unlink(SOCKET)
+    for _ in range(3):
+        found.watch.check()
+    assert found.answers() and len(found.renewed) == 1
+    assert [("No space" in note, "bound again" in note) for note in found.notes] == [
+        (True, False), (True, False), (False, True)
+    ], "the same trouble is said again when it comes again"  # fmt: skip
 
 
 def test_listeners_of_lost_folders_are_closed(found):

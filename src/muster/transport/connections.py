@@ -18,7 +18,15 @@ from typing import TypeVar
 from muster.core.errors import AccessError
 from muster.core.typed_json import Record, Unreadable
 from muster.protocol.codec import encode
-from muster.transport.listening import BACKLOG, HELLO_S, NO_ROOM, is_reserved, listen_on, off_reserve
+from muster.transport.listening import (
+    BACKLOG,
+    HELLO_S,
+    NO_ROOM,
+    is_reserved,
+    listen_on,
+    off_reserve,
+    soft_limit,
+)
 from muster.transport.secure_session import Session
 
 Message = TypeVar("Message")
@@ -26,9 +34,14 @@ Message = TypeVar("Message")
 BUFFER_LIMIT_BYTES = 64 * 1024 * 1024
 #: A connection whose data is unacknowledged for this long is closed (after a cut the kernel would retry for minutes).
 UNHEARD_MS = 10_000
-#: Accepted connections that have not proved the token, at most: the oldest goes for a new one. A flood of 1,000 a
-#: second still leaves each a quarter of a second, of which a true peer needs a round trip.
+#: Accepted connections that have not proved the token, at most: this or a quarter of the descriptors, up to
+#: ``MOST_STRANGERS``. When a run starts all its hosts connect at once.
 STRANGERS = 256
+MOST_STRANGERS = 4096
+#: Then the oldest goes for a new one, if it has had so long: a true peer answers within a round trip. Until it has,
+#: those that come wait in the kernel's queue, and for so long at a time the listener is left alone.
+ANSWER_S = 0.25
+FULL_S = 0.01
 #: So many are accepted at once before those that are here already are served again.
 AT_ONCE = 32
 #: After an accept for which there was no room, none is tried for this long: the listener would stay readable.
@@ -81,7 +94,7 @@ class ConnectionPool:
     _silent: dict[Connection, float] = field(default_factory=dict)
     """The same of those that have proved the token and said nothing, and of servers that have not proved it."""
     _resting: dict[socket.socket, float] = field(default_factory=dict)
-    """Listeners for whose connections there was no room, and when accepting is tried again."""
+    """Listeners for whose connections there is no room, and when accepting is tried again."""
 
     def listen(self, address: str) -> tuple[str, int]:
         """Accept connections on any port; return the address bound. ``unix:PATH`` listens on a socket file."""
@@ -122,6 +135,8 @@ class ConnectionPool:
 
     def leave_socket_files(self) -> None:
         """Accept nothing more on socket files: they are deleted. Their connections stay."""
+        for server in list(self._resting):
+            self._watch_again(server)
         sockets = [key.fileobj for key in self.selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
         for sock in sockets:
             if sock.family == socket.AF_UNIX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -180,7 +195,8 @@ class ConnectionPool:
 
     def run_once(self, timeout_s: float | None) -> None:
         """Wait at most ``timeout_s`` for something to happen and deal with all of it."""
-        due_s = [at for waiting in (self._strangers, self._silent, self._resting) for at in [*waiting.values()][:1]]
+        oldest = [next(iter(waiting.values())) for waiting in (self._strangers, self._silent) if waiting]
+        due_s = [*oldest, *self._resting.values()]
         if due_s:
             own_s = max(0.0, min(due_s) - time.monotonic())
             timeout_s = own_s if timeout_s is None else min(timeout_s, own_s)
@@ -208,13 +224,16 @@ class ConnectionPool:
 
     def _accept(self, server: socket.socket) -> None:
         for _ in range(AT_ONCE):
+            if not self._has_room():
+                self._rest(server, FULL_S)
+                return
             try:
                 sock, _address = server.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # ECONNABORTED and the like: that one is gone, the next may be there
                 if error.errno in NO_ROOM:
-                    self._rest(server)
+                    self._rest(server, NO_ROOM_S)
                     return
                 continue
             if is_reserved(sock.fileno()):
@@ -225,13 +244,27 @@ class ConnectionPool:
                 sock.close()
                 continue
             self.on_accept(peer)
-            if len(self._strangers) > STRANGERS:
-                self._drop_oldest_stranger()
 
-    def _rest(self, server: socket.socket) -> None:
-        """This process's own files have taken every descriptor: leave the listener alone for a moment."""
+    def _has_room(self) -> bool:
+        """Whether one more stranger may come. The oldest goes for it, if it has had time to answer."""
+        if len(self._strangers) < min(max(STRANGERS, soft_limit() // 4), MOST_STRANGERS):
+            return True
+        oldest, until = next(iter(self._strangers.items()))
+        if time.monotonic() < until - self.hello_s + ANSWER_S:
+            return False
+        self._read(oldest)  # this process may have been busy: the proof is here, unread
+        if oldest in self._strangers:
+            self._drop_oldest_stranger()
+        return True
+
+    def _rest(self, server: socket.socket, for_s: float) -> None:
+        """No room (this process's own files have taken every descriptor, say): leave the listener alone."""
         self.selector.unregister(server)
-        self._resting[server] = time.monotonic() + NO_ROOM_S
+        self._resting[server] = time.monotonic() + for_s
+
+    def _watch_again(self, server: socket.socket) -> None:
+        del self._resting[server]
+        self._watch_listener(server)
 
     def _drop_oldest_stranger(self) -> None:
         oldest = next(iter(self._strangers), None)
@@ -247,8 +280,7 @@ class ConnectionPool:
                 lacking = "speak" if peer.session.ready else "prove that it knows the run's token"
                 self._gone(peer, f"did not {lacking} within {self.hello_s:g} s")
         for server in [server for server, until in self._resting.items() if until <= now]:
-            del self._resting[server]
-            self._watch_listener(server)
+            self._watch_again(server)
 
     def _ready(self, peer: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:

@@ -34,10 +34,15 @@ def raise_soft_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def soft_limit() -> int:
+    """Descriptors that this process may have now; where that is not limited, more than there are."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 31
+
+
 def is_reserved(fd: int) -> bool:
     """Whether ``fd``, just opened, is one of the last ``RESERVE``: the kernel gives the lowest free number."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft != resource.RLIM_INFINITY and fd >= soft - RESERVE
+    return fd >= soft_limit() - RESERVE
 
 
 def off_reserve(sock: socket.socket) -> socket.socket:

@@ -203,7 +203,7 @@ def test_a_server_that_does_not_prove_the_token_is_no_server():
 
 def test_a_true_peer_comes_through_a_flood(serving, monkeypatch):
     """1,000 connections a second and more, none of which says anything."""
-    monkeypatch.setattr(connections, "STRANGERS", 64)
+    monkeypatch.setattr(connections, "MOST_STRANGERS", 64)
     there, over = serving(), threading.Event()
     opened = []
 

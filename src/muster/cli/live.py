@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -124,6 +125,19 @@ class Display(api.Sink):
         return f"error: {reason}\n{hints}hint: muster logs {run.run_id}; its folder is {run.path}"
 
 
+def show_cursor() -> None:
+    """Show stdout's cursor, which a progress line that did not come to its end has left hidden. Never waits.
+
+    By a descriptor of its own: one that does not block would be shared with the shell.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        terminal = os.open(os.ttyname(sys.stdout.fileno()), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            os.write(terminal, b"\x1b[?25h")
+        finally:
+            os.close(terminal)
+
+
 class LiveDisplay(Display):
     """The same on a terminal: events scroll, the step's numbers are below them.
 
@@ -143,6 +157,11 @@ class LiveDisplay(Display):
         super().open()
         self.info("Ctrl-C saves and ends it; closing this terminal leaves it running")
         self.progress.start()
+
+    def gone(self, why: str) -> bool:
+        """Its progress line cannot be taken away in order."""
+        show_cursor()
+        return super().gone(why)
 
     def tend(self) -> None:
         if not self.silent:

@@ -173,6 +173,9 @@ def _leave(ended: Ended) -> None:
     """Exit with the run's code, whatever has become of the terminal."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not ended.shown:
+        from muster.cli.live import show_cursor
+
+        show_cursor()
         os._exit(ended.exit_code)
     if ended.exit_code:
         raise typer.Exit(ended.exit_code)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -179,6 +182,53 @@ def test_the_end_waits_for_a_sink_that_moves_and_gives_up_on_one_that_does_not(
     assert not writer.close(0)
     assert time.monotonic() - before < 10
     stuck.gate.set()
+
+
+def test_last_words_may_take_longer_than_an_event() -> None:
+    class Wordy(Kept):
+        def end(self, code: int | None) -> None:
+            time.sleep(event_writer.PATIENCE_S + 1.0)
+            super().end(code)
+
+    wordy = Wordy()
+    assert EventWriter([wordy], on_gone=Gone()).close(0)
+    assert wordy.told == [("end", 0)]
+
+
+def test_a_sink_that_shows_nothing_does_not_decide_whether_the_run_was_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_writer, "PATIENCE_S", 0.2)
+    shown, stuck = Kept(), Kept()
+    stuck.shows_run = False
+    stuck.gate.clear()
+    writer = EventWriter([shown, stuck], on_gone=Gone())
+    writer.put(event(step=0))
+    eventually(lambda: not writer._outlets[1].waiting, 10)
+    assert writer.close(0) and shown.told == [("end", 0)]
+    stuck.gate.set()
+
+
+STOPPED = """
+import time
+from muster.app.run import event_writer
+event_writer.WORDS_PATIENCE_S = 1.5
+class Slow(event_writer.Sink):
+    shows_run = True
+    def end(self, code):
+        print("ending", flush=True)
+        for _ in range(8):
+            time.sleep(0.1)
+print(event_writer.EventWriter([Slow()], on_gone=print).close(0), flush=True)
+"""
+
+
+def test_while_the_process_is_stopped_no_patience_is_lost() -> None:
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ending\n"
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(2.0)
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout.read() == "True\n"
 
 
 def test_a_display_is_tended_between_events() -> None:

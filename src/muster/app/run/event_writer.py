@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +22,12 @@ from muster.supervise.process.server import Supervisor
 
 #: Events that wait for one sink.
 MOST_WAITING = 1_000
-#: At the end a sink is waited for while it takes something at least this often.
+#: At the end a sink is waited for while it takes something at least this often,
 PATIENCE_S = 2.0
+#: and so long for its first words or its last ones, which are several in one call: a slow line, a machine that swaps.
+WORDS_PATIENCE_S = 10.0
+#: Patience is counted in naps of this process: of those it misses while it is stopped (Ctrl-Z) only one counts.
+NAP_S = 0.05
 #: What a sink raises without being gone: a full disk has room again one day.
 PASSING = (errno.ENOSPC, errno.EDQUOT)
 
@@ -121,13 +124,19 @@ class EventWriter:
             outlet.put(event)
 
     def close(self, code: int | None) -> bool:
-        """Hand over what waits, then the end. False: a sink took nothing for ``PATIENCE_S``, and its thread is stuck.
+        """Hand over what waits, then the end. False: a sink that shows the run took nothing for ``PATIENCE_S``
+        (``WORDS_PATIENCE_S`` in ``open`` and ``end``) or until Ctrl-C, and its thread is stuck.
 
-        A process with such a thread ends by ``os._exit``: the interpreter would wait for the stream's lock.
+        A process with such a thread ends by ``os._exit``: the interpreter would wait for the stream's lock. Threads of
+        other sinks hold no lock that it wants.
         """
         for outlet in self._outlets:
             outlet.finish(code)
-        return all([outlet.wait() for outlet in self._outlets])
+        try:
+            waited = [outlet.wait() or not outlet.sink.shows_run for outlet in self._outlets]
+        except KeyboardInterrupt:
+            return False
+        return all(waited)
 
 
 @dataclass(eq=False)
@@ -142,8 +151,10 @@ class _Outlet:
     ended: bool = False
     finished: bool = False
     code: int | None = None
-    moved: float = 0.0
-    """When the sink last took something."""
+    taken: int = 0
+    """Calls of the sink that have returned."""
+    patience_s: float = WORDS_PATIENCE_S
+    """Of the call that is under way."""
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
@@ -162,15 +173,18 @@ class _Outlet:
 
     def finish(self, code: int | None) -> None:
         with self.changed:
-            self.code, self.finished, self.moved = code, True, time.monotonic()
+            self.code, self.finished = code, True
             self.changed.notify()
 
     def wait(self) -> bool:
+        waited_s, taken = 0.0, self.taken
         while self.thread.is_alive():
-            patience_s = self.moved + PATIENCE_S - time.monotonic()
-            if patience_s <= 0:
+            if taken != self.taken:
+                waited_s, taken = 0.0, self.taken
+            if waited_s >= self.patience_s:
                 return False
-            self.thread.join(patience_s)
+            self.thread.join(NAP_S)
+            waited_s += NAP_S
         return True
 
     def _serve(self) -> None:
@@ -181,7 +195,8 @@ class _Outlet:
             except (Exception, SystemExit) as error:  # noqa: BLE001 (what people see never ends a run)
                 if not self._goes_on(error):
                     return
-            self.moved = time.monotonic()
+            self.patience_s = PATIENCE_S
+            self.taken += 1
             todo = self._next()
 
     def _next(self) -> Callable[[], object] | None:
@@ -196,7 +211,7 @@ class _Outlet:
                 return self.sink.tend
             if self.ended:
                 return None
-            self.ended = True
+            self.ended, self.patience_s = True, WORDS_PATIENCE_S
             return functools.partial(self.sink.end, self.code)
 
     def _hand_over(self, event: Event, lost: int) -> None:

@@ -35,7 +35,7 @@ class Ended:
     run: RunDir
     exit_code: int
     shown: bool = True
-    """False: a sink took nothing for a while, and its thread is stuck. Leave by ``os._exit``."""
+    """False: what shows the run took nothing for a while, and its thread is stuck. Leave by ``os._exit``."""
 
 
 def train(
@@ -90,8 +90,10 @@ def supervise(
                 launcher.attach(handle, task="supervisor", pid=os.getpid())
                 code = supervisor.serve()
             finally:
-                _clear(launcher, handle)
-                shown = writer.close(code)
+                try:
+                    _clear(launcher, handle)
+                finally:
+                    shown = writer.close(code)
     return Ended(run=intent.run, exit_code=code, shown=shown)
 
 
@@ -113,9 +115,10 @@ def _hangup(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _clear(launcher: Launcher, handle: JobHandle) -> None:
-    """The agents leave by themselves; one that does not is ended."""
+    """The agents leave by themselves; one that does not, or not before Ctrl-C, is ended."""
     until = time.monotonic() + LEAVE_S
-    while time.monotonic() < until and launcher.remaining(handle):
-        time.sleep(0.05)
+    with contextlib.suppress(KeyboardInterrupt):  # the run has ended: its code and its verdict stand
+        while time.monotonic() < until and launcher.remaining(handle):
+            time.sleep(0.05)
     if launcher.remaining(handle):
         launcher.cancel(handle)

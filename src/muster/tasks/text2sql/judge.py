@@ -31,6 +31,9 @@ MEMORY_BYTES = 2**30
 OPEN_LIMIT_S = 600.0
 #: Databases kept open for the next question.
 _KEPT = 16
+#: Sent to every process of a terminal or a job (Slurm's notice may be a SIGUSR1). They are for the caller, whose end is
+#: stdin's.
+_FOR_THE_CALLER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +95,11 @@ class Said(Record):
 
 def main() -> None:
     """Answers until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, whose end is stdin's
+    for number in _FOR_THE_CALLER:
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    memory = _within(resource.RLIMIT_AS, MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     out = sys.stdout.buffer
     _say(out, Said(begun=Begun(stage="start", limit_s=0.0)))
     databases = _Databases()
@@ -137,12 +142,23 @@ class _Stages:
         self._is_known = False
 
     def query(self, limit_s: float) -> None:
-        """A query begins. If the caller is gone and cannot end it, the kernel will, by SIGXCPU."""
+        """A query begins. If the caller is gone and cannot end it, the kernel will, by SIGXCPU.
+
+        Under a hard limit (``ulimit -t``) that comes earlier it is SIGKILL: the caller asks a new child, with all of
+        the time.
+        """
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + math.ceil(limit_s) + 1, most))
+        cpu_s = math.ceil(time.process_time()) + math.ceil(limit_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (_within(resource.RLIMIT_CPU, cpu_s), most))
         if not self._is_known:
             _say(self._out, Said(begun=Begun(stage=self._next, limit_s=limit_s)))
         self._next, self._is_known = "gold", False
+
+
+def _within(kind: int, wanted: int) -> int:
+    """``wanted``, or the hard limit where that is lower."""
+    _, most = resource.getrlimit(kind)
+    return wanted if most == resource.RLIM_INFINITY else min(wanted, most)
 
 
 def _say(out: BinaryIO, said: Said) -> None:

@@ -15,11 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Literal
 
+from muster.core import environment
 from muster.core.errors import MusterError, UsageError
-from muster.core.typed_json import decode, encode
+from muster.core.typed_json import Unreadable, decode, encode
 from muster.tasks.text2sql.judge import Ask, Begun, Said, Usable
 from muster.tasks.text2sql.sql_execution import Outcome
 
@@ -41,7 +42,7 @@ class JudgeProcess:
 
         Raises:
             UsageError: the database is missing or unreadable, or a gold query does not run.
-            MusterError: the child cannot be started.
+            MusterError: the child cannot be started, or failed by itself: that is no verdict on a query.
         """
         found = self._ask(ask)
         if isinstance(found, _Ended):
@@ -71,7 +72,9 @@ class JudgeProcess:
         self._lock, self._child = threading.Lock(), None
 
     def _ask(self, ask: Ask) -> Said | _Ended:
-        """The answer, or in which query the child was ended."""
+        """The answer, or in which query the child was ended. Raises as ``judge``."""
+        if ask.path is not None:
+            ask = replace(ask, path=os.path.abspath(ask.path))  # the child is elsewhere
         with self._lock:
             for attempt in range(2):
                 child = self._child or _Child()
@@ -84,9 +87,13 @@ class JudgeProcess:
                     wrote = child.end() if self._child is None else ""
                 if isinstance(found, Said):
                     return _without_failure(found)
-                if found.stage != "opening" and (found.why != "memory" or attempt):
-                    return found  # killed once, it may have been anybody's kill; twice, it is the query
-            raise MusterError(f"the judge of SQL ended twice while it opened a database; it wrote: {wrote}")
+                if found.stage == "start" and (found.code is None or found.code >= 0):
+                    raise MusterError(f"the judge of SQL does not start: {wrote}")
+                if found.code is not None and found.code >= 0:
+                    raise MusterError(f"the judge of SQL failed with code {found.code}; it wrote: {wrote}")
+                if found.stage not in ("start", "opening") and (found.why == "timeout" or attempt):
+                    return found  # ended by a signal once, it may have been anybody's; twice, it is the query
+            raise MusterError(f"the judge of SQL ended twice before a query began; it wrote: {wrote}")
 
 
 def _without_failure(said: Said) -> Said:
@@ -101,43 +108,59 @@ class _Ended:
     """A child gave no answer: at which stage, and why."""
 
     stage: Literal["start", "opening", "predicted", "gold"]
-    why: str
+    code: int | None
+    """Its exit code, negative for a signal; None: it goes on, beyond its limit."""
+
+    @property
+    def why(self) -> str:
+        if self.code in (None, -signal.SIGXCPU):
+            return "timeout"
+        # Nobody but the kernel kills it, for lack of memory; a failed allocation may end it by a signal, too.
+        is_memory = self.code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)
+        return "memory" if is_memory else f"error: ended with {self.code}"
 
 
 class _Child:
     """One process and its two pipes."""
 
     def __init__(self) -> None:
-        """Starts it and waits until it can answer. Raises MusterError."""
+        """Starts it; the first ``ask`` waits until it can answer. Raises MusterError."""
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (the child's, for as long as it lives)
         try:
+            # Nothing of the current folder is imported: not by -P, nor by an empty PYTHONPATH entry, hence cwd.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "muster.tasks.text2sql.judge"],
+                [sys.executable, "-P", "-m", "muster.tasks.text2sql.judge"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 close_fds=True,
+                cwd="/",
+                env=_environment(),
             )
         except OSError as error:
             raise MusterError(f"the judge of SQL cannot be started: {error.strerror}") from error
         self._buffer = b""
-        if self._line(time.monotonic() + _START_LIMIT_S) is None:
-            raise MusterError(f"the judge of SQL does not start: {self.end()}")
+        self._is_started = False
 
     def ask(self, ask: Ask) -> Said | _Ended:
-        """The answer, or what became of it; then it must be ended."""
+        """The answer, or what became of it; then it must be ended. Raises MusterError: it says what no judge does."""
         assert self._process.stdin is not None
+        if not self._is_started:
+            line = self._line(time.monotonic() + _START_LIMIT_S)
+            if line is None or _said(line).begun is None:
+                return _Ended("start", self._code())
+            self._is_started = True
         try:
             self._process.stdin.write(encode(ask) + b"\n")
             self._process.stdin.flush()
         except OSError:
-            return _Ended("opening", self._cause())
+            return _Ended("opening", self._code())
         begun = Begun(stage="gold" if ask.predicted is None else "predicted", limit_s=ask.timeout_s)
         while True:
             line = self._line(time.monotonic() + begun.limit_s + GRACE_S)
             if line is None:
-                return _Ended(begun.stage, self._cause())
-            said = decode(Said, line)
+                return _Ended(begun.stage, self._code())
+            said = _said(line)
             if said.begun is None:
                 return said
             begun = said.begun
@@ -172,16 +195,27 @@ class _Child:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _cause(self) -> str:
-        """Why it gives no answer."""
+    def _code(self) -> int | None:
+        """Of its end; None: it goes on."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may be about to end: its pipe has
-            code = self._process.wait(timeout=0.1)
-            if code == -signal.SIGXCPU:
-                return "timeout"
-            # Nobody but the kernel kills it, for lack of memory; a failed allocation may end it by a signal, too.
-            is_memory = code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)
-            return "memory" if is_memory else f"error: ended with {code}"
-        return "timeout"
+            return self._process.wait(timeout=0.1)
+        return None
+
+
+def _said(line: bytes) -> Said:
+    try:
+        return decode(Said, line)
+    except Unreadable as error:
+        raise MusterError(
+            f"the judge of SQL says what no judge does: {error}", hint="something else writes to its stdout"
+        ) from error
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the paths of PYTHONPATH as they are meant here; an empty one means the current folder."""
+    environ = environment.inherited()
+    paths = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 JUDGE = JudgeProcess()

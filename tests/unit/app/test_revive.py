@@ -22,8 +22,14 @@ class Hosts:
         self.tasks = {"supervisor": "running (pid 1)", "agent-host-0": "running (pid 2)", "agent-host-1": "running"}
         self.started: list[str] = []
         self.lame, self.broken, self.ending = False, False, False
+        self.unknown = ""
+        self.raises: Exception | None = None
 
     def poll(self, handle: JobHandle) -> JobStatus:
+        if self.raises is not None:
+            raise self.raises
+        if self.unknown:
+            return JobStatus(state=JobState.RUNNING, reason=self.unknown)
         return JobStatus(state=JobState.RUNNING, reason="", tasks=self.tasks)
 
     def revive(self, handle: JobHandle, tasks: Collection[str]) -> list[str]:
@@ -115,6 +121,33 @@ def test_a_host_that_cannot_be_started_is_said_once(run: Run):
     run.see("run.waiting")
     run.pass_time(5)
     assert run.said == ["a host that ended could not be started again: cannot start python: No such file"]
+
+
+def test_a_record_that_cannot_be_read_is_said_once_and_read_again(run: Run):
+    run.hosts.end("agent-host-0")
+    run.hosts.unknown = "job.json is damaged; muster down ends what runs"
+    run.see("run.waiting")
+    run.pass_time(5)
+    (said,) = run.said
+    assert "none is started again" in said and run.hosts.unknown in said
+    run.hosts.unknown = ""
+    run.pass_time(LOOK_S)
+    assert run.hosts.started == ["agent-host-0"]
+    run.hosts.unknown = "job.json is damaged; muster down ends what runs"
+    run.pass_time(5)
+    assert run.said[2:] == [said], "it is damaged again"
+
+
+@pytest.mark.parametrize("error", [BackendError("no answer"), PermissionError(13, "Permission denied"), KeyError("x")])
+def test_a_look_that_fails_is_not_the_last_one(run: Run, error: Exception):
+    run.hosts.raises = error
+    run.hosts.end("agent-host-0")
+    run.see("run.waiting")
+    run.pass_time(5)
+    assert len(run.said) == 1 and str(error) in run.said[0]
+    run.hosts.raises = None
+    run.pass_time(LOOK_S)
+    assert run.hosts.started == ["agent-host-0"]
 
 
 @pytest.mark.parametrize("end", ["stop.requested", "run.ending", "run.finished", "result"])

@@ -40,7 +40,7 @@ class HostRevival(Sink):
     _named: set[str] = field(default_factory=set)
     """Those that were said to end again and again."""
     _failure: str = ""
-    """Why one could not be started, as it was last said."""
+    """Why one could not be started, as it was last said; empty where nothing is wrong any more."""
 
     def event(self, event: Event) -> None:
         if event.kind == RunWaiting.kind:
@@ -53,20 +53,27 @@ class HostRevival(Sink):
     def tend(self) -> None:
         if self.over():
             return
-        ended = [name for name, text in self.launcher.poll(self.handle).tasks.items() if text == "ended"]
-        wanted = [name for name in ended if self._may(name)]
-        if not wanted or self.launcher.revive is None:
-            return
         try:
-            started = self.launcher.revive(self.handle, wanted)
-        except MusterError as error:
-            if str(error) != self._failure:
-                self._failure = str(error)
-                self.say(f"a host that ended could not be started again: {error}")
+            status = self.launcher.poll(self.handle)
+            wanted = [name for name, text in status.tasks.items() if text == "ended" and self._may(name)]
+            started = self.launcher.revive(self.handle, wanted) if wanted and self.launcher.revive is not None else []
+        except Exception as error:  # noqa: BLE001 (the next look is due whatever this one met)
+            what = str(error) if isinstance(error, MusterError) else f"{type(error).__name__}: {error}"
+            self._fail(f"a host that ended could not be started again: {what}")
             return
+        if not status.tasks:
+            self._fail(f"hosts that ended cannot be found, so none is started again: {status.reason}")
+        elif started or not wanted:
+            self._failure = ""
         for name in started:
             self._starts.setdefault(name, []).append(self.now_s())
             self.say(f"{name} had ended while the run waits for hosts: it was started again")
+
+    def _fail(self, text: str) -> None:
+        """Say it, unless that was the last to be said."""
+        if text != self._failure:
+            self._failure = text
+            self.say(text)
 
     def _may(self, name: str) -> bool:
         """Whether it has not just ended again and again."""

@@ -18,6 +18,7 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import time
@@ -162,11 +163,33 @@ def lock_submit(folder: Path, name: str = SUBMIT_LOCK) -> BinaryIO | None:
         raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}", hint=_ELSEWHERE) from error
 
 
-def unlock_submit(folder: Path) -> None:
-    """Remove a folder that ``lock_submit`` made, where nothing else has come into it."""
+def clear(folder: Path, *, made: bool) -> None:
+    """Remove what a submit that failed has written into ``folder``; with ``made``, that too.
+
+    The lock goes last, after what says that this is a run: nobody begins one there meanwhile, and who tries is told so.
+    """
+    with contextlib.suppress(OSError):
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name in ("run_id", "format")):
+            if entry.name == SUBMIT_LOCK:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+    _remove_empty(folder, made=made)
+
+
+def unlock_submit(folder: Path, *, made: bool) -> None:
+    """Remove the lock of ``lock_submit`` where nothing else has come into the folder; with ``made``, that too."""
     with contextlib.suppress(OSError):
         if [entry.name for entry in folder.iterdir()] == [SUBMIT_LOCK]:
-            (folder / SUBMIT_LOCK).unlink()
+            _remove_empty(folder, made=made)
+
+
+def _remove_empty(folder: Path, *, made: bool) -> None:
+    with contextlib.suppress(OSError):
+        (folder / SUBMIT_LOCK).unlink(missing_ok=True)
+        if made:
             folder.rmdir()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,38 @@ def test_a_run_file_that_was_never_written_whole_is_written_anew(paper: Paper, t
     assert json.loads((there / "resolved.json").read_text())["name"] == "Demo run"
 
 
+DAMAGED = {"emptied": b"", "torn": b'{"name": "Demo', "flipped": b"\xff\xfe"}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_another_model_is_refused_by_the_run_file_where_the_resolved_one_is_damaged(
+    paper: Paper, there: Path, how: str
+):
+    (there / "resolved.json").write_bytes(DAMAGED[how])
+    before = state(there)
+    with pytest.raises(UsageError, match="its model is"):
+        submit.submit(given(there, *OTHERS["model"]))
+    assert state(there) == before
+    submit.submit(given(there, RUN_FILE))
+
+
+@pytest.mark.parametrize("run_file", [None, b"", b"\xff", b"name: [\n"])
+def test_a_run_that_nothing_identifies_is_refused_in_one_line(paper: Paper, there: Path, run_file: bytes | None):
+    (there / "resolved.json").write_bytes(b"{")
+    (there / "run.yaml").unlink()
+    if run_file is not None:
+        (there / "run.yaml").write_bytes(run_file)
+    before = state(there)
+    with pytest.raises(UsageError, match=r"neither resolved\.json .* nor run\.yaml .* can be read") as caught:
+        submit.submit(given(there, RUN_FILE))
+    assert "\n" not in str(caught.value) and state(there) == before
+
+
+def test_a_submit_that_was_killed_before_the_resolved_file_goes_on(paper: Paper, there: Path):
+    (there / "resolved.json").unlink()
+    assert submit.submit(given(there, RUN_FILE)).run.path == there
+
+
 class Slow(Paper):
     """Starting takes until the test says so."""
 
@@ -167,3 +200,35 @@ def test_a_submit_that_is_refused_leaves_no_folder_and_no_lock(paper: Paper, tmp
     with pytest.raises(BackendError):
         submitted(f"run_dir={tmp_path}/new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("refused", ["rendered", "started"])
+def test_a_submit_that_fails_leaves_the_user_s_own_empty_folder(paper: Paper, tmp_path: Path, refused: str):
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o750)
+    inode = mine.stat().st_ino
+    if refused == "started":
+        paper.refuse = True
+    else:
+        paper.render = lambda *words, **more: (_ for _ in ()).throw(BackendError("no"))  # type: ignore[method-assign]
+    with pytest.raises(BackendError):
+        submitted(f"run_dir={mine}")
+    assert mine.stat().st_ino == inode and mine.stat().st_mode & 0o777 == 0o750 and not list(mine.iterdir())
+
+
+def test_nobody_begins_a_run_in_a_folder_that_is_being_removed(
+    paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real, tried = shutil.rmtree, list[str]()
+
+    def removed(path: Path, ignore_errors: bool = False) -> None:
+        real(path, ignore_errors=ignore_errors)
+        with pytest.raises(ConflictError, match="another muster submit is starting demo-run-") as caught:
+            submitted(f"run_dir={tmp_path}/there")
+        tried.append(str(caught.value))
+
+    monkeypatch.setattr("shutil.rmtree", removed)
+    paper.refuse = True
+    with pytest.raises(BackendError):
+        submitted(f"run_dir={tmp_path}/there")
+    assert tried and not (tmp_path / "there").exists()

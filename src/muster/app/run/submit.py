@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from muster.app.inspect.home_view import home_of
 from muster.app.inspect.status import spec_of
 from muster.app.planning.prices import priced
 from muster.backends.protocols import Launcher
-from muster.config.load import Loaded
+from muster.config.load import Loaded, loads
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
@@ -54,7 +53,9 @@ class Intent:
     launcher: Launcher
     request: JobRequest
     new: bool
-    """The folder was made for it."""
+    """The run began with it."""
+    made: bool = True
+    """The folder was made for it; else it was there, empty, and stays."""
     running: bool = False
     lock: BinaryIO | None = None
     """Nobody else starts a run there until it is closed: ``start`` does."""
@@ -94,17 +95,18 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
     path, held = _own_folder(spec, launcher)
     if path is not None and held is not None:
         check_same_run(RunDir(path=path, run_id=held), spec)
+    made = path is None or not path.exists()
     lock = _alone(spec, launcher)
     try:
         path, held = _own_folder(spec, launcher)  # whoever was faster has made it meanwhile
         intent = _begin(loaded, spec, launcher, path, held, argv)
         if intent.running and lock is not None:
             lock.close()  # nothing is started
-        return dataclasses.replace(intent, lock=None if intent.running else lock)
+        return dataclasses.replace(intent, made=made, lock=None if intent.running else lock)
     except BaseException:
         if lock is not None:
             if path is not None and launcher.remote is None:
-                run_registry.unlock_submit(path)
+                run_registry.unlock_submit(path, made=made)
             lock.close()
         raise
 
@@ -154,12 +156,11 @@ def _alone(spec: RunSpec, launcher: Launcher) -> BinaryIO | None:
 
 def check_same_run(run: RunDir, spec: RunSpec) -> None:
     """Raise UsageError where ``spec`` is another run than the one in the folder: of another model, another command,
-    other kinds of data. Whatever else differs is a change of the same run."""
-    try:
-        held = parse_object(run.resolved.read_bytes())
-    except (OSError, Unreadable):
-        return  # killed before it was written, or to be written anew
-    before, now = _identity(held), _identity(parse_object(spec.model_dump_json()))
+    other kinds of data, or where nothing there says which one it holds. Whatever else differs is a change of the same
+    run.
+    """
+    held, before = _held(run)
+    now = _identity(parse_object(spec.model_dump_json()))
     for key, value in before.items():
         if now[key] != value:
             words = ", ".join([str(held.get("name")), *_model_words(held), *_step_words(run)])
@@ -167,6 +168,27 @@ def check_same_run(run: RunDir, spec: RunSpec) -> None:
                 f"{run.path} holds {run.run_id} ({words}): its {key} is {_short(value)}, not {_short(now[key])}",
                 hint="choose another run_dir",
             )
+
+
+def _held(run: RunDir) -> tuple[JsonObject, Mapping[str, Json]]:
+    """The run in the folder, and its identity: by its run file as given where ``resolved.json`` is damaged; empty where
+    that was never written (a submit was killed)."""
+    try:
+        held = parse_object(run.resolved.read_bytes())
+        return held, _identity(held)
+    except FileNotFoundError:
+        return {}, {}
+    except (OSError, Unreadable) as error:
+        problem: Exception = error
+    try:
+        held = parse_object(loads(run.run_file.read_text(), environment=False).spec.model_dump_json())
+        return held, _identity(held)
+    except (OSError, ValueError, MusterError) as error:
+        both = f"resolved.json ({problem}) nor run.yaml ({str(error).partition(chr(10))[0]})"
+        raise UsageError(
+            f"{run.path} holds {run.run_id}, of which neither {both} can be read: it may be another run",
+            hint="choose another run_dir, or bring one of the two files back",
+        ) from error
 
 
 def _identity(resolved: JsonObject) -> Mapping[str, Json]:
@@ -218,7 +240,7 @@ def _own_folder(spec: RunSpec, launcher: Launcher) -> tuple[Path | None, str | N
 
 
 def start(intent: Intent, request: JobRequest) -> JobHandle:
-    """Hand the request to the back end, and let others submit; a new run that could not start leaves no folder."""
+    """Hand the request to the back end, and let others submit; a new run that could not start leaves nothing."""
     try:
         return intent.launcher.submit(request)
     except MusterError:
@@ -231,10 +253,10 @@ def start(intent: Intent, request: JobRequest) -> JobHandle:
 
 
 def discard(intent: Intent) -> None:
-    """End what was started of a new run and remove its folder."""
+    """End what was started of a new run, and remove its folder or, where that was there before, what is in it."""
     handle = JobHandle(run_id=intent.run.run_id, backend=intent.spec.backend, job_id="", run_dir=str(intent.run.path))
     intent.launcher.cancel(handle)
-    shutil.rmtree(intent.run.path, ignore_errors=True)
+    run_registry.clear(intent.run.path, made=intent.made)
     (run_registry.home() / "index" / intent.run.run_id).unlink(missing_ok=True)
 
 
@@ -300,7 +322,7 @@ def _standing(launcher: Launcher, run: RunDir, resolved: str) -> tuple[int, bool
     status = launcher.poll(handle) if handle else None
     if status is None or number == 0 or status.state.ended:
         return number + 1, False
-    same = run.resolved.exists() and run.resolved.read_text() == resolved
+    same = run.resolved.exists() and run.resolved.read_bytes() == resolved.encode()
     if not same:
         raise ConflictError(
             f"{run.path} holds the run {run.run_id}, which is {status.state}",

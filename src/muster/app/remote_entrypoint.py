@@ -53,7 +53,8 @@ def answer(run: RunDir, question: ToPod) -> FromPod:
 
 
 def _events(run: RunDir) -> Path:
-    """The folder with everybody's events; where the home does not answer, those that were brought before."""
+    """The folder with everybody's events; where the home does not answer, those that were brought before. Damage in the
+    home is told on standard error; where its place is known, a line that is no event stands there."""
     home = open_home(run.path)
     if home.is_folder:
         return run.events
@@ -61,7 +62,7 @@ def _events(run: RunDir) -> Path:
     seen.mkdir(mode=0o700, exist_ok=True)
     with open(seen / ".lock", "w") as lock, contextlib.suppress(MusterError):
         fcntl.flock(lock, fcntl.LOCK_EX)  # two questions at once
-        home.mirror(seen)
+        home.mirror(seen, on_damage=lambda text: print(text, file=sys.stderr))
     return seen / "events"
 
 

@@ -1,14 +1,14 @@
 """The verbs about a run whose home is a bucket: what they read of it, how often, and what they write first."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from fakes.objects import Objects
 from test_verbs import RUN_FILE, Paper
 
 from muster.app import remote_entrypoint
-from muster.app.inspect import logs, report, status
+from muster.app.inspect import checkpoints, logs, report, status, watch
 from muster.app.run import stop, submit
 from muster.config import load
 from muster.core import event_log
@@ -196,3 +196,42 @@ def test_a_folder_s_entrypoint_reads_the_folder(tmp_path):
     (part,) = remote_entrypoint.answer(place, ReadFolder(folder="events", after={})).files
     assert part.name == "host-0.1.jsonl" and not (tmp_path / "seen").exists()
     assert json.loads((place.events / part.name).read_text())["kind"] == "run.message"
+
+
+def damage_a_header(bucketed, stream):
+    (uri,) = [uri for uri in bucketed.store.held if f"/events/{stream}/0-0000000000" in uri]
+    held = bucketed.store.held[uri]
+    bucketed.store.held[uri] = replace(held, data=held.data.replace(b'"format":1', b'"format":0', 1))
+
+
+def test_damage_in_the_bucket_is_told_by_every_verb_that_reads(bucketed, run, tmp_path, capsys):
+    """And at every look; a bucket out of reach is no damage."""
+    _, log = pod(bucketed, run, tmp_path)
+    say(log, "one")
+    damage_a_header(bucketed, "host-0-abc")
+    for _ in range(2):
+        told = []
+        assert list(logs.events(run.run_id, on_damage=told.append))
+        for damaged in (told, status.status(run.run_id).damaged, watch.Watcher(run).look().damaged):
+            (damage,) = damaged
+            assert damage.file == "events of host-0-abc" and "0-0000000000 is damaged" in damage.reason
+        (damage,) = checkpoints.checkpoints(run.run_id).damaged
+        assert "0-0000000000 is damaged" in damage.reason
+        report.report(run.run_id)
+        assert "0-0000000000 is damaged" in capsys.readouterr().err
+    say(log, "two")
+    assert any(damage.file == log.name for damage in status.status(run.run_id).damaged)
+    bucketed.store.down = True
+    assert all(damage.file == log.name for damage in status.status(run.run_id).damaged)
+
+
+def test_damage_in_the_client_s_own_stream_keeps_no_verb_from_writing(bucketed, run, tmp_path, capsys):
+    damage_a_header(bucketed, "client")
+    submit.log_event(run, "run.message", {"text": "told"})
+    assert "0-0000000000 is damaged" in capsys.readouterr().err
+    reader = BucketHome(tmp_path / "other", URI, bucketed.store, bucketed.store)
+    reader.local.mkdir()
+    (reader.local / "run_id").write_text(run.run_id)
+    reader.mirror(reader.local, on_damage=print)
+    kinds = [event.kind for event in event_log.merged(reader.local / "events")]
+    assert kinds == ["run.submitted", "run.message"]

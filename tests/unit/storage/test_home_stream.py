@@ -65,7 +65,8 @@ def test_what_is_synced_is_in_the_home_and_nothing_else(tmp_path):
     say(log, "three")
     sealed = log.path.read_bytes().splitlines(keepends=True)[:2]
     assert mirrored(store, tmp_path / "b") == {"supervisor.1.jsonl": b"".join(sealed)}
-    header = json.loads(store.held[f"{HOME}/events/supervisor.1/0-0000000000"].data.partition(b"\n")[0])
+    line = store.held[f"{HOME}/events/supervisor.1/0-0000000000"].data.partition(b"\n")[0]
+    header = json.loads(line.partition(b" ")[2])
     assert header["parts"][0]["lines"] == 2
     assert header["parts"][0]["prev"] == event_log.genesis(RUN, "supervisor.1.jsonl")
 
@@ -294,6 +295,10 @@ def test_damage_of_one_host_stops_nobody_but_is_told(tmp_path):
     assert all("429" not in line for line in told)
     store.faults = {}
     store.put(f"{HOME}/events/supervisor.1/0-0000000001", b"of somebody else")
+    told.clear()
+    reader.mirror(reader.local, on_damage=told.append)
+    assert sum(line.startswith("events of supervisor.1:") for line in told) == 1
+    store.held.pop(f"{HOME}/events/supervisor.1/0-0000000000")  # nobody can go on without it
     with pytest.raises(MusterError, match=r"events of supervisor\.1"):
         reader.mirror(reader.local, on_damage=told.append)
 

@@ -121,11 +121,11 @@ def checkpoints(reference: str) -> Catalogue:
     """
     run = run_registry.find(reference)
     spec = spec_of(run)
-    bring(run, spec.backend, "events")
+    damaged: list[Damage] = []
+    bring(run, spec.backend, "events", damaged.append)
     directory = spec.checkpoint.dir or str(run.checkpoints)
     skipped: list[tuple[str, str]] = []
     committed = manifest.committed(open_store(), directory, on_skip=lambda uri, reason: skipped.append((uri, reason)))
-    damaged: list[Damage] = []
     events = event_log.merged(run.events, on_damage=damaged.append)
     steps = {(event.step, event.attempt): event for event in events if event.kind == "step"}
     connected, active = _hosts(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 
+from muster.app.inspect.home_view import once
 from muster.app.inspect.status import job, mirror
 from muster.backends.protocols import Launcher
 from muster.core.clock import SystemClock
@@ -78,7 +79,7 @@ def events(
     reader = EventReader(run.events, on_damage)
     while True:
         ended = launcher.poll(handle).state.ended
-        mirror(launcher, run)
+        mirror(launcher, run, once(reader))
         yield from (event for event in new_events(reader) if not kinds or event.kind in kinds)
         if not follow or ended:
             return

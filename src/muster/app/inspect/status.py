@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from muster import backends
-from muster.app.inspect.home_view import as_of_now, home_of, status_in
+from muster.app.inspect.home_view import as_of_now, fetch, home_of, status_in
 from muster.app.inspect.supervisor_client import request
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
@@ -114,7 +114,7 @@ def status(reference: str) -> RunStatus:
         summary = Summary.of_home(said, spec_of(run).name)
         live = None if result.state.ended else as_of_now(said, SystemClock().wall_ns())
     else:
-        mirror(launcher, run)
+        mirror(launcher, run, damaged.append)
         summary = Summary.of_events(run_view(event_log.merged(run.events, on_damage=damaged.append)))
         live = None if result.state.ended else supervisor_status(run)
     return RunStatus(run=run, backend=launcher.name, status=result, summary=summary, live=live, damaged=tuple(damaged))
@@ -148,9 +148,14 @@ def job(run: RunDir) -> tuple[Launcher, JobHandle]:
     return launcher, handle
 
 
-def mirror(launcher: Launcher, run: RunDir) -> None:
-    """Bring the events of a run whose folder is elsewhere; what cannot be reached now stays as it was."""
-    if launcher.remote is not None:
+def mirror(launcher: Launcher, run: RunDir, on_damage: Callable[[Damage], None] = lambda damage: None) -> None:
+    """Bring the events of a run whose folder is elsewhere; what cannot be reached now stays as it was.
+
+    ``on_damage``: told of what is damaged there.
+    """
+    if (home := home_of(run, launcher)) is not None:
+        fetch(home, run, "events", on_damage)
+    elif launcher.remote is not None:
         with contextlib.suppress(MusterError):
             launcher.remote.mirror(run.run_id, run.events)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from muster.app.inspect.home_view import as_of_now, home_of, status_in
+from muster.app.inspect.home_view import as_of_now, home_of, once, status_in
 from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S, new_events
 from muster.app.inspect.report import report
 from muster.app.inspect.status import job, mirror, spec_of, supervisor_status
@@ -95,7 +95,7 @@ class Watcher:
     def look(self) -> View:
         """The run now. The same object each time, brought up to date."""
         status = self.launcher.poll(self.handle)
-        mirror(self.launcher, self.run)
+        mirror(self.launcher, self.run, once(self._reader))
         view = self.view
         view.state, view.ended, view.sentence = status.state.value, status.state.ended, status.reason
         view.news = new_events(self._reader)

@@ -110,8 +110,8 @@ class Home(Protocol):
         """Bring to the run's folder ``into`` (its ``events/``, ``logs/``, ...) what the home holds beyond it; bytes
         that were new. 0 where it is the same.
 
-        ``on_damage``: told, in one line each, which streams could be brought in part only, instead of an error; not so
-        for what a supervisor wrote, without which nobody can go on.
+        ``on_damage``: told, in one line each, which streams could be brought in part only, instead of an error. Of what
+        a supervisor wrote it is told of damaged objects, and missing ones are an error.
 
         Raises:
             MusterError: segments are missing or damaged, or a file here is not what the home holds; all else came.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -50,7 +51,7 @@ class BucketHome:
         if writer == CLIENT:  # another machine may have written before this one, or since
             if (before := self.streams.pop(CLIENT, None)) is not None:
                 before.release()
-            self._mirror("events", self.local, run_id, only=CLIENT)
+            self._mirror("events", self.local, run_id, only=CLIENT, on_damage=_warn)
         stream = self.stream(run_id, writer, attempt)
         return EventLog(
             run_id, self.local / "events", writer, attempt, clock or SystemClock(), sealer=StreamSealer(stream)
@@ -142,3 +143,8 @@ class BucketHome:
         if found is None:
             raise UsageError(f"{self.local} holds no run", hint="its file `run_id` names the run")
         return found
+
+
+def _warn(text: str) -> None:
+    """Damage in what this user wrote keeps nobody from writing on."""
+    print(text, file=sys.stderr)

@@ -19,6 +19,7 @@ from muster.storage import uris
 from muster.storage.home.mirror import THREADS, streams
 from muster.storage.home.segments import (
     OBJECT_BYTES,
+    Damaged,
     Gap,
     Header,
     Segment,
@@ -47,6 +48,8 @@ def due(sealed: Sequence[Header]) -> list[list[Header]]:
     for header in reversed(sealed):
         if header.size > FULL_BYTES or header.ended is not None or (result and header.level != result[0].level):
             break
+        if result and header.last + 1 != result[-1].first:
+            break  # an object between them was damaged
         result.append(header)
     return groups(result[::-1]) if len(result) >= FAN else []
 
@@ -180,6 +183,8 @@ def _ended(store: Store, uri: str, span: Span, run_id: str) -> bool:
     at = uris.join(uri, span.name)
     try:
         return Segment.decode(store.get(at).data, at, run_id=run_id).header.ended is not None
+    except Damaged:
+        return False
     except FileNotFoundError as error:
         raise Merged(f"{at} was merged while it was read") from error
 

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from io import RawIOBase
 from pathlib import Path
 
 from muster.core import event_log
 from muster.core.errors import BusyError, MusterError
-from muster.core.event_log import verify
 from muster.core.protocols import Store
 from muster.storage import uris
-from muster.storage.home.segments import Gap, Part, Segment, Span, cover
+from muster.storage.home.segments import Damaged, Gap, Part, Segment, Span, cover, is_whole
 
 #: Reads at once; so many objects of at most 8 MiB are in memory.
 THREADS = 16
@@ -39,8 +39,8 @@ class _Again(Exception):
     """What was listed is not there any more."""
 
 
-class _SetAside(Exception):
-    """A damaged file here was: it is brought anew."""
+class _Anew(Exception):
+    """A file here is not what was brought: its stream is read from the beginning."""
 
 
 @dataclass
@@ -49,8 +49,10 @@ class Mirror:
 
     Incremental: ``directory/.mirror.json`` says how far each stream was read, so that an object is read once. Streams
     in ``own`` are left alone: their files are written here. An event file that was damaged here is kept as
-    ``NAME.damaged`` and brought anew. ``only``: no other stream than this one. ``on_damage``:
-    told of streams that are damaged, but for supervisors', instead of an error.
+    ``NAME.damaged`` and brought anew; what was cut short is made whole. An object that was damaged in the home is left
+    out: in its place stands one line of as many bytes that is no event, and what follows it comes. ``only``: no other
+    stream than this one. ``on_damage``: told of damage instead of an error; of supervisors' streams only of objects
+    that were left out.
 
     Raises:
         MusterError: segments are missing or damaged, or a file here is not what the home holds. Everything else was
@@ -66,7 +68,7 @@ class Mirror:
     only: str | None = None
     on_damage: Callable[[str], None] | None = None
     _heads: dict[str, str] = field(default_factory=dict)
-    _aside: set[str] = field(default_factory=set)
+    _anew: set[str] = field(default_factory=set)
 
     def run(self) -> int:
         """Bytes that were new."""
@@ -77,6 +79,7 @@ class Mirror:
 
     def _run(self) -> int:
         state = self._state()
+        self._look_again(state)
         total = 0
         problems: dict[str, MusterError] = {}
         for _ in range(ROUNDS):
@@ -92,10 +95,13 @@ class Mirror:
                 except _Again:
                     again = True
                     problems[stream] = BusyError(f"{uris.join(self.uri, stream, span.name)} was merged meanwhile")
-                except _SetAside as error:
+                except _Anew as error:
                     again = True
-                    state.next_number.pop(stream, None)
+                    state.forget(stream)
                     problems[stream] = BusyError(str(error))
+                except Damaged as error:
+                    state.damage[f"{stream}/{span.name}"] = str(error)
+                    state.next_number[stream] = max(state.next_number.get(stream, 0), span.last + 1)
                 except MusterError as error:
                     problems[stream] = error
             if todo:
@@ -103,10 +109,33 @@ class Mirror:
             if not again and not any(isinstance(problem, Gap) for problem in problems.values()):
                 break
         serious = [self._told(stream, problem) for stream, problem in problems.items()]
+        serious += [self._left_out(stream, text) for stream, text in state.damaged() if self._is_wanted(stream)]
         for found in serious:
             if found is not None:
                 raise found
         return total
+
+    def _look_again(self, state: _State) -> None:
+        """Read streams anew of which an object was damaged, and is not any more: brought back, or merged."""
+        for key in list(state.damage):
+            stream, _, name = key.partition("/")
+            span = Span.of(name)
+            if span is None or not self._is_wanted(stream):
+                continue
+            with contextlib.suppress(Damaged):
+                with contextlib.suppress(_Again):
+                    self._get(stream, span)
+                state.forget(stream)
+
+    def _is_wanted(self, stream: str) -> bool:
+        return stream not in self.own and self.only in (None, stream)
+
+    def _left_out(self, stream: str, problem: str) -> MusterError | None:
+        text = f"{self.what} of {stream}: {problem}: what it held is left out"
+        if self.on_damage is None:
+            return Damaged(text, hint="everything else was brought")
+        self.on_damage(text)
+        return None
 
     def _told(self, stream: str, problem: MusterError) -> MusterError | None:
         """None once it was reported: damage stays, and nobody is to be stopped by one host's; all else may pass."""
@@ -144,7 +173,10 @@ class Mirror:
     def _get(self, stream: str, span: Span) -> Segment:
         uri = uris.join(self.uri, stream, span.name)
         try:
-            return Segment.decode(self.store.get(uri).data, uri, run_id=self.run_id)
+            try:
+                return Segment.decode(self.store.get(uri).data, uri, run_id=self.run_id)
+            except Damaged:  # perhaps on its way only
+                return Segment.decode(self.store.get(uri).data, uri, run_id=self.run_id)
         except FileNotFoundError as error:
             raise _Again from error
 
@@ -154,40 +186,46 @@ class Mirror:
             longest = f"{part.name}@{stream}"
             if not (_FILE[self.what].match(part.name) and stream.isprintable() and len(longest.encode()) <= NAME_BYTES):
                 raise MusterError(f"{part.name!r} is no name of a file of {self.what}")
-            new += self._append(state.file_of(stream, part.name), part, data)
+            name = state.file_of(stream, part.name)
+            new += self._append(name, part, data, lossy=any(found == stream for found, _ in state.damaged()))
+            state.sizes[name] = max(state.sizes.get(name, 0), part.end)
         return new
 
-    def _append(self, name: str, part: Part, data: bytes) -> int:
+    def _append(self, name: str, part: Part, data: bytes, *, lossy: bool) -> int:
+        """``lossy``: an object before this one was left out."""
         path = self.directory / name
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(fd, "a+b", buffering=0) as file:
             have = os.fstat(fd).st_size
+            if have < part.start and lossy:
+                _write(file, _filler(part.start - have))
+                have, self._heads[name] = part.start, part.prev
             if have < part.start:
-                self._set_aside(path)
+                self._bring_anew(path, aside=False)
                 raise MusterError(f"{path} lacks bytes {have} to {part.start}", hint="remove it: it is brought again")
-            overlap, data = data[: have - part.start], data[have - part.start :]
-            if not data:
-                return 0
-            if os.pread(fd, len(overlap), part.start) != overlap or (
-                self.what == "events" and not overlap and self._head(name) != part.prev
+            overlap, rest = data[: have - part.start], data[have - part.start :]
+            chained = self.what == "events"
+            # What is damaged in the home may be whole here.
+            if (os.pread(fd, len(overlap), part.start) != overlap and not (chained and not is_whole(part, data))) or (
+                chained and not overlap and self._head(name) != part.prev
             ):
-                self._set_aside(path)
+                self._bring_anew(path, aside=chained)
                 raise MusterError(f"{path} is not what the home holds", hint="move it aside: it is brought again")
-            while data:
-                data = data[file.write(data) :]
+            if not rest:
+                return 0
+            _write(file, rest)
             self._heads[name] = part.head
             return part.end - have
 
-    def _set_aside(self, path: Path) -> None:
-        """Keep an event file that was damaged here under another name. Raises _SetAside once it is; twice it is not."""
-        if self.what != "events" or path.name in self._aside:
-            return
-        self._aside.add(path.name)
-        if verify(path.read_bytes(), run_id=self.run_id, name=path.name).problem is None and path.stat().st_size:
-            return
-        os.replace(path, path.with_name(f"{path.name}.damaged"))
+    def _bring_anew(self, path: Path, *, aside: bool) -> None:
+        """``aside``: what is here is kept under another name. Raises _Anew, once for each file."""
         self._heads.pop(path.name, None)
-        raise _SetAside(f"{path} was damaged")
+        if path.name in self._anew:
+            return
+        self._anew.add(path.name)
+        if aside:
+            os.replace(path, path.with_name(f"{path.name}.damaged"))
+        raise _Anew(f"{path} was damaged")
 
     def _head(self, name: str) -> str:
         if name not in self._heads:
@@ -199,14 +237,22 @@ class Mirror:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             held = json.loads((self.directory / STATE).read_text())
             if held["uri"] == self.uri:
-                state = _State(dict(held["next"]), dict(held["owners"]))
-        missing = {stream for name, stream in state.owners.items() if not (self.directory / name).exists()}
-        for stream in missing:
-            state.next_number.pop(stream, None)  # a file was removed here: read its stream again
+                state = _State(*(dict(held[key]) for key in ("next", "owners", "sizes", "damage")))
+        for name, stream in state.owners.items():
+            with contextlib.suppress(FileNotFoundError):
+                if (self.directory / name).stat().st_size >= state.sizes.get(name, 0):
+                    continue
+            state.forget(stream)  # a file was removed or cut short here: read its stream again
         return state
 
     def _save(self, state: _State) -> None:
-        held = {"uri": self.uri, "next": state.next_number, "owners": state.owners}
+        held = {
+            "uri": self.uri,
+            "next": state.next_number,
+            "owners": state.owners,
+            "sizes": state.sizes,
+            "damage": state.damage,
+        }
         with tempfile.NamedTemporaryFile("w", dir=self.directory, prefix=".mirror-", delete=False) as file:
             json.dump(held, file)
         os.replace(file.name, self.directory / STATE)
@@ -221,6 +267,19 @@ class _State:
     """Of each stream: the first segment that was not read yet."""
     owners: dict[str, str] = field(default_factory=dict)
     """Of each file here: the stream that it comes from."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of each file here: how much of it was brought."""
+    damage: dict[str, str] = field(default_factory=dict)
+    """Of each object that was left out (STREAM/NAME): what is wrong with it."""
+
+    def damaged(self) -> list[tuple[str, str]]:
+        """Stream, and what is wrong with an object of it."""
+        return [(key.partition("/")[0], text) for key, text in self.damage.items()]
+
+    def forget(self, stream: str) -> None:
+        """Read it from its beginning."""
+        self.next_number.pop(stream, None)
+        self.damage = {key: text for key, text in self.damage.items() if not key.startswith(f"{stream}/")}
 
     def file_of(self, stream: str, name: str) -> str:
         """Two hosts may have a file of one name (output): the second one's gets its stream's name as well."""
@@ -230,6 +289,19 @@ class _State:
         other = f"{stem}@{stream}{dot}{suffix}"
         self.owners[other] = stream
         return other
+
+
+def _write(file: RawIOBase, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) or 0 :]
+
+
+def _filler(size: int) -> bytes:
+    """One line in the place of bytes that are lost: no event."""
+    return (
+        f"{size} bytes are lost here: their object in the run's home is damaged".encode()[: size - 1].ljust(size - 1)
+        + b"\n"
+    )
 
 
 def streams(store: Store, uri: str, *, only: str | None = None) -> dict[str, list[Span]]:

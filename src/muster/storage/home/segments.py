@@ -5,9 +5,10 @@ One writer's files go, in the order in which they grew, into numbered objects be
     0-0000000041                    segment 41, as it was sealed
     1-0000000000-0000000007         segments 0 to 7, merged; 2-... holds eight of these
 
-An object is one line of JSON (``Header``) and then the raw bytes of its parts, one after the other. A part is a stretch
-of one file; a file is what its parts hold, in order. Lines of event files are unchanged, so their chain crosses
-segments. A number belongs to whoever creates ``0-NUMBER`` first: that is the fence between two writers of one stream.
+An object is one line, the CRC-32 of a JSON (``Header``) in eight hex digits and that JSON, and then the raw bytes of
+its parts, one after the other: a header that was damaged is told from one of another version. A part is a stretch of
+one file; a file is what its parts hold, in order. Lines of event files are unchanged, so their chain crosses segments.
+A number belongs to whoever creates ``0-NUMBER`` first: that is the fence between two writers of one stream.
 
 Merging creates the wider object before it removes what that holds, and names rise with the level: a list that is not
 one moment's (it comes in pages) shows a merged object whenever it no longer shows what went into it.
@@ -15,13 +16,15 @@ one moment's (it comes in pages) shows a merged object whenever it no longer sho
 
 from __future__ import annotations
 
+import hashlib
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from muster.core.errors import MusterError
-from muster.core.typed_json import Count, Record, Unreadable, decode, encode
+from muster.core.typed_json import Count, Record, Unreadable, decode, encode, parse_object
 
 FORMAT = 1
 #: Bytes of an object at most but for one that a single long line makes longer: Google's client sends 8 MiB at once.
@@ -102,22 +105,31 @@ class Segment:
     body: bytes
 
     def encode(self) -> bytes:
-        return encode(self.header) + b"\n" + self.body
+        text = encode(self.header)
+        return _check(text) + b" " + text + b"\n" + self.body
 
     @staticmethod
     def decode(data: bytes, uri: str, *, run_id: str) -> Segment:
-        """The inverse of ``encode``. Raises MusterError naming ``uri``: damaged, of another run, of another format."""
+        """The inverse of ``encode``.
+
+        Raises:
+            Damaged: naming ``uri``: what it held cannot be read any more.
+            MusterError: naming ``uri``: of another run, of another format.
+        """
         line, _, body = data.partition(b"\n")
+        check, _, text = line.partition(b" ")
+        if check != _check(text):
+            raise Damaged(f"{uri} is damaged: its header was changed, or is none", may_end=not body, hint=_HINT)
         try:
-            header = decode(Header, line)
+            header = decode(Header, text)
         except Unreadable as error:
-            raise MusterError(f"{uri} is no segment: {error}", hint=_HINT) from error
+            raise MusterError(f"{uri} is no segment of this version: {error}", hint=_OTHER) from error
         if header.format != FORMAT:
-            raise MusterError(f"{uri} is of format {header.format}; this version reads {FORMAT}")
+            raise MusterError(f"{uri} is of format {header.format}; this version reads {FORMAT}", hint=_OTHER)
         if header.run_id != run_id:
             raise MusterError(f"{uri} belongs to the run {header.run_id}, not to {run_id}", hint=_HINT)
         if header.size != len(body):
-            raise MusterError(f"{uri} is damaged: {len(body)} bytes where {header.size} belong", hint=_HINT)
+            raise Damaged(f"{uri} is damaged: {len(body)} bytes where {header.size} belong", hint=_HINT)
         return Segment(header, body)
 
     def stretches(self) -> Iterable[tuple[Part, bytes]]:
@@ -129,6 +141,33 @@ class Segment:
 
 
 _HINT = "something else writes below this URI: the run's bytes cannot be told from it"
+_OTHER = "use the version of Muster that wrote it: `muster --version` in the run's image"
+
+
+def _check(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text)
+
+
+def is_whole(part: Part, data: bytes) -> bool:
+    """Whether ``data`` is what was sealed as ``part`` of an event file: its lines cite each other from ``prev`` on, and
+    the last one is what ``head`` names."""
+    head = part.prev
+    for line in data.splitlines(keepends=True):
+        try:
+            if parse_object(line)["prev"] != head:
+                return False
+        except (ValueError, KeyError):
+            return False
+        head = hashlib.sha256(line).hexdigest()
+    return head == part.head
+
+
+class Damaged(MusterError):
+    """An object that cannot be read any more; what follows it can. ``may_end``: it may be the end of a stream."""
+
+    def __init__(self, message: str, *, may_end: bool = False, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.may_end = may_end
 
 
 class Gap(MusterError):

@@ -3,7 +3,8 @@
 The files are the truth and the buffer: nothing waits in memory, a program that was killed loses nothing that it wrote,
 and whoever comes after it in the same folder goes on at the byte. What the home holds must be a beginning of them; if
 it is not, or if the stream was ended, somebody else writes in our place, and that is the end of this writer. (Not so
-where the file's own chain is broken: it was damaged here. What was shipped of it stays, what follows is shipped.)
+where the file's own chain is broken: it was damaged here. What was shipped of it stays, what follows is shipped. Nor
+where the chain of what the home holds is broken, or its object cannot be read: it was damaged there.)
 
 One process at a time ships a stream from a folder (an advisory lock, held from the first segment on): one that knows
 less than the home holds could take a number again whose segment was merged away.
@@ -27,7 +28,17 @@ from muster.core.errors import BusyError, ConflictError, MusterError
 from muster.core.event_log import genesis, verify
 from muster.core.protocols import Store
 from muster.storage import uris
-from muster.storage.home.segments import OBJECT_BYTES, Header, Part, Segment, Span, cover, superfluous
+from muster.storage.home.segments import (
+    OBJECT_BYTES,
+    Damaged,
+    Header,
+    Part,
+    Segment,
+    Span,
+    cover,
+    is_whole,
+    superfluous,
+)
 from muster.storage.store.patient import in_time
 
 #: Times that one call finds out what the home holds: more often, somebody changes it all the time.
@@ -71,6 +82,8 @@ class Stream:
     _files: dict[str, Shipped] = field(default_factory=dict)
     _mine: BinaryIO | None = None
     """Locked while this process is the one that ships."""
+    _lost: int = -1
+    """The last number whose object was damaged."""
     _known: bool = False
     """Whether ``sealed`` and ``_files`` say what the home holds."""
 
@@ -172,7 +185,7 @@ class Stream:
         return b"".join(pieces)
 
     def next_number(self) -> int:
-        return self.sealed[-1].last + 1 if self.sealed else 0
+        return max(self.sealed[-1].last if self.sealed else -1, self._lost) + 1
 
     # ------------------------------------------------------------ what is sealed next
 
@@ -256,10 +269,11 @@ class Stream:
         for part, data in segment.stretches():
             done = self._of(part.name)
             skip = max(0, done.size - part.start)
-            if part.start > done.size or (
+            if (part.start > done.size and self._lost < 0) or (
                 self.names.match(part.name)
-                and data[skip:] != self._held(part.name, done.size, part.size - skip)
+                and data[skip:] != self._held(part.name, part.start + skip, part.size - skip)
                 and not self._is_damaged(part.name)
+                and (not self.chained or is_whole(part, data))
             ):
                 raise ConflictError(f"{uri} holds what this process did not write: another one writes {self.uri}")
             if part.end > done.size:
@@ -283,7 +297,7 @@ class Stream:
 
     def _adopt(self) -> None:
         """Find out what the home holds of it, from a process before us."""
-        self.sealed, self._files = [], {}
+        self.sealed, self._files, self._lost = [], {}, -1
         spans = spans_of(self.store.list(self.uri))
         for span in cover(spans):
             uri = uris.join(self.uri, span.name)
@@ -291,7 +305,14 @@ class Stream:
                 data = self.store.get(uri).data
             except FileNotFoundError as error:
                 raise BusyError(f"{uri} was merged while it was read") from error
-            self._take(Segment.decode(data, uri, run_id=self.run_id), uri)
+            try:
+                segment = Segment.decode(data, uri, run_id=self.run_id)
+            except Damaged as error:  # what follows says how much it held; if nothing does, it is shipped again
+                if error.may_end:
+                    raise
+                self._lost = span.last
+                continue
+            self._take(segment, uri)
         for span in superfluous(spans):
             self.store.delete(uris.join(self.uri, span.name))
         self._known = True

@@ -194,7 +194,7 @@ class SupervisorHome:
     def heads(self, run_id: str) -> Mapping[str, str]:
         """Of every event file, as far as it is sealed; empty where the home does not answer."""
         try:
-            return self.home.heads(run_id)
+            return self.home.heads(run_id, on_damage=self._damaged)
         except (MusterError, OSError):
             return {}
 

@@ -230,9 +230,29 @@ def test_one_host_s_damaged_stream_keeps_nobody_from_taking_over(pods):
     (of_supervisor,) = [
         uri for uri in pods.store.held if "/events/supervisor.1/" in uri and b"one" in pods.store.held[uri].data
     ]
-    pods.store.put(of_supervisor, b"damaged")
-    with pytest.raises(MusterError):
+    pods.store.held.pop(of_supervisor)  # not damaged, but gone: who deletes may delete more
+    with pytest.raises(MusterError, match="missing"):
         pods.take_over("c")
+
+
+@pytest.mark.parametrize("pod", ["a", "b"])
+@pytest.mark.parametrize("what", ["header", "line"])
+def test_a_damaged_object_of_a_supervisor_keeps_no_successor_from_taking_over(pods, pod, what):
+    """It costs what it held, and in the folder of who wrote it nothing."""
+    _, first, _ = pods.take_over("a")
+    for text in ("one", "two", "three"):
+        say(first, text)
+        assert first.sync()
+    uri = f"{URI}/events/supervisor.1/0-0000000001"
+    held = pods.store.held[uri]
+    old, new = (b'"format":1', b'"format":0') if what == "header" else (b'"text": "two"', b'"text"; "two"')
+    old, new = (old, new) if old in held.data else (b'"text":"two"', b'"text";"two"')
+    assert held.data.count(old) == 1
+    pods.store.held[uri] = replace(held, data=held.data.replace(old, new))
+    killed(first)
+    home, _, texts = pods.take_over(pod)
+    assert texts == (["one", "two", "three"] if pod == "a" else ["one", "three"])
+    assert bool(home.damage) == (pod == "b" or what == "header")
 
 
 def test_a_takeover_that_takes_longer_than_a_lease_keeps_it(pods, monkeypatch):

@@ -158,6 +158,12 @@ def test_only_back_ends_agents_and_a_tasks_judge_start_programs():
     assert {name for name in starting if not name.startswith(("agent/", "backends/"))} == STARTS_PROGRAMS
 
 
+def test_no_program_of_ours_imports_from_the_current_folder():
+    starts = [path for path in MODULES.values() if re.search(r'(executable|python), "-(P|m)"', path.read_text())]
+    assert len(starts) >= 8
+    assert not [str(path) for path in starts if re.search(r'(executable|python), "-m"', path.read_text())]
+
+
 def test_no_shell_strings():
     assert not [str(path) for path in MODULES.values() if SHELL.search(path.read_text())]
 

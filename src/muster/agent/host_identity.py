@@ -78,6 +78,7 @@ class HostIdentity:
 
         ``streams``: stdin, stdout where they are others, and what else ``Popen`` takes.
         """
+        # -P: a module in the current folder, an image's for example, never shadows the library's.
         with self._open_log(log) as output:
             given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **streams}
-            return subprocess.Popen([sys.executable, "-m", module, *arguments], start_new_session=True, **given)
+            return subprocess.Popen([sys.executable, "-P", "-m", module, *arguments], start_new_session=True, **given)

@@ -137,7 +137,7 @@ class Programs:
 
     def _start_preemption_watcher(self, url: str) -> None:
         child = subprocess.Popen(
-            [sys.executable, "-m", "muster.agent.preemption_watcher", url],
+            [sys.executable, "-P", "-m", "muster.agent.preemption_watcher", url],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

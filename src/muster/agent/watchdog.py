@@ -48,7 +48,7 @@ def main() -> None:
         token=run_token(run_dir),
         every_s=min(spec.recovery.heartbeat_timeout_s / 6, MAX_BEAT_S),
     )
-    argv = [sys.executable, "-m", "muster.agent.host_agent", *sys.argv[1:]]
+    argv = [sys.executable, "-P", "-m", "muster.agent.host_agent", *sys.argv[1:]]
     # MUSTER_NICE: the user's own niceness, to which the programs below return.
     environ = {**environment.inherited(), "MUSTER_NICE": str(nice), "MUSTER_WATCHDOG": str(os.getpid())}
     code = keep_running(argv, environ, heartbeat)

@@ -25,6 +25,7 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient) ->
     try:
         if script == "-m":
             sys.argv = command[1:]
+            sys.path.insert(0, os.getcwd())  # as ``python -m`` does: this process was started with -P
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
             if not os.path.isfile(script):

@@ -56,7 +56,7 @@ def compare(planned: Planned, *, shell: Shell | None = None) -> Compared:
         "config": config_of(planned),
     }
     done = (shell or SystemShell()).run(
-        [sys.executable, "-m", "muster.train.memory_trace"],
+        [sys.executable, "-P", "-m", "muster.train.memory_trace"],
         env={"OMP_NUM_THREADS": "1"},
         stdin=json.dumps(request),
         timeout_s=TIMEOUT_S,

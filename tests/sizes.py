@@ -105,7 +105,10 @@ CORE = {
 NIGHTLY = {
     "test_agent_full_disk_live.py": "test_weather_live.py::test_a_full_disk_costs_saves_and_nothing_else",
     "test_memory_lost_live.py::test_a_deleted_agent_socket_keeps_no_standby_away": (
-        "test_memory_lost_live.py::test_one_host_goes_on_from_the_disk_and_later_from_memory_again"
+        "test_memory_lost_live.py::test_of_two_hosts_the_other_one_holds_the_copies"
+    ),
+    "test_memory_lost_live.py::test_one_host_goes_on_from_the_disk_and_later_from_memory_again": (
+        "test_memory_lost_live.py::test_of_two_hosts_the_other_one_holds_the_copies"
     ),
     "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
     "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",

@@ -71,15 +71,17 @@ def a_terminal_reaches_in(run):
 
 
 def the_supervisor_goes(run):
-    """Killed without a word: the one that stands by takes over, and training goes on in the same attempt."""
+    """Killed without a word: the one that stands by takes over, or the pod that its Job makes anew where that is first,
+    and training goes on in the same attempt."""
     attempt, before, began = run.attempt(), run.step(), time.monotonic()
     holder = run.plane.wait(run.leader, "holder of the lease")
+    killed = run.pod_name("supervisor", holder)
     run.plane.kill_pod(run.pods()["supervisor", holder])
     run.plane.wait(lambda: run.events("attempt.adopted"), "takeover")
     print(f"supervisor killed to takeover: {time.monotonic() - began:.1f} s")
     run.wait_for_step(before + 2)
     assert run.attempt() == attempt, "nothing was restarted"
-    run.plane.wait(lambda: run.leader() not in (None, holder), "the other one holds the run")
+    run.plane.wait(lambda: run.pod_name("supervisor", run.leader()) not in (None, killed), "another holds the run")
     run.plane.wait(lambda: len([1 for role, _ in run.pods() if role == "supervisor"]) == 2, "one that stands by again")
 
 

@@ -16,7 +16,7 @@ import pytest
 from waiting import eventually
 
 from muster.app.run import event_writer
-from muster.app.run.event_writer import MOST_WAITING, EventWriter, Hook, Lines, Sink
+from muster.app.run.event_writer import MOST_WAITING, EventWriter, Lines, Sink
 from muster.core.events import Event
 from muster.core.processes import forgiving
 from muster.core.typed_json import JsonObject
@@ -33,6 +33,17 @@ def event(step: int | None = None, text: str = "", kind: str = "run.message") ->
         run_id="r", attempt=1, seq=0, mono_ns=0, wall_ns=0, host="h", kind="step" if step is not None else kind,
         step=step, detail=detail,
     )  # fmt: skip
+
+
+class Hook(Sink):
+    """Calls a function with each event of one kind."""
+
+    def __init__(self, kind, call):
+        self.kind, self.call = kind, call
+
+    def event(self, event):
+        if event.kind == self.kind:
+            self.call(event)
 
 
 class Kept(Sink):

@@ -3,6 +3,7 @@
 Real sockets: what is tested is how descriptors run out, and what the kernel does then.
 """
 
+import contextlib
 import os
 import resource
 import socket
@@ -117,6 +118,20 @@ def serving():
         each.end()
 
 
+@contextlib.contextmanager
+def no_descriptor_left():
+    """This process cannot open anything more (with ``few_descriptors``)."""
+    own = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                own.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        for fd in own:
+            os.close(fd)
+
+
 def say(address, *messages, timeout_s=10.0):
     """As a client that knows the token; the open stream."""
     stream = Stream(
@@ -143,17 +158,12 @@ def test_without_any_descriptor_it_neither_spins_nor_stops_listening(serving, fe
     there = serving()
     client = socket.socket()
     client.settimeout(10.0)
-    own = []
-    with pytest.raises(OSError, match="Too many open files"):
-        while True:
-            own.append(os.open("/dev/null", os.O_RDONLY))
-    client.connect(there.address)
-    time.sleep(0.2)
-    before = there.rounds
-    time.sleep(0.5)
-    spun = there.rounds - before
-    for fd in own:
-        os.close(fd)
+    with no_descriptor_left():
+        client.connect(there.address)
+        time.sleep(0.2)
+        before = there.rounds
+        time.sleep(0.5)
+        spun = there.rounds - before
     assert spun < 60, "the listener is left alone for a moment each time"
     stream = Stream(client, TOKEN, server=False, decode=bytes)
     stream.send(HELLO)
@@ -310,14 +320,9 @@ def test_streams_are_served_whoever_else_is_connected(echo, sockets, few_descrip
 def test_streams_are_served_again_once_there_are_descriptors(echo, few_descriptors):
     client = socket.socket()
     client.settimeout(10.0)
-    own = []
-    with pytest.raises(OSError, match="Too many open files"):
-        while True:
-            own.append(os.open("/dev/null", os.O_RDONLY))
-    client.connect(echo.address)
-    time.sleep(0.2)
-    for fd in own:
-        os.close(fd)
+    with no_descriptor_left():
+        client.connect(echo.address)
+        time.sleep(0.2)
     stream = Stream(client, TOKEN, server=False, decode=bytes)
     stream.send(HELLO)
     assert stream.receive() == encode(AskStatus())

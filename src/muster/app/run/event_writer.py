@@ -66,18 +66,6 @@ class Sink:
 
 
 @dataclass
-class Hook(Sink):
-    """Calls a function with each event of one kind."""
-
-    kind: str
-    call: Callable[[Event], object]
-
-    def event(self, event: Event) -> None:
-        if event.kind == self.kind:
-            self.call(event)
-
-
-@dataclass
 class Lines(Sink):
     """A line an event, as ``muster logs`` shows them."""
 

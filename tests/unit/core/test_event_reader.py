@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from random import Random
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from muster.core.event_details.kinds import KINDS
 from muster.core.event_log import Damage, EventLog, EventReader, in_words
 from muster.core.event_log.names import LogName, files_of, parts_pattern
+from muster.core.event_log.reader import MOST_NAMED
 from muster.core.events import encode
 
 NAME = "host-0.1.jsonl"
@@ -121,6 +123,29 @@ def test_a_file_that_cannot_be_read_keeps_no_other_from_it(tmp_path: Path, lines
     (tmp_path / NAME).mkdir()
     reader = EventReader(tmp_path)
     assert steps(reader) == [1, 2] and "cannot be read" in str(reader.damaged[0])
+
+
+def test_a_file_added_to_itself_yields_each_event_once(tmp_path: Path, lines: list[bytes]):
+    found, damaged = read(tmp_path, [*lines, *lines])
+    assert found == [1, 2, 3, 4, 5, 6] and damaged == [f"{NAME}:7: it is there a second time"]
+    assert read(tmp_path, [*lines, *lines[2:], *lines[:4]])[0] == [1, 2, 3, 4, 5, 6]
+
+
+def test_thousands_of_bad_lines_are_counted_and_not_named(tmp_path: Path, lines: list[bytes]):
+    begun_s = time.process_time()
+    told: list[Damage] = []
+    (tmp_path / NAME).write_bytes(b"".join([*lines[:3], *(b"%d\n" % n for n in range(30_000)), *lines[3:]]))
+    reader = EventReader(tmp_path, told.append)
+    assert steps(reader) == [1, 2, 3, 4, 5, 6]
+    assert len(reader.damaged) == MOST_NAMED + 1 and told == reader.damaged
+    more = 30_000 - MOST_NAMED
+    assert str(reader.damaged[-1]) == f"{NAME}: and {more} more lines"
+    assert in_words(told) == [f"{told[0]} (and 29999 more places); read without it"]
+    with open(tmp_path / NAME, "ab") as file:
+        file.write(b"one more\n")
+    assert steps(reader) == [] and str(reader.damaged[-1]) == f"{NAME}: and {more + 1} more lines"
+    assert len(told) == MOST_NAMED + 1, "not said again"
+    assert time.process_time() - begun_s < 20, "in time that grows with the lines, not with their square"
 
 
 def test_one_sentence_a_file():

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,10 @@ from muster.core.event_details.kinds import KINDS
 from muster.core.event_log.chain import genesis
 from muster.core.event_log.names import event_files
 from muster.core.events import Event
-from muster.core.typed_json import JsonObject, parse_object
+from muster.core.typed_json import INT64_MAX, JsonObject, parse_object
+
+#: Places of a file that are named one by one; of more (a disk's garbage has thousands) only how many there are.
+MOST_NAMED = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,8 @@ class Damage:
     line: int
     """Counted from 1; 0: the file as a whole."""
     reason: str
+    places: int = 1
+    """How many it stands for."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
@@ -43,13 +50,19 @@ class EventReader:
     """Reads the event files of ``directory``, each from where the last ``read`` left it.
 
     Never raises for what a file holds. ``damaged`` has each damage once, in the order in which it was met; so is
-    ``on_damage`` told. A torn last line is being written, or its writer was killed: no damage.
+    ``on_damage`` told. Of one file at most ``MOST_NAMED``, and one that says how many more there are (``on_damage``
+    hears of it once, when a file was read to its end). A torn last line is being written, or its writer was killed: no
+    damage. A line that was yielded is not yielded again where it, or all of the file, was added a second time.
     """
 
     directory: Path
     on_damage: Callable[[Damage], None] | None = None
     damaged: list[Damage] = field(default_factory=list)
     _places: dict[str, _Place] = field(default_factory=dict)
+    _known: dict[str, set[int]] = field(default_factory=dict)
+    """Damaged lines of each file."""
+    _more_at: dict[str, int] = field(default_factory=dict)
+    """Where in ``damaged`` the number of those that are not named is."""
 
     def read(self) -> Iterator[tuple[str, Event]]:
         """``(file name, event)``, file by file, each in its order; an event that was yielded is not read again."""
@@ -67,6 +80,7 @@ class EventReader:
             return
         except OSError as error:
             self._report(path.name, 0, f"cannot be read: {error.strerror or error}")
+        self._report_more(path.name)
 
     def _events(self, name: str, file: BinaryIO, place: _Place) -> Iterator[Event]:
         if os.fstat(file.fileno()).st_size < place.end:
@@ -76,17 +90,25 @@ class EventReader:
         lines = _lines(file, place.end, place.number)
         line, after = next(lines, None), next(lines, None)
         if line is not None and place.last is not None:  # nothing cited it yet when it was read
-            self._judge(name, place.before, place.last, line, after)
+            self._judge(name, place, place.before, place.last, (line, after))
         while line is not None:
             later = next(lines, None)
-            whole = self._judge(name, place.last, line, after, later)
-            seen = place.take(line)
-            if whole and line.event is not None and not seen:
-                yield line.event
+            repeated = place.has_yielded(line)
+            if repeated and not place.repeats and place.is_new(line):  # it stands for those after it
+                self._report(name, line.number, "it is there a second time")
+            whole = not repeated and self._judge(name, place, place.last, line, (after, later))
+            place.take(line, repeated)
+            if whole and line.event is not None:
+                place.note_yielded(line, line.event.seq)
+                if place.is_new(line):
+                    yield line.event
             line, after = after, later
 
-    def _judge(self, name: str, before: _Line | None, line: _Line, after: _Line | None, later: _Line | None) -> bool:
+    def _judge(
+        self, name: str, place: _Place, before: _Line | None, line: _Line, following: tuple[_Line | None, _Line | None]
+    ) -> bool:
         """Whether to believe ``line``; what is wrong with it, or missing after it, is reported."""
+        after, later = following
         if line.event is None:
             self._report(name, line.number, line.reason)
             return False
@@ -96,6 +118,9 @@ class EventReader:
             return self._fits(name, line, line.event)
         if after.prev == line.hash:
             return True
+        if after.hash == line.hash or (place.has_yielded(after) and place.is_new(after)):
+            # It is the next one that does not belong here.
+            return self._fits(name, line, line.event)
         if later is not None and later.event is not None and later.prev != after.hash:  # it is the next one that is not
             return self._fits(name, line, line.event)
         missing = after.event.seq - line.event.seq - 1
@@ -117,11 +142,28 @@ class EventReader:
         return True
 
     def _report(self, file: str, line: int, reason: str) -> None:
-        damage = Damage(file=file, line=line, reason=reason)
-        if all((known.file, known.line) != (file, line) for known in self.damaged):
-            self.damaged.append(damage)
-            if self.on_damage is not None:
-                self.on_damage(damage)
+        known = self._known.setdefault(file, set())
+        if line in known:
+            return
+        known.add(line)
+        if len(known) <= MOST_NAMED:
+            self._say(Damage(file=file, line=line, reason=reason))
+
+    def _report_more(self, file: str) -> None:
+        more = len(self._known.get(file, ())) - MOST_NAMED
+        if more <= 0:
+            return
+        damage = Damage(file=file, line=0, reason=f"and {more} more lines", places=more)
+        if file in self._more_at:
+            self.damaged[self._more_at[file]] = damage
+        else:
+            self._more_at[file] = len(self.damaged)
+            self._say(damage)
+
+    def _say(self, damage: Damage) -> None:
+        self.damaged.append(damage)
+        if self.on_damage is not None:
+            self.on_damage(damage)
 
 
 @dataclass(frozen=True)
@@ -148,23 +190,51 @@ class _Place:
     last: _Line | None = None
     before: _Line | None = None
     """The one before ``last``."""
+    repeats: bool = False
+    """Whether ``last`` was there before."""
     newest_seq: int = -1
-    _seen_up_to: int = -1
+    seen_up_to: int = -1
+    """Events up to it were yielded when the file was longer."""
+    _seqs: array[int] = field(default_factory=lambda: array("q"))
+    """Of what was yielded, rising. (Numbers alone: a file may have millions of lines.)"""
+    _hashes: array[int] = field(default_factory=lambda: array("Q"))
+    """The beginnings of their lines' hashes."""
 
-    def take(self, line: _Line) -> bool:
-        """``line`` was read; whether it had been before, when the file was longer."""
-        self.end, self.number = line.end, line.number
+    def take(self, line: _Line, repeated: bool) -> None:
+        """``line`` was read."""
+        self.end, self.number, self.repeats = line.end, line.number, repeated
         self.before, self.last = self.last, line
-        if line.event is None:
+        if line.event is not None:
+            self.newest_seq = max(self.newest_seq, line.event.seq)
+
+    def is_new(self, line: _Line) -> bool:
+        """Whether it had not been read before the file became shorter."""
+        return line.event is not None and line.event.seq > self.seen_up_to
+
+    def note_yielded(self, line: _Line, seq: int) -> None:
+        seq, at = min(seq, INT64_MAX), len(self._seqs)
+        if self._seqs and seq <= self._seqs[-1]:
+            at = bisect_left(self._seqs, seq)
+            if self._seqs[at] == seq:
+                return
+        self._seqs.insert(at, seq)
+        self._hashes.insert(at, _short(line))
+
+    def has_yielded(self, line: _Line) -> bool:
+        """This same line, from another place of the file."""
+        if line.event is None or not self._seqs or line.event.seq > self._seqs[-1]:
             return False
-        seen = line.event.seq <= self._seen_up_to
-        self.newest_seq = max(self.newest_seq, line.event.seq)
-        return seen
+        at = bisect_left(self._seqs, line.event.seq)
+        return self._hashes[at] == _short(line)
 
     def begin_again(self) -> None:
         self.end = self.number = 0
         self.last = self.before = None
-        self._seen_up_to = self.newest_seq
+        self.seen_up_to = self.newest_seq
+
+
+def _short(line: _Line) -> int:
+    return int(line.hash[:16], 16)
 
 
 def _lines(file: BinaryIO, end: int, number: int) -> Iterator[_Line]:
@@ -194,7 +264,8 @@ def in_words(damaged: Iterable[Damage]) -> list[str]:
     by_file: dict[str, list[Damage]] = {}
     for damage in damaged:
         by_file.setdefault(damage.file, []).append(damage)
-    return [
-        f"{found[0]}" + (f" (and {len(found) - 1} more places)" if len(found) > 1 else "") + "; read without it"
-        for found in by_file.values()
-    ]
+    sentences = []
+    for found in by_file.values():
+        more = sum(each.places for each in found) - 1
+        sentences.append(f"{found[0]}" + (f" (and {more} more places)" if more else "") + "; read without it")
+    return sentences

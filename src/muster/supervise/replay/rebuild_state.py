@@ -123,15 +123,22 @@ class _Replay:
     detected: Event | None = None
     newest_attempt: int = 0
     """Of any event: the log may lack the beginning of that attempt."""
+    of_unknown: dict[int, set[str]] = field(default_factory=dict)
+    """Hosts that ran ranks of attempts whose beginning the log lacks."""
 
     def add(self, event: Event) -> None:
         self.newest_attempt = max(self.newest_attempt, event.attempt)
+        if event.rank is not None and event.attempt > self.state.attempt:
+            self.of_unknown.setdefault(event.attempt, set()).add(event.host)
         if event.kind in _FOLDS:
             _FOLDS[event.kind](self, event, event.wall_ns - self.now_ns)
 
     def result(self) -> State:
         state, phase = self.state, self.state.phase
-        if self.newest_attempt > state.attempt:  # its ranks are those before it, or nobody's, and are ended
+        if self.newest_attempt > state.attempt and isinstance(phase, Running):
+            # Neither its ranks nor its layout are known: whatever runs on any host is of an older attempt than this.
+            phase = self._end_unknown_attempt()
+        elif self.newest_attempt > state.attempt:  # its ranks are those before it, or nobody's, and are ended
             state.attempt = self.newest_attempt if state.ranks else self.newest_attempt + 1
         known = isinstance(phase, Held | Draining | Waiting | Flushing) or bool(state.ranks)
         if known and not isinstance(phase, Held):
@@ -139,6 +146,15 @@ class _Replay:
         elif not known:
             state.phase = Starting()
         return state
+
+    def _end_unknown_attempt(self) -> Draining:
+        """Every host that may run its ranks is to end them, and to say what it holds; they run the next attempt."""
+        state = self.state
+        names = dict.fromkeys((*state.active, *sorted(self.of_unknown.get(self.newest_attempt, ()))))
+        members = [name for name in names if name not in state.hosts or not state.hosts[name].lost]
+        state.attempt = self.newest_attempt + 1
+        state.abandon()
+        return Draining(next=self._next(members, None))
 
     # ------------------------------------------------------------ attempts
 

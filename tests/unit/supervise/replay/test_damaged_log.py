@@ -1,12 +1,14 @@
 """A log with a damaged line: the state after what is whole; numbers rise, and steps are not counted down."""
 
+from dataclasses import replace
+
 import pytest
 from fakes.virtual_run import cluster, events_of, kinds, machine, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.core.event_log import EventLog
-from muster.supervise.recovery.phases import Adopting
+from muster.supervise.recovery.phases import Adopting, Draining
 from muster.supervise.replay.rebuild_state import EventReplay, rebuild_state
 
 
@@ -46,6 +48,37 @@ def test_an_attempt_whose_beginning_is_lost_is_not_begun_again():
     assert isinstance(state.phase, Adopting)
     state = rebuild_state([event for event in EVENTS if event.kind != "attempt.started"])
     assert state.attempt == 3, "whoever runs ranks of attempt 2 is told to end them"
+
+
+def without_the_change(events):
+    """One bad block of the supervisor's file: the end of attempt 1 and the beginning of attempt 2 are lost."""
+    lost = {("attempt.ended", 1), ("attempt.started", 2)}
+    return [event for event in events if (event.kind, event.attempt) not in lost]
+
+
+def test_the_ranks_of_an_attempt_that_is_not_known_are_ended():
+    events = without_the_change(EVENTS)
+    (step, *_) = (event for event in reversed(events) if event.kind == "step" and event.attempt == 2)
+    state = rebuild_state([*events, replace(step, host="host-2", rank=1)])
+    assert isinstance(state.phase, Adopting) and isinstance(state.phase.found, Draining)
+    assert state.attempt == 3 and not state.ranks, "older than it is whatever a host runs"
+    assert state.phase.found.next.hosts == ["host-0", "host-2"], "host-1 was lost; host-2 has taken steps"
+
+
+def test_a_supervisor_that_does_not_know_the_newest_attempt_starts_another_one():
+    of = spec(hosts=2, spare_hosts=1)
+    found = cluster(of)
+    found.at(10.0, lambda: found.kill_host("host-1"))
+    found.at(20.0, lambda: found.lose_supervisor())
+    found.at(
+        25.0,
+        lambda: found.replace_supervisor(machine(of, state=rebuild_state(without_the_change(events_of(found))))),
+    )
+    end = found.run(until_s=2000.0)
+    assert end is not None and (end.exit_code, end.reason) == (0, "done after step 100")
+    assert not kinds(found, "attempt.adopted")
+    layouts = [(list(log.detail["hosts"]), log.detail["world_size"]) for _, log in kinds(found, "attempt.started")]
+    assert layouts == [(["host-0", "host-1"], 2), (["host-0", "host-2"], 2), (["host-0", "host-2"], 2)]
 
 
 @pytest.mark.parametrize("kind", ["attempt.started", "incident.decided", "incident.detected", "attempt.ended", "step"])

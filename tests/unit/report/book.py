@@ -27,7 +27,8 @@ class Book:
 
     def step(self, at_s, step, *, attempt=1, loss=None, **detail):
         loss = 5.0 - step / 10 if loss is None else loss
-        detail = {"loss": loss, "step_ns": SECOND // 10, "rows": 4, "tokens": 40, "supervised_tokens": 20} | detail
+        counts = {"rows": 4, "tokens": 40, "supervised_tokens": 20, "padding_tokens": 0}
+        detail = {"loss": loss, "grad_norm": 1.0, "learning_rate": 0.1, "step_ns": SECOND // 10} | counts | detail
         return self.add(f"host-0.{attempt}.jsonl", at_s, "step", attempt=attempt, step=step, rank=0, **detail)
 
     def boss(self, at_s, kind, *, term=1, **more):

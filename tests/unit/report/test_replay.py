@@ -77,7 +77,7 @@ def test_runs_whose_faults_changed_the_numbers(book, detail, words):
 
 def test_a_run_file_that_was_changed_on_the_way(book):
     for at_s in (0.0, 0.8):
-        book.add("client.0.jsonl", at_s, "run.submitted", attempt=0, spec_digest="a", backend="local")
+        book.add("client.0.jsonl", at_s, "run.submitted", attempt=0, spec_digest="a", backend="local", version="1")
         plan(book.write())
     line_of(book, "run.submitted", 1)["detail"]["spec_digest"] = "b"
     refused(book, "its run file was changed on the way")

@@ -72,22 +72,28 @@ class EventReader:
 
     def read_file(self, path: Path) -> Iterator[Event]:
         """The same of one file."""
+        for line in self.read_lines(path):
+            assert line.event is not None
+            yield line.event
+
+    def read_lines(self, path: Path) -> Iterator[Line]:
+        """The lines of those events: for whoever wants to know more of them than the event."""
         place = self._places.setdefault(path.name, _Place())
         try:
             with open(path, "rb") as file:  # of weeks: never all of it in memory
-                yield from self._events(path.name, file, place)
+                yield from self._believed(path.name, file, place)
         except FileNotFoundError:
             return
         except OSError as error:
             self._report(path.name, 0, f"cannot be read: {error.strerror or error}")
         self._report_more(path.name)
 
-    def _events(self, name: str, file: BinaryIO, place: _Place) -> Iterator[Event]:
+    def _believed(self, name: str, file: BinaryIO, place: _Place) -> Iterator[Line]:
         if os.fstat(file.fileno()).st_size < place.end:
             self._report(name, place.number, "the file has become shorter than what was read of it")
             place.begin_again()
         file.seek(place.end)
-        lines = _lines(file, place.end, place.number)
+        lines = (place.of_this_run(line) for line in _lines(file, place.end, place.number))
         line, after = next(lines, None), next(lines, None)
         if line is not None and place.last is not None:  # nothing cited it yet when it was read
             self._judge(name, place, place.before, place.last, (line, after))
@@ -99,13 +105,13 @@ class EventReader:
             whole = not repeated and self._judge(name, place, place.last, line, (after, later))
             place.take(line, repeated)
             if whole and line.event is not None:
-                place.note_yielded(line, line.event.seq)
+                place.note_yielded(line, line.event)
                 if place.is_new(line):
-                    yield line.event
+                    yield line
             line, after = after, later
 
     def _judge(
-        self, name: str, place: _Place, before: _Line | None, line: _Line, following: tuple[_Line | None, _Line | None]
+        self, name: str, place: _Place, before: Line | None, line: Line, following: tuple[Line | None, Line | None]
     ) -> bool:
         """Whether to believe ``line``; what is wrong with it, or missing after it, is reported."""
         after, later = following
@@ -114,6 +120,9 @@ class EventReader:
             return False
         if line.number == 1 and (problem := _bad_beginning(name, line, line.event)) is not None:
             self._report(name, 1, problem)
+        if after is None and place.goes_back(line, before):
+            self._report(name, line.number, "it does not follow the lines before it")
+            return False
         if after is None or after.event is None or not line.prev:
             return self._fits(name, line, line.event)
         if after.prev == line.hash:
@@ -121,6 +130,8 @@ class EventReader:
         if after.hash == line.hash or (place.has_yielded(after) and place.is_new(after)):
             # It is the next one that does not belong here.
             return self._fits(name, line, line.event)
+        if later is None and after.event.seq <= line.event.seq and before is not None and line.prev == before.hash:
+            return self._fits(name, line, line.event)  # again the next one
         if later is not None and later.event is not None and later.prev != after.hash:  # it is the next one that is not
             return self._fits(name, line, line.event)
         missing = after.event.seq - line.event.seq - 1
@@ -130,7 +141,7 @@ class EventReader:
         self._report(name, line.number, "it was changed: the next line cites another one")
         return False
 
-    def _fits(self, name: str, line: _Line, event: Event) -> bool:
+    def _fits(self, name: str, line: Line, event: Event) -> bool:
         """For a line that no other one vouches for."""
         kind = KINDS.get(event.kind)
         try:
@@ -167,7 +178,7 @@ class EventReader:
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """One whole line of a file."""
 
     number: int
@@ -178,6 +189,8 @@ class _Line:
     """None: it is not one."""
     prev: str
     """Empty where the line does not say."""
+    held: JsonObject = field(default_factory=dict)
+    """What it says, as JSON; empty where it is no event."""
     reason: str = ""
 
 
@@ -187,45 +200,61 @@ class _Place:
 
     end: int = 0
     number: int = 0
-    last: _Line | None = None
-    before: _Line | None = None
+    last: Line | None = None
+    before: Line | None = None
     """The one before ``last``."""
     repeats: bool = False
     """Whether ``last`` was there before."""
     newest_seq: int = -1
     seen_up_to: int = -1
     """Events up to it were yielded when the file was longer."""
+    _run_id: str | None = None
+    """Of the first line that was yielded."""
     _seqs: array[int] = field(default_factory=lambda: array("q"))
     """Of what was yielded, rising. (Numbers alone: a file may have millions of lines.)"""
     _hashes: array[int] = field(default_factory=lambda: array("Q"))
     """The beginnings of their lines' hashes."""
+    _stragglers: dict[int, int] = field(default_factory=dict)
+    """The same of those that came after one with a higher number."""
 
-    def take(self, line: _Line, repeated: bool) -> None:
+    def take(self, line: Line, repeated: bool) -> None:
         """``line`` was read."""
         self.end, self.number, self.repeats = line.end, line.number, repeated
         self.before, self.last = self.last, line
         if line.event is not None:
             self.newest_seq = max(self.newest_seq, line.event.seq)
 
-    def is_new(self, line: _Line) -> bool:
+    def is_new(self, line: Line) -> bool:
         """Whether it had not been read before the file became shorter."""
         return line.event is not None and line.event.seq > self.seen_up_to
 
-    def note_yielded(self, line: _Line, seq: int) -> None:
-        seq, at = min(seq, INT64_MAX), len(self._seqs)
+    def note_yielded(self, line: Line, event: Event) -> None:
+        seq = min(event.seq, INT64_MAX)
+        self._run_id = self._run_id or event.run_id
         if self._seqs and seq <= self._seqs[-1]:
-            at = bisect_left(self._seqs, seq)
-            if self._seqs[at] == seq:
-                return
-        self._seqs.insert(at, seq)
-        self._hashes.insert(at, _short(line))
+            self._stragglers.setdefault(seq, _short(line))
+        else:
+            self._seqs.append(seq)
+            self._hashes.append(_short(line))
 
-    def has_yielded(self, line: _Line) -> bool:
+    def has_yielded(self, line: Line) -> bool:
         """This same line, from another place of the file."""
         if line.event is None or not self._seqs or line.event.seq > self._seqs[-1]:
             return False
         at = bisect_left(self._seqs, line.event.seq)
-        return self._hashes[at] == _short(line)
+        return _short(line) in (self._hashes[at], self._stragglers.get(line.event.seq))
+
+    def goes_back(self, line: Line, before: Line | None) -> bool:
+        """Whether it cites another line than that before it, and has the number of one that was yielded, or less."""
+        follows = before is None or not line.prev or line.prev == before.hash
+        return not follows and line.event is not None and bool(self._seqs) and line.event.seq <= self._seqs[-1]
+
+    def of_this_run(self, line: Line) -> Line:
+        """It, or what says that it is another run's."""
+        if line.event is None or self._run_id in (None, line.event.run_id):
+            return line
+        reason = f"not an event of this run: {line.event.run_id!r}"[:200]
+        return Line(line.number, line.end, line.hash, None, "", reason=reason)
 
     def begin_again(self) -> None:
         self.end = self.number = 0
@@ -233,11 +262,11 @@ class _Place:
         self.seen_up_to = self.newest_seq
 
 
-def _short(line: _Line) -> int:
+def _short(line: Line) -> int:
     return int(line.hash[:16], 16)
 
 
-def _lines(file: BinaryIO, end: int, number: int) -> Iterator[_Line]:
+def _lines(file: BinaryIO, end: int, number: int) -> Iterator[Line]:
     for raw in file:
         if not raw.endswith(b"\n"):
             return  # torn, or being written
@@ -246,12 +275,12 @@ def _lines(file: BinaryIO, end: int, number: int) -> Iterator[_Line]:
         try:
             held = parse_object(raw)
             prev = held.get("prev", "")
-            yield _Line(number, end, digest, Event.from_json(held), prev if isinstance(prev, str) else "?")
+            yield Line(number, end, digest, Event.from_json(held), prev if isinstance(prev, str) else "?", held)
         except ValueError as error:
-            yield _Line(number, end, digest, None, "", f"not an event: {error}"[:200])
+            yield Line(number, end, digest, None, "", reason=f"not an event: {error}"[:200])
 
 
-def _bad_beginning(name: str, line: _Line, event: Event) -> str | None:
+def _bad_beginning(name: str, line: Line, event: Event) -> str | None:
     if not line.prev or line.prev == genesis(event.run_id, name):
         return None
     if event.seq > 0:

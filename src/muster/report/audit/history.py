@@ -1,6 +1,5 @@
-"""A run's recorded history, read a second time: own parsing, own chain check, the standard library alone.
-
-For ``report.audit.invariants``; everything else reads events through ``core.event_log``.
+"""A run's recorded history: which lines of a damaged file count is ``core.event_log``'s rule, as for every reader; that
+a chain holds, and what cites what, is looked up here a second time with the standard library alone.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from muster.core.event_log import EventReader
+from muster.core.typed_json import JsonObject
 
 #: Machines keep their clocks closer together than this; a clock that is off by more was stepped.
 STEP_NS = 1_000_000_000
@@ -81,8 +83,15 @@ def load(run_dir: Path, log: Finding) -> History:
     files: dict[str, list[Line]] = {}
     heads: dict[str, set[str]] = {}
     found: dict[str, list[str]] = {}
+    reader = EventReader(run_dir / "events")
     for path in sorted((run_dir / "events").glob("*.jsonl")):
-        files[path.name], heads[path.name], found[path.name] = _chain(path, log)
+        said = len(reader.damaged)
+        files[path.name] = [_line(line.held, path.name) for line in reader.read_lines(path)]
+        found[path.name] = [str(damage) for damage in reader.damaged[said:]]
+        checked, heads[path.name], breaks_at = _chain(path)
+        log.checked += checked
+        if breaks_at and not found[path.name]:
+            found[path.name] = [f"{path.name}:{breaks_at}: the chain breaks here"]
     log.expect(bool(files), f"no events in {run_dir / 'events'}")
     named = {str(line["detail"].get("file")) for lines in files.values() for line in lines if line["kind"] == DAMAGED}
     for name, problems in found.items():
@@ -175,54 +184,36 @@ def up_to(layout_history: LayoutHistory, step: int) -> LayoutHistory:
     return tuple(segment for segment in layout_history if segment[0] <= step)
 
 
-def _chain(path: Path, log: Finding) -> tuple[list[Line], set[str], list[str]]:
-    """(events, hash of every line, what breaks the chain); a torn last line does not count.
+def _chain(path: Path) -> tuple[int, set[str], int]:
+    """(whole lines, what a next line may cite, number of the first that is not what the one after it cites; 0: none).
 
-    A line that the next one does not cite was changed, and is none of the events.
+    A torn last line does not count.
     """
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        return [], set(), [f"{path.name} cannot be read: {error.strerror}"]
-    result: list[Line] = []
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return 0, set(), 0
     hashes: set[str] = set()
-    problems: list[str] = []
-    expected, count = None, 0
-    for number, text in enumerate(data.split(b"\n")[:-1], 1):
-        raw = text + b"\n"
-        log.checked += 1
-        try:
-            line = _line(raw)
-        except (ValueError, KeyError, RecursionError) as error:
-            problems.append(f"{path.name}:{number}: not an event ({error})")
-            continue
-        if expected is None:
-            expected = hashlib.sha256(f"muster:{line['run_id']}:{path.name}".encode()).hexdigest()
+    expected, breaks_at = "", 0
+    for number, text in enumerate(lines, 1):
+        cited, seq, run_id = _cited(text)
+        if number == 1:
+            expected = hashlib.sha256(f"muster:{run_id}:{path.name}".encode()).hexdigest()
             hashes.add(expected)
-        if line["prev"] != expected or line["seq"] != count:
-            problems.append(f"{path.name}:{number}: the chain breaks here")
-            if result and result[-1]["seq"] == line["seq"] - 1 and number > 1 and line["prev"] not in hashes:
-                result.pop()
-        expected, count = hashlib.sha256(raw).hexdigest(), line["seq"] + 1
+        if not breaks_at and (cited, seq) != (expected, number - 1):
+            breaks_at = number
+        expected = hashlib.sha256(text + b"\n").hexdigest()
         hashes.add(expected)
-        line["file"] = path.name
-        result.append(line)
-    return result, hashes, problems
+    return len(lines), hashes, breaks_at
 
 
-def _line(raw: bytes) -> Line:
-    """One event. Raises ValueError, KeyError, RecursionError where it is none."""
-    line = json.loads(raw)
-    if not isinstance(line, dict):
-        raise ValueError("no object")
-    line.setdefault("detail", {})
-    for names, kind in (("run_id prev kind host", str), ("seq wall_ns mono_ns attempt", int), ("detail", dict)):
-        for name in names.split():
-            if type(line[name]) is not kind:
-                raise ValueError(f"{name} is {str(line[name])[:40]!r}")
-    for name in ("step", "rank"):
-        if type(line.get(name)) not in (int, type(None)):
-            raise ValueError(f"{name} is {str(line[name])[:40]!r}")
-    if max(abs(line[name]) for name in ("seq", "wall_ns", "mono_ns", "attempt")) > 1 << 63:
-        raise ValueError("a number is out of range")
-    return line
+def _cited(text: bytes) -> tuple[object, object, object]:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None, None, None
+    return (line.get("prev"), line.get("seq"), line.get("run_id")) if isinstance(line, dict) else (None, None, None)
+
+
+def _line(held: JsonObject, file: str) -> Line:
+    return {"detail": {}, **held, "file": file}

@@ -1,7 +1,8 @@
 """Whether a run's recorded history keeps the invariants I1-I8. Shares no code with what wrote the history.
 
-Lines, chains, markers and checksums are read here a second time, from their description (docs/events.md)
-and with the standard library alone, so that a mistake in the writer is not repeated in its check.
+Chains, markers and checksums are looked up here a second time, from their description (docs/events.md) and with the
+standard library alone, so that a mistake in the writer is not repeated in its check. Which lines of a damaged file
+count is the one thing taken from elsewhere: the rule of all readers (``core.event_log``).
 
     I1  applied steps form one chain: no step is missing, none has two results; replicas hold one state
     I2  every step took the same samples each time it was taken, and the batch that the run file names

@@ -1,0 +1,1 @@
+"""Why a run stands still: captures of one moment read as values, and the rank that the others wait for."""

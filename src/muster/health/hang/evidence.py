@@ -1,0 +1,114 @@
+"""What was captured of a run that stands still, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from muster.core.typed_json import Record
+from muster.health.hang.flight_recorder import Recorder
+from muster.health.hang.process_state import CgroupState, ProcessState
+from muster.health.hang.ras import Ras
+from muster.health.hang.stacks import Thread
+from muster.health.verdicts import Finding
+
+
+class Kind(StrEnum):
+    """Why a rank holds the others up."""
+
+    STOPPED = "stopped"  # SIGSTOP, a debugger, a freezer
+    DEAD = "dead"  # its process is gone
+    GIL = "gil"  # code in C keeps Python's lock
+    CODE = "code"  # a line of the program
+    MISMATCH = "mismatch"  # ranks called different collectives, or one of different shape
+    LOADER = "loader"  # waits for data
+    GPU = "gpu"
+    LINK = "link"
+    UNKNOWN = "unknown"
+
+    @property
+    def hardware(self) -> bool:
+        """Another host may help; for the others it would not."""
+        return self in (Kind.GPU, Kind.LINK)
+
+
+class Confidence(StrEnum):
+    HIGH = "high"  # seen directly, or two sources agree
+    MEDIUM = "medium"  # one source
+    LOW = "low"  # what is missing might say otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEvidence:
+    """Of one rank; what is None was not captured."""
+
+    rank: int
+    host: str = ""
+    pid: int | None = None
+    step: int | None = None
+    phase: str = ""
+    process: ProcessState | None = None
+    cgroup: CgroupState | None = None
+    recorder: Recorder | None = None
+    threads: tuple[Thread, ...] | None = None
+    findings: tuple[Finding, ...] = ()
+    """Of its host and GPU."""
+    missing: tuple[str, ...] = ()
+    """Why a part is not there, one sentence each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    ranks: tuple[RankEvidence, ...]
+    world: int | None = None
+    """Ranks of the run; None: those that were captured, and those that their recorders name."""
+    ras: Ras | None = None
+    missing: tuple[str, ...] = ()
+    """Files that could not be read, hosts that did not answer: one sentence each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit(Record):
+    """A rank that others wait for. Texts are empty where nothing is known."""
+
+    rank: int
+    kind: Kind
+    confidence: Confidence
+    because: str
+    """What shows it, as the end of a sentence that begins with the rank."""
+    host: str = ""
+    gpu: int | None = None
+    group: str = ""
+    operation: str = ""
+    place: str = ""
+    """``file:line`` where it is."""
+    other_place: str = ""
+    """Of a mismatch: where the other ranks are."""
+
+    @property
+    def sentence(self) -> str:
+        """One line for people."""
+        host = f" on {self.host}" if self.host else ""
+        place = f" at {self.place}" if self.place else ""
+        other = f"; the others at {self.other_place}" if self.other_place else ""
+        return f"rank {self.rank}{host} {self.because}{place}{other}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis(Record):
+    """``culprits``: none where nobody can be named, and ``summary`` says why. Surest first, then by rank."""
+
+    culprits: tuple[Culprit, ...] = ()
+    victims: int = 0
+    summary: str = ""
+    missing: tuple[str, ...] = ()
+    """What was not captured and might change the answer."""
+
+    @property
+    def sentence(self) -> str:
+        if not self.culprits:
+            return self.summary
+        named = "; ".join(one.sentence for one in self.culprits[:2])
+        more = f"; and {len(self.culprits) - 2} more" if len(self.culprits) > 2 else ""
+        waits = f" ({self.victims} {'rank waits' if self.victims == 1 else 'ranks wait'} for it)"
+        return named + more + (waits if self.victims else "")

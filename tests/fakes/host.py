@@ -33,7 +33,7 @@ class RecordingHost:
         )
         self.hub = hub or SimpleNamespace(watch=lambda fd, call: None, unwatch=lambda fd: None, drain=lambda peer: None)
         self.log: Any = SimpleNamespace(
-            write=lambda *_, **__: None, write_rank=lambda _: None, open=lambda attempt: None, note=self._note
+            write=lambda *_, **__: None, write_rank=lambda _: True, open=lambda attempt: None, note=self._note
         )
         self.sent: list[FromAgent] = []
         self.notes: list[str] = []

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from muster.core.event_log import EventLog
+from muster.core.event_log.names import files_of, parts_pattern
+from muster.core.typed_json import Json, parse_object
 from muster.protocol.to_supervisor import FlushCommitted
 from muster.protocol.values import RankEvent
 from muster.storage import uris
 from muster.storage.home import Home
+
+#: So much of the end of a predecessor's file holds what its ranks may send again (``rank.sent_events``): 1,024 events
+#: each, half a kilobyte long.
+NEWEST_BYTES = 16 << 20
+_Written: TypeAlias = set[tuple[Json, Json, Json]]
 
 
 def committed_event(answer: FlushCommitted, *, directory: str, attempt: int) -> RankEvent:
@@ -42,6 +52,8 @@ class HostLog:
         self._attempt = -1
         self._behind: list[EventLog] = []
         """Of older attempts, whose last lines a full disk has not accepted yet."""
+        self._before: _Written = set()
+        """What a predecessor wrote of the ranks of this attempt."""
 
     def open(self, attempt: int) -> None:
         """From here on events go to ``attempt``'s file; one that exists (a predecessor's) is continued."""
@@ -50,6 +62,7 @@ class HostLog:
                 self._behind.append(self._log)
             self._log = self._home.open_log(self._run_id, self.writer, attempt)
             self._attempt = attempt
+            self._before = _written(self._log.directory, self.writer, attempt)
 
     def write(self, kind: str, detail: Mapping[str, Any], **extra: Any) -> None:
         """One event of this host or, with ``rank``, of one of its ranks."""
@@ -65,7 +78,31 @@ class HostLog:
         """An informational message."""
         self.write("run.message", {"text": text})
 
-    def write_rank(self, event: RankEvent) -> None:
-        """An event as a rank sent it, with the rank's own times. Raises ValueError where its kind has other details."""
+    def write_rank(self, event: RankEvent) -> bool:
+        """An event as a rank sent it, with the rank's own times; False: a predecessor of this agent had written it.
+
+        Raises:
+            ValueError: its kind has other details.
+        """
+        if (event.rank, event.kind, event.mono_ns) in self._before:
+            return False
         times = {"attempt": event.attempt, "mono_ns": event.mono_ns, "wall_ns": event.wall_ns}
         self.write(event.kind, event.detail, **times, rank=event.rank, step=event.step, phase=event.phase)
+        return True
+
+
+def _written(directory: Path, writer: str, attempt: int) -> _Written:
+    """(rank, kind, monotonic time) of the newest events of ranks."""
+    result: _Written = set()
+    of_attempt = parts_pattern(writer, attempt)
+    for path in files_of(directory, writer):
+        if of_attempt.match(path.name) is None:
+            continue
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - NEWEST_BYTES))
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    found = parse_object(line)
+                    if found.get("rank") is not None:
+                        result.add((found["rank"], found.get("kind"), found.get("mono_ns")))
+    return result

@@ -305,7 +305,8 @@ class RankPool:
 
     def _on_event(self, worker: Worker, event: RankEvent) -> None:
         try:
-            self._log.write_rank(event)
+            if not self._log.write_rank(event):
+                return
         except ValueError as error:  # another version's: like any message that cannot be read, it ends the connection
             self._log.note(f"rank {worker.rank} reported what is no event: {error}")
             if worker.peer is not None:

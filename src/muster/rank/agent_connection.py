@@ -1,8 +1,9 @@
 """A rank's connection to its host's agent: events out, commands in, heartbeats between.
 
-One daemon thread (started after the fork, never before) owns the socket, so that the training loop never
-waits for a reader. When the agent dies the client reconnects to its successor and sends what it queued; if none
-accepts within ``orphan_s`` the rank ends itself, because nothing could stop it any more.
+One daemon thread (started after the fork, never before) owns the socket, so that the training loop never waits for a
+reader. When the agent dies the client reconnects to its successor and sends what it queued, and before that the newest
+events that it had sent (``sent_events``); if none accepts within ``orphan_s`` the rank ends itself, because nothing
+could stop it any more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import queue
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from muster.protocol.codec import encode, reader_of
 from muster.protocol.rank_agent import TO_RANK, Pause, Paused, RankBeat, RankHello, RankProgress, TakePlace, ToRank
 from muster.protocol.ranks import Command, RankContext
 from muster.protocol.values import CommandRanks, LastWords, RankEvent
+from muster.rank.sent_events import EventFrame, SentEvents
 from muster.transport.secure_session import Session
 
 Message = TypeVar("Message")
@@ -53,6 +56,9 @@ class AgentConnection(Generic[Message]):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(timeout_s)
         self.sock.connect(address)
+        credentials = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.agent_pid: int = struct.unpack("3i", credentials)[0]
+        """The process that listens there."""
         self.session = Session(token, server=False)
         while not self.session.ready:
             self._pump()
@@ -153,6 +159,7 @@ class SocketAgentClient:
         self._attempt, self._rank = attempt, rank
         self._out: collections.deque[bytes] = collections.deque(maxlen=MAX_QUEUED)
         """Frames: what cannot be encoded fails where it is sent, not in the connection's thread."""
+        self._sent = SentEvents()
         self._commands: collections.deque[Command] = collections.deque()
         self._paused = threading.Event()
         self._on_pause: Callable[[], None] = lambda: None
@@ -171,9 +178,11 @@ class SocketAgentClient:
 
     def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Json) -> None:
         now = {"mono_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
-        self._send(
-            RankEvent(kind=kind, attempt=self._attempt, rank=self._rank, step=step, phase=phase, detail=detail, **now)
+        event = RankEvent(
+            kind=kind, attempt=self._attempt, rank=self._rank, step=step, phase=phase, detail=detail, **now
         )
+        self._out.append(EventFrame(encode(event)))
+        self._wake()
 
     def _send(self, message: Record) -> None:
         self._out.append(encode(message))
@@ -237,9 +246,10 @@ class SocketAgentClient:
             if connection is None:
                 return
             try:
+                self._sent.send_to_successor(connection)
                 while self._out:
                     connection.send_frame(self._out[0])
-                    self._out.popleft()
+                    self._sent.note(self._out.popleft())
                 now = time.monotonic()
                 if now >= next_beat or self._beat_now:  # before exit too: the step identifies a repeated error
                     self._beat_now = False
@@ -270,6 +280,7 @@ class SocketAgentClient:
                 if self._pause_report is not None:  # requested again, by a supervisor or agent that took over
                     self._send(self._pause_report)
             case TakePlace():
+                self._sent.forget()
                 self._assignments.put(message.context)
 
     def _reconnect(self) -> AgentConnection[ToRank] | None:

@@ -5,6 +5,7 @@ import os
 
 from muster.agent.host_event_log import HostLog
 from muster.core.event_log import check_directory, read
+from muster.protocol.values import RankEvent
 from muster.storage.home import open_home
 
 
@@ -53,3 +54,36 @@ def test_an_attempt_begins_on_a_full_disk(tmp_path, monkeypatch):
     log.write("run.message", {"text": "two"})
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["one", "two"]
     assert (tmp_path / "events" / "host-0.2.jsonl").is_file()
+
+
+def told(step, mono_ns, *, rank=0, attempt=1):
+    return RankEvent(
+        kind="run.message",
+        attempt=attempt,
+        rank=rank,
+        step=step,
+        phase=None,
+        mono_ns=mono_ns,
+        wall_ns=7,
+        detail={"text": "so far"},
+    )
+
+
+def test_what_ranks_send_a_second_time_is_written_once(tmp_path):
+    """Its predecessor was killed with events in its sockets; ranks send those again, and what it had written."""
+    first = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
+    first.open(1)
+    sent = [told(1, 10), told(2, 20), told(2, 20, rank=1), told(3, 30)]
+    assert [first.write_rank(event) for event in sent[:2]] == [True, True]
+    first._log.close()
+    (tmp_path / "events" / "host-0.1.jsonl").write_bytes(
+        (tmp_path / "events" / "host-0.1.jsonl").read_bytes() + b'{"torn'
+    )
+    second = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
+    second.note("here")
+    second.open(1)
+    assert [second.write_rank(event) for event in [*sent, told(4, 40)]] == [False, False, True, True, True]
+    second.open(2)
+    assert second.write_rank(told(5, 20, attempt=2)), "another attempt has a file of its own"
+    events = [(event.step, event.rank) for _, event in read(tmp_path / "events") if event.rank is not None]
+    assert events == [(1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0)]

@@ -229,6 +229,15 @@ class Recovery(Section):
     of fault tolerance. 200 are enough; a failure during them loses them. 0: none."""
 
 
+class Check(Section):
+    """What is held against a host's hardware."""
+
+    xid_ignore: list[Positive] = Field(default_factory=list)
+    """Xid numbers of the GPU driver that are noted and never cost a host, whatever the table says."""
+    xid_fatal: list[Positive] = Field(default_factory=list)
+    """Xid numbers after which a host is replaced at once; they win over ``xid_ignore``."""
+
+
 class Limits(Section):
     """What the run may cost. The plan keeps them at the 90th percentile; the supervisor saves and ends a run (exit code
     130) before it breaks one."""
@@ -266,6 +275,7 @@ class RunSpec(Section):
     evaluation: Evaluation = Evaluation()
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: Recovery = Recovery()
+    check: Check = Check()
     resources: Resources = Resources()
     limits: Limits = Limits()
     output: Output = Output()

@@ -80,6 +80,11 @@ RANK_OOM = IncidentTraits(
     blames_host=False, may_be_ignored=False, treatment=Treatment.RESTART, user_error=True, fails_alike=True,
     repeats=Repeats.BY_ERROR, simulated_as="process",
 )  # fmt: skip
+GPU_PROGRAM_ERROR = IncidentTraits(
+    kind="gpu_program_error", meaning="the program made an error on a GPU that the driver names (Xid 13, 31, ...)",
+    blames_host=False, may_be_ignored=False, treatment=Treatment.RESTART, user_error=True, fails_alike=True,
+    repeats=Repeats.BY_ERROR, simulated_as="process",
+)  # fmt: skip
 HOST_LOST = IncidentTraits(
     kind="host_lost", meaning="a host no longer answers",
     blames_host=True, may_be_ignored=False, treatment=Treatment.REPLACE, simulated_as="host",
@@ -112,8 +117,8 @@ HOST_RETURNED = IncidentTraits(
 )  # fmt: skip
 
 _SHIPPED = (
-    RANK_EXIT, RANK_EXCEPTION, RANK_HANG, RANK_OOM, HOST_LOST, HOST_UNHEALTHY, NOT_FINITE, PREEMPTION_NOTICE, CAPACITY,
-    START_UP, HOST_RETURNED,
+    RANK_EXIT, RANK_EXCEPTION, RANK_HANG, RANK_OOM, GPU_PROGRAM_ERROR, HOST_LOST, HOST_UNHEALTHY, NOT_FINITE,
+    PREEMPTION_NOTICE, CAPACITY, START_UP, HOST_RETURNED,
 )  # fmt: skip
 KINDS: Registry[IncidentTraits] = Registry(
     family="incident kind",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from muster.core.incidents import RANK_EXIT
+from muster.core.incidents import RANK_EXIT, IncidentTraits
+from muster.core.typed_json import JsonObject
 from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.protocol.to_supervisor import RankExit
 from muster.supervise.recovery import classify
@@ -45,7 +46,7 @@ def rank_exit(ctx: SupervisorContext, host: str, message: RankExit) -> None:
 
 
 def _failed(ctx: SupervisorContext, host: str, message: RankExit) -> None:
-    kind, evidence, detail = classify.classify_rank_exit(host, message)
+    kind, evidence, detail = _classified(ctx, host, message)
     if message.last is not None and message.last.rejected:
         ctx.reject(message.last.rejected, evidence)  # the host that holds them may have said so already
         detail = {**detail, "snapshot_rejected": True}
@@ -61,7 +62,11 @@ def _cause(ctx: SupervisorContext, host: str, message: RankExit) -> None:
         ctx.reject(last.rejected, f"rank {message.rank} on {host}: {last.message}")
     if state.open is None or not state.open.secondary or message.code <= 0 or message.code in REQUESTED_EXIT_CODES:
         return
-    kind, _, _ = classify.classify_rank_exit(host, message)
+    kind, _, _ = _classified(ctx, host, message)
     if kind is not RANK_EXIT:
         state.open.secondary = False
         _failed(ctx, host, message)
+
+
+def _classified(ctx: SupervisorContext, host: str, message: RankExit) -> tuple[IncidentTraits, str, JsonObject]:
+    return classify.classify_rank_exit(host, message, classify.own_numbers(ctx.settings.spec.check))

@@ -3,7 +3,8 @@
 import pytest
 from fakes.virtual_run import actions, cluster, events_of, kinds, machine, spec
 
-from muster.core.incidents import HOST_UNHEALTHY, RANK_EXCEPTION, RANK_EXIT, RANK_OOM
+from muster.config.spec import Check
+from muster.core.incidents import GPU_PROGRAM_ERROR, HOST_UNHEALTHY, RANK_EXCEPTION, RANK_EXIT, RANK_OOM
 from muster.core.snapshots import SnapshotCopy
 from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
@@ -51,6 +52,11 @@ def fails_at(found, step, *, last, host=None, rank=None, times=100):
         "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
         "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
         "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error (run with NCCL_DEBUG=INFO)",
+        "CUDA error: system not yet initialized",
+        "CUDA error: unspecified launch failure\nNVRM: Xid (PCI:0000:3b:00): 94, Contained memory error",
+        "CUDA error: device-side assert triggered\nNVRM: Xid (PCI:0000:3b:00): 999, of a later driver",
+        "NVRM: Xid (PCI:0000:3b:00): 31, MMU Fault\n"
+        "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)",
     ],
 )
 def test_words_of_a_broken_device_or_network_are_the_hosts(text):
@@ -66,11 +72,57 @@ def test_words_of_a_broken_device_or_network_are_the_hosts(text):
         ("CUDA error: device-side assert triggered", RANK_EXCEPTION),
         ("CUDA error: an illegal memory access was encountered", RANK_EXCEPTION),
         ("no column Xidentity", RANK_EXCEPTION),
+        ("transaction Xid 79 is in doubt", RANK_EXCEPTION),
+        (
+            "CUDA error: unspecified launch failure\nNVRM: Xid (PCI:0000:3b:00): 13, Graphics Exception",
+            GPU_PROGRAM_ERROR,
+        ),
+        ("CUDA error: an illegal memory access\nNVRM: Xid (PCI:0000:3b:00): 31, pid=7, MMU Fault", GPU_PROGRAM_ERROR),
+        ("CUBLAS_STATUS_INTERNAL_ERROR; NVRM: Xid (PCI:0000:3b:00): 31, pid=7, MMU Fault", GPU_PROGRAM_ERROR),
+        ("NVRM: Xid (PCI:0000:3b:00): 43, pid=7, Ch 00000010", GPU_PROGRAM_ERROR),
+        ("CUDA error: an illegal memory access\nNVRM: Xid (PCI:0000:3b:00): 45, pid=7, Ch 10", RANK_EXCEPTION),
     ],
 )
 def test_words_that_only_look_so_are_not(text, kind):
     message = RankExit(attempt=1, rank=3, pid=1, code=1, step=0, last=LastWords(exception="RuntimeError", message=text))
     assert classify.classify_rank_exit("host-1", message)[0] is kind
+
+
+def test_the_run_file_has_the_last_word_on_numbers():
+    def kind(number, **check):
+        own = classify.own_numbers(Check(**check))
+        words = LastWords(exception="RuntimeError", message=f"NVRM: Xid (PCI:0000:3b:00): {number}, pid=7")
+        message = RankExit(attempt=1, rank=3, pid=1, code=1, step=0, last=words)
+        found, _, detail = classify.classify_rank_exit("host-1", message, own)
+        return found, detail["class"]
+
+    assert kind(31) == (GPU_PROGRAM_ERROR, "app") and kind(31, xid_fatal=[31]) == (HOST_UNHEALTHY, "replace")
+    assert kind(119) == (HOST_UNHEALTHY, "reset") and kind(119, xid_ignore=[119]) == (RANK_EXCEPTION, "note")
+    assert kind(79, xid_ignore=[79], xid_fatal=[79]) == (HOST_UNHEALTHY, "replace")
+
+
+OWN_ON_GPU = LastWords(
+    exception="AcceleratorError",
+    message="CUDA error: an illegal memory access was encountered\nNVRM: Xid (PCI:0000:3b:00): 31, pid=7, MMU Fault",
+)
+
+
+def test_the_programs_own_error_on_a_gpu_never_costs_a_host():
+    found = cluster(spec(hosts=2, spare_hosts=1))
+    fails_at(found, 20, last=OWN_ON_GPU, host="host-1")
+    end = found.run()
+    assert end.exit_code == 1 and "illegal memory access" in end.reason
+    assert actions(found) == ["restart", "stop"], "no host is swapped to see whether the error follows the ranks"
+    host = found.machine.state.hosts["host-1"]
+    assert not host.quarantined and not host.failures_ns
+
+
+def test_a_run_file_that_calls_a_number_fatal_swaps_the_host():
+    of = spec(hosts=2, spare_hosts=1)
+    found = cluster(of.model_copy(update={"check": Check(xid_fatal=[31])}))
+    fails_at(found, 20, last=OWN_ON_GPU, host="host-1")
+    assert found.run().exit_code == 0
+    assert actions(found) == ["swap"] and worlds(found)[-1] == ["host-0", "host-2"]
 
 
 ECC = LastWords(exception="RuntimeError", message="CUDA error: uncorrectable ECC error encountered")

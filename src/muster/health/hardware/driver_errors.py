@@ -1,0 +1,287 @@
+"""What Xid and SXid errors mean for a host: judged by burst, never line by line.
+
+One fault prints several numbers (a double-bit error kills processes, whose channels are then removed: 48, 45, 45...),
+so all errors of a host until three minutes of silence are one burst, judged by its gravest member. Three minutes:
+NVIDIA Fleet Intelligence, "Xid bursts" (read 2026-11-22).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from muster.health.hardware.error_table import ErrorRow, OwnNumbers, error_rows
+from muster.health.hardware.kernel_log import Family, KernelFault, KernelLog, newest_boot
+from muster.health.verdicts import Finding, Verdict, worst
+
+SILENCE_S = 180.0
+#: How long an error counts as "the same again".
+DAY_S = 86400.0
+#: Xid 154: the driver says what the GPU needs, and that overrides the table.
+RECOVERY_ACTION = 154
+_NOTHING = OwnNumbers()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One error and its verdict."""
+
+    fault: KernelFault
+    verdict: Verdict
+    what: str
+    source: str
+    whole_host: bool = False
+    decides: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Burst:
+    """Errors without three minutes of silence between them: one incident."""
+
+    members: tuple[Judged, ...]
+    decisive: Judged
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.decisive.verdict
+
+    def resettable(self, gpus: Mapping[str, int]) -> tuple[int, ...]:
+        """GPUs (by number; ``gpus``: PCI address -> number) that a reset may heal; none where that is not enough."""
+        if self.verdict is not Verdict.RESET:
+            return ()
+        faulty = [member for member in self.members if member.verdict is Verdict.RESET]
+        if any(member.whole_host for member in faulty):
+            return tuple(sorted(gpus.values()))
+        return tuple(sorted({gpus[member.fault.device] for member in faulty if member.fault.device in gpus}))
+
+
+def judge_bursts(faults: Sequence[KernelFault], own: OwnNumbers = _NOTHING) -> tuple[Burst, ...]:
+    """The bursts of one host's errors, in their order, each with its verdict."""
+    found: list[Burst] = []
+    several = _devices_by_number(faults)
+    groups = _grouped(faults)
+    for position, group in enumerate(groups):
+        earlier = [fault for before in groups[:position] for fault in before if _within_a_day(fault, group[0])]
+        members = [_judge(fault, group, earlier, own, several) for fault in group]
+        members = _follow_the_driver(members, own)
+        # Equally grave: the first that decides (the cause comes before what follows from it).
+        decisive = max(members, key=lambda one: (one.decides, _gravity(one.verdict)))
+        found.append(Burst(members=tuple(members), decisive=decisive))
+    return tuple(found)
+
+
+def judge_kernel_log(
+    log: KernelLog,
+    *,
+    host: str = "",
+    gpus: Mapping[str, int] | None = None,
+    own: OwnNumbers = _NOTHING,
+    not_before_s: float | None = None,
+) -> list[Finding]:
+    """One finding for each burst of the log's last boot, and one for the log itself where it was cut or held none.
+
+    ``gpus``: PCI address -> number, where known. ``not_before_s``: what is older (on the log's own clock) is not
+    judged: the start of the run, or the last reset.
+    """
+    numbers = gpus or {}
+    faults = newest_boot(log.faults, log.boots)
+    if not_before_s is not None:
+        faults = tuple(fault for fault in faults if fault.time_s is None or fault.time_s >= not_before_s)
+    findings = [finding_of(burst, host=host, gpus=numbers) for burst in judge_bursts(faults, own)]
+    if log.mismatch:
+        findings.append(
+            Finding(
+                check="driver.version", verdict=Verdict.DRAIN, host=host, evidence=log.mismatch,
+                message="the driver's library and kernel module are of different versions: restart the host",
+            )
+        )  # fmt: skip
+    if log.unread:
+        message = "a line of the driver's errors holds no number"
+        findings.append(
+            Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, host=host, message=message, evidence=log.unread)
+        )
+    if log.cut or not log.lines:
+        message = "the kernel log is cut in its last line" if log.lines else "the kernel log is empty"
+        findings.append(Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, host=host, message=message))
+    elif not findings:
+        message = f"no Xid in {log.lines} lines of the kernel log"
+        findings.append(Finding(check="gpu.xid", verdict=Verdict.HEALTHY, host=host, message=message))
+    return findings
+
+
+def finding_of(burst: Burst, *, host: str = "", gpus: Mapping[str, int] | None = None) -> Finding:
+    """The burst in one sentence, with the line that decided."""
+    numbers, decisive = gpus or {}, burst.decisive
+    fault = decisive.fault
+    gpu = numbers.get(fault.device)
+    where = fault.device and (f" on {fault.device}" if gpu is None else f" on GPU {gpu} ({fault.device})")
+    counts = Counter((one.fault.family, one.fault.number) for one in burst.members)
+    times = counts.pop((fault.family, fault.number))
+    text = f"{fault.family} {fault.number}{where}" + (f", {times} times" if times > 1 else "") + f": {decisive.what}"
+    if fault.pid is not None:
+        text += f" (process {fault.pid}{' ' + fault.process if fault.process else ''})"
+    if counts:
+        others = (
+            f"{family} {number}" + (f" x{count}" if count > 1 else "") for (family, number), count in counts.items()
+        )
+        text += f"; with {', '.join(others)}"
+    reset = ",".join(map(str, burst.resettable(numbers)))
+    return Finding(
+        check="gpu.xid" if fault.family is Family.XID else "nvswitch.sxid", verdict=burst.verdict, host=host, gpu=gpu,
+        message=text, evidence=fault.line, value=str(fault.number), expected="none", source=decisive.source,
+        command=f"nvidia-smi --gpu-reset -i {reset}" if reset else "",
+    )  # fmt: skip
+
+
+def _judge(
+    fault: KernelFault,
+    burst: Sequence[KernelFault],
+    earlier: Sequence[KernelFault],
+    own: OwnNumbers,
+    several: Mapping[tuple[Family, int], int],
+) -> Judged:
+    if fault.family is Family.XID:
+        if fault.number in own.fatal:
+            return Judged(fault=fault, verdict=Verdict.REPLACE, what="named by the run file", source="check.xid_fatal")
+        if fault.number in own.ignore:
+            what = "ignored by the run file"
+            return Judged(fault=fault, verdict=Verdict.NOTE, what=what, source="check.xid_ignore", decides=False)
+        if fault.number == RECOVERY_ACTION:
+            return _recovery_action(fault, earlier)
+    row = error_rows(fault.family).get(fault.number)
+    if fault.fatal is False and (fault.family is Family.SXID or (row is not None and row.by_line)):
+        what = row.what if row else "not fatal"
+        return Judged(fault=fault, verdict=Verdict.NOTE, what=f"{what}, not fatal", source="the line itself")
+    if row is None:
+        if fault.family is Family.SXID and fault.fatal:
+            what = "fatal to a link of the switch"
+            return Judged(fault=fault, verdict=Verdict.RESET, what=what, source="the line itself", whole_host=True)
+        what = f"unknown {fault.family}: not in the table, so the host is not trusted"
+        return Judged(fault=fault, verdict=Verdict.DRAIN, what=what, source="catalog/health: no row")
+    verdict, note = _by_row(row, fault, burst, earlier, several)
+    if fault.family is Family.SXID and fault.fatal and _gravity(verdict) < _gravity(Verdict.RESET):
+        verdict = Verdict.RESET
+    return Judged(
+        fault=fault, verdict=verdict, what=row.what + note, source=row.source, decides=row.decides,
+        whole_host=row.scope == "host" or fault.family is Family.SXID,
+    )  # fmt: skip
+
+
+def _by_row(
+    row: ErrorRow,
+    fault: KernelFault,
+    burst: Sequence[KernelFault],
+    earlier: Sequence[KernelFault],
+    several: Mapping[tuple[Family, int], int],
+) -> tuple[Verdict, str]:
+    """(verdict, what to add to the sentence) from the row, what stands beside the error and what came before it."""
+    if row.beside_app is not None and any(_of_program(other) for other in burst):
+        return row.beside_app, ", beside an error of the program"
+    before = any(_same(fault, other) for other in earlier)
+    if not before or row.if_again is row.verdict:
+        return row.verdict, ""
+    if row.verdict is Verdict.APP and several[fault.family, fault.number] > 1:
+        return row.verdict, ""  # the program does it on every GPU
+    return row.if_again, ", again within a day"
+
+
+def _recovery_action(fault: KernelFault, earlier: Sequence[KernelFault]) -> Judged:
+    verdict = recovery_action(fault.text.rpartition(" to ")[2])
+    if verdict is None:
+        verdict, what = Verdict.DRAIN, f"the driver asks for an unknown action: {fault.text[:80]}"
+    elif verdict is Verdict.RESET and any(_same(fault, one) and "Reset" in one.text for one in earlier):
+        verdict, what = Verdict.REPLACE, "the driver asks for a reset again within a day"
+    else:
+        what = f"the driver says what is needed: {fault.text.rpartition(' to ')[2][:80]}"
+    return Judged(fault=fault, verdict=verdict, what=what, source="Xid 154: the driver's own word")
+
+
+def recovery_action(text: str) -> Verdict | None:
+    """The driver's recovery action (Xid 154, ``GPU Recovery Action``, NVML's field) as a verdict; None: not known.
+
+    ``0x1 (GPU Reset Required)``, ``Reset``, ``GPU_RESET``, ``PF FLR`` (a reset of the PCI function); a reboot, by
+    whatever name, cannot be had from inside a run, so the host is replaced.
+    """
+    words = re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+    if "reboot" in words:
+        return Verdict.REPLACE
+    if "drain" in words:
+        return Verdict.DRAIN
+    if "reset" in words or "flr" in words:
+        return Verdict.RESET
+    return Verdict.HEALTHY if re.search(r"\bnone\b", words) else None
+
+
+def _follow_the_driver(members: list[Judged], own: OwnNumbers) -> list[Judged]:
+    """Where the driver has said what a GPU needs (154), that GPU's other errors decide nothing."""
+    last = {one.fault.device: one for one in members if one.fault.number == RECOVERY_ACTION and _is_xid(one)}
+    out = []
+    for one in members:
+        word = last.get(one.fault.device)
+        if word is None or one.fault.number in own.fatal or not _is_xid(one):
+            out.append(one)
+        elif one is word:
+            hosts = any(other.whole_host and other.fault.device == one.fault.device for other in members)
+            verdict = Verdict.NOTE if one.verdict is Verdict.HEALTHY else one.verdict
+            out.append(Judged(fault=one.fault, verdict=verdict, what=one.what, source=one.source, whole_host=hosts))
+        else:
+            verdict = min(one.verdict, Verdict.NOTE, key=_gravity)
+            out.append(Judged(fault=one.fault, verdict=verdict, what=one.what, source=one.source, decides=False))
+    return out
+
+
+def _is_xid(one: Judged) -> bool:
+    return one.fault.family is Family.XID
+
+
+def _of_program(fault: KernelFault) -> bool:
+    row = error_rows(fault.family).get(fault.number)
+    return row is not None and row.verdict is Verdict.APP and row.decides
+
+
+def _same(fault: KernelFault, other: KernelFault) -> bool:
+    return (fault.family, fault.number, fault.device) == (other.family, other.number, other.device) and bool(
+        fault.device
+    )
+
+
+def _devices_by_number(faults: Iterable[KernelFault]) -> Counter[tuple[Family, int]]:
+    seen = {(fault.family, fault.number, fault.device) for fault in faults}
+    return Counter((family, number) for family, number, _ in seen)
+
+
+def _grouped(faults: Sequence[KernelFault]) -> list[list[KernelFault]]:
+    groups: list[list[KernelFault]] = []
+    for fault in faults:
+        if groups and _gap_s(groups[-1][-1], fault) <= SILENCE_S:
+            groups[-1].append(fault)
+        else:
+            groups.append([fault])
+    return groups
+
+
+def _gap_s(before: KernelFault, after: KernelFault) -> float:
+    """Seconds between two lines; 0 where they cannot be compared: then they are taken for one incident."""
+    if before.boot != after.boot:
+        return DAY_S
+    if before.time_s is None or after.time_s is None or before.clock is not after.clock:
+        return 0.0
+    return after.time_s - before.time_s
+
+
+def _within_a_day(before: KernelFault, after: KernelFault) -> bool:
+    return _gap_s(before, after) < DAY_S
+
+
+def _gravity(verdict: Verdict) -> int:
+    return _ORDER[verdict]
+
+
+_ORDER = {verdict: place for place, verdict in enumerate(Verdict)}
+
+
+def gravest(bursts: Iterable[Burst]) -> Verdict:
+    """The gravest verdict of all bursts; HEALTHY where there are none."""
+    return worst([Finding(check="gpu.xid", verdict=Verdict.HEALTHY, message=""), *map(finding_of, bursts)])

@@ -1,0 +1,224 @@
+"""The GPU driver's error lines in a kernel log: Xid (GPU), SXid (NVSwitch), "fallen off the bus", version mismatch.
+
+Reads what ``/dev/kmsg``, ``dmesg`` (plain, ``-T``, ``--time-format iso``, ``-x``), ``journalctl -k`` (short, iso,
+monotonic) and syslog files hold. Old drivers print ``Xid (0000:03:00): 14`` without ``PCI:``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+
+class Family(StrEnum):
+    XID = "Xid"
+    SXID = "SXid"
+
+
+class Clock(StrEnum):
+    """What a line's time can be compared with."""
+
+    BOOT = "boot"  # seconds since this boot
+    WALL = "wall"  # Unix seconds
+    LOCAL = "local"  # of a zone, or even a year, that the line does not name: only differences mean something
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFault:
+    """One error line of the driver."""
+
+    family: Family
+    number: int
+    device: str
+    """PCI address, normalised (``0000:9b:00.0``); empty where the line names none."""
+    text: str
+    """What follows the number."""
+    line: str
+    time_s: float | None = None
+    clock: Clock = Clock.BOOT
+    boot: int = 0
+    """Which of the log's boots the line belongs to, from 0."""
+    pid: int | None = None
+    process: str = ""
+    fatal: bool | None = None
+    """What the line says itself; None: nothing."""
+    link: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLog:
+    """A kernel log, read."""
+
+    faults: tuple[KernelFault, ...]
+    lines: int
+    boots: int = 1
+    mismatch: str = ""
+    """A line that says that library and kernel module are of different versions."""
+    unread: str = ""
+    """A line that begins as an error's but holds no number."""
+    cut: bool = False
+    """The last line is not whole."""
+    first_s: float | None = None
+    first_clock: Clock = Clock.BOOT
+
+
+_KMSG = re.compile(r"\d+,\d+,(\d+),[^;]*;")
+_SINCE_BOOT = re.compile(r"(?:<\d+>)?\[ *(\d+\.\d+)\] ?")
+_LOCAL = re.compile(r"\[(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})\] ?")
+_ISO = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z|[+-]\d\d:?\d\d)? +")
+_SHORT = re.compile(r"(\w{3} +\d+ \d\d:\d\d:\d\d)(?:\.(\d+))? +")
+_UNTIMED = re.compile(r"(?:<\d+>|\w+ *:\w+ *: ?|(?:\S+ )?kernel: ?)")
+
+_PCI = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-9a-fA-F])?"
+_XID = re.compile(rf"(?:NVRM: )?Xid \((?:PCI:)?({_PCI})\): (\d+)(?![\w.])[, ]*(.*)")
+#: Some drivers and tools leave the address out.
+_BARE_XID = re.compile(r"NVRM: Xid:? (\d+)(?![\w.])[, ]*(.*)")
+_SXID = re.compile(rf"(?:nvidia-nvswitch\d+: )SXid \(PCI:({_PCI})\): (\d+)(?![\w.])[, ]*(.*)")
+_LOOSE = re.compile(rf"(?:NVRM: |\b)(S?Xid) \((?:PCI:)?({_PCI})\): (\d+)(?![\w.])[, ]*([^\n]*)")
+_BEGINS = re.compile(r"NVRM: Xid\b|nvidia-nvswitch\d+: SXid\b")
+_OFF_THE_BUS = re.compile(r"NVRM: (.*fallen off the bus.*)")
+_GPU_NAMED = re.compile(rf"NVRM: .*\bGPU (?:at PCI:)?({_PCI})")
+_MISMATCH = re.compile(r"NVRM: API mismatch:")
+_BOOT = re.compile(r"Linux version \d|-- Boot [0-9a-f]{32}")
+_PID = re.compile(r"\bpid='?(\d+)")
+_PROCESS = re.compile(r"\bname=([^,]+)")
+_FATAL = re.compile(r"\b(Non-?)?fatal\b", re.IGNORECASE)
+_LINK = re.compile(r"\bLink (\d+)")
+#: The number of "fallen off the bus", which some lines leave out.
+OFF_THE_BUS = 79
+
+
+def pci_address(text: str) -> str:
+    """``00000000:9B:00.0`` (nvidia-smi) and ``0000:9b:00`` (kernel) are both ``0000:9b:00.0``; "" for no address."""
+    if not re.fullmatch(_PCI, text.strip()):
+        return ""
+    domain, bus, rest = text.strip().split(":")
+    device, _, function = rest.partition(".")
+    return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{int(function or '0', 16):x}"
+
+
+def read_kernel_log(text: str) -> KernelLog:
+    """Every error line of the GPU driver in ``text``. Never raises; a line that is cut in its number is left out."""
+    reader = KernelLogReader()
+    lines = text.split("\n")
+    cut = bool(lines[-1].strip())
+    faults = tuple(fault for line in (lines if not cut else lines[:-1]) if (fault := reader.read(line)) is not None)
+    return KernelLog(
+        faults=faults, lines=sum(bool(line.strip()) for line in lines), boots=reader.boot + 1,
+        mismatch=reader.mismatch, unread=reader.unread, cut=cut, first_s=reader.first_s, first_clock=reader.first_clock,
+    )  # fmt: skip
+
+
+class KernelLogReader:
+    """Reads one whole line after the other, as they come from a log that is followed."""
+
+    def __init__(self) -> None:
+        self.boot = 0
+        self.mismatch = ""
+        self.unread = ""
+        self.first_s: float | None = None
+        self.first_clock = Clock.BOOT
+        self._seen_any = False
+        self._named = ""
+
+    def read(self, line: str) -> KernelFault | None:
+        """The fault that this line reports, if it does."""
+        message, time_s, clock = _message(line.rstrip("\r\n"))
+        if not message:
+            return None
+        if _BOOT.match(message):
+            self.boot += self._seen_any
+        self._seen_any = True
+        if self.first_s is None and time_s is not None:
+            self.first_s, self.first_clock = time_s, clock
+        if _MISMATCH.match(message):
+            self.mismatch = line.strip()
+        named = _GPU_NAMED.match(message)
+        if named:
+            self._named = pci_address(named[1])
+        found = self._found(message)
+        if found is None:
+            if _BEGINS.match(message):
+                self.unread = line.strip()
+            return None
+        family, device, number, text = found
+        pid, process, fatal, link = (pattern.search(text) for pattern in (_PID, _PROCESS, _FATAL, _LINK))
+        return KernelFault(
+            family=family, number=number, device=device, text=text, line=line.strip(), time_s=time_s, clock=clock,
+            boot=self.boot, pid=int(pid[1]) if pid else None, process=process[1].strip() if process else "",
+            fatal=None if fatal is None else fatal[1] is None, link=int(link[1]) if link else None,
+        )  # fmt: skip
+
+    def _found(self, message: str) -> tuple[Family, str, int, str] | None:
+        if match := _XID.match(message):
+            return Family.XID, pci_address(match[1]), int(match[2][:9]), match[3]
+        if match := _SXID.match(message):
+            return Family.SXID, pci_address(match[1]), int(match[2][:9]), match[3]
+        if match := _BARE_XID.match(message):
+            return Family.XID, "", int(match[1][:9]), match[2]
+        if match := _OFF_THE_BUS.match(message):
+            address = re.search(_PCI, match[1])  # the text may go over several lines: then an earlier one names it
+            return Family.XID, pci_address(address[0]) if address else self._named, OFF_THE_BUS, match[1]
+        return None
+
+
+def in_text(text: str) -> tuple[KernelFault, ...]:
+    """Faults anywhere in free text, such as an exception's message, where a line need not begin with them.
+
+    The GPU's address must stand beside the number: databases have a thing called xid, too.
+    """
+    return tuple(
+        KernelFault(
+            family=Family(match[1]), number=int(match[3][:9]), device=pci_address(match[2]), text=match[4],
+            line=match[0], fatal=None if (fatal := _FATAL.search(match[4])) is None else fatal[1] is None,
+        )
+        for match in _LOOSE.finditer(text)
+    )  # fmt: skip
+
+
+def _message(line: str) -> tuple[str, float | None, Clock]:
+    """(the kernel's message, its time, what the time counts from). Prefixes stack: syslog keeps the kernel's own."""
+    time_s, clock, rest = None, Clock.BOOT, line.lstrip()
+    for _ in range(6):
+        stamp = _stamp(rest)
+        if stamp is not None:
+            at_s, of, rest = stamp
+            if time_s is None or clock is Clock.LOCAL:
+                time_s, clock = at_s, of
+        elif match := _UNTIMED.match(rest):
+            rest = rest[match.end() :]
+        else:
+            break
+    return rest, time_s, clock
+
+
+def _stamp(rest: str) -> tuple[float, Clock, str] | None:
+    if match := _KMSG.match(rest):
+        return int(match[1]) / 1e6, Clock.BOOT, rest[match.end() :]
+    if match := _SINCE_BOOT.match(rest):
+        return float(match[1]), Clock.BOOT, rest[match.end() :]
+    try:
+        if match := _LOCAL.match(rest):
+            at = datetime.strptime(f"{match[1]} +0000", "%a %b %d %H:%M:%S %Y %z")
+            return at.timestamp(), Clock.LOCAL, rest[match.end() :]
+        if match := _ISO.match(rest):
+            at = datetime.fromisoformat(match[1].replace(" ", "T") + (match[3] or "+00:00"))
+            return at.timestamp() + _part(match[2]), Clock.WALL if match[3] else Clock.LOCAL, rest[match.end() :]
+        if match := _SHORT.match(rest):  # no year: any leap year will do
+            at = datetime.strptime(f"1972 {match[1]} +0000", "%Y %b %d %H:%M:%S %z")
+            return at.timestamp() + _part(match[2]), Clock.LOCAL, rest[match.end() :]
+    except ValueError:  # digits that are no date
+        return None
+    return None
+
+
+def _part(digits: str | None) -> float:
+    return float(f"0.{digits}") if digits else 0.0
+
+
+def newest_boot(faults: Iterable[KernelFault], boots: int) -> tuple[KernelFault, ...]:
+    """Those of the log's last boot: a reboot has mended, or will show again, what was before."""
+    return tuple(fault for fault in faults if fault.boot == boots - 1)

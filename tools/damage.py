@@ -213,7 +213,7 @@ def take_snapshots(folder: Path) -> list[tuple[int, str]]:
             return [(step, word) for (step, _), word in tried.items()]
         step, attempt = max(listed)
         try:
-            found = restored(context(folder), asked(folder / RING, step, attempt), state_of(0))
+            found, _ = restored(context(folder), asked(folder / RING, step, attempt), state_of(0))
         except SnapshotNotIntact as error:
             tried[step, attempt] = check_words(error)
             continue
@@ -379,7 +379,7 @@ def wire_case(made: Templates, folder: Path, dice: random.Random) -> str:
             receive_version(there / COPY, offer, stream)
     thread.join()
     for held in list_snapshots(there):
-        found = restored(context(there), asked(there / COPY, held.step, held.attempt), state_of(0))
+        found, _ = restored(context(there), asked(there / COPY, held.step, held.attempt), state_of(0))
         check(found, held.step, "a copy of step")
     return words
 

@@ -71,7 +71,8 @@ class SnapshotStore:
 
     def begin(self, order: StartAttempt) -> list[RankContext]:
         """The contexts of an attempt's ranks with what only this host knows: its folder in memory, and where in it each
-        needed shard is or, if another host holds it, will be."""
+        needed shard is. One that another host holds will be there if a rank takes its place; of another layout's the
+        ranks read parts, from that host."""
         sources, memory = self._sources(order), str(self._memory)
         # A retained rank has its state and reads none: it would not do its share.
         share = all(context.kept_rank is None for context in order.contexts)
@@ -101,6 +102,9 @@ class SnapshotStore:
         for shard in order.fetch:
             held = ring_of(shard.copy)
             path = self._memory / held
+            if shard.address is not None and origin != layout:  # its ranks read the parts that they need
+                sources[shard.rank] = ShardSource(path=held, copy=shard.copy, address=shard.address)
+                continue
             if shard.address is not None:
                 path = self._memory / file_name("fetched", origin, shard.rank)
                 forget_refusal(path)

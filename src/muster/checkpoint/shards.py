@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -71,7 +71,7 @@ class ShardReader(StorageReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
+        for item in self._in_order_of_shards(plan):
             target = planner.resolve_tensor(item).detach()
             place = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
             self.copy_box(place, tuple(item.storage_offsets), tuple(item.lengths), target)
@@ -79,6 +79,21 @@ class ShardReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _in_order_of_shards(self, plan: LoadPlan) -> list[ReadItem]:
+        """The plan's items, those of one shard one after another; each shard is told what will be read of it."""
+        items: dict[int, list[ReadItem]] = defaultdict(list)
+        ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        shards: dict[int, Shard] = {}
+        for item in plan.items:
+            shard, chunk = self._where[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            shards[id(shard)] = shard
+            items[id(shard)].append(item)
+            pieces = _pieces(chunk, tuple(item.storage_offsets), tuple(item.lengths))
+            ranges[id(shard)] += (_bytes_of(chunk, first, count) for first, count in pieces)
+        for number, shard in shards.items():
+            shard.expect(ranges[number])
+        return [item for of_shard in items.values() for item in of_shard]
 
     def copy_box(
         self, place: tuple[str, tuple[int, ...]], start: Sequence[int], lengths: Sequence[int], target: torch.Tensor
@@ -202,13 +217,19 @@ def _pieces(chunk: Chunk, start: Sequence[int], lengths: Sequence[int]) -> list[
 def _rows(shard: Shard, chunk: Chunk, first: int, count: int) -> torch.Tensor:
     """Rows of a chunk as a tensor over the bytes that the source returned."""
     dtype = getattr(torch, chunk.dtype)
-    row_bytes = math.prod(chunk.shape[1:]) * ITEM_BYTES[chunk.dtype]
-    if row_bytes == 0 or count == 0:
+    start, stop = _bytes_of(chunk, first, count)
+    if start == stop:
         return torch.empty((count, *chunk.shape[1:]), dtype=dtype)
-    start = chunk.byte_offset + first * row_bytes
-    data = shard.read(start, start + count * row_bytes)
+    data = shard.read(start, stop)
     with warnings.catch_warnings():
         # Read-only memory is fine: it is copied from and dropped.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         flat = torch.frombuffer(data, dtype=dtype)
     return flat.view((count, *chunk.shape[1:])) if chunk.shape else flat.view(())
+
+
+def _bytes_of(chunk: Chunk, first: int, count: int) -> tuple[int, int]:
+    """Where these rows of a chunk lie among the shard's bytes."""
+    row_bytes = math.prod(chunk.shape[1:]) * ITEM_BYTES[chunk.dtype]
+    start = chunk.byte_offset + first * row_bytes
+    return start, start + count * row_bytes

@@ -12,6 +12,9 @@ from muster.core.types import Checksum
 
 #: What is read of a shard is verified in pieces of this size, so that a part of a file can be read.
 BLOCK_BYTES = 1 << 20
+#: The same of a snapshot that is read in slices over the network: smaller, since many ranks need a little of each
+#: tensor, and large enough for other threads to run while one is summed.
+SLICE_BLOCK_BYTES = 128 << 10
 #: Bytes of a block's sum in a shard's end.
 SUM_BYTES = 8
 
@@ -53,9 +56,9 @@ def checksum(number: int) -> Checksum:
 class BlockSums:
     """The sums of a stream's blocks; their own checksum is the stream's."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block = Digest()
-        self._left = BLOCK_BYTES
+        self._left = self._block_bytes = block_bytes
         self._sums = bytearray()
 
     def update(self, data: memoryview) -> None:
@@ -69,13 +72,13 @@ class BlockSums:
 
     def finish(self) -> bytes:
         """The sums of all blocks, ``SUM_BYTES`` each."""
-        if self._left != BLOCK_BYTES:
+        if self._left != self._block_bytes:
             self._end_block()
         return bytes(self._sums)
 
     def _end_block(self) -> None:
         self._sums += self._block.number.to_bytes(SUM_BYTES, "little")
-        self._block, self._left = Digest(), BLOCK_BYTES
+        self._block, self._left = Digest(), self._block_bytes
 
 
 def block_sum(data: bytes | memoryview) -> bytes:

@@ -6,7 +6,7 @@ reads tensors by name and slice from any set of them, whatever layout they were 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,8 @@ class Shard:
     tensors: tuple[shards.Chunk, ...]
     read: Read
     name: str = "shard"
+    expect: Callable[[Sequence[tuple[int, int]]], None] = lambda ranges: None
+    """Told which (start, stop) will be read, in this order: a source across a network gets many at a time."""
 
 
 def open_checkpoint(manifest: Manifest) -> list[Shard]:

@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from muster.checkpoint_format.checksum import Digest, checksum
+from muster.checkpoint_format.checksum import BlockSums, Digest, checksum
 from muster.checkpoint_format.decoding import damage_as
 from muster.checkpoint_format.shards import ShardHeader, check_magic, check_places, decode_header
 from muster.core.errors import CheckpointError
@@ -45,6 +45,7 @@ _SLOTS_AT = 8
 _HEADER_AT = _FIXED.size + (_MARKS + MAX_SLOTS) * _STAMP.size
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _PAGE = 4096
+_PIECE = 1 << 20
 _NAME = re.compile(rf"^(?P<tier>own|peer|fetched)\.(?P<layout>{KEY_PATTERN})\.(?P<rank>\d+)\.ring$")
 
 
@@ -249,10 +250,13 @@ class Ring:
         stamp = self._stamp_of(version)
         return checksum(stamp) if stamp is not None else None
 
-    def verify(self, version: Version) -> None:
-        """Read the version. Raises CheckpointError where it is not, or no longer, what was committed."""
+    def verify(self, version: Version, sums: BlockSums | None = None) -> None:
+        """Read the version. Raises CheckpointError where it is not, or no longer, what was committed.
+
+        ``sums``: gets the bytes as they are verified.
+        """
         stamp = self._stamp_of(version)
-        if stamp is None or self._sum(version) != stamp:
+        if stamp is None or self._sum(version, sums) != stamp:
             gone = self._stamp_of(version) != stamp or stamp is None
             problem = "is no longer there" if gone else "does not match its checksum"
             raise CheckpointError(f"{self.path.name}: {_name(version)} {problem}")
@@ -268,9 +272,14 @@ class Ring:
         check_places(header.tensors, self.slot_bytes)
         return header
 
-    def _sum(self, version: Version) -> int:
-        digest = self._digest.copy()
-        digest.update(self.slot(version.slot))
+    def _sum(self, version: Version, sums: BlockSums | None = None) -> int:
+        digest, data = self._digest.copy(), self.slot(version.slot)
+        piece = _PIECE if sums is not None else max(1, len(data))  # what the caches hold is read from memory once
+        for start in range(0, len(data), piece):
+            part = data[start : start + piece]
+            digest.update(part)
+            if sums is not None:
+                sums.update(part)
         digest.update(_IDENTITY.pack(version.step, version.attempt, version.rank))
         return digest.number
 

@@ -12,7 +12,7 @@ from muster.core.batch_schedule import BatchSegment
 from muster.core.layout import Layout
 from muster.core.snapshots import SnapshotCopy, Tier
 from muster.core.typed_json import Count, Json, Port, Record, Seconds, Step
-from muster.protocol.values import CommandRanks
+from muster.protocol.values import Address, CommandRanks
 
 #: Messages of a rank whose peer died: a consequence, never the cause.
 LOST_PEER = re.compile(
@@ -24,10 +24,13 @@ LOST_PEER = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSource(Record):
-    """One rank's state, on this host."""
+    """One rank's state, on this host or in another one's memory."""
 
     path: Annotated[str, "its file; one that is being fetched appears under this name when it is whole"]
     copy: Annotated[SnapshotCopy, "what the file must hold, and whose copy it is"]
+    address: Annotated[
+        Address | None, "the replicator of the host whose ring ``path`` names, to read slices of it; None: it is here"
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class Restore(Record):
     )
     layout: Annotated[Layout, "layout of the world that took the snapshots"] = field(default_factory=Layout)
     share_verification: Annotated[
-        bool, "all ranks of the host read these: of another layout's, each verifies its share"
+        bool, "all ranks of the host read these: of another layout's that are here, each verifies its share"
     ] = False
 
 

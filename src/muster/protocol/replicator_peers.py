@@ -1,4 +1,9 @@
-"""Replicator and replicator of another host. Raw bytes of a version follow ``Go``, then ``Whole`` or ``Torn``."""
+"""Replicator and replicator of another host, or a rank of another host that reads parts of a version.
+
+Raw bytes of a whole version follow ``Go``, then ``Whole`` or ``Torn``. Of parts: the sums of the version's blocks
+follow ``Go``, and each ``WantBlocks`` is answered by the blocks' bytes alone, which their reader compares with their
+sums.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +52,33 @@ class VersionFollows(Record):
     copy: SnapshotCopy
     header: Annotated[str, "of the ring: what the bytes are"]
     slot_bytes: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSlices(Record):
+    """I want parts of this version: say what it holds."""
+
+    file: Annotated[str, "a ring's name, without a folder"]
+    copy: SnapshotCopy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicesFollow(Record):
+    """The answer to ``ReadSlices``: the version matches its checksum. The sums of its blocks are sent after ``Go``."""
+
+    header: Annotated[str, "of the ring: what the bytes are"]
+    slot_bytes: Count
+    block_bytes: Annotated[Count, "each sum is of as many bytes, the last one of what is left"]
+    sums: Annotated[Checksum, "of all sums"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantBlocks(Record):
+    """Send these blocks of a version for which ``SlicesFollow`` came, one run behind the other."""
+
+    file: Annotated[str, "a ring's name, without a folder"]
+    copy: SnapshotCopy
+    runs: Annotated[tuple[tuple[Count, Count], ...], "(first block, number of blocks)"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +133,9 @@ PeerMessage: TypeAlias = (
     | ReadVersion
     | PushVersion
     | VersionFollows
+    | ReadSlices
+    | SlicesFollow
+    | WantBlocks
     | Absent
     | Go
     | Got
@@ -111,7 +146,7 @@ PeerMessage: TypeAlias = (
     | PushRefused
     | Refused
 )
-#: Both directions: either end may send a version.
+#: Both directions: either end may send a version. A rank only reads.
 REPLICATOR_PEERS: Channel[PeerMessage] = Channel(
     name="replicator to replicator",
     sender="replicator",

@@ -30,6 +30,7 @@ from muster.agent.replicator.checkpoint_writer import (
 )
 from muster.agent.replicator.memory_flush import commit_flushed, flush
 from muster.agent.replicator.replication import SnapshotReceiver, SnapshotSender, connect, decode_peer
+from muster.agent.replicator.slices import SliceSource, send_blocks
 from muster.agent.replicator.transfer import PeerStream, answer_read, receive_version
 from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name, refuse
 from muster.core import environment
@@ -50,7 +51,15 @@ from muster.protocol.replicator_orders import (
     LogNote,
     ToReplicator,
 )
-from muster.protocol.replicator_peers import PeerHello, PushRefused, PushVersion, ReadVersion, VersionFollows
+from muster.protocol.replicator_peers import (
+    PeerHello,
+    PushRefused,
+    PushVersion,
+    ReadSlices,
+    ReadVersion,
+    VersionFollows,
+    WantBlocks,
+)
 from muster.protocol.to_agent import FlushSnapshots
 from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed, SnapshotsRejected
 from muster.protocol.version import MINE, incompatible
@@ -76,6 +85,7 @@ class Replicator:
         host, port = self.listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
         self.receiver = SnapshotReceiver()
+        self._slices = SliceSource()
         self.senders: list[SnapshotSender] = []
         self._sending = threading.Lock()
         self._flushing = threading.Lock()
@@ -93,15 +103,20 @@ class Replicator:
             raise CheckpointError(problem)
         while True:
             request = stream.receive()
-            if isinstance(request, ReadVersion):
+            if isinstance(request, ReadVersion | ReadSlices | WantBlocks):
                 self._answer_read(request, stream)
             elif isinstance(request, PushVersion):
                 self._receive(request, stream)
 
-    def _answer_read(self, request: ReadVersion, stream: PeerStream) -> None:
+    def _answer_read(self, request: ReadVersion | ReadSlices | WantBlocks, stream: PeerStream) -> None:
         ring = Ring.open(self._path(request.file), writable=True)
         try:
-            answer_read(ring, request, stream)
+            if isinstance(request, ReadVersion):
+                answer_read(ring, request, stream)
+            elif isinstance(request, ReadSlices):
+                self._slices.describe(ring, request, stream)
+            else:
+                send_blocks(ring, request, stream)
         except CheckpointError as error:
             version = ring.find(request.copy.step, request.copy.attempt)
             if version is not None:

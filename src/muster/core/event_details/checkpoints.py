@@ -71,6 +71,7 @@ class CheckpointRestored(Detail):
     tier: Annotated[Tier, "which"]
     uri: Annotated[str, "where"]
     bytes: Annotated[int | None, "read by this rank"] = None
+    fetched_bytes: Annotated[int | None, "that other hosts sent for it, from their memory"] = None
     duration_ns: Annotated[int | None, "time it took"] = None
 
 

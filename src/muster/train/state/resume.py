@@ -32,11 +32,12 @@ def restore(
         return  # this process was retained and has it
     if context.restore is not None:
         own = context.restore.layout == context.layout and context.rank in context.restore.sources
-        tensors = restored(context, context.restore, state.sharded() if own else state.writable())
+        tensors, fetched = restored(context, context.restore, state.sharded() if own else state.writable())
         state.load(context.restore.step, tensors)
         tier: str = context.restore.tier
         uri = context.snapshot_dir or ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        counts = {"bytes": size, "fetched_bytes": fetched}
     else:
         saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used
         if not spec.checkpoint.resume:
@@ -52,12 +53,12 @@ def restore(
         if manifest is None:
             return
         check_same_data(saves, manifest)
-        size = load_into(manifest, sharded)
+        counts = {"bytes": load_into(manifest, sharded)}
         state.loaded(manifest.step, sharded)
         saves.last_saved = manifest.step
         tier, uri = saves.saver.tier, manifest.uri
     agent.emit(
-        "checkpoint.restored", step=state.step, tier=tier, uri=uri, bytes=size, duration_ns=time.monotonic_ns() - began
+        "checkpoint.restored", step=state.step, tier=tier, uri=uri, duration_ns=time.monotonic_ns() - began, **counts
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from muster.checkpoint import shards
+from muster.checkpoint.peer_slices import PeerMemory
 from muster.checkpoint_format.decoding import damage_as
 from muster.checkpoint_format.reader import Shard
-from muster.checkpoint_format.shards import Chunk
+from muster.checkpoint_format.shards import Chunk, ShardHeader
 from muster.checkpoint_format.snapshot_ring import NO_ROOM, Ring, Version, refusal
 from muster.core.errors import CheckpointError
 from muster.core.snapshots import SnapshotNotIntact
@@ -72,18 +74,40 @@ def _wait_for(path: Path, restore: Restore) -> tuple[Ring, Version]:
         time.sleep(0.005)
 
 
-def restore_other_layout(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts of ``sharded`` (this rank's state), filled in place from the earlier world's shards.
+def restore_other_layout(
+    context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], int]:
+    """(the parts of ``sharded``, this rank's state, filled in place from the earlier world's shards; bytes that other
+    hosts sent).
 
-    Reads only the overlaps. With ``restore.share_verification`` each file is verified by one rank of the host, else all
-    are verified here. A rank may have read a damaged file before the one that verifies it raises: callers let the ranks
-    meet before a step is taken from this state.
+    Reads only the overlaps: of what is in another host's memory, only the blocks that they lie in come, each verified
+    on arrival. Files of this host are verified whole; with ``restore.share_verification`` each by one of its ranks. A
+    rank may have read a damaged file before the one that verifies it raises: callers let the ranks meet before a step
+    is taken from this state.
 
     Raises:
         SnapshotNotIntact: a shard is missing or damaged, or the shards do not cover a tensor.
     """
-    opened, sources = [], restore.sources
-    for number, (_, source) in enumerate(sorted(sources.items())):
+    sources = dict(sorted(restore.sources.items()))
+    elsewhere = {rank: source for rank, source in sources.items() if source.address is not None}
+    opened = _opened_here(context, restore, [source for source in sources.values() if source.address is None])
+    with contextlib.closing(PeerMemory(context.run_dir)) as peers:
+        try:
+            for rank, (header, shard) in peers.open(elsewhere).items():
+                _check_whose(shard.name, header, restore, context.run_id, sources[rank])
+                opened.append(shard)  # behind those of this host: what both hold is read here
+            shards.restore(opened, {name: tensor for name, tensor in sharded.items() if tensor.numel()})
+        except SnapshotNotIntact:
+            raise
+        except CheckpointError as error:
+            text = f"the snapshots of step {restore.step} do not fit this state: {error}"
+            raise SnapshotNotIntact(text, copies=tuple(source.copy for source in sources.values())) from error
+        return {name: local(tensor) for name, tensor in sharded.items()}, peers.bytes_received
+
+
+def _opened_here(context: RankContext, restore: Restore, sources: Sequence[ShardSource]) -> list[Shard]:
+    opened = []
+    for number, source in enumerate(sources):
         ring, chunks, slot = open_shard(
             source,
             restore,
@@ -92,28 +116,31 @@ def restore_other_layout(context: RankContext, restore: Restore, sharded: Mappin
         )
         held = tuple(chunk for chunk in chunks if chunk.bytes)
         opened.append(Shard(held, partial(_slice, ring.slot(slot)), source.path))
-    try:
-        shards.restore(opened, {name: tensor for name, tensor in sharded.items() if tensor.numel()})
-    except CheckpointError as error:
-        text = f"the snapshots of step {restore.step} do not fit this state: {error}"
-        raise SnapshotNotIntact(text, copies=tuple(source.copy for source in sources.values())) from error
-    return {name: local(tensor) for name, tensor in sharded.items()}
+    return opened
+
+
+def _check_whose(name: str, header: ShardHeader, restore: Restore, run_id: str, source: ShardSource) -> None:
+    if (header.run_id, header.layout) != (run_id, restore.layout):
+        found = f"{header.layout.key} of run {header.run_id}"
+        raise SnapshotNotIntact(f"{name} is another snapshot: of {found}", copies=(source.copy,))
 
 
 def _slice(data: memoryview, start: int, stop: int) -> memoryview:
     return data[start:stop]
 
 
-def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """This rank's parts of the version that ``restore`` names, from whichever layout took it.
+def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
+    """(this rank's parts of the version that ``restore`` names, from whichever layout took it; bytes that other hosts
+    sent).
 
-    Where this one did, they are views into the ring, not copies. Raises SnapshotNotIntact.
+    Where this layout did, they are views into the ring, not copies. Raises SnapshotNotIntact.
     """
     source = restore.sources.get(context.rank)
     if restore.layout != context.layout or source is None:
         return restore_other_layout(context, restore, sharded)
     ring, chunks, slot = open_shard(source, restore, run_id=context.run_id)
-    path = Path(source.path)
+    path, fetched = Path(source.path), 0
     if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
+        fetched = ring.slot_bytes
         os.rename(path, own_path(context))
-    return slot_tensors(ring, slot, chunks)
+    return slot_tensors(ring, slot, chunks), fetched

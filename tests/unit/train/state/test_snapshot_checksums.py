@@ -57,7 +57,7 @@ def flip(ring: Ring) -> None:
 
 def test_what_was_taken_comes_back(tmp_path: Path) -> None:
     path, _ = taken(tmp_path)
-    found = restored(context(tmp_path), restore(path), STATE)
+    found, _ = restored(context(tmp_path), restore(path), STATE)
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
 
 

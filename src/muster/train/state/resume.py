@@ -37,7 +37,6 @@ def restore(
         tier: str = context.restore.tier
         uri = context.snapshot_dir or ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        counts = {"bytes": size, "fetched_bytes": fetched}
     else:
         saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used
         if not spec.checkpoint.resume:
@@ -53,12 +52,18 @@ def restore(
         if manifest is None:
             return
         check_same_data(saves, manifest)
-        counts = {"bytes": load_into(manifest, sharded)}
+        size, fetched = load_into(manifest, sharded), 0
         state.loaded(manifest.step, sharded)
         saves.last_saved = manifest.step
         tier, uri = saves.saver.tier, manifest.uri
     agent.emit(
-        "checkpoint.restored", step=state.step, tier=tier, uri=uri, duration_ns=time.monotonic_ns() - began, **counts
+        "checkpoint.restored",
+        step=state.step,
+        tier=tier,
+        uri=uri,
+        bytes=size,
+        fetched_bytes=fetched,
+        duration_ns=time.monotonic_ns() - began,
     )
 
 

@@ -9,7 +9,7 @@ from muster.core.typed_json import Record
 from muster.health.hang.flight_recorder import Recorder
 from muster.health.hang.process_state import CgroupState, ProcessState
 from muster.health.hang.ras import Ras
-from muster.health.hang.stacks import Thread
+from muster.health.hang.stacks import Thread, main_thread
 from muster.health.verdicts import Finding
 
 
@@ -112,3 +112,27 @@ class Analysis(Record):
         more = f"; and {len(self.culprits) - 2} more" if len(self.culprits) > 2 else ""
         waits = f" ({self.victims} {'rank waits' if self.victims == 1 else 'ranks wait'} for it)"
         return named + more + (waits if self.victims else "")
+
+
+def in_words(one: RankEvidence) -> str:
+    """One line on a rank: process, the operation it is in, its line."""
+    host = f" on {one.host}" if one.host else ""
+    parts = [f"step {one.step}"] if one.step is not None and one.step >= 0 else []
+    if one.process is not None:
+        where = f" in {one.process.wchan}" if one.process.wchan else ""
+        parts.append(f"process {one.process.words}{where}")
+    if one.cgroup is not None and one.cgroup.oom_kills:
+        parts.append(f"{one.cgroup.oom_kills} killed for memory in its cgroup")
+    if one.recorder is not None:
+        waiting = one.recorder.unfinished
+        last = waiting[0] if waiting else None
+        parts.append(
+            f"in {last.name} number {last.number} of {one.recorder.groups[last.group].words}"
+            if last
+            else "in no collective"
+        )
+    main = main_thread(one.threads or ())
+    if main is not None and main.frames:
+        frame = main.user_line or main.frames[0]
+        parts.append(f"{frame.function} at {frame.place}" + (", holds Python's lock" if main.blocked_in_c else ""))
+    return f"rank {one.rank}{host}: {'; '.join(parts) or 'nothing captured'}"

@@ -1,0 +1,68 @@
+"""Captured files, each known by its content whatever its name: evidence of a hang, rank by rank.
+
+A rank's number is the last number in the file's name (``_dump_12.json``, ``rank-3.stack``, ``nccl_trace_rank_0``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from muster.core.typed_json import Unreadable
+from muster.health.hang import flight_recorder, process_state, ras, stacks
+from muster.health.hang.evidence import Evidence, RankEvidence
+
+_STAT = re.compile(rb"^\d+ \(.*\) [A-Za-z] -?\d+ ")
+_STATUS = re.compile(rb"^Name:\t.*\n(?:.*\n)*?State:\t")
+_STACK = re.compile(rb'"frames"|^Thread (?:0x)?\w+ \(|\(most recent call first\)', re.MULTILINE)
+
+
+@dataclass
+class _Found:
+    ranks: dict[int, RankEvidence] = field(default_factory=dict)
+    ras: ras.Ras | None = None
+    missing: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+
+
+def evidence_of(files: Iterable[tuple[str, bytes]]) -> Evidence:
+    """From (name, content) of files; what is cut or of no known form is named under ``missing``, never guessed."""
+    found = _Found()
+    for name, content in files:
+        try:
+            _add(found, name, content)
+        except Unreadable as error:
+            found.missing.append(f"{name}: {error}")
+    if found.foreign:
+        shown = ", ".join(found.foreign[:5]) + (", ..." if len(found.foreign) > 5 else "")
+        found.missing.append(f"of no known form: {shown}")
+    ranks = tuple(found.ranks[rank] for rank in sorted(found.ranks))
+    return Evidence(ranks=ranks, ras=found.ras, missing=tuple(found.missing))
+
+
+def _add(found: _Found, name: str, content: bytes) -> None:
+    if content[:1] == b"\x80" or (content.lstrip()[:1] == b"{" and b'"entries"' in content):
+        recorder = flight_recorder.parse(content)
+        _put(found, name, lambda one: replace(one, recorder=recorder))
+    elif _STACK.search(content):
+        threads = stacks.parse(content.decode(errors="replace"))
+        _put(found, name, lambda one: replace(one, threads=threads))
+    elif _STAT.match(content) or _STATUS.match(content):
+        parse = process_state.parse_stat if _STAT.match(content) else process_state.parse_status
+        state = parse(content.decode(errors="replace"))
+        _put(found, name, lambda one: replace(one, process=state))
+    elif b"Job summary" in content and b"Communicators" in content:
+        found.ras = ras.parse(content.decode(errors="replace"))
+        if not found.ras.complete:
+            found.missing.append(f"{name}: the report of NCCL's RAS is cut")
+    else:
+        found.foreign.append(name)
+
+
+def _put(found: _Found, name: str, changed: Callable[[RankEvidence], RankEvidence]) -> None:
+    numbers = re.findall(r"\d+", name.rpartition("/")[2])
+    if not numbers:
+        raise Unreadable("which rank it is of cannot be told: its name has no number")
+    rank = int(numbers[-1])
+    found.ranks[rank] = changed(found.ranks.get(rank, RankEvidence(rank=rank)))

@@ -1,0 +1,171 @@
+"""Trials of the random driver: a seed makes a run and what is done to it. Pure: the same seed is the same trial.
+
+A trial is one run on this machine and one to five strikes, each at a step that is drawn: signals and limits to any of
+its processes, sockets shut, a disk that is full or away, damage to what is read again, verbs typed at one moment.
+``striking`` applies them and judges the end.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+
+STEPS = 110
+#: The last step of a strike: what it breaks is still needed after it.
+LAST = 80
+
+#: Every program of a run. ``rank`` and ``standby`` are forks of the fork server.
+PROCESSES = ("supervisor", "keeper", "agent", "fork_server", "replicator", "standby", "rank")
+
+#: Name -> where a run keeps it: relative to the run's folder, to the host's folder in memory where it begins with @.
+FILES = {
+    "host log": "events/{host}.*.jsonl",
+    "supervisor log": "events/supervisor.*.jsonl",
+    "client log": "events/client.*.jsonl",
+    "lease": "lease.json",
+    "fence": "checkpoints/fence.json",
+    "older fence": "checkpoints/fence.previous.json",
+    "marker": "checkpoints/commits/*.json",
+    "index": "checkpoints/step-*/index.json",
+    "shard": "checkpoints/step-*/*.shard",
+    "own ring": "@own.*.ring",
+    "peer ring": "@peer.*.ring",
+    "memory record": "memory/{host}.json",
+    "replicator record": "@replicator.json",
+    "fork server's pid": "@forkserver.pid",
+    "job": "job.json",
+    "resolved run file": "resolved.json",
+    "run file": "run.yaml",
+    "data": "data.json",
+    "attention proof": "attention_proof.json",
+}
+LOGS = ("host log", "supervisor log", "client log")
+
+#: Verbs that are typed at one moment.
+VERBS = {
+    "looks": ("status", "events", "checkpoints", "report"),
+    "recover twice": ("recover", "recover"),
+    "stop and recover": ("stop", "recover"),
+    "stop twice": ("stop", "stop"),
+    "two submits": ("submit", "submit"),
+    "stop and submit": ("stop", "submit"),
+}
+
+#: Kind -> how often it is drawn.
+KINDS = {
+    "kill": 5, "pause": 3, "term": 2, "memory limit": 1, "file limit": 1, "socket shut": 2, "disk full": 1,
+    "disk away": 1, "flip": 3, "cut": 2, "swap": 2, "verbs": 2,
+}  # fmt: skip
+OF_A_PROCESS = ("kill", "pause", "term", "memory limit", "file limit", "socket shut")
+OF_A_FILE = ("flip", "cut", "swap")
+OF_THE_DISK = ("disk full", "disk away")
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault."""
+
+    step: int
+    """Applied once this step has been taken."""
+    kind: str
+    target: str
+    """A process, a file, ``checkpoints`` or a set of verbs."""
+    host: int
+    amount: float
+    """0 to 1: which file of several, which byte; of a pause or a disk the seconds, of a limit what is left."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run and what is done to it."""
+
+    seed: int
+    hosts: int
+    spares: int
+    replicas: int
+    exact: bool
+    strikes: tuple[Strike, ...]
+
+    def kinds(self) -> list[str]:
+        return [f"{strike.kind}: {strike.target}" for strike in self.strikes]
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def changes(self) -> dict[str, object]:
+        """Keys of the run file."""
+        shrinks = self.exact  # at another number of ranks only exact sums give the same bits
+        return {
+            "training.steps": STEPS,
+            "training.exact": self.exact,
+            "training.state_hash_every_steps": 1,
+            "checkpoint.every_steps": 20,
+            "resources.hosts": self.hosts,
+            "resources.spare_hosts": self.spares,
+            "resources.min_hosts": 1 if shrinks else self.hosts,
+            "resources.ranks_per_host": 1 if self.hosts > 1 else 2,
+            "parallelism.dp_replicate": self.replicas,
+        }
+
+    def ranks(self) -> int:
+        return max(self.hosts, 2)
+
+
+def draw(seed: int) -> Trial:
+    """The trial of ``seed``."""
+    dice = random.Random(f"strikes {seed}")
+    hosts = dice.choice((1, 1, 2, 2, 3))
+    spares = dice.choice((0, 0, 1)) if hosts > 1 else 0
+    replicas = dice.choice((1, 1, 2)) if hosts == 2 else 1
+    exact = replicas > 1 or dice.random() < 0.5
+    steps = sorted(dice.randrange(3, LAST) for _ in range(dice.randint(1, 5)))
+    strikes = tuple(_strike(dice, step, hosts + spares) for step in steps)
+    return Trial(seed, hosts, spares, replicas, exact, strikes)
+
+
+def _strike(dice: random.Random, step: int, hosts: int) -> Strike:
+    kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
+    target, amount = "checkpoints", dice.random()
+    if kind in OF_A_PROCESS:
+        target = dice.choice(PROCESSES)
+    elif kind in OF_A_FILE:
+        target = dice.choice(list(FILES))
+    elif kind == "verbs":
+        target = dice.choice(list(VERBS))
+    if kind == "pause" or kind in OF_THE_DISK:
+        amount = round(dice.uniform(0.3, 5.0), 2)
+    return Strike(step, kind, target, dice.randrange(hosts), amount)
+
+
+def damaged(data: bytes, kind: str, amount: float) -> bytes:
+    """``data`` with one bit flipped, its end cut off, or two neighbouring parts exchanged, where ``amount`` says.
+
+    What is empty stays empty; what is not always changes, but for a swap of equal parts.
+    """
+    if not data:
+        return data
+    at = min(int(amount * len(data)), len(data) - 1)
+    if kind == "flip":
+        return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+    if kind == "cut":
+        return data[:at]
+    assert kind == "swap", kind
+    width = max(1, min(16, len(data) // 4))
+    at = min(at, max(0, len(data) - 2 * width))
+    return data[:at] + data[at + width : at + 2 * width] + data[at : at + width] + data[at + 2 * width :]
+
+
+#: (kind, target) -> states in which it may end the run, which is then recovered and must come to its right end. A run
+#: whose supervisor was killed says nothing: that is no state.
+MAY_END = {
+    ("term", "supervisor"): ("preempted",),
+    ("term", "keeper"): ("preempted",),
+    ("verbs", "stop and recover"): ("stopped",),
+    ("verbs", "stop twice"): ("stopped",),
+    ("verbs", "stop and submit"): ("stopped",),
+}
+
+
+def may_end(trial: Trial) -> set[str]:
+    """States other than success in which the trial's run may be found."""
+    return {state for strike in trial.strikes for state in MAY_END.get((strike.kind, strike.target), ())}

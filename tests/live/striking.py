@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -99,7 +100,7 @@ class Driven:
         self.shell = _shell(folder, trial.changes())
         self.dir, self.seen = folder / "there", Watched(folder / "there")
         self.run_id, self._until = "", time.monotonic() + TRIAL_S
-        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._later: list[threading.Timer] = []
         self._undo: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------ the course
@@ -135,7 +136,6 @@ class Driven:
         """Until it holds or the run has its right end; a run without a supervisor is recovered, as a user would."""
         step, moved = -1, time.monotonic()
         while not condition():
-            self._tend()
             if self.seen.step() != step:
                 step, moved = self.seen.step(), time.monotonic()
             now = time.monotonic()
@@ -166,16 +166,18 @@ class Driven:
         found = json.loads(done.stdout)
         return str(found["state"]), str(found["reason"])
 
-    def _tend(self) -> None:
-        """End what lasts a while."""
-        for due in [entry for entry in self._later if entry[0] <= time.monotonic()]:
-            self._later.remove(due)
-            due[1]()
+    def _end_after(self, seconds: float, act: Callable[[], None]) -> None:
+        """End what lasts a while: on a thread, since verbs are waited for meanwhile."""
+        timer = threading.Timer(seconds, act)
+        timer.daemon = True
+        timer.start()
+        self._later.append(timer)
 
     def _settle(self) -> None:
+        for timer in self._later:
+            timer.join()
         until = time.monotonic() + 20
-        while self._later or processes.labelled(self.run_id):
-            self._tend()
+        while processes.labelled(self.run_id):
             if time.monotonic() > until:
                 break
             time.sleep(0.1)
@@ -209,7 +211,7 @@ class Driven:
         if strike.kind == "pause":
             os.kill(pid, signal.SIGSTOP)
             ticks = getattr(processes.look(pid), "start_ticks", -1)
-            self._later.append((time.monotonic() + strike.amount, lambda: _go_on(pid, ticks)))
+            self._end_after(strike.amount, lambda: _go_on(pid, ticks))
             return f"pid {pid}, {strike.amount} s"
         if strike.kind == "memory limit":
             limit = psutil.Process(pid).memory_info().vms + int(strike.amount * (16 << 20))
@@ -253,7 +255,7 @@ class Driven:
                 raise Skipped("nothing can be mounted")
             disk = self.disk
             disk.fill()
-            self._later.append((time.monotonic() + strike.amount, disk.free))
+            self._end_after(strike.amount, disk.free)
         else:
             if os.geteuid() != 0 or not there.is_dir():
                 raise Skipped("not root, or no folder")
@@ -264,7 +266,7 @@ class Driven:
             def back() -> None:
                 subprocess.run(["umount", "--lazy", str(there)], check=False, capture_output=True)
 
-            self._later.append((time.monotonic() + strike.amount, back))
+            self._end_after(strike.amount, back)
         return f"{strike.amount} s"
 
     def _verbs(self, names: tuple[str, ...] | list[str]) -> str:
@@ -335,9 +337,8 @@ class Driven:
         return "\n".join(line[:300] for line in lines[-12:])
 
     def _clean(self) -> None:
-        for _, act in self._later:
-            with contextlib.suppress(Exception):
-                act()
+        for timer in self._later:
+            timer.join()  # seconds at most
         if self.run_id:
             for _ in range(3):
                 processes.send(processes.labelled(self.run_id), signal.SIGKILL)

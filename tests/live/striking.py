@@ -108,8 +108,8 @@ class Driven:
     def go(self, reference: Path) -> Outcome:
         began = time.monotonic()
         try:
-            self._mount()
             self.run_id = self.shell.run("submit", "run.yaml", "run_dir=there").stdout.strip()
+            self._mount()  # its folder is new to it; nothing is saved before its ranks have started, seconds later
             for strike in self.trial.strikes:
                 self._reach(lambda step=strike.step: self.seen.step() >= step)  # type: ignore[misc]
                 self._strike(strike)

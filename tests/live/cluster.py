@@ -48,7 +48,7 @@ SMALL = {
 }
 
 
-def spec_of(**changes):
+def spec_of(**changes: object) -> RunSpec:
     """``SMALL`` with dotted keys changed: ``spec_of(**{"resources.hosts": 2})``."""
     found = json.loads(json.dumps(SMALL))
     for key, value in changes.items():
@@ -225,7 +225,7 @@ class LiveRun(Watched):
         return checkpoint_hash(self.dir / "checkpoints")
 
 
-def checkpoint_hash(directory):
+def checkpoint_hash(directory: Path) -> str:
     import hashlib
 
     from muster.checkpoint.load import newest_valid

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from striking import References, drive
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
-#: Short ones (``tools/strikes.py`` says how long a seed takes) that were survived when they were chosen.
-SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("undisturbed"))
+#: Short ones of one course (``tools/strikes.py`` says how long a seed takes), which need one undisturbed run.
+SEEDS = (41, 82, 116, 233, 286, 296, 325, 349)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_struck_at_random(tmp_path: Path, undisturbed: References, seed: int) -> None:
-    outcome = drive(seed, tmp_path / "trial", undisturbed)
-    assert outcome.survived, outcome.to_json()
+def test_struck_at_random(tmp_path: Path) -> None:
+    undisturbed = References(tmp_path / "undisturbed")
+    with ThreadPoolExecutor(2) as two:
+        outcomes = dict(
+            zip(SEEDS, two.map(lambda seed: drive(seed, tmp_path / str(seed), undisturbed), SEEDS), strict=True)
+        )
+    for seed, outcome in outcomes.items():
+        print(f"python tools/strikes.py --seeds {seed}  # {outcome.to_json()}")
+    assert [seed for seed, outcome in outcomes.items() if outcome.verdict != "survived"] == []

@@ -1,0 +1,193 @@
+"""How each strike of ``trials`` is done to a process, a file or a disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import trials
+from trials import Strike
+
+from muster.chaos.network import Disk
+from muster.core import processes
+from muster.core.errors import UsageError
+from muster.storage.memory_dir import MemoryDir
+
+_PIDFD_GETFD = 438  # of every architecture (pidfd_getfd(2))
+
+
+class Skipped(Exception):
+    """A strike that could not be done: its target is not there, or there is no right to it."""
+
+
+class Later:
+    """What ends a while after it began: on threads, since verbs are waited for meanwhile."""
+
+    def __init__(self) -> None:
+        self._timers: list[threading.Timer] = []
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, act)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def join(self) -> None:
+        """Wait for all: seconds at most."""
+        for timer in self._timers:
+            timer.join()
+
+
+# ---------------------------------------------------------------- processes
+
+
+def strike_process(strike: Strike, pid: int, later: Later) -> str:
+    """Returns what was done. Raises Skipped, ProcessLookupError, psutil.Error, OSError."""
+    if strike.kind in ("kill", "term"):
+        os.kill(pid, signal.SIGKILL if strike.kind == "kill" else signal.SIGTERM)
+        return f"pid {pid}"
+    if strike.kind == "pause":
+        ticks = getattr(processes.look(pid), "start_ticks", -1)
+        os.kill(pid, signal.SIGSTOP)
+        later.after(strike.amount, lambda: _go_on(pid, ticks))
+        return f"pid {pid}, {strike.amount} s"
+    if strike.kind == "memory limit":
+        limit = psutil.Process(pid).memory_info().vms + int(strike.amount * (16 << 20))
+        resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+        return f"pid {pid}, {limit >> 20} MiB"
+    if strike.kind == "file limit":
+        limit = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1 + int(strike.amount * 4)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limit))
+        return f"pid {pid}, {limit} files"
+    return f"pid {pid}, {_shut_a_socket(pid, strike.amount)}"
+
+
+def _go_on(pid: int, ticks: int) -> None:
+    if processes.lives(pid, ticks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _shut_a_socket(pid: int, share: float) -> str:
+    """Shut both directions of one of another process's sockets; needs the right to trace it."""
+    held = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+                held.append(int(name))
+    if not held:
+        raise Skipped("it holds no socket")
+    number = sorted(held)[int(share * len(held))]
+    libc, pidfd = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
+    try:
+        fd = libc.syscall(_PIDFD_GETFD, pidfd, number, 0)
+        if fd < 0:
+            raise Skipped(os.strerror(ctypes.get_errno()))
+    finally:
+        os.close(pidfd)
+    with socket.socket(fileno=fd) as copy:
+        kind = f"{copy.family.name} fd {number}"
+        copy.shutdown(socket.SHUT_RDWR)
+    return kind
+
+
+# ---------------------------------------------------------------- files
+
+
+def damage(strike: Strike, run_dir: Path, data_dir: Path, later: Later) -> str:
+    """Returns what was done. Raises Skipped, OSError."""
+    host = f"host-{strike.host}"
+    pattern, folder = trials.FILES[strike.target].format(host=host), run_dir
+    if pattern.startswith("@"):
+        memory = MemoryDir.of_run(run_dir).get(host)
+        if memory is None:
+            raise Skipped(f"{host} has no memory folder")
+        pattern, folder = pattern[1:], memory.folder
+    elif pattern.startswith("&"):
+        pattern, folder = pattern[1:], data_dir
+    found = sorted(path for path in folder.glob(pattern) if path.is_file() and path.stat().st_size)
+    if not found:
+        raise Skipped("no such file")
+    newest = strike.target != "prepared data"  # all of those are as old
+    path = max(found, key=lambda path: path.stat().st_mtime_ns) if newest else found[int(strike.amount * len(found))]
+    data = path.read_bytes()
+    broken = trials.damaged(data, strike.kind, strike.amount)
+    if broken == data:
+        raise Skipped("nothing changes")
+    at = _write_over(path, data, broken)
+    if strike.target in trials.PUT_BACK:
+        later.after(2 + 4 * strike.amount, lambda: _put_back(path, data, broken))
+    return f"{path.name} of {len(data)} bytes, at {at}"
+
+
+def _write_over(path: Path, data: bytes, broken: bytes) -> int:
+    """In place: others have it open or mapped. Only what differs: they may write the rest meanwhile."""
+    size = min(len(data), len(broken))
+    at = next((n for n in range(size) if data[n] != broken[n]), size)
+    end = next((n for n in range(size, at, -1) if data[n - 1] != broken[n - 1]), at)
+    with open(path, "r+b") as file:
+        if len(broken) < len(data):
+            file.truncate(len(broken))
+        else:
+            file.seek(at)
+            file.write(broken[at:end])
+    return at
+
+
+def _put_back(path: Path, data: bytes, broken: bytes) -> None:
+    if path.exists() and path.read_bytes() == broken:
+        with open(path, "r+b") as file:
+            file.write(data)
+
+
+# ---------------------------------------------------------------- disks
+
+
+class Disks:
+    """The disk of the checkpoints: one that can be filled, where the machine lets us mount it, or taken away."""
+
+    def __init__(self, folder: Path, *, fillable: bool) -> None:
+        self.folder = folder
+        self._full: Disk | None = None
+        self._away = False
+        if fillable:
+            disk = Disk(folder)
+            with contextlib.suppress(UsageError):  # said where it is to be filled
+                disk.up()
+                self._full = disk
+
+    def strike(self, strike: Strike, later: Later) -> str:
+        """Returns what was done. Raises Skipped."""
+        if strike.kind == "disk full":
+            if self._full is None:
+                raise Skipped("nothing can be mounted")
+            self._full.fill()
+            later.after(strike.amount, self._full.free)
+        else:
+            if self._away or os.geteuid() != 0 or not self.folder.is_dir():
+                raise Skipped("away already, not root, or no folder")
+            mount = ["mount", "-t", "tmpfs", "-o", "ro", "muster-away", str(self.folder)]
+            if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+                raise Skipped("nothing can be mounted")
+            self._away = True
+            later.after(strike.amount, self._back)
+        return f"{strike.amount} s"
+
+    def down(self) -> None:
+        if self._away:
+            self._back()
+        if self._full is not None:
+            self._full.down()
+
+    def _back(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=False, capture_output=True)
+        self._away = False

@@ -112,7 +112,7 @@ def test_a_run_is_read_in_order_and_as_it_was_written(tmp_path):
         WALL, WALL + SECOND, WALL + HOUR + 2 * SECOND, WALL + HOUR + 3 * SECOND,
     ]  # fmt: skip
     files = {name: [event for _, event in event_log.read(tmp_path)] for name, _ in event_log.read(tmp_path)}
-    assert [event.wall_ns - WALL for event in event_log.on_one_clock(files)] == [0, SECOND, 2 * SECOND, 3 * SECOND]
+    assert [at - WALL for at, _, _ in merge_by_monotonic_clock(files)] == [0, SECOND, 2 * SECOND, 3 * SECOND]
 
 
 def test_what_is_not_bent_stays_as_it_is():

@@ -10,8 +10,7 @@ disk as soon as it takes them. What is on it is a beginning of the chain at ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from muster.core.event_log.chain import Verdict, check_directory, genesis, head, heads, verify
@@ -33,7 +32,6 @@ __all__ = [
     "heads",
     "in_words",
     "merged",
-    "on_one_clock",
     "read",
     "verify",
 ]
@@ -54,10 +52,3 @@ def merged(directory: str | Path, *, on_damage: Callable[[Damage], None] | None 
     for name, event in read(directory, on_damage=on_damage):
         files.setdefault(name, []).append(event)
     return [event for _, _, event in merge_by_monotonic_clock(files)]
-
-
-def on_one_clock(files: Mapping[str, Sequence[Event]]) -> list[Event]:
-    """The events of several files in the order in which they happened, with wall times by a clock that is never
-    stepped: for durations between events."""
-    merged = merge_by_monotonic_clock(files)
-    return [event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns) for at_ns, _, event in merged]

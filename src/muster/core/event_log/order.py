@@ -7,12 +7,16 @@ clock was wrong from the start, by the offset that the supervisor measured. Diff
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from muster.core.event_details.hosts import AgentStarted, ClockOffset
 from muster.core.event_details.run import SupervisorStarted
 from muster.core.event_log.names import LogName
 from muster.core.events import Event
+from muster.core.typed_json import INT64_MAX
 
 #: More than synchronised clocks differ by, less than a step that matters.
 BENT_NS = 1_000_000_000
@@ -22,46 +26,99 @@ _BEGINS = (AgentStarted.kind, SupervisorStarted.kind)
 
 def merge_by_monotonic_clock(files: Mapping[str, Sequence[Event]]) -> list[tuple[int, str, Event]]:
     """(wall time as if no clock had been stepped, file, event), in order; at equal times by file, then as written."""
-    stretches = [(name, stretch) for name in sorted(files) for stretch in _stretches(files[name])]
-    result: list[tuple[int, str, Event]] = []
-    anchors: dict[str, list[int]] = {}
+    timeline = Timeline()
+    for name, events in files.items():
+        for event in events:
+            timeline.add(name, event)
+    return [(at_ns, name, files[name][number]) for at_ns, name, number in timeline.in_order()]
+
+
+class Timeline:
+    """Where events of several files belong; keeps their two times, 16 bytes each, and not the events."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, list[_Stretch]] = {}
+
+    def add(self, name: str, event: Event) -> None:
+        """The next event of the file ``name``."""
+        stretches = self._files.setdefault(name, [])
+        if not stretches or event.kind in _BEGINS:
+            begins = stretches[-1].begins + len(stretches[-1].walls) if stretches else 0
+            stretches.append(_Stretch(name=name, first=event, begins=begins))
+        stretches[-1].add(event)
+
+    def in_order(self) -> Iterator[tuple[int, str, int]]:
+        """(wall time as if no clock had been stepped, file, number of the event in it counted from 0), in order; at
+        equal times by file, then as added."""
+        stretches = [stretch for name in sorted(self._files) for stretch in self._files[name]]
+        _anchor(stretches)
+        return heapq.merge(*(stretch.in_order() for stretch in stretches), key=lambda row: row[0])
+
+    def newest_ns(self) -> int:
+        """The latest of those wall times; 0: there are no events."""
+        stretches = [stretch for of_file in self._files.values() for stretch in of_file]
+        _anchor(stretches)
+        return max((stretch.newest_ns() for stretch in stretches), default=0)
+
+
+@dataclass
+class _Stretch:
+    """What one process wrote of a file."""
+
+    name: str
+    first: Event
+    begins: int
+    """Number of ``first`` in the file."""
+    anchor: int = 0
+    """Its wall clock minus its monotonic clock, as they should be."""
+    walls: array[int] = field(default_factory=lambda: array("q"))
+    monos: array[int] = field(default_factory=lambda: array("q"))
+    offsets: list[tuple[str, int]] = field(default_factory=list)
+    """(host, measured offset of its monotonic clock)."""
+
+    def add(self, event: Event) -> None:
+        self.walls.append(_within(event.wall_ns))
+        self.monos.append(_within(event.mono_ns))
+        if event.kind == ClockOffset.kind and _is_supervisor(self.name):
+            self.offsets.append((event.host, event.read(ClockOffset).offset_ns))
+
+    @property
+    def own_anchor(self) -> int:
+        return self.walls[0] - self.monos[0]
+
+    def at_ns(self, index: int) -> int:
+        """By its own wall time where that agrees with the monotonic clock, else by the monotonic clock."""
+        wall_ns, mono_ns = self.walls[index], self.monos[index]
+        return wall_ns if abs(wall_ns - mono_ns - self.anchor) <= BENT_NS else mono_ns + self.anchor
+
+    def newest_ns(self) -> int:
+        return max(map(self.at_ns, range(len(self.walls))))
+
+    def in_order(self) -> Iterator[tuple[int, str, int]]:
+        order = array("q", sorted(range(len(self.walls)), key=self.at_ns))
+        return ((self.at_ns(index), self.name, self.begins + index) for index in order)
+
+
+def _anchor(stretches: Sequence[_Stretch]) -> None:
+    measured: dict[str, list[int]] = {}
     last_ns: int | None = None
-    for name, stretch in sorted((pair for pair in stretches if _is_supervisor(pair[0])), key=_term):
-        anchor = _anchor(stretch[0])
-        if last_ns is not None and stretch[0].mono_ns + anchor < last_ns - BENT_NS:
-            anchor = last_ns - stretch[0].mono_ns  # terms follow each other, so this clock was set back
-        result += _placed(name, stretch, anchor)
-        last_ns = max(at_ns for at_ns, _, _ in result)
-        for event in stretch:
-            if event.kind == ClockOffset.kind:
-                anchors.setdefault(event.host, []).append(anchor + event.read(ClockOffset).offset_ns)
-    for name, stretch in (pair for pair in stretches if not _is_supervisor(pair[0])):
-        anchor = _anchor(stretch[0])
-        measured = min(anchors.get(stretch[0].host, ()), key=lambda offset: abs(offset - anchor), default=anchor)
-        result += _placed(name, stretch, anchor if abs(anchor - measured) <= BENT_NS else measured)
-    return sorted(result, key=lambda row: (row[0], row[1], row[2].seq))
+    for stretch in sorted((each for each in stretches if _is_supervisor(each.name)), key=_term):
+        stretch.anchor = stretch.own_anchor
+        if last_ns is not None and stretch.monos[0] + stretch.anchor < last_ns - BENT_NS:
+            stretch.anchor = last_ns - stretch.monos[0]  # terms follow each other, so this clock was set back
+        newest_ns = stretch.newest_ns()
+        last_ns = newest_ns if last_ns is None else max(last_ns, newest_ns)
+        for host, offset_ns in stretch.offsets:
+            measured.setdefault(host, []).append(stretch.anchor + offset_ns)
+    for stretch in (each for each in stretches if not _is_supervisor(each.name)):
+        own = stretch.own_anchor
+        nearest = min(measured.get(stretch.first.host, ()), key=lambda offset: abs(offset - own), default=own)
+        stretch.anchor = own if abs(own - nearest) <= BENT_NS else nearest
 
 
-def _stretches(events: Sequence[Event]) -> list[list[Event]]:
-    result: list[list[Event]] = []
-    for event in events:
-        if not result or event.kind in _BEGINS:
-            result.append([])
-        result[-1].append(event)
-    return result
-
-
-def _placed(name: str, stretch: Sequence[Event], anchor: int) -> list[tuple[int, str, Event]]:
-    """By its own wall time where that agrees with the monotonic clock, else by the monotonic clock."""
-    return [
-        (event.wall_ns if abs(_anchor(event) - anchor) <= BENT_NS else event.mono_ns + anchor, name, event)
-        for event in stretch
-    ]
-
-
-def _anchor(event: Event) -> int:
-    """Wall clock minus monotonic clock."""
-    return event.wall_ns - event.mono_ns
+def _within(ns: int) -> int:
+    """A damaged last line may name any time."""
+    return max(-INT64_MAX, min(ns, INT64_MAX))
 
 
 def _is_supervisor(name: str) -> bool:
@@ -69,7 +126,6 @@ def _is_supervisor(name: str) -> bool:
     return found is not None and found.writer == "supervisor"
 
 
-def _term(pair: tuple[str, Sequence[Event]]) -> tuple[int, int, int]:
-    name, stretch = pair
-    found = LogName.of(name)
-    return (found.attempt, found.part, stretch[0].seq) if found is not None else (0, 0, stretch[0].seq)
+def _term(stretch: _Stretch) -> tuple[int, int, int]:
+    found = LogName.of(stretch.name)
+    return (found.attempt, found.part, stretch.begins) if found is not None else (0, 0, stretch.begins)

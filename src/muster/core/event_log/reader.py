@@ -184,6 +184,7 @@ class Line:
     number: int
     end: int
     """Bytes of the file up to its end."""
+    size: int
     hash: str
     event: Event | None
     """None: it is not one."""
@@ -254,7 +255,7 @@ class _Place:
         if line.event is None or self._run_id in (None, line.event.run_id):
             return line
         reason = f"not an event of this run: {line.event.run_id!r}"[:200]
-        return Line(line.number, line.end, line.hash, None, "", reason=reason)
+        return Line(line.number, line.end, line.size, line.hash, None, "", reason=reason)
 
     def begin_again(self) -> None:
         self.end = self.number = 0
@@ -275,9 +276,11 @@ def _lines(file: BinaryIO, end: int, number: int) -> Iterator[Line]:
         try:
             held = parse_object(raw)
             prev = held.get("prev", "")
-            yield Line(number, end, digest, Event.from_json(held), prev if isinstance(prev, str) else "?", held)
+            yield Line(
+                number, end, len(raw), digest, Event.from_json(held), prev if isinstance(prev, str) else "?", held
+            )
         except ValueError as error:
-            yield Line(number, end, digest, None, "", reason=f"not an event: {error}"[:200])
+            yield Line(number, end, len(raw), digest, None, "", reason=f"not an event: {error}"[:200])
 
 
 def _bad_beginning(name: str, line: Line, event: Event) -> str | None:

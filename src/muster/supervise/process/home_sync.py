@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from muster.storage.run_registry import replace_text
 from muster.supervise.process.figures import Figures
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper, keeping
 from muster.supervise.recovery.inputs import SECOND_NS, End
-from muster.supervise.replay.rebuild_state import EventReplay, finish_of
+from muster.supervise.replay.event_replay import EventReplay, EventsInOrder
+from muster.supervise.replay.rebuild_state import finish_of
 
 STATUS, END = "status.json", "end.json"
 #: File of a local folder with the term that wrote there last.
@@ -64,7 +65,7 @@ class SupervisorHome:
 
     # ------------------------------------------------------------ the beginning
 
-    def take_over(self, run_id: str, address: tuple[str, int]) -> list[Event]:
+    def take_over(self, run_id: str, address: tuple[str, int]) -> EventsInOrder:
         """Take the lease; the run's events so far, in order. No earlier supervisor adds any after this.
 
         Raises:
@@ -81,11 +82,7 @@ class SupervisorHome:
             replay.read_new_events()
             for text in in_words(replay.damaged):
                 self._damaged(text)
-            events = replay.in_order()
-            if not self.home.is_folder:
-                for event in events:
-                    self.figures.add(event)
-        return events
+        return replay.in_order(self._damaged)
 
     def _end_earlier(self, run_id: str, replay: EventReplay) -> EventReplay:
         """Close the logs of earlier terms, wherever their supervisors are, and bring what they hold."""
@@ -128,7 +125,12 @@ class SupervisorHome:
         except FileNotFoundError:
             return []
 
-    def ended(self, before: Sequence[Event]) -> EndRecord | None:
+    def add_earlier(self, event: Event) -> None:
+        """An event of earlier terms, in order."""
+        if not self.home.is_folder:
+            self.figures.add(event)
+
+    def ended(self, before: Iterable[Event]) -> EndRecord | None:
         """How the run ended, where this job of it has ended before: it is not started anew then.
 
         ``before``: the run's events. A supervisor that was killed between its ``run.finished`` and its ``end.json``

@@ -6,7 +6,6 @@ ledger's. Time between two lives of a run, in which it holds no host, is free an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -118,11 +117,6 @@ class LimitsTimer:
 
     def __post_init__(self) -> None:
         self._wall_ahead_ns = self.clock.wall_ns() - self.clock.monotonic_ns()
-
-    def add(self, events: Iterable[Event]) -> None:
-        """Events of earlier terms, in order."""
-        for event in events:
-            self.guard.add(event)
 
     def add_now(self, event: Event) -> None:
         """An event of this moment."""

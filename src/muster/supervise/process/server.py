@@ -49,7 +49,7 @@ from muster.supervise.recovery.inputs import (
 from muster.supervise.recovery.phases import Adopting, Held
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.recovery.status import status
-from muster.supervise.replay.rebuild_state import rebuild_state
+from muster.supervise.replay.rebuild_state import rebuild_in_order
 from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import run_token
 
@@ -118,9 +118,8 @@ class Supervisor:
         guard = LimitsGuard(limits=spec.limits, grace_s=spec.recovery.grace_s)
         self.limits = LimitsTimer(guard, self.clock)
         with keeping(self.lease):
-            state = rebuild_state(before, now_wall_ns=self.clock.wall_ns())
-            self.limits.add(before)
-        del before  # events of weeks
+            now_ns = max(before.newest_ns, self.clock.wall_ns())
+            state = rebuild_in_order(before.telling(guard.add, self.home.add_earlier), now_ns=now_ns)
         self.liveness = HostLiveness(timeout_s=spec.recovery.heartbeat_timeout_s)
         self.agents: dict[str, Connection] = {}
         self.watchdogs: dict[str, Connection] = {}

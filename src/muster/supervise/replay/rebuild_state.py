@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from muster.core import event_log
 from muster.core.errors import UsageError
 from muster.core.event_details.attempts import AttemptEnded, AttemptResizing, AttemptStarted
 from muster.core.event_details.checkpoints import SnapshotRejected
@@ -22,7 +20,6 @@ from muster.core.event_details.run import (
     StopRequested,
     SupervisorStarted,
 )
-from muster.core.event_log import Damage, EventReader
 from muster.core.events import Event
 from muster.core.incidents import traits_of
 from muster.core.layout import Layout
@@ -48,33 +45,6 @@ from muster.supervise.recovery.state import Attempt, Host, State
 
 #: Writer of what supervisors log.
 SUPERVISOR = "supervisor"
-
-
-@dataclass
-class EventReplay:
-    """What a run's event files hold: read what is there before the lease is taken (weeks of events take longer than a
-    lease lasts), and afterwards what its former holder still wrote meanwhile."""
-
-    directory: Path
-    _files: dict[str, list[Event]] = field(default_factory=dict)
-    _reader: EventReader = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._reader = EventReader(self.directory)
-
-    @property
-    def damaged(self) -> Sequence[Damage]:
-        """Places that could not be read: what was there is not part of the state."""
-        return self._reader.damaged
-
-    def read_new_events(self) -> None:
-        """Read what the files hold beyond what was read before."""
-        for name, event in self._reader.read():
-            self._files.setdefault(name, []).append(event)
-
-    def in_order(self) -> list[Event]:
-        """All of it, with wall times by a clock that is never stepped."""
-        return event_log.on_one_clock(self._files)
 
 
 def finish_of(events: Iterable[Event], job: str, submission: str) -> RunFinished | None:
@@ -105,8 +75,13 @@ def rebuild_state(events: Iterable[Event], *, now_wall_ns: int | None = None) ->
     """
     ordered = sorted(events, key=lambda event: event.wall_ns)
     newest_ns = ordered[-1].wall_ns if ordered else 0
-    replay = _Replay(now_ns=max(newest_ns, now_wall_ns or 0))
-    for event in ordered:
+    return rebuild_in_order(ordered, now_ns=max(newest_ns, now_wall_ns or 0))
+
+
+def rebuild_in_order(events: Iterable[Event], *, now_ns: int) -> State:
+    """The same of events that are in the order of their wall times, none of them held; ``now_ns``: not before any."""
+    replay = _Replay(now_ns=now_ns)
+    for event in events:
         replay.add(event)
     return replay.result()
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from muster.core.event_log import EventLog
 from muster.supervise.recovery.phases import Adopting, Draining
-from muster.supervise.replay.rebuild_state import EventReplay, rebuild_state
+from muster.supervise.replay.event_replay import EventReplay
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def a_log(fault=True):

@@ -5,7 +5,8 @@ import pytest
 from muster.core.errors import MusterError
 from muster.core.event_log import EventLog, check_directory, heads
 from muster.core.events import Event
-from muster.supervise.replay.rebuild_state import EventReplay, rebuild_state
+from muster.supervise.replay.event_replay import EventReplay
+from muster.supervise.replay.rebuild_state import rebuild_state
 
 
 def note(log, text):
@@ -41,7 +42,7 @@ def test_an_event_that_no_supervisor_writes_is_one_line():
 def test_a_run_without_events(tmp_path):
     past = EventReplay(tmp_path / "events")
     past.read_new_events()
-    assert past.in_order() == []
+    assert list(past.in_order()) == []
 
 
 def test_heads_are_those_of_a_check_that_reads_everything(tmp_path):

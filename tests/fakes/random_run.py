@@ -9,6 +9,7 @@ from fakes import incident_kinds
 from fakes.virtual_run import machine, spec
 
 from muster.core.events import Event
+from muster.core.types import Place
 from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.protocol.client import HealthReport
 from muster.protocol.to_supervisor import HostReady, StartFailed
@@ -109,8 +110,9 @@ def random_run(seed, kind=RandomRun):
         return made
 
     names = [f"host-{number}" for number in range(hosts + of.resources.spare_hosts)]
+    racks = {name: Place(rack=str(number // 2)) for number, name in enumerate(names)}
     found = kind(
-        machine=supervisor(), names=names, total_steps=rng.choice((60, 150)),
+        machine=supervisor(), names=names, places=racks, total_steps=rng.choice((60, 150)),
         disk_takes=rng.random() < 0.6, reset_works=rng.random() < 0.5, ranks_obey=rng.random() < 0.9,
     )  # fmt: skip
     for second in range(0, 60, 3) if rng.random() < 0.6 else ():
@@ -205,7 +207,7 @@ def host_gets_notice(found, name, rng, _):
 
 
 def detector_reports(found, name, rng, _):
-    kind = rng.choice(("host_unhealthy", "host_unhealthy", "straggler", "link_flap"))
+    kind = rng.choice(("host_unhealthy", "host_unhealthy", "straggler", "link_flap", "gpu_program_error"))
     resettable = (0,) if rng.random() < 0.5 else ()
     found.receive_from(found.hosts[name], HealthReport(host=name, kind=kind, evidence="odd", resettable=resettable))
 

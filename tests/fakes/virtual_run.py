@@ -31,14 +31,19 @@ def machine(of, policy=None, state=None):
     )
 
 
-def cluster(of, *, steps=100, policy=None, replicate_snapshots=True, stages=None):
+def without_copies(of):
+    """The run file with ``checkpoint.replicate_snapshots: false``."""
+    return of.model_copy(update={"checkpoint": of.checkpoint.model_copy(update={"replicate_snapshots": False})})
+
+
+def cluster(of, *, steps=100, policy=None, stages=None, places=None):
     count = of.resources.hosts + of.resources.spare_hosts
     return Cluster(
         machine=machine(of, policy),
         names=[f"host-{n}" for n in range(count)],
         total_steps=steps,
-        replicate_snapshots=replicate_snapshots,
         stages=stages or Stages(),
+        places=places or {},
     )
 
 

@@ -2,7 +2,7 @@
 intact copy of the same step, else the newest older version that is whole, else the checkpoint."""
 
 import pytest
-from fakes.virtual_run import actions, check_invariants, events_of, kinds, machine
+from fakes.virtual_run import actions, check_invariants, events_of, kinds, machine, without_copies
 from fakes.virtual_run import cluster as cluster_in_virtual_time
 from fakes.virtual_run import spec as spec_of
 
@@ -108,7 +108,7 @@ def test_a_copy_that_its_host_still_lists_is_not_chosen_again(sent, monkeypatch)
 
 
 def test_without_a_second_copy_the_step_before_is_taken_at_once():
-    cluster = cluster_of(spec_of(hosts=2), replicate_snapshots=False)
+    cluster = cluster_of(without_copies(spec_of(hosts=2)))
     rot(cluster, (1, "memory", 1))
     assert cluster.run(until_s=1000.0).exit_code == 0
     assert started_from(cluster) == [-1, STEP, STEP - 1]
@@ -140,7 +140,7 @@ def test_nor_is_one_that_the_holder_has_reported_before_the_rank_exits(monkeypat
 def test_a_replicas_copy_of_the_same_step_is_taken():
     of = spec_of(hosts=2)
     of = of.model_copy(update={"parallelism": of.parallelism.model_copy(update={"dp_replicate": 2})})
-    cluster = cluster_of(of, replicate_snapshots=False)
+    cluster = cluster_of(without_copies(of))
     rot(cluster, (1, "memory", 1))
     assert cluster.run(until_s=1000.0).exit_code == 0
     assert started_from(cluster)[-1] == STEP

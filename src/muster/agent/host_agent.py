@@ -57,8 +57,7 @@ class HostAgent:
         self.newest_attempt = 0  # that a supervisor named: a flush is committed in its name
         self.exit_reason: str | None = None
         """Set once this agent is to exit."""
-        self.exit_code = 0
-        self._refusal = ""
+        self.exit_code, self._refusal = 0, ""
         self._contact_after = time.monotonic()
         self.hub = ConnectionPool(
             token=run_token(identity.run_dir),
@@ -259,6 +258,7 @@ class HostAgent:
             memory=self._memory_address(),
             snapshots=self.snapshots.held(),
             step=self.pool.step,
+            place=self.identity.place,
         )
 
     def _memory_address(self) -> Address | None:

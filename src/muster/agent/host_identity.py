@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.core.processes import open_log
+from muster.core.types import Place
 from muster.storage.memory_dir import MemoryDir
 
 #: Where the agent listens to the processes of its host, in the host's folder in memory.
@@ -39,6 +40,7 @@ class HostIdentity:
     """Agents of the run that share this machine's cores."""
     pod: str = ""
     """What names this machine's share of the run alone, where a back end gives such a name."""
+    place: Place = field(default_factory=Place)
     metadata_url: str | None = None
     """The cloud's metadata server, which announces the end of this host; None: no cloud machine."""
 
@@ -55,6 +57,7 @@ class HostIdentity:
             environ=environment.inherited(),
             hosts_here=arguments.hosts_here,
             pod=environment.current().pod,
+            place=environment.current().place,
             metadata_url=environment.current().metadata_url or (None if arguments.no_metadata_server else METADATA_URL),
         )
 

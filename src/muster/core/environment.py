@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.core.types import Place
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -24,6 +26,7 @@ class Variable:
 
 
 USER, GKE = "you", "the GKE back end, in its pods"
+PLACED = "the Slurm and GKE back ends, where labels tell; you, on other machines"
 VARIABLES = (
     Variable("MUSTER_HOME", "Folder of runs, prices and calibration.", USER, "`~/.muster`"),
     Variable(
@@ -40,6 +43,8 @@ VARIABLES = (
     ),
     Variable("MUSTER_RUN_DIR", "That run's folder.", "back ends, for every process of a run"),
     Variable("MUSTER_HOST", "Name of the host of an agent.", "the Slurm back end"),
+    Variable("MUSTER_BLOCK", "Block (racks with a network of their own) that a host stands in.", PLACED),
+    Variable("MUSTER_RACK", "Rack (GKE: sub-block) that a host stands in: copies of its state leave it.", PLACED),
     Variable("MUSTER_PART", "Number of a requeued job's part.", "the Slurm back end"),
     Variable(
         "MUSTER_BIND", "Address on which the supervisor and the agents listen.",
@@ -76,6 +81,8 @@ class Environment:
     nice: int
     drill: bool
     pod: str
+    place: Place
+    """Of this host."""
     jobset: str
     model_copies: Path | None
     """A folder of complete copies of models from the hub (``core.model_copies``)."""
@@ -109,6 +116,7 @@ def read(environ: Mapping[str, str]) -> Environment:
         nice=int(environ.get("MUSTER_NICE") or 0),
         drill=environ.get("MUSTER_DRILL") == "1",
         pod=environ.get("MUSTER_POD", ""),
+        place=Place(block=environ.get("MUSTER_BLOCK", ""), rack=environ.get("MUSTER_RACK", "")),
         jobset=environ.get("MUSTER_JOBSET", ""),
         model_copies=Path(environ["MUSTER_MODEL_COPIES"]) if environ.get("MUSTER_MODEL_COPIES") else None,
         token_file=Path(environ["MUSTER_TOKEN_FILE"]) if environ.get("MUSTER_TOKEN_FILE") else None,

@@ -31,6 +31,14 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place(Record):
+    """Where a host stands, as far as its labels say: what one fault may take together with it."""
+
+    block: Annotated[str, "racks with a network of their own; empty: unknown"] = ""
+    rack: Annotated[str, "hosts that share power and a switch; its name counts within the block; empty: unknown"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """One kind of process in a job: how many copies, what they run."""
 

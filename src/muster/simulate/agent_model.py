@@ -10,6 +10,7 @@ from muster.protocol.to_agent import (
     EndAttempt,
     FlushedFile,
     FlushSnapshots,
+    PeerMoved,
     StartAttempt,
     ToAgent,
 )
@@ -30,8 +31,11 @@ def handle_message(cluster: SteppingHosts, name: str, message: ToAgent) -> None:
     match message:
         case StartAttempt() if message.attempt > host.attempt:
             host.begin(message.attempt, [context.rank for context in message.contexts])
+            host.copies_to = message.peer[0] if message.peer is not None else None
             host.starts_from = tuple(fetch.copy for fetch in message.fetch)
             cluster.maybe_begin(message)
+        case PeerMoved():
+            host.copies_to = message.peer[0]
         case EndAttempt():
             cluster.end_ranks(host, message)
         case CommandRanks():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from muster.core.snapshots import SnapshotCopy, Tier
+from muster.core.types import Place
 from muster.protocol.client import HealthReport
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_supervisor import FromAgent, RankExit, RankHang
@@ -49,6 +50,9 @@ class VirtualHost:
     """An agent with its ranks, as a supervisor sees it."""
 
     name: str
+    place: Place = field(default_factory=Place)
+    copies_to: str | None = None
+    """The host that gets copies of its snapshots, as the supervisor says."""
     up: bool = True
     attempt: int = 0
     ranks: list[int] = field(default_factory=list)
@@ -97,7 +101,7 @@ class VirtualHost:
         return AgentHello(
             version=MINE, host=self.name, pid=1, attempt=self.attempt, ready=True, step=self.step,
             alive={rank: 1 for rank in self.ranks if rank not in self.dead}, exited=tuple(sorted(self.exits)),
-            store=(self.name, 1), memory=(self.name, 2), snapshots=self.list_snapshots(),
+            store=(self.name, 1), memory=(self.name, 2), snapshots=self.list_snapshots(), place=self.place,
         )  # fmt: skip
 
     def begin(self, attempt: int, ranks: Sequence[int]) -> None:
@@ -111,12 +115,10 @@ class VirtualHost:
         self.snapshots, self.rotten, self.step = {}, set(), 0
 
 
-def hold_snapshots(
-    ring: Sequence[VirtualHost], layout: str, step: int, before: int | None, *, replicate_snapshots: bool
-) -> None:
+def hold_snapshots(hosts: Sequence[VirtualHost], layout: str, step: int, before: int | None) -> None:
     """Every host holds its ranks' state of ``step`` and of the snapshot before it (None: what it held is that), and the
-    next one in the ring copies; what those hosts held of another layout has served (the agent tidies up at the new
-    world's first step)."""
+    one that the supervisor named has copies; what those hosts held of another layout has served (the agent tidies up at
+    the new world's first step)."""
 
     def hold(holder: VirtualHost, rank: int, tier: Tier, attempt: int) -> None:
         newest, held = (step, attempt), holder.snapshots.get((layout, rank, tier), ())
@@ -125,13 +127,14 @@ def hold_snapshots(
         older = held[:1] if before is None else ((before, attempt),)
         holder.snapshots[layout, rank, tier] = (newest, *older)
 
-    for host in ring:
+    for host in hosts:
         host.snapshots = {key: held for key, held in host.snapshots.items() if key[0] == layout}
-    for index, host in enumerate(ring):
-        peer = ring[(index + 1) % len(ring)]
+    named = {host.name: host for host in hosts}
+    for host in hosts:
+        peer = named.get(host.copies_to or "")
         for rank in host.ranks:
             hold(host, rank, "memory", host.attempt)
-            if replicate_snapshots and peer is not host:
+            if peer is not None:
                 hold(peer, rank, "peer", host.attempt)
 
 

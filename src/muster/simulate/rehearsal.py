@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from muster.core.types import Place
 from muster.policy.load import load_policy
 from muster.simulate import faults
 from muster.simulate.cluster import Cluster
@@ -88,6 +90,9 @@ class Simulation:
         scenario = self.scenario
         self.rng = random.Random(f"{self.seed}:stages")
         names = [f"host-{index}" for index in range(scenario.hosts + scenario.spares)]
+        self.racks = racks_of(scenario, names, self.seed)
+        places = {name: Place(block=str(rack * scenario.rack_hosts // scenario.block_hosts), rack=str(rack))
+                  for name, rack in self.racks.items()}  # fmt: skip
         self.spec = scenario.run_spec()
         self.policy = load_policy(scenario.policy, max_wait_s=scenario.max_wait_s)
         self.cluster = Cluster(
@@ -95,7 +100,7 @@ class Simulation:
             names=names,
             total_steps=ENDLESS_STEPS,
             stages=stages_of(scenario),
-            replicate_snapshots=scenario.replicate_snapshots,
+            places=places if scenario.rack_labels else {},
             memory_tier=scenario.memory_tier,
             snapshot_every_steps=scenario.snapshot_every,
             disk=disk_of(scenario),
@@ -167,7 +172,7 @@ class Simulation:
         elif fault.kind == "false_alarm":
             faults.false_alarm(cluster, rank_of(cluster, active[first]))
         elif fault.swap:
-            for name in dict.fromkeys(active[(first + offset) % len(active)] for offset in range(fault.hosts)):
+            for name in self.neighbours(active[first], active)[: fault.hosts]:
                 cluster.kill_host(name, detect_s=fault.detect_s)
                 self.repair(name, fault.detect_s + fault.repair_s)
         elif fault.hangs:
@@ -178,6 +183,16 @@ class Simulation:
         if not cluster.stepping and (stepping or self.open):
             self.open.append((cluster.now_s, fault.kind))
             self.began.append(cluster.now_s)
+
+    def neighbours(self, name: str, among: Sequence[str]) -> list[str]:
+        """``name``, then the others in its rack, then those in the racks beside it."""
+        racks = max(self.racks.values()) + 1
+        away = {other: (self.rack_of(other) - self.rack_of(name)) % racks for other in among}
+        return sorted(among, key=lambda other: (other != name, away[other]))
+
+    def rack_of(self, name: str) -> int:
+        """Another machine in a host's stead is in its rack."""
+        return self.racks[name.partition("+")[0]]
 
     def last_fault_before(self, at_s: float) -> float | None:
         """Time of the last fault before ``at_s`` that stopped training; None: there was none."""
@@ -205,6 +220,7 @@ class Simulation:
             slot = name.partition("+")[0]
             self._replaced[slot] += 1
             name = f"{slot}+{self._replaced[slot]}"
+            cluster.places = {**cluster.places, name: cluster.hosts[slot].place}
         cluster.return_host(name)
 
     # ------------------------------------------------------------ what the supervisor says
@@ -260,6 +276,13 @@ class Simulation:
         missing = self._capacity - min(len(up), self._capacity)
         for name in [name for name in names if not self.cluster.hosts[name].up][:missing]:
             self.cluster.return_host(name)
+
+
+def racks_of(scenario: Scenario, names: Sequence[str], seed: int) -> dict[str, int]:
+    """Host -> number of its rack. The order of names says nothing about it: a scheduler gives hosts as they come."""
+    shuffled = list(names)
+    random.Random(f"{seed}:racks").shuffle(shuffled)
+    return {name: index // scenario.rack_hosts for index, name in enumerate(shuffled)}
 
 
 def rank_of(cluster: Cluster, name: str) -> int:

@@ -16,6 +16,9 @@ DAY_S = 86400.0
 HOUR_S = 3600.0
 #: Longest automatic interval: a run that ends by its own decision loses its memory tiers.
 LONGEST_S = HOUR_S
+#: Machines of eight GPUs in a rack, and racks' machines in a block: NVIDIA's DGX SuperPOD reference architecture (H100,
+#: RA-11333: scalable units of 32 machines; 127 machines in 32 racks beside six of switches and storage).
+RACK_HOSTS, BLOCK_HOSTS = 4, 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class FaultKind:
     hangs: bool = False
     """Seen by a watchdog, not by a death."""
     hosts: int = 1
-    """Neighbouring hosts that fail at once."""
+    """Hosts that fail at once: in one rack, as far as that has so many."""
     reset_s: float = 0.0
     """Where the host stays: its device is reset first."""
 
@@ -85,8 +88,12 @@ class Scenario:
     """Mean."""
     repair_cv: float = 0.5
     correlated_per_day: float = 0.0
-    """Additional rack or switch failures, each of ``correlated_hosts`` neighbouring hosts."""
+    """Additional rack or switch failures, each of ``correlated_hosts`` hosts in one rack and those beside it."""
     correlated_hosts: int = 8
+    rack_hosts: int = RACK_HOSTS
+    block_hosts: int = BLOCK_HOSTS
+    rack_labels: bool = True
+    """The supervisor is told of racks and blocks; else a host's copies are anywhere, perhaps in its rack."""
     maintenance_per_day: float = 0.0
     """Hosts taken away for ``maintenance_h``, with ``maintenance_notice_s`` of notice."""
     maintenance_notice_s: float = 60.0
@@ -140,9 +147,10 @@ class Scenario:
         taken = self.trace.drops_per_day if self.trace else 0.0  # often several hosts at once, with every copy
         if not self.memory_tier:
             return taken + self.failures_per_day + self.correlated_per_day + self.false_alarms_per_day
-        bursts = taken + (0.0 if self.copies > 1 else self.correlated_per_day)
+        outside = self.replicate_snapshots and self.rack_labels and self.rack_hosts <= self.hosts // 2
+        bursts = taken + (0.0 if self.copies > 1 or outside else self.correlated_per_day)
         for kind in self.kinds.values():
-            several = kind.hosts > 1 and self.copies == 1
+            several = kind.hosts > 1 and self.copies == 1 and not outside
             if several or (kind.swap and not self.replicate_snapshots and self.copies == 1):
                 bursts += self.failures_per_day * kind.share * kind.swap
         return bursts
@@ -181,6 +189,9 @@ class Scenario:
         )
         axes = {"dp_shard": self.quantum_hosts or -1, "dp_replicate": self.copies, "tp": 1}
         longest = 4 * max(self.profile.mean_s(name) for name in ("start", "first_start", "warmup", "restore"))
+        checkpoint = self.spec.checkpoint
+        if not self.replicate_snapshots:
+            checkpoint = checkpoint.model_copy(update={"replicate_snapshots": False})
         recovery = self.spec.recovery.model_copy(
             update={"start_timeout_s": max(self.spec.recovery.start_timeout_s, longest)}
         )
@@ -189,5 +200,6 @@ class Scenario:
                 "resources": resources,
                 "parallelism": self.spec.parallelism.model_copy(update=axes),
                 "recovery": recovery,
+                "checkpoint": checkpoint,
             }
         )

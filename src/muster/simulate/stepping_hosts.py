@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import JsonObject
+from muster.core.types import Place
 from muster.protocol.to_agent import EndAttempt, StartAttempt
 from muster.protocol.to_supervisor import RankExit, RanksEnded, ResetResult
 from muster.protocol.values import LastWords, RankEvent
@@ -29,7 +30,8 @@ class SteppingHosts:
     names: list[str]
     total_steps: int
     stages: Stages = field(default_factory=Stages)
-    replicate_snapshots: bool = True
+    places: Mapping[str, Place] = field(default_factory=dict)
+    """What hosts say of where they stand."""
     memory_tier: bool = True
     snapshot_every_steps: int = 1
     disk: DiskTier | None = None
@@ -234,11 +236,11 @@ class SteppingHosts:
         if held <= run.first_step or not self.memory_tier:
             return
         active = [self.hosts[name] for name in self.machine.state.active if name in self._world]
-        ring = [host for host in active if host.up and host.ranks]
+        stepping = [host for host in active if host.up and host.ranks]
         previous = held - max(1, self.snapshot_every_steps)
         before = previous if previous > run.first_step else None
         layout = self.machine.state.layout.key
-        hold_snapshots(ring, layout, held, before, replicate_snapshots=self.replicate_snapshots)
+        hold_snapshots(stepping, layout, held, before)
 
     def halt(self, job: str) -> None:
         """No more steps: their time is classified, and the hosts are in ``job`` from here on."""

@@ -15,7 +15,7 @@ from muster.report.render.document import document
 from muster.simulate import capacity_trace, ensembles
 from muster.simulate.fault_schedule import Fault, schedule
 from muster.simulate.rehearsal import Simulation, rehearse
-from muster.simulate.scenario import FaultKind, Scenario
+from muster.simulate.scenario import FaultKind, Saves, Scenario
 from muster.simulate.stage_times import Recovery, constant, measured, names, shipped
 
 TRACES = Path(__file__).parents[4] / "shared" / "data" / "oracles" / "traces"
@@ -120,20 +120,30 @@ def test_without_a_spare_the_world_shrinks_and_pays_for_rounds():
     assert found.host_s["degraded"] == pytest.approx(3600 * (3 - 2), rel=0.02)
 
 
-def test_several_hosts_lose_both_copies_and_fall_back_to_the_save():
-    from muster.simulate.scenario import Saves
-
+def test_several_hosts_without_copies_fall_back_to_the_save():
     scenario = QUIET.with_(hosts=6, spares=3, saves=Saves(every_s=500.0, stall_s=1.0, drain_s=0.0, restore_s=60.0))
-    _, found = one_fault(
-        scenario, Fault(at_s=2000, kind="several_hosts", hosts=3, swap=True, detect_s=1.0, repair_s=9e3)
-    )
+    three = Fault(at_s=2000, kind="several_hosts", hosts=3, swap=True, detect_s=1.0, repair_s=9e3)
+    _, found = one_fault(scenario.with_(replicate_snapshots=False), three)
     assert 300 < found.redone_steps < 500, found.redone_steps
     assert found.host_s["restore"] == pytest.approx(6 * 60.0)
-    _, copied = one_fault(
-        scenario.with_(quantum_hosts=1),
-        Fault(at_s=2000, kind="several_hosts", hosts=3, swap=True, detect_s=1.0, repair_s=9e3),
-    )
+    _, copied = one_fault(scenario.with_(quantum_hosts=1), three)
     assert copied.redone_steps == 0, "another replica holds the state"
+
+
+def test_a_lost_rack_costs_no_step_where_its_copies_are_in_another():
+    scenario = QUIET.with_(hosts=32, spares=4, rack_hosts=4, saves=Saves(every_s=500.0, stall_s=1.0, drain_s=0.0))
+    rack = Fault(at_s=2000, kind="rack", hosts=4, swap=True, detect_s=1.0, repair_s=9e3)
+    for where in (0.0, 0.3, 0.6, 0.9):
+        play, found = one_fault(scenario, dataclasses.replace(rack, where=where))
+        assert found.redone_steps == 0 and found.host_s["restore"] == 0
+        lost = [log.host for _, log in play.cluster.log if log.kind == "host.lost"]
+        struck = {name for name, rack in play.racks.items() if rack == play.rack_of(lost[0])}
+        assert len(lost) == 4 and sum(name in struck for name in lost) >= 2, "the rest were spares, or stand beside"
+    # Where nobody says what is a rack, a copy is anywhere: some rack holds both.
+    assert any(
+        one_fault(scenario.with_(rack_labels=False), dataclasses.replace(rack, where=host / 32))[1].redone_steps
+        for host in range(32)
+    )
 
 
 def test_a_slow_host_stretches_steps_and_is_named():

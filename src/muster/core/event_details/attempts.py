@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from muster.core.batch_schedule import BatchSegment
@@ -22,10 +22,19 @@ class AttemptStarted(Detail):
     resume_attempt: Annotated[int | None, "the attempt that took the snapshots"] = None
     cause: Annotated[str | None, "incident id"] = None
     kept: Annotated[tuple[int, ...], "ranks whose processes continue from the previous attempt"] = ()
+    copies: Annotated[
+        Mapping[str, str], "host -> the host that holds its snapshots' copies; absent: the one half way round"
+    ] = field(default_factory=dict)
     skip_steps: Annotated[tuple[int, ...], "steps whose update is left out: their batch is never finite"] = ()
     batch_schedule: Annotated[
         tuple[BatchSegment, ...], "changes of batch and learning rate since step 1, by the policy"
     ] = ()
+
+    @property
+    def resumed(self) -> tuple[int, int] | None:
+        """(step, attempt) of the snapshots it starts from; None: from none."""
+        step, attempt = self.resume_step, self.resume_attempt
+        return None if step is None or attempt is None else (step, attempt)
 
 
 @dataclass(frozen=True, kw_only=True)

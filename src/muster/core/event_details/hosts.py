@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from muster.core.event_detail import Detail, OpenDetail
+from muster.core.types import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,13 @@ class HostAllocated(Detail):
     machine: Annotated[str | None, "type"] = None
     location: Annotated[str | None, "zone"] = None
     peak_flops: Annotated[float | None, "per rank"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlaced(Detail):
+    kind: ClassVar = "host.placed"
+    doc: ClassVar = "Where it stands, as its labels say: at first, and after another machine took its name."
+    place: Annotated[Place, "its block and rack"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +134,7 @@ class TerminationNotice(Detail):
 
 
 DETAILS: tuple[type[Detail], ...] = (
-    HostRequested, HostAllocated, HostReleased, HostLost, HostReset, HostSetAside, HostHealth, HostQuarantined,
-    HostReadmitted, ClockOffset,
+    HostRequested, HostAllocated, HostPlaced, HostReleased, HostLost, HostReset, HostSetAside, HostHealth,
+    HostQuarantined, HostReadmitted, ClockOffset,
 )  # fmt: skip
 AGENT_DETAILS: tuple[type[Detail], ...] = (AgentStarted, AgentEnded)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from muster.core.batch_schedule import changed
 from muster.core.typed_json import Json, JsonObject
 from muster.policy.cluster_state import NextAttempt
+from muster.policy.snapshot_holders import holders_to_log, snapshot_holders
 from muster.protocol.held_snapshots import Choice, has_replica_on_other_host
 from muster.protocol.to_agent import EndAttempt
 from muster.protocol.values import CommandRanks
@@ -25,7 +26,7 @@ from muster.supervise.recovery.retained_ranks import (
     retainable_ranks,
     whole_replicas,
 )
-from muster.supervise.recovery.start_message import peer_of, start_message
+from muster.supervise.recovery.start_message import copies_leave_rack, peer_of, start_message
 from muster.supervise.recovery.state import Attempt
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
@@ -130,11 +131,13 @@ def start_attempt(ctx: SupervisorContext, hosts: list[str]) -> None:
         flush_and_finish(ctx, "failed", 3, reason)
         return
     choice = ctx.newest_held()
+    chosen = tuple(hosts[: layout.world_size // per_host])
     current = Attempt(
-        hosts=tuple(hosts[: layout.world_size // per_host]),
+        hosts=chosen,
         ranks={rank: hosts[rank // per_host] for rank in range(layout.world_size)},
         layout=layout,
         resumed=(choice.step, choice.attempt) if choice else None,
+        holders=snapshot_holders([state.hosts[name].place for name in chosen], state.current.holders),
     )
     # What was applied once is not changed afterwards.
     if not adjust_batch(ctx, current, max(choice.step if choice else -1, state.last_applied_step)):
@@ -161,6 +164,7 @@ def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[
     state, hosts = ctx.state, ctx.state.active
     resume_step = choice.step if choice else -1
     optional: dict[str, Json] = {
+        "copies": dict(holders_to_log(hosts, state.current.holders)),
         "tier": "memory" if choice else None,
         "resume_attempt": choice.attempt if choice else None,
         "kept": sorted(retained),
@@ -182,6 +186,8 @@ def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[
     if state.attempt == 1:
         copied = all(peer_of(ctx, name) or has_replica_on_other_host(state.layout, state.ranks, name) for name in hosts)
         ctx.log("run.message", {"text": expected_loss(ctx.settings.spec, num_hosts=len(hosts), copied=copied)})
+        if (outside := copies_leave_rack(ctx)) is not None:
+            ctx.log("run.message", {"text": f"copies leave the rack: {outside}"})
         if ctx.settings.spec.command is not None:
             ctx.log("run.message", {"text": UNWATCHED})
 

@@ -54,6 +54,9 @@ def host_up(ctx: SupervisorContext, given: HostUp) -> None:
         price = ctx.settings.usd_per_host_hour
         priced = {"usd_per_hour": price} if price is not None else {}
         ctx.log("host.allocated", {"gpus": ctx.settings.ranks_per_host, "role": "active", **priced}, host=given.host)
+    if hello.place != host.place:
+        host.place = hello.place
+        ctx.log("host.placed", {"place": vars(host.place)}, host=host.name)
     if host.attempt < ctx.state.attempt and host.alive:
         ctx.send(given.host, EndAttempt(attempt=ctx.state.attempt - 1, why="of an older attempt"))
     if hello.ready:

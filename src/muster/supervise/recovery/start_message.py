@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from muster.protocol.held_snapshots import Choice, has_replica_on_other_host, needed_shards
+from muster.policy.snapshot_holders import leaves_rack
+from muster.protocol.held_snapshots import Choice, has_replica_on_other_host, needed_shards, replica_peers
 from muster.protocol.ranks import RankContext, Restore
 from muster.protocol.to_agent import FetchShard, PeerMoved, StartAttempt
 from muster.protocol.values import Address
@@ -75,14 +76,40 @@ def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mappin
 
 
 def peer_of(ctx: SupervisorContext, name: str) -> Address | None:
-    """Where the host's snapshots get their second copy: the next active host's replicator; None: nowhere."""
+    """The replicator of the host that holds copies of this one's snapshots; None: nobody does."""
+    holder = _holder_of(ctx, name)
+    return None if holder is None else ctx.state.hosts[holder].memory
+
+
+def copies_leave_rack(ctx: SupervisorContext) -> str | None:
+    """Whether each host's state is in another rack too, as a copy or in a replica, for people; None: there is no copy
+    of it."""
+    state, unknown, inside = ctx.state, 0, 0
+    for name in state.active:
+        holder = _holder_of(ctx, name)
+        copies = () if holder is None else (holder,)
+        outside: set[bool | None] = set()
+        for rank in state.ranks_on(name):
+            others = {*copies, *(state.ranks[twin] for twin in replica_peers(state.layout, rank))} - {name}
+            if not others:
+                return None
+            seen = {leaves_rack(state.hosts[name].place, state.hosts[other].place) for other in others}
+            outside.add(True if True in seen else None if None in seen else False)
+        inside, unknown = inside + (False in outside), unknown + (False not in outside and None in outside)
+    if inside:
+        return f"no: of {inside} of {len(state.active)} hosts they stay in it"
+    return f"unknown: {unknown} of {len(state.active)} hosts have no label (MUSTER_RACK)" if unknown else "yes"
+
+
+def _holder_of(ctx: SupervisorContext, name: str) -> str | None:
+    """The host that holds copies of this one's snapshots."""
     requested = ctx.settings.spec.checkpoint.replicate_snapshots
-    active = ctx.state.active
-    if len(active) < 2 or requested is False:
+    active, holders = ctx.state.active, ctx.state.current.holders
+    if not holders or requested is False:
         return None
     if requested is None and has_replica_on_other_host(ctx.state.layout, ctx.state.ranks, name):
         return None  # another replica holds the same state
-    return ctx.state.hosts[active[(active.index(name) + 1) % len(active)]].memory
+    return active[holders[active.index(name)]]
 
 
 def on_replicator_address(ctx: SupervisorContext, host: Host, address: Address) -> None:

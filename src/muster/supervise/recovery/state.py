@@ -10,6 +10,7 @@ from muster.core.batch_schedule import BatchSegment
 from muster.core.layout import Layout
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import JsonObject
+from muster.core.types import Place
 from muster.protocol.values import Address
 from muster.supervise.recovery.inputs import SECOND_NS
 from muster.supervise.recovery.phases import Adopting, Draining, Flushing, Phase, Running, Starting, Stopping, Waiting
@@ -29,6 +30,8 @@ class Attempt:
     layout: Layout = field(default_factory=Layout)
     resumed: tuple[int, int] | None = None
     """(step, attempt) of the version in memory that it started from."""
+    holders: tuple[int, ...] = ()
+    """For each of ``hosts``, by index, the one that holds copies of its snapshots (``policy.snapshot_holders``)."""
 
 
 @dataclass(kw_only=True)
@@ -66,6 +69,7 @@ class Host:
     """Where its rendezvous store listens."""
     memory: Address | None = None
     """Where its snapshots can be fetched."""
+    place: Place = field(default_factory=Place)
     snapshots: tuple[SnapshotCopy, ...] = ()
     failures_ns: list[int] = field(default_factory=list)
     allocated: bool = False

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from muster.core.errors import UsageError
 from muster.core.event_details.attempts import AttemptEnded, AttemptResizing, AttemptStarted
 from muster.core.event_details.checkpoints import SnapshotRejected
-from muster.core.event_details.hosts import HostHealth, HostQuarantined, HostReadmitted, TerminationNotice
+from muster.core.event_details.hosts import HostHealth, HostPlaced, HostQuarantined, HostReadmitted, TerminationNotice
 from muster.core.event_details.incidents import IncidentDecided, IncidentDetected
 from muster.core.event_details.run import (
     RunEnding,
@@ -24,6 +24,7 @@ from muster.core.events import Event
 from muster.core.incidents import traits_of
 from muster.core.layout import Layout
 from muster.core.types import Action
+from muster.policy.snapshot_holders import logged_holders
 from muster.supervise.recovery import error_history
 from muster.supervise.recovery.hosts import clear_notice
 from muster.supervise.recovery.incidents import opened_by
@@ -139,12 +140,12 @@ class _Replay:
             return
         state.batch_schedule = detail.batch_schedule
         state.skip_steps |= set(detail.skip_steps)
-        step, attempt = detail.resume_step, detail.resume_attempt
         current = Attempt(
             hosts=tuple(detail.hosts),
             ranks={rank: host for host, ranks in detail.hosts.items() for rank in ranks},
             layout=Layout.of(detail.layout),
-            resumed=None if step is None or attempt is None else (step, attempt),
+            resumed=detail.resumed,
+            holders=logged_holders(tuple(detail.hosts), detail.copies),
         )
         state.begin_attempt(event.attempt, current, at_ns)
         state.phase, self.waiting_since_ns = Running(), None
@@ -192,12 +193,9 @@ class _Replay:
         detail = event.read(RunStopping)
         self.asked = None
         self.state.phase = Stopping(
-            outcome=detail.outcome,
-            exit_code=detail.exit_code,
-            source=detail.source,
-            saves=detail.save,
+            outcome=detail.outcome, exit_code=detail.exit_code, source=detail.source, saves=detail.save,
             by_user=detail.by_user,
-        )
+        )  # fmt: skip
 
     def ending(self, event: Event, at_ns: int) -> None:
         detail = event.read(RunEnding)
@@ -304,6 +302,9 @@ class _Replay:
     def allocated(self, event: Event, _at_ns: int) -> None:
         self._host(event).allocated = True
 
+    def placed(self, event: Event, _at_ns: int) -> None:
+        self._host(event).place = event.read(HostPlaced).place
+
     def released(self, event: Event, _at_ns: int) -> None:
         if event.host in self.state.hosts:
             self._host(event).allocated = False
@@ -362,6 +363,7 @@ _FOLDS: Mapping[str, Callable[[_Replay, Event, int], None]] = {
     "incident.decided": _Replay.decided,
     "incident.resolved": _Replay.resolved,
     "host.allocated": _Replay.allocated,
+    "host.placed": _Replay.placed,
     "host.released": _Replay.released,
     "host.lost": _Replay.lost,
     "host.health": _Replay.health,

@@ -310,7 +310,7 @@ def test_a_corrected_run_file_brings_its_policy():
 
 def test_a_damaged_copy_is_not_chosen_again_not_even_by_a_new_supervisor_and_its_peer_is_used_first():
     of = spec(hosts=2)
-    found = cluster(of, replicate_snapshots=True)
+    found = cluster(of)
     found.at(10.0, lambda: (found.settle_steps(), rot_snapshot(found, 0, "memory"), found.kill_rank(1)))
     found.at(10.4, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
     assert found.run().exit_code == 0
@@ -324,7 +324,7 @@ def test_a_damaged_copy_is_not_chosen_again_not_even_by_a_new_supervisor_and_its
 
 def test_versions_that_are_all_damaged_cost_no_allowance_and_leave_the_disk():
     """Each restart has fewer copies to choose from, so it ends: the allowance of restarts is not for them."""
-    found = cluster(spec(hosts=1, recovery={"max_restarts_without_progress": 1}), replicate_snapshots=False)
+    found = cluster(spec(hosts=1, recovery={"max_restarts_without_progress": 1}))
     found.disk_step = 3
     found.at(10.0, lambda: (found.settle_steps(), rot_snapshot(found, 0, "memory", versions=2), found.kill_rank(0)))
     assert found.run().exit_code == 0

@@ -57,7 +57,6 @@ def two_by_two(stand_s=0.0, *, of=None, step_s=STEP_S, **resources):
         names=names,
         total_steps=int(1200 / step_s),
         stages=Stages(step_s=step_s),
-        replicate_snapshots=True,
     )
     found.stand_s = stand_s
     found.at(BLOW_S, lambda: found.kill_rank(0))

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from fakes.virtual_run import without_copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,9 +73,9 @@ def replicated(hosts, replicas, shards, **resources):
 
 def cluster(spec, steps=200):
     names = [f"host-{number}" for number in range(spec.resources.hosts + spec.resources.spare_hosts)]
-    made = Settings(spec=spec, run_id="r", run_dir="/r", ranks_per_host=1)
+    made = Settings(spec=without_copies(spec), run_id="r", run_dir="/r", ranks_per_host=1)
     machine = RecoveryStateMachine(settings=made, policy=SHIPPED["default"])
-    return Cluster(machine=machine, names=names, total_steps=steps, stages=Stages(), replicate_snapshots=False)
+    return Cluster(machine=machine, names=names, total_steps=steps, stages=Stages())
 
 
 def attempts(found):

@@ -75,6 +75,7 @@ def durable(state, settings, now_ns):
     if state.ranks:
         facts |= {
             "current": (state.current.hosts, state.current.ranks, state.layout.key, state.current.resumed),
+            "holders": state.current.holders,
             "stepped": state.progress.stepped,
             "exited": state.progress.exited,
             "blamed": sorted(state.progress.blamed),
@@ -85,6 +86,7 @@ def durable(state, settings, now_ns):
         failures = [Ago(now_ns - at_ns) for at_ns in host.failures_ns if now_ns - at_ns < window_ns]
         facts |= {f"{name} of {host.name}": value for name, value in {
             "allocated": host.allocated,
+            "place": host.place,
             "quarantined": host.quarantined,
             "until_return": host.until_return,
             "quarantined_for_error": host.quarantined_for_error,

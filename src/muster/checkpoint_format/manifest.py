@@ -4,7 +4,8 @@
 
     <dir>/fence.json                      the run and attempt that may commit (fence.previous.json: its copy)
     <dir>/commits/step-00000042.json      the marker: a manifest, written last, conditionally
-    <dir>/commits/begun-<run>.a3          attempt 3 has begun: its name says so, whatever becomes of the fence
+    <dir>/commits/begun-<run>.a3          attempt 3 has begun: its name says so, whatever becomes of the fence (older
+                                          attempts' are removed then)
     <dir>/step-00000042.a3/...            the data of step 42 by attempt 3
 
 A checkpoint exists when its marker does and the fence (``checkpoint_format.fences``) admits it.
@@ -24,7 +25,7 @@ from muster.checkpoint_format.decoding import damage_as, seal, unseal
 from muster.checkpoint_format.fences import OnRebuilt
 from muster.checkpoint_format.shard_file import ShardFile, StoredFile
 from muster.core import typed_json
-from muster.core.errors import CheckpointError, ConflictError
+from muster.core.errors import CheckpointError, ConflictError, MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import JsonObject, Record
 from muster.core.types import Checkpoint, Layout
@@ -170,9 +171,16 @@ def claim(
             found = [m for m in found if m.run_id == run_id] or found
         return {uris.name(m.marker_uri): f"{m.run_id}/{m.attempt}" for m in found}
 
+    first = False
     with suppress(ConflictError):  # before the door is closed: whoever is superseded can always see it
         store.put_if_absent(begun_uri(directory, run_id, attempt), f"{run_id}/{attempt}\n".encode())
+        first = True
     fences.claim(store, directory, run_id=run_id, attempt=attempt, heirs=heirs, on_rebuilt=on_rebuilt)
+    if first:
+        with suppress(MusterError, OSError):  # of these names the newest alone counts; the next attempt tries again
+            for older in _begun(store, directory, run_id):
+                if older < attempt:
+                    store.delete(begun_uri(directory, run_id, older))
 
 
 def _begun(store: Store, directory: str, run_id: str) -> list[int]:

@@ -123,6 +123,24 @@ def test_an_attempt_that_has_committed_nothing_yet_keeps_older_ones_out_without_
     assert steps(store, folder) == [(2, 2), (1, 1)]
 
 
+def test_of_the_names_of_begun_attempts_the_newest_of_each_run_stays(store, folder):
+    claim(store, folder, 7, run_id="another")
+    for attempt in (1, 2, 3):
+        claim(store, folder, attempt)
+    names = [uris.name(uri) for uri in store.list(uris.join(folder, "commits"))]
+    assert names == ["begun-another.a7", "begun-run.a3"]
+    both(store, folder, "gone")
+    with pytest.raises(ConflictError, match="attempt 3 has begun"):
+        claim(store, folder, 2)
+
+
+def test_a_superseded_attempt_removes_no_newer_name(store, folder):
+    claim(store, folder, 2)
+    with pytest.raises(ConflictError):
+        claim(store, folder, 1)
+    assert manifest.begun_uri(folder, "run", 2) in store.list(uris.join(folder, "commits"))
+
+
 def test_markers_of_other_runs_count_only_where_this_run_has_none(store, folder):
     claim(store, folder, 3, run_id="first")
     write(store, folder, 1, attempt=3, run_id="first")

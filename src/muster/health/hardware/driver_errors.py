@@ -227,7 +227,7 @@ def _follow_the_driver(members: list[Judged], own: OwnNumbers) -> list[Judged]:
             verdict = Verdict.NOTE if one.verdict is Verdict.HEALTHY else one.verdict
             out.append(Judged(fault=one.fault, verdict=verdict, what=one.what, source=one.source, whole_host=hosts))
         else:
-            verdict = min(one.verdict, Verdict.NOTE, key=_gravity)
+            verdict = Verdict.APP if one.verdict is Verdict.APP else Verdict.NOTE
             out.append(Judged(fault=one.fault, verdict=verdict, what=one.what, source=one.source, decides=False))
     return out
 

@@ -100,6 +100,17 @@ def pci_address(text: str) -> str:
     return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{int(function or '0', 16):x}"
 
 
+def is_kernel_log(text: str) -> bool:
+    """Whether ``text`` is a kernel log: it names the driver's module, or most of its lines begin as the kernel's do."""
+    lines = [line for line in text.splitlines()[:2000] if line.strip()]
+    messages = [_message(line)[0] for line in lines]
+    if any(message.startswith(("NVRM: ", "nvidia-nvswitch", "Linux version ")) for message in messages):
+        return True
+    stamped = sum(bool(_KMSG.match(line) or _SINCE_BOOT.match(line) or _LOCAL.match(line)) for line in lines)
+    named = sum(" kernel: " in line for line in lines)
+    return 2 * max(stamped, named) > len(lines) > 0
+
+
 def read_kernel_log(text: str) -> KernelLog:
     """Every error line of the GPU driver in ``text``. Never raises; a line that is cut in its number is left out."""
     reader = KernelLogReader()

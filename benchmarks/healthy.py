@@ -1,6 +1,6 @@
 """What fault tolerance costs a healthy run, and how often it sees a failure where there is none.
 
-    python benchmarks/healthy.py [--quick] [--json FILE] [--only overhead alarms]
+    python benchmarks/healthy.py [--quick] [--json FILE] [--only overhead alarms processes]
 
 overhead: pairs of runs of one model (a step takes about 0.3 s), one with everything on (agent, supervisor, standbys, a
 snapshot in memory after every step, heartbeat limit 0.3 s) and one that is the trainer's loop alone under torchrun, in
@@ -8,7 +8,10 @@ turns. What the snapshot holds the loop is counted apart. The figure is the mean
 median step, with a bootstrap 95 % interval; where that holds the limit (0.5 %), the answer is "not resolvable".
 
 alarms: a run of two hosts of two ranks at a heartbeat limit of 0.3 s beside as many busy loops as there are cores, for
-``--minutes``; every incident is a false one. The bound on their rate is the exact 95 % one (none seen: 3 / time).
+``--minutes``; every incident is a false one. The bound on their rate is the exact 95 % one (none seen: 3 / time). The
+gaps between the hosts' heartbeats are taken from the packets themselves, where that is allowed.
+
+processes: processor time and wakes of each kind of process in a healthy run, against the ranks' own.
 """
 
 import argparse
@@ -34,6 +37,7 @@ LIMIT = 0.005
 FEWEST_PAIRS = 6
 """With fewer, drawing pairs again cannot show what differs from pair to pair."""
 WARM_UP = 5
+MODES = ["overhead", "alarms", "processes"]
 ON = {"checkpoint.snapshot_every_steps": 1, "recovery.warm_standby": True, "recovery.heartbeat_timeout_s": 0.3}
 OFF = {"checkpoint.snapshot_every_steps": 0, "recovery.warm_standby": False, "checkpoint.replicate_snapshots": False}
 
@@ -190,6 +194,7 @@ def busy_loops(count: int) -> Any:
 
 def measure_alarms(minutes: float, loops: int, **changes: Any) -> dict[str, Any]:
     """Whole incidents of a run to which nothing happens; counted from its first step."""
+    import beat_gaps
     from cluster import LiveRun
     from recovery import bench_spec
 
@@ -199,10 +204,13 @@ def measure_alarms(minutes: float, loops: int, **changes: Any) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as name, LiveRun(Path(name), spec) as run, busy_loops(loops):
         run.start()
         run.wait_for_step(1, 600)
+        listening = listen_to_beats(run, spec.recovery.heartbeat_timeout_s)
         began = time.monotonic()
         while (left := 60 * minutes - (time.monotonic() - began)) > 0 and run.supervisor.poll() is None:
             time.sleep(min(5.0, left))
         watched_s = time.monotonic() - began
+        if listening is not None:
+            listening.stop()
         events = run.events()
         if run.supervisor.poll() is not None:
             raise SystemExit(f"the run ended by itself:\n{run.story()}")
@@ -216,13 +224,47 @@ def measure_alarms(minutes: float, loops: int, **changes: Any) -> dict[str, Any]
         "minutes": round(watched_s / 60, 2), "hosts": 2, "ranks": 4, "heartbeat_timeout_s": 0.3, "busy_loops": loops,
         "steps": max(event.step for event in events if event.kind == "step"),
         "false_alarms": len(incidents), "at_most_an_hour_95": round(upper_rate(len(incidents), hours), 2),
-        "incidents": incidents[:20],
+        "incidents": incidents[:20], "gaps": None,
     }  # fmt: skip
+    if listening is not None:
+        found = list(listening.gaps.values())
+        result["gaps"] = {"worst_s": {name: round(each.worst_s, 4) for name, each in listening.gaps.items()},
+                          "seen": beat_gaps.rows(found)}  # fmt: skip
+        worst = ", ".join(f"{name} {each.worst_s:.3f} s" for name, each in listening.gaps.items())
+        print(f"gaps between heartbeats, the worst: {worst}")
+        for name, count in beat_gaps.rows(found):
+            print(f"  {name:16} {count:8}")
     print(
         f"{len(incidents)} false alarms in {watched_s / 60:.1f} minutes beside {loops} busy loops: "
         f"at most {result['at_most_an_hour_95']} an hour (95 %)",
         flush=True,
     )
+    return result
+
+
+def listen_to_beats(run: Any, limit_s: float) -> Any:
+    """From now on; None, and a word about it, where packets may not be looked at."""
+    import beat_gaps
+
+    try:
+        listening = beat_gaps.Listening(*beat_gaps.watchdogs_of(run), limit_s)
+    except PermissionError:
+        print("gaps between heartbeats: not measured (this needs CAP_NET_RAW)", flush=True)
+        return None
+    listening.start()
+    return listening
+
+
+def measure_processes(seconds: float, limits_s: Sequence[float], ranks: int, **changes: Any) -> list[dict[str, Any]]:
+    """At each heartbeat limit, one run of one host, after its warm-up."""
+    import processor_time
+    from recovery import bench_spec
+
+    result = []
+    for limit_s in limits_s:
+        own = {"training.steps": 10**8, "resources.ranks_per_host": ranks, "limits.max_hours": 0.25 + seconds / 3600}
+        spec = bench_spec(**{**ON, **own, "recovery.heartbeat_timeout_s": limit_s, **changes})
+        result.append(processor_time.measure(spec, seconds, settle_steps=3 * WARM_UP))
     return result
 
 
@@ -238,7 +280,9 @@ def main() -> None:
         "--minutes", type=float, default=None, help="of the run beside busy loops; default 30; quick: 1"
     )
     parser.add_argument("--ranks", type=int, default=2, help="of the pairs' runs")
-    parser.add_argument("--only", nargs="*", choices=["overhead", "alarms"], default=["overhead", "alarms"])
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each run whose processor time is read")
+    parser.add_argument("--limits", type=float, nargs="*", default=[3.0, 0.3], help="heartbeat limits of those runs")
+    parser.add_argument("--only", nargs="*", choices=MODES, default=MODES)
     given = parser.parse_args()
     pairs, steps, minutes = (3, 20, 1.0) if given.quick else (12, 100, 30.0)
     found: dict[str, Any] = {"machine": job.machine()}
@@ -246,6 +290,8 @@ def main() -> None:
         found["overhead"] = measure_overhead(given.pairs or pairs, given.steps or steps, given.ranks)
     if "alarms" in given.only:
         found["alarms"] = measure_alarms(given.minutes or minutes, found["machine"]["cpus"])
+    if "processes" in given.only:
+        found["processes"] = measure_processes(given.seconds, given.limits, given.ranks)
     found["load_at_the_end"] = job.machine()["load"]
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -6,6 +6,7 @@ from fakes.virtual_run import machine
 
 from muster.core.event_log import EventLog
 from muster.supervise.process.clock_offsets import ClockOffsets
+from muster.supervise.process.heartbeats import Heartbeats
 from muster.supervise.process.home_sync import SupervisorHome
 from muster.supervise.process.journal import Journal
 from muster.supervise.process.limits import LimitsGuard, LimitsTimer
@@ -23,6 +24,9 @@ class RecordingPool:
     def close(self, peer):
         self.closed.append(peer)
 
+    def leave(self, peer):
+        pass
+
     def dismiss(self, peer, message):
         self.send(peer, message)
         self.close(peer)
@@ -31,10 +35,11 @@ class RecordingPool:
 def idle_supervisor(folder, of):
     """For the run file ``of``; its log is in ``folder``."""
     found = Supervisor(run_dir=folder)
-    found.run_id, found.pool, found.agents, found.watchdogs = "r", RecordingPool(), {}, {}
+    found.run_id, found.pool, found.agents = "r", RecordingPool(), {}
     found.clocks, found.machine = ClockOffsets(), machine(of)
     found.liveness = HostLiveness(timeout_s=3.0)
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
+    found.heartbeats = Heartbeats(pool=found.pool, liveness=found.liveness, clock_ns=found.clock.monotonic_ns)
     found.limits = LimitsTimer(LimitsGuard(limits=of.limits, grace_s=30.0), found.clock)
     found.home = SupervisorHome(folder)
     found.lease = SimpleNamespace(hold=lambda: None, repairs=[])

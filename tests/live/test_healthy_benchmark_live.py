@@ -31,3 +31,12 @@ def test_the_overhead_of_a_healthy_run_is_measured(tmp_path):
 def test_false_alarms_are_counted(tmp_path):
     found = measured(tmp_path, "--only", "alarms", "--minutes", "0.2")["alarms"]
     assert found["steps"] > 1 and found["minutes"] >= 0.2 and found["at_most_an_hour_95"] > 0
+    assert found["gaps"] is None or sum(count for _, count in found["gaps"]["seen"]) > 50
+
+
+def test_processor_time_is_read(tmp_path):
+    (found,) = measured(tmp_path, "--only", "processes", "--seconds", "8", "--limits", "3")["processes"]
+    assert {"rank", "rank's link", "agent", "supervisor", "watchdog", "replicator", "fork server"} <= found[
+        "by_kind"
+    ].keys()
+    assert 0 < found["beside_the_ranks"] < 1 and found["by_kind"]["rank"]["of_one_core"] > 0.1

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from beat_gaps import Gaps, edges_of, rows
 from healthy import LIMIT, Steps, overhead, steps_of, upper_rate
+from processor_time import LINK, RANK, Share, beside_the_ranks, shares
 
 from muster.core.events import Event
 
@@ -72,3 +74,24 @@ def test_the_stall_is_taken_out_of_the_step_and_the_warm_up_out_of_the_run():
     ]
     found = steps_of(events[::-1], warm_up=1)
     assert found == Steps(busy=(0.3, 0.3), stall=(0.01, 0.0))
+
+
+def test_gaps_between_beats_are_counted_by_sixths_of_the_limit_and_the_worst_is_kept():
+    gaps = [Gaps(edges_of(0.3)), Gaps(edges_of(0.3))]
+    for at in (100.0, 100.04, 100.11, 100.18, 100.4, 100.72):
+        gaps[0].add(at)
+    gaps[1].add(5.0)
+    assert round(gaps[0].worst_s, 3) == 0.32 and gaps[1].worst_s == 0.0
+    assert [count for _, count in rows(gaps)] == [1, 2, 0, 0, 1, 0, 1]
+    assert rows(gaps)[0][0] == "under 0.05 s" and rows(gaps)[-1] == ("0.3 s and more", 1)
+
+
+def test_processor_time_is_what_came_between_two_readings_and_is_set_against_the_ranks():
+    before = {("agent", 1, 1): (5.0, 100), (RANK, 2, 2): (50.0, 10), (LINK, 2, 3): (0.5, 7)}
+    after = {
+        ("agent", 1, 1): (5.1, 120), ("agent", 1, 9): (0.1, 1), (RANK, 2, 2): (59.5, 11), (LINK, 2, 3): (1.0, 9),
+    }  # fmt: skip
+    found = shares(before, after)
+    assert found["agent"].wakes == 21 and found["agent"].cpu_s == pytest.approx(0.2)
+    assert found[LINK] == Share(cpu_s=0.5, wakes=2)
+    assert beside_the_ranks(found) == pytest.approx((0.2 + 0.5) / (9.5 + 0.5)), "the link is no work of the rank's"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.core.errors import AccessError
-from muster.core.typed_json import Record, Unreadable
+from muster.core.typed_json import Unreadable
 from muster.protocol.codec import encode
 from muster.protocol.hello import BeatHello
 from muster.protocol.lease import read_lease
@@ -20,6 +20,8 @@ from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion
 from muster.transport.listening import HELLO_S
 from muster.transport.secure_session import Session
+
+BEAT = encode(Beat())
 
 
 def supervisor_address(run_dir: Path, *, me: str) -> Address | None:
@@ -80,7 +82,8 @@ class HeartbeatSender:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             self._session = Session(self.token, server=False)
             self._proof_until_s = time.monotonic() + HELLO_S
-            self._send(BeatHello(version=MINE, host=self.host, pid=os.getpid(), every_s=self.every_s))
+            hello = BeatHello(version=MINE, host=self.host, pid=os.getpid(), every_s=self.every_s)
+            self._send(encode(hello))
         except OSError:
             self._drop()
 
@@ -91,13 +94,13 @@ class HeartbeatSender:
             self._drop()  # a dead supervisor's port may be anybody's by now
             return
         try:
-            self._send(Beat())
+            self._send(BEAT)
         except OSError:
             self._drop()
 
-    def _send(self, message: Record) -> None:
+    def _send(self, frame: bytes) -> None:
         assert self._sock is not None and self._session is not None
-        self._session.send(encode(message))
+        self._session.send(frame)
         self._sock.sendall(self._session.outgoing())
 
     def _read(self) -> None:

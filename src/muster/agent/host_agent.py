@@ -8,6 +8,7 @@ still in memory.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -46,6 +47,8 @@ from muster.transport.secure_session import run_token
 #: A restarted agent listens for this long to its predecessor's ranks before it answers a supervisor: they try to
 #: reconnect every 0.1 s.
 ADOPTION_S = 0.5
+#: How often a supervisor is looked for while none is connected.
+SEARCH_S = 0.1
 
 
 class HostAgent:
@@ -55,8 +58,7 @@ class HostAgent:
         self.identity = identity
         self.spec = identity.read_spec()
         self.newest_attempt = 0  # that a supervisor named: a flush is committed in its name
-        self.exit_reason: str | None = None
-        """Set once this agent is to exit."""
+        self.exit_reason: str | None = None  # set once this agent is to exit
         self.exit_code, self._refusal = 0, ""
         self._contact_after = time.monotonic()
         self.hub = ConnectionPool(
@@ -197,19 +199,17 @@ class HostAgent:
         if watchdog and (fd := open_pidfd(watchdog)) is not None:
             self.hub.watch(fd, lambda: self.request_exit("the watchdog is gone"))
         self._start()
-        tick_s = min(0.25, self.spec.recovery.heartbeat_timeout_s / 4)
+        parts = (self.memory_watch, self.link, self.preemption, self.programs, self.pool, self.replicator)
         while self.exit_reason is None:
-            self.hub.run_once(tick_s)
-            self.memory_watch.watch()
-            self.link.leave_deposed()
+            search_s = math.inf if self.link.connected else time.monotonic() + SEARCH_S
+            due_s = min(search_s, self.readiness.due_s(), *(part.due_s() for part in parts))
+            self.hub.run_once(max(0.0, due_s - time.monotonic()))
+            for part in parts:
+                part.watch()
             if not self.link.connected:
                 self._find_supervisor()
-            self.preemption.watch()
-            self.programs.watch()
-            self.pool.watch()
-            self.replicator.watch()
             self.home.watch(self.link.connected)
-            if self.readiness.is_warming_up:
+            if time.monotonic() >= self.readiness.due_s():
                 self._check_ready()
         self._shutdown()
         return self.exit_code

@@ -1,7 +1,7 @@
 """Whether the host's folder in memory is still there, and what to do where somebody emptied it under the run.
 
-Nothing wakes up for it: the agent looks when it is awake anyway, and before it starts ranks. What was in the folder is
-lost; the processes go on, with the next tier until there are snapshots again.
+The agent looks when it is awake anyway, at the latest after a moment, and before it starts ranks. What was in the
+folder is lost; the processes go on, with the next tier until there are snapshots again.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class MemoryWatch:
         self._hub.leave_socket_files()
         self._hub.listen(f"unix:{self._identity.memory.bind_address(SOCKET)}")
         self._listens = True
+
+    def due_s(self) -> float:
+        """When ``watch`` is to look at the latest: whoever is awake earlier does so then."""
+        return self._next_s + EVERY_S / 2
 
     def watch(self) -> None:
         """Look, unless that was done a moment ago."""

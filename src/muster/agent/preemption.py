@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -55,6 +56,10 @@ class Preemption:
         else:
             self._untold = source
 
+    def due_s(self) -> float:
+        """When ``watch`` acts, if no supervisor comes before."""
+        return self._gone_s - (1 - WAIT_SHARE) * self._spec().recovery.grace_s if self._untold else math.inf
+
     def watch(self) -> None:
         """Act on a notice that came while there was no supervisor."""
         if not self._untold:
@@ -62,7 +67,7 @@ class Preemption:
         if self._is_supervised():
             self._tell(self._untold)
             self._untold = ""
-        elif self._left_s() < (1 - WAIT_SHARE) * self._spec().recovery.grace_s:
+        elif self._left_s() <= (1 - WAIT_SHARE) * self._spec().recovery.grace_s:
             self._untold = ""
             self._save()
 

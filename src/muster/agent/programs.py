@@ -75,6 +75,10 @@ class Programs:
         if failed and self._prepare is None:
             self._start_prepare()
 
+    def due_s(self) -> float:
+        """When ``watch`` has something to do."""
+        return self._retry_s
+
     def watch(self) -> None:
         """Call it in every turn of the loop."""
         if time.monotonic() >= self._retry_s:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from muster.agent.gpu_reset import GpuReset
 from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
-from muster.agent.ranks.hang_detector import find_hung_ranks
+from muster.agent.ranks.hang_detector import Limits, due_s, find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
 from muster.agent.ranks.pool_calls import Forks, Snapshots
 from muster.agent.ranks.rank_exit import exit_report, last_reasons
@@ -90,14 +90,12 @@ class RankPool:
                 pid, context.rank, context.attempt, peer, was_warm=True
             ),
         )
-        self.step = 0
-        """Highest step that a rank here reported."""
+        self.step = 0  # the highest that a rank here reported
         self.exits: dict[int, RankExit] = {}
         """Rank -> its report, of the current attempt."""
         self._ending: int | None = None
         """Attempt whose ranks are being ended."""
-        self._ended = 0
-        """The newest attempt whose ranks were to be ended."""
+        self._ended = 0  # the newest attempt whose ranks were to be ended
         self._orphans = OrphanedProcesses(hub=hub, on_ended=self._report_drained)
         self._retained = RetainedRanks()
         self._steps = StepClock()
@@ -280,7 +278,8 @@ class RankPool:
 
     def handle(self, worker: Worker, message: FromRank) -> None:
         """What a rank says."""
-        now = worker.seen_s = time.monotonic()
+        now = time.monotonic()
+        worker.heard(now)
         match message:
             case RankBeat():
                 if worker.beat(message.step, message.micro, now_s=now):
@@ -324,22 +323,25 @@ class RankPool:
 
     def watch(self) -> None:
         """Report ranks that hang; kill those that should have paused and have not."""
-        recovery, now_s = self._spec().recovery, time.monotonic()
-        silence_s = recovery.heartbeat_timeout_s
-        for worker in self._retained.overdue(self.living(), now_s=now_s, silence_s=silence_s):
+        limits, now_s = self._limits(), time.monotonic()
+        for worker in self._retained.overdue(self.living(), now_s=now_s, silence_s=limits.silence_s):
             kill(worker.pid)  # stopped, or busy with something long: it is replaced
         if not self._is_supervised():
             return  # a hang is reported once, and there is no one to receive it
-        for worker, evidence in find_hung_ranks(
-            self.living(),
-            host=self._identity.host,
-            now_s=now_s,
-            silence_s=silence_s,
-            step_s=self._steps.timeout_s(recovery.step_timeout_s),
-            start_s=recovery.start_timeout_s,
-        ):
+        for worker, evidence in find_hung_ranks(self.living(), limits, host=self._identity.host, now_s=now_s):
             silent_s = now_s - worker.progress_s
             self._send(RankHang(attempt=worker.attempt, rank=worker.rank, evidence=evidence, silent_s=silent_s))
+
+    def due_s(self) -> float:
+        """When ``watch`` has something to look at, if no rank says anything until then."""
+        limits, living = self._limits(), self.living()
+        paused_s = self._retained.due_s(living, silence_s=limits.silence_s)
+        return min(paused_s, due_s(living, limits)) if self._is_supervised() else paused_s
+
+    def _limits(self) -> Limits:
+        given = self._spec().recovery
+        step_s = self._steps.timeout_s(given.step_timeout_s)
+        return Limits(silence_s=given.heartbeat_timeout_s, step_s=step_s, start_s=given.start_timeout_s)
 
     def on_reconnect(self) -> None:
         """A newly connected supervisor has not heard of any hang."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -27,10 +28,9 @@ class Readiness:
         self._warm_by: float | None = None
         """When a host that joins is ready, warm or not; None: it is not yet warming up."""
 
-    @property
-    def is_warming_up(self) -> bool:
-        """It is joining, or was: it is to be checked as time goes by."""
-        return self._warm_by is not None
+    def due_s(self) -> float:
+        """When time alone makes it ready."""
+        return math.inf if self._warm_by is None or self.is_ready else self._warm_by
 
     def check(self) -> None:
         if self.is_ready or not self._has_all() or (self._is_joining() and not self._is_warm_enough()):
@@ -44,4 +44,4 @@ class Readiness:
     def _is_warm_enough(self) -> bool:
         if self._warm_by is None:
             self._warm_by = time.monotonic() + WARM_S
-        return time.monotonic() > self._warm_by or self._is_warm()
+        return time.monotonic() >= self._warm_by or self._is_warm()

@@ -6,6 +6,7 @@ The agent never waits for it: orders go through a non-blocking pipe, answers com
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from muster.agent.host_identity import HostIdentity
+from muster.agent.ranks.hang_detector import LOOK_SHARE
 from muster.agent.ranks.rank_process import end_child, is_stopped, on_exit
 from muster.core.errors import AccessError
 from muster.core.typed_json import Unreadable, decode
@@ -42,6 +44,8 @@ FIRST_WAIT_S = 20.0
 #: checkpoints themselves).
 YOUNG_S = 10.0
 YOUNG_DEATHS = 5
+#: What its pipe did not take is offered again so soon.
+FULL_S = 0.05
 _STATE = "replicator.json"
 _decode = reader_of(FROM_REPLICATOR)
 
@@ -83,6 +87,7 @@ class ReplicatorProcess:
         self._fetches: list[FetchVersion] = []
         self._flushes: list[FlushOrder] = []
         """Without an answer yet, oldest first."""
+        self._looked_s = 0.0
         self._stopped_since: float | None = None
         self._replaced: subprocess.Popen[bytes] | None = None
         """Ended by ``restart``."""
@@ -151,7 +156,7 @@ class ReplicatorProcess:
 
     def copy(self) -> None:
         """A snapshot is ready. Omitted where the replicator does not keep up: the next one comes soon."""
-        if not self._outgoing:
+        if not self._outgoing and self._copies is not None and self._copies.peer is not None:
             self._send(CopyNext())
 
     def forget_fetches(self) -> None:
@@ -247,18 +252,29 @@ class ReplicatorProcess:
             else:
                 self._on_answer(FlushCommitted(step=step, attempt=attempt, failure=reason))
 
+    def due_s(self) -> float:
+        """When ``watch`` is to look at it at the latest: whoever is awake earlier does so then."""
+        if self._child is None:
+            return math.inf
+        write_s = time.monotonic() + FULL_S if self._outgoing else math.inf
+        share = LOOK_SHARE if self._stopped_since is None else 1 - LOOK_SHARE
+        return min(write_s, self._looked_s + share * self._limit_s())
+
     def watch(self) -> None:
-        """Kill a replicator that is stopped: its successor continues. Write what the pipe did not take before."""
+        """Kill a replicator that stays stopped: its successor continues. Write what the pipe did not take before."""
         if self._child is None:
             return
         if self._outgoing:
             self._write()
+        now, limit_s = time.monotonic(), self._limit_s()
+        if now - self._looked_s < (1 - LOOK_SHARE) * limit_s:
+            return
+        self._looked_s = now
         if not is_stopped(self._child.pid):
             self._stopped_since = None
-            return
-        now = time.monotonic()
-        self._stopped_since = self._stopped_since or now
-        if now - self._stopped_since > self._limit_s():
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        else:
             self._child.kill()
 
     def _on_exit(self, child: subprocess.Popen[bytes]) -> None:

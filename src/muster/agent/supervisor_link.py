@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_identity import HostIdentity
@@ -38,6 +41,8 @@ class SupervisorLink:
         self._peer: Connection | None = None
         self._address: Address | None = None
         self._lease_check_s = 0.0
+        self._lease: tuple[int, int, int] | None = None
+        """The lease's file when it was last read."""
         self._kept: dict[str, StartFailed] = {}
 
     @property
@@ -90,11 +95,18 @@ class SupervisorLink:
         """Tell everything that a supervisor needs to know about this host, again where it has changed."""
         self.send(self._hello())
 
-    def leave_deposed(self) -> None:
+    def due_s(self) -> float:
+        """When ``watch`` is to look at the lease at the latest: whoever is awake earlier does so then."""
+        return math.inf if self._peer is None else self._lease_check_s + LEASE_CHECK_S / 2
+
+    def watch(self) -> None:
         """A holder that is silent (its node lost power) keeps a connection open: the lease decides which one counts."""
         if self._peer is None or time.monotonic() < self._lease_check_s:
             return
         self._lease_check_s = time.monotonic() + LEASE_CHECK_S
+        before, self._lease = self._lease, _identity(self._identity.run_dir / "lease.json")
+        if self._lease == before is not None:
+            return
         address = self.find_address()
         if address is not None and address != self._address:
             self._hub.close(self._peer)
@@ -103,3 +115,19 @@ class SupervisorLink:
     def on_lost(self) -> None:
         """The connection is closed."""
         self._peer = None
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """What differs once the file was written again; None: it cannot be opened.
+
+    Opened, not only looked up: a network file system asks its server then.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    return found.st_ino, found.st_mtime_ns, found.st_size

@@ -121,5 +121,7 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
 
 def encode(result: JsonObject) -> bytes:
     """Canonical bytes of one line, newline included: sorted keys, no spaces, finite numbers only."""
-    text = json.dumps(result, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode() + b"\n"
+    return _ENCODER.encode(result).encode() + b"\n"
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

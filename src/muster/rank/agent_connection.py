@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -68,7 +68,12 @@ class AgentConnection(Generic[Message]):
         self.send_frame(encode(message))
 
     def send_frame(self, frame: bytes) -> None:
-        self.session.send(frame)
+        self.send_frames([frame])
+
+    def send_frames(self, frames: Iterable[bytes]) -> None:
+        """All in one write, which wakes the agent once."""
+        for frame in frames:
+            self.session.send(frame)
         self._flush()
 
     def wait(self, timeout_s: float | None = None) -> list[Message]:
@@ -143,6 +148,10 @@ class ProgressThrottle:
         """Whether to report again within the granted period."""
         return now_s < self.until_s and self._due(now_s)
 
+    def wait_s(self, now_s: float) -> float | None:
+        """Until ``repeat`` may say so; None: it will not."""
+        return max(0.0, self.sent_s + PROGRESS_EVERY_S - now_s) if now_s < self.until_s else None
+
     def _due(self, now_s: float) -> bool:
         if now_s - self.sent_s < PROGRESS_EVERY_S:
             return False
@@ -167,6 +176,8 @@ class SocketAgentClient:
         self._assignments: queue.SimpleQueue[RankContext] = queue.SimpleQueue()
         self._step = -1
         self._micro = 0
+        self._beat_s = 0.0
+        """When the agent was last told the step and micro-batch."""
         self._beat_now = False
         self._progress_throttle = ProgressThrottle()
         self._wake_r, self._wake_w = os.pipe()
@@ -189,9 +200,9 @@ class SocketAgentClient:
         self._wake()
 
     def beat(self, step: int) -> None:
-        new = step != self._step
+        new = step != self._step  # a snapshot is complete: the replicator can start
         self._step, self._micro = step, self._micro + 1
-        if new:  # a snapshot is complete: the replicator can start now instead of at the next heartbeat
+        if new or time.monotonic() - self._beat_s >= self._agent.beat_every_s:
             self._beat_now = True
             self._wake()
 
@@ -240,27 +251,22 @@ class SocketAgentClient:
             os.write(self._wake_w, b"x")
 
     def _run(self) -> None:
-        next_beat = time.monotonic()
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+            name.write(self._thread.name)  # for `top -H`, and for who measures what it costs
         while True:
             connection = self._connection or self._reconnect()
             if connection is None:
                 return
             try:
                 self._sent.send_to_successor(connection)
-                while self._out:
-                    connection.send_frame(self._out[0])
-                    self._sent.note(self._out.popleft())
+                self._send_waiting(connection)
                 now = time.monotonic()
-                if now >= next_beat or self._beat_now:  # before exit too: the step identifies a repeated error
-                    self._beat_now = False
-                    connection.send(RankBeat(step=self._step, micro=self._micro))
-                    next_beat = now + self._agent.beat_every_s
                 if self._progress_throttle.repeat(now):
                     self._send_progress()
                 if self._closing.is_set() and not self._out:
                     return
                 watched: list[socket.socket | int] = [connection.sock, self._wake_r]
-                ready, _, _ = select.select(watched, [], [], max(0.0, next_beat - now))
+                ready, _, _ = select.select(watched, [], [], self._progress_throttle.wait_s(now))
                 if self._wake_r in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_r, 4096)
@@ -269,6 +275,19 @@ class SocketAgentClient:
                         self._handle(message)
             except (OSError, AccessError, ValueError):
                 self._connection = None
+
+    def _send_waiting(self, connection: AgentConnection[ToRank]) -> None:
+        """What is queued; and where this rank is, if it has moved on. Nothing is sent in silence: an agent that hears
+        nothing looks at the process."""
+        waiting = list(self._out)
+        frames = list(waiting)
+        if self._beat_now:  # before exit too: the step identifies a repeated error
+            self._beat_now, self._beat_s = False, time.monotonic()
+            frames.append(encode(RankBeat(step=self._step, micro=self._micro)))
+        if frames:
+            connection.send_frames(frames)
+        for _ in waiting:
+            self._sent.note(self._out.popleft())
 
     def _handle(self, message: ToRank) -> None:
         match message:
@@ -293,4 +312,5 @@ class SocketAgentClient:
         )
         if self._connection is None and not self._closing.is_set():
             os._exit(1)
+        self._beat_now = True
         return self._connection

@@ -7,6 +7,7 @@ and a peer that does not read is dropped when the buffer passes a limit. So is o
 from __future__ import annotations
 
 import contextlib
+import select
 import selectors
 import signal
 import socket
@@ -23,6 +24,7 @@ from muster.transport.listening import (
     HELLO_S,
     NO_ROOM,
     is_reserved,
+    last_received_s,
     listen_on,
     off_reserve,
     soft_limit,
@@ -91,6 +93,10 @@ class ConnectionPool:
     hello_s: float = HELLO_S
     _strangers: dict[Connection, float] = field(default_factory=dict)
     """Accepted and without a proof, oldest first: when each is given up, by the monotonic clock."""
+    _left: dict[int, Connection] = field(default_factory=dict)
+    """Connections that are read by ``collect`` alone, by descriptor."""
+    _ends: select.epoll | None = None
+    """Sees their ends."""
     _silent: dict[Connection, float] = field(default_factory=dict)
     """The same of those that have proved the token and said nothing, and of servers that have not proved it."""
     _resting: dict[socket.socket, float] = field(default_factory=dict)
@@ -175,6 +181,31 @@ class ConnectionPool:
         with contextlib.suppress(OSError):
             peer.sock.shutdown(socket.SHUT_WR)
 
+    def leave(self, peer: Connection) -> None:
+        """What ``peer`` says from now on wakes nobody, and is read by ``collect``; its end still does."""
+        if peer.closed:
+            return
+        if self._ends is None:
+            self._ends = select.epoll()
+            self.watch(self._ends.fileno(), self._on_ends)
+        self.selector.unregister(peer.sock)
+        self._left[peer.sock.fileno()] = peer
+        self._ends.register(peer.sock, select.EPOLLRDHUP)
+
+    def collect(self, peer: Connection) -> float:
+        """Read what has come from a connection that was left; how many seconds ago the last of it came.
+
+        By the kernel's account, to 10 ms; 0 where that is not to be had.
+        """
+        if not peer.closed:
+            self._read(peer)
+        return 0.0 if peer.closed else last_received_s(peer.sock)
+
+    def _on_ends(self) -> None:
+        assert self._ends is not None
+        for peer in [self._left[fd] for fd, _ in self._ends.poll(0)]:
+            self.drain(peer)
+
     def drain(self, peer: Connection) -> None:
         """Process everything already received in the sockets (a dead peer's last messages)."""
         for _ in range(64):
@@ -187,6 +218,8 @@ class ConnectionPool:
         if not peer.closed:
             peer.closed = True
             self.peers.discard(peer)
+            if self._left.pop(peer.sock.fileno(), None) is not None and self._ends is not None:
+                self._ends.unregister(peer.sock)
             self._strangers.pop(peer, None)
             self._silent.pop(peer, None)
             with contextlib.suppress(KeyError, ValueError):
@@ -217,6 +250,8 @@ class ConnectionPool:
                 key.fileobj.close()
         for server in self._resting:
             server.close()
+        if self._ends is not None:
+            self._ends.close()
         self.selector.close()
 
     def _watch_listener(self, server: socket.socket) -> None:

@@ -14,7 +14,6 @@ Handshake::
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import secrets
@@ -33,7 +32,7 @@ _COUNTER = struct.Struct(">Q")
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:
-    return hmac.new(key, b"\x00".join(parts), hashlib.sha256).digest()
+    return hmac.digest(key, b"\x00".join(parts), "sha256")
 
 
 class Session:

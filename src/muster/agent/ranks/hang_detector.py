@@ -1,42 +1,84 @@
-"""Which ranks hang: judged by progress and by process state, never by a heartbeat alone. Pure but for /proc."""
+"""Which ranks hang: judged by progress and by process state, never by a heartbeat alone. Pure but for /proc.
+
+A rank says something with every step, and nothing wakes it or its agent in between: the agent looks at the process of
+one that is silent, at deadlines (``due_s``).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from muster.agent.ranks.rank_process import Worker, is_stopped
 
+#: Of the silence that is allowed: after so much of it the process is looked at, and again where it is stopped, after
+#: the rest. So one that stays stopped is found within the whole, and one that was held for a moment (a profiler, a
+#: debugger that attaches) is not taken for it.
+LOOK_SHARE = 0.75
+#: An agent that is awake anyway looks so much earlier: the looks at all of its processes fall together.
+EARLY_SHARE = 0.25
 
-def find_hung_ranks(
-    workers: Iterable[Worker],
-    *,
-    host: str,
-    now_s: float,
-    silence_s: float,
-    step_s: float,
-    start_s: float = math.inf,
-) -> list[tuple[Worker, str]]:
-    """(worker, evidence) of each rank that is stopped, or makes no progress; each is reported once.
 
-    ``silence_s``: a rank that is silent for longer is looked at; ``step_s``: the longest time without a
-    micro-batch, for ranks that have taken a step; ``start_s``: at least this long for those in their first step (or
-    in one that a previous agent saw begin). Before that the supervisor watches the start.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What is a hang. Before a rank's first step the supervisor watches the start."""
+
+    silence_s: float
+    """One that is stopped is found within this time."""
+    step_s: float
+    """The longest time without a micro-batch, for ranks that have taken a step."""
+    start_s: float = math.inf
+    """At least this long for those in their first step, or in one that a previous agent saw begin."""
+
+    def progress_s(self, worker: Worker) -> float:
+        if worker.stepped:
+            return self.step_s
+        return max(self.step_s, self.start_s) if worker.first_step is not None else math.inf
+
+
+def find_hung_ranks(workers: Iterable[Worker], limits: Limits, *, host: str, now_s: float) -> list[tuple[Worker, str]]:
+    """(worker, evidence) of each rank that is stopped, or makes no progress; each is reported once."""
     hung = []
     for worker in workers:
         if worker.reported_hang or worker.retained:
             continue
-        silent = now_s - worker.seen_s
-        stuck = now_s - worker.progress_s
+        limit_s = limits.progress_s(worker)
         reason = None
-        if silent > silence_s and is_stopped(worker.pid):
-            reason = f"is stopped, silent for {silent:.2f} s"
-        elif worker.stepped or worker.first_step is not None:
-            limit_s = step_s if worker.stepped else max(step_s, start_s)
-            if stuck > limit_s:
-                reason = f"made no progress for {stuck:.1f} s (limit {limit_s:.1f} s)"
+        if stays_stopped(worker, now_s=now_s, silence_s=limits.silence_s):
+            reason = f"is stopped, silent for {now_s - worker.seen_s:.2f} s"
+        elif now_s >= worker.progress_s + limit_s:
+            reason = f"made no progress for {now_s - worker.progress_s:.1f} s (limit {limit_s:.1f} s)"
         if reason is not None:
             worker.reported_hang = True
             hung.append((worker, f"rank {worker.rank} on {host} {reason} at step {worker.step}"))
     return hung
+
+
+def due_s(workers: Iterable[Worker], limits: Limits) -> float:
+    """When ``find_hung_ranks`` may find one, or has to look, if none of them says anything until then."""
+    times_s = [
+        min(look_s(worker, limits.silence_s), worker.progress_s + limits.progress_s(worker))
+        for worker in workers
+        if not (worker.reported_hang or worker.retained)
+    ]
+    return min(times_s, default=math.inf)
+
+
+def stays_stopped(worker: Worker, *, now_s: float, silence_s: float) -> bool:
+    """Whether the kernel holds it stopped, by two looks at its process; one is taken where it is due."""
+    early_s = EARLY_SHARE * silence_s if worker.stopped_s is None else 0.0
+    if now_s < look_s(worker, silence_s) - early_s:
+        return False
+    worker.looked_s, before = now_s, worker.stopped_s
+    worker.stopped_s = None
+    if is_stopped(worker.pid):
+        worker.stopped_s = now_s if before is None else before
+    return before is not None and worker.stopped_s is not None
+
+
+def look_s(worker: Worker, silence_s: float) -> float:
+    """When its process is to be looked at next."""
+    if worker.stopped_s is not None:
+        return max(worker.looked_s, worker.stopped_s) + (1 - LOOK_SHARE) * silence_s
+    return max(worker.looked_s, worker.seen_s) + LOOK_SHARE * silence_s

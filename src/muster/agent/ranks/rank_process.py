@@ -32,6 +32,10 @@ class Worker:
     """Monotonic time of the last progress (step or micro-batch)."""
     seen_s: float = 0.0
     """Monotonic time of the last message."""
+    looked_s: float = 0.0
+    """Monotonic time at which its process was last looked at, in silence."""
+    stopped_s: float | None = None
+    """Since when it has been seen stopped; None: it was not, or it has spoken since."""
     last: LastWords | None = None
     """Why it ends, in its own words."""
     exit_code: int | None = None
@@ -48,7 +52,12 @@ class Worker:
         self.rank, self.attempt = rank, attempt
         self.retained, self.paused, self.reported_hang, self.last = False, None, False, None
         self.first_step, self.stepped = None, False
-        self.progress_s = self.seen_s = now_s
+        self.progress_s = now_s
+        self.heard(now_s)
+
+    def heard(self, now_s: float) -> None:
+        """It has said something."""
+        self.seen_s, self.stopped_s = now_s, None
 
     def beat(self, step: int, micro: int, *, now_s: float) -> bool:
         """A new micro-batch is progress. True: a snapshot is ready, of a new step or of the attempt's beginning."""
@@ -77,8 +86,12 @@ def is_stopped(pid: int) -> bool:
 
 def _stat(pid: int) -> list[str]:
     """The kernel's words about a process after its name: its state, its parent, and more."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()
+    with contextlib.suppress(OSError, IndexError):
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(fd, 4096).decode(errors="replace").rsplit(")", 1)[1].split()
+        finally:
+            os.close(fd)
     return ["", "0"]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from muster.agent.ranks.rank_process import Worker, is_stopped
+from muster.agent.ranks.hang_detector import look_s, stays_stopped
+from muster.agent.ranks.rank_process import Worker
 from muster.protocol.ranks import RankContext
 
 
@@ -42,5 +44,10 @@ class RetainedRanks:
             for worker in living
             if worker.retained
             and worker.paused is None
-            and (now_s >= self.deadline_s or (now_s - worker.seen_s > silence_s and is_stopped(worker.pid)))
+            and (now_s >= self.deadline_s or stays_stopped(worker, now_s=now_s, silence_s=silence_s))
         ]
+
+    def due_s(self, living: Iterable[Worker], *, silence_s: float) -> float:
+        """When ``overdue`` may name one, or has to look."""
+        waited_for = [worker for worker in living if worker.retained and worker.paused is None]
+        return min([self.deadline_s, *(look_s(each, silence_s) for each in waited_for)]) if waited_for else math.inf

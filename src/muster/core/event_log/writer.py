@@ -85,7 +85,7 @@ class EventLog:
         self._queue: deque[Event] = deque()
         """Events that the disk has not taken, or not wholly."""
         self._line = b""
-        """The rest of the line of the first of them, of which the disk has a part."""
+        """Of the first of them: what the disk has not taken of its line, once that is made."""
         self._file: io.FileIO | None = None
         self._size = 0
         try:
@@ -134,7 +134,9 @@ class EventLog:
             detail=detail or {},
         )
         check(event)
-        encode(event.to_json())  # what JSON has no word for is refused here, not when the disk takes it
+        line = encode({**event.to_json(), "prev": self.head})  # what JSON has no word for is refused here
+        if self._file is not None and not self._queue:
+            self._line, self._next_head = line, hashlib.sha256(line).hexdigest()
         self._queue.append(event)
         self.tend()
         if self.sealer is not None:

@@ -15,6 +15,8 @@ AGENT_RETURN_S = 8.0
 #: Heartbeats that must be missing before a host counts as silent: the timeout may be lowered while watchdogs keep
 #: their interval.
 BEATS = 3
+#: So many times the timeout a starting host may take until its first heartbeat.
+STARTING = 10
 
 
 @dataclass
@@ -56,8 +58,10 @@ class HostLiveness:
         signs = self.hosts[host]
         signs.watchdog, signs.watchdog_gone_ns = False, now_ns
 
-    def heartbeat(self, host: str, now_ns: int) -> None:
-        self.hosts[host].heartbeat_ns = now_ns
+    def heartbeat(self, host: str, at_ns: int) -> None:
+        """It has said something, by whichever connection."""
+        signs = self.hosts[host]
+        signs.heartbeat_ns = max(signs.heartbeat_ns, at_ns)
 
     @property
     def least_s(self) -> float:
@@ -96,6 +100,11 @@ class HostLiveness:
             return 0.0
         return (now_ns - signs.heartbeat_ns) / SECOND_NS
 
+    def silent(self, now_ns: int) -> list[str]:
+        """Hosts of which nothing has been heard for their limit: to be listened to before ``down`` judges them."""
+        names = self.hosts.items()
+        return [name for name, signs in names if signs.up and now_ns >= signs.heartbeat_ns + self._limit_ns(signs)]
+
     def deadline_ns(self) -> int | None:
         """When ``down`` could next name a host, if nothing is received until then."""
         times = [at for signs in self.hosts.values() if signs.up for at in self._limits(signs)]
@@ -104,10 +113,13 @@ class HostLiveness:
     def _limits(self, signs: HostSignals) -> list[int]:
         limits = []
         if signs.watchdog or signs.agent:
-            limits.append(signs.heartbeat_ns + int(self._limit_s(signs) * SECOND_NS))
+            limits.append(signs.heartbeat_ns + (STARTING if _is_starting(signs) else 1) * self._limit_ns(signs))
         if not signs.agent and signs.agent_gone_ns is not None:
             limits.append(signs.agent_gone_ns + int(AGENT_RETURN_S * SECOND_NS))
         return limits
+
+    def _limit_ns(self, signs: HostSignals) -> int:
+        return int(self._limit_s(signs) * SECOND_NS)
 
     def _limit_s(self, signs: HostSignals) -> float:
         return max(self.timeout_s, BEATS * signs.every_s)
@@ -118,12 +130,16 @@ class HostLiveness:
         if not signs.agent and not signs.watchdog:
             return "all its connections closed"
         if silent_s >= limit_s:
-            if signs.heartbeat_ns == 0 or (not signs.watchdog and signs.watchdog_gone_ns is None):
-                # No heartbeat yet: a starting host, watched by its agent's connection.
-                return None if silent_s < 10 * limit_s else f"no heartbeat for {silent_s:.2f} s"
+            if _is_starting(signs):
+                return None if silent_s < STARTING * limit_s else f"no heartbeat for {silent_s:.2f} s"
             return f"silent for {silent_s:.2f} s (limit {limit_s:g} s)"
         if not signs.agent and signs.agent_gone_ns is not None:
             away_s = (now_ns - signs.agent_gone_ns) / SECOND_NS
             if away_s >= AGENT_RETURN_S:
                 return f"its agent did not come back within {AGENT_RETURN_S:g} s"
         return None
+
+
+def _is_starting(signs: HostSignals) -> bool:
+    """No heartbeat yet: it is watched by its agent's connection."""
+    return signs.heartbeat_ns == 0 or (not signs.watchdog and signs.watchdog_gone_ns is None)

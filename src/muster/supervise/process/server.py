@@ -22,11 +22,12 @@ from muster.core.typed_json import JsonObject, Unreadable
 from muster.policy.load import load_policy
 from muster.protocol.client import FROM_CLIENT, FromClient, HealthReport, RestartRun, StopRun, SupervisorStatus
 from muster.protocol.hello import AgentHello, BeatHello, Refused, greeting_reader
-from muster.protocol.to_supervisor import FROM_AGENT, FROM_WATCHDOG, GREETING, Beat, FromAgent, Greeting, Pong
+from muster.protocol.to_supervisor import FROM_AGENT, FROM_WATCHDOG, GREETING, FromAgent, Greeting, Pong
 from muster.protocol.values import RankEvent
 from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.decisions import RETRY_S, Decisions
 from muster.supervise.process.handshake import ClientIdentity, health_of, identity_of, stop_of
+from muster.supervise.process.heartbeats import Heartbeats
 from muster.supervise.process.home_sync import SupervisorHome
 from muster.supervise.process.journal import Journal
 from muster.supervise.process.lease import LEASE_S, keeping
@@ -122,7 +123,7 @@ class Supervisor:
             state = rebuild_in_order(before.telling(guard.add, self.home.add_earlier), now_ns=now_ns)
         self.liveness = HostLiveness(timeout_s=spec.recovery.heartbeat_timeout_s)
         self.agents: dict[str, Connection] = {}
-        self.watchdogs: dict[str, Connection] = {}
+        self.heartbeats = Heartbeats(pool=self.pool, liveness=self.liveness, clock_ns=self.clock.monotonic_ns)
         self.clocks = ClockOffsets()
         settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
         self.machine = RecoveryStateMachine(settings=settings, policy=load_policy(spec.recovery.policy), state=state)
@@ -178,6 +179,7 @@ class Supervisor:
             if now >= next_renewal:
                 wait_s = LEASE_S / 3 if self.lease.renew() else RETRY_S
                 next_renewal = now + int(wait_s * 1e9)
+                self.heartbeats.listen()
             self.journal.tend()
             if now >= next_offset:
                 self._ping()
@@ -248,11 +250,12 @@ class Supervisor:
         return self.result is not None and self.result.exit_code in (75, 130)
 
     def _check_liveness(self) -> None:
+        self.heartbeats.listen_to_silent()
         now = self.clock.monotonic_ns()
         for host, reason in self.liveness.down(now):
             silent_s = self.liveness.silent_s(host, now)
             # A silent connection may stay silent long after a link has healed: both are opened again.
-            for peer in (self.agents.pop(host, None), self.watchdogs.pop(host, None)):
+            for peer in (self.agents.pop(host, None), self.heartbeats.peers.pop(host, None)):
                 if peer is not None:
                     self.pool.close(peer)
             self.liveness.forget(host)
@@ -288,16 +291,11 @@ class Supervisor:
             self._handle(HostUp(host=who.host, hello=hello))
             self._ping(who.host)
         elif isinstance(hello, BeatHello):
-            peer.expect(self.refusals.reader(FROM_WATCHDOG, who), functools.partial(self._beat, who.host))
-            self.watchdogs[who.host] = peer
-            self.liveness.watchdog_connected(who.host, now, every_s=hello.every_s)
+            decode = self.refusals.reader(FROM_WATCHDOG, who)
+            self.heartbeats.add(who.host, peer, every_s=hello.every_s, decode=decode)
             self._warn_of_timeout()
         else:
             peer.expect(self.refusals.reader(FROM_CLIENT, who), self._from_client)
-
-    def _beat(self, host: str, peer: Connection, _message: Beat) -> None:
-        if self.watchdogs.get(host) is peer:
-            self.liveness.heartbeat(host, self.clock.monotonic_ns())
 
     def _warn_of_timeout(self) -> None:
         """A corrected file may ask for a timeout that is too short for the heartbeat interval of the running hosts."""
@@ -308,7 +306,9 @@ class Supervisor:
             text = f"{requested} is below three heartbeat intervals of the running hosts; using {least_s:g} s"
             self.journal.say(text)
 
-    def _from_agent(self, host: str, _peer: Connection, message: FromAgent) -> None:
+    def _from_agent(self, host: str, peer: Connection, message: FromAgent) -> None:
+        if self.agents.get(host) is peer:
+            self.liveness.heartbeat(host, self.clock.monotonic_ns())
         if isinstance(message, Pong):
             self._offset(message, self.clock.monotonic_ns())
             return
@@ -361,9 +361,8 @@ class Supervisor:
             del self.agents[identity.host]
             self.clocks.forget(identity.host)
             self.liveness.agent_disconnected(identity.host, now)
-        elif identity.role == "beat" and self.watchdogs.get(identity.host) is peer:
-            del self.watchdogs[identity.host]
-            self.liveness.watchdog_disconnected(identity.host, now)
+        elif identity.role == "beat":
+            self.heartbeats.remove(identity.host, peer)
 
     # ------------------------------------------------------------ effects
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from fakes.host import RecordingHost
 
-from muster.agent.ranks.hang_detector import find_hung_ranks
+from muster.agent.ranks.hang_detector import Limits, find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
 from muster.agent.ranks.rank_process import Worker
 from muster.protocol.rank_agent import RankHello
@@ -104,7 +104,8 @@ def worker(**more):
 
 def test_a_rank_in_its_first_step_is_given_as_long_as_a_start(host):
     def named(found, now_s, step_s=30.0):
-        return bool(find_hung_ranks([found], host="h", now_s=now_s, silence_s=3.0, step_s=step_s, start_s=60.0))
+        limits = Limits(silence_s=3.0, step_s=step_s, start_s=60.0)
+        return bool(find_hung_ranks([found], limits, host="h", now_s=now_s))
 
     assert not named(worker(), 10_000.0), "the supervisor watches the start"
     assert not named(worker(first_step=1), 159.0) and named(worker(first_step=1), 161.0)

@@ -48,5 +48,8 @@ def test_a_stopped_one_is_not_waited_for(process):
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     assert is_stopped(process.pid)
-    assert retained.overdue([mine], now_s=102.9, silence_s=3.0) == []
-    assert retained.overdue([mine], now_s=103.1, silence_s=3.0) == [mine]
+    assert retained.due_s([mine], silence_s=3.0) == 112.25, "silence since it was last looked at"
+    assert retained.overdue([mine], now_s=112.25, silence_s=3.0) == [], "it may be held for a moment"
+    assert retained.due_s([mine], silence_s=3.0) == 113.0
+    assert retained.overdue([mine], now_s=112.9, silence_s=3.0) == []
+    assert retained.overdue([mine], now_s=113.0, silence_s=3.0) == [mine]

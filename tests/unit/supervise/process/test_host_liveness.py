@@ -76,7 +76,7 @@ def test_being_late_never_makes_a_host_seen_in_the_future():
 
 
 def test_a_limit_that_was_lowered_is_never_below_three_beats_of_the_keeper():
-    """It beats as it was started: with a sixth of another limit."""
+    """It beats as it was started: with a quarter of another limit."""
     found = HostLiveness(timeout_s=0.3)
     found.agent_connected("a", 1 * S)
     found.watchdog_connected("a", 1 * S, every_s=0.5)
@@ -85,3 +85,18 @@ def test_a_limit_that_was_lowered_is_never_below_three_beats_of_the_keeper():
         assert found.down(tenths * S // 10 + int(0.9 * S)) == []
     assert found.least_s == 1.5 and found.deadline_ns() == int(7.0 * S)
     assert found.down(7 * S) == [("a", "silent for 1.50 s (limit 1.5 s)")]
+
+
+def test_a_host_whose_watchdog_has_not_come_yet_is_waited_for_without_waking():
+    """A deadline that is past and names nobody would keep the supervisor awake."""
+    found = HostLiveness(timeout_s=3.0)
+    found.agent_connected("a", 1 * S)
+    assert found.down(5 * S) == [] and found.deadline_ns() == 31 * S
+    assert "no heartbeat" in found.down(31 * S)[0][1]
+
+
+def test_what_was_heard_later_is_not_undone_by_what_came_before():
+    found = host()
+    found.heartbeat("a", 4 * S)
+    found.heartbeat("a", 2 * S)
+    assert found.deadline_ns() == 7 * S and found.silent(int(6.9 * S)) == [] and found.silent(7 * S) == ["a"]

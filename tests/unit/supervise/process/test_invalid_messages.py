@@ -95,7 +95,7 @@ def test_a_hello_that_cannot_be_used(supervisor, hello):
     peer = say(supervisor, hello)
     assert supervisor.pool.closed == [peer] and not supervisor.pool.sent
     assert [who for who, _ in refusals(supervisor)] == ["a new connection"]
-    assert supervisor.machine.state.hosts == {} and not supervisor.agents and not supervisor.watchdogs
+    assert supervisor.machine.state.hosts == {} and not supervisor.agents and not supervisor.heartbeats.peers
 
 
 def test_one_that_can(supervisor):

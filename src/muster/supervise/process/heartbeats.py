@@ -1,0 +1,57 @@
+"""The watchdogs' connections. What they say is read when it matters: a beat wakes nobody."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from muster.protocol.to_supervisor import Beat
+from muster.supervise.process.liveness import SECOND_NS, HostLiveness
+from muster.transport.connections import Connection, ConnectionPool
+
+
+@dataclass(kw_only=True)
+class Heartbeats:
+    """At most one connection of each host. When its beats came is the kernel's account."""
+
+    pool: ConnectionPool
+    liveness: HostLiveness
+    clock_ns: Callable[[], int]
+    peers: dict[str, Connection] = field(default_factory=dict)
+    _heard: set[str] = field(default_factory=set)
+
+    def add(self, host: str, peer: Connection, *, every_s: float, decode: Callable[[bytes], Beat]) -> None:
+        """A watchdog has connected, and beats from now on."""
+        peer.expect(decode, functools.partial(self._on_beat, host))
+        self.peers[host] = peer
+        self.liveness.watchdog_connected(host, self.clock_ns(), every_s=every_s)
+        self.pool.leave(peer)
+
+    def listen_to_silent(self) -> None:
+        """Read the beats of those hosts that would be given up otherwise."""
+        for host in self.liveness.silent(self.clock_ns()):
+            self._collect(host)
+
+    def listen(self) -> None:
+        """Read all beats: what nobody reads fills a socket's buffer."""
+        for host in list(self.peers):
+            self._collect(host)
+
+    def remove(self, host: str, peer: Connection) -> None:
+        """It is closed."""
+        if self.peers.get(host) is peer:
+            del self.peers[host]
+            self.liveness.watchdog_disconnected(host, self.clock_ns())
+
+    def _collect(self, host: str) -> None:
+        peer = self.peers.get(host)
+        if peer is None:
+            return
+        self._heard.discard(host)
+        ago_s = self.pool.collect(peer)
+        if host in self._heard:
+            self.liveness.heartbeat(host, self.clock_ns() - int(ago_s * SECOND_NS))
+
+    def _on_beat(self, host: str, _peer: Connection, _message: Beat) -> None:
+        self._heard.add(host)

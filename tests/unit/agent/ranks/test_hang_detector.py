@@ -1,0 +1,72 @@
+"""A stopped rank is found within the silence that is allowed, by looks at its process; nothing else wakes anybody."""
+
+import math
+
+import pytest
+
+from muster.agent.ranks import hang_detector
+from muster.agent.ranks.hang_detector import Limits, due_s, find_hung_ranks
+from muster.agent.ranks.rank_process import Worker
+
+LIMITS = Limits(silence_s=0.4, step_s=30.0)
+
+
+class Rank:
+    """One that says something every ``step_s``, and may be stopped; its agent wakes for messages and deadlines."""
+
+    def __init__(self, monkeypatch, step_s):
+        self.worker, self.step_s, self.stopped, self.looks = (
+            Worker(pid=1, rank=0, attempt=1, peer=None, pidfd=1),
+            step_s,
+            set(),
+            [],
+        )
+        monkeypatch.setattr(hang_detector, "is_stopped", self.is_stopped)
+        self.now_s, self.wakes = 0.0, 0
+        self.speaks_s = step_s
+
+    def is_stopped(self, _pid):
+        self.looks.append(self.now_s)
+        return any(begin <= self.now_s < end for begin, end in self.stopped)
+
+    def found_s(self, until_s):
+        """When it is named; None: it was not, until then."""
+        while self.now_s < until_s:
+            silent = any(begin <= self.speaks_s for begin, end in self.stopped if end == math.inf)
+            self.now_s = min(due_s([self.worker], LIMITS), math.inf if silent else self.speaks_s)
+            self.wakes += 1
+            if self.now_s == self.speaks_s and not silent:
+                self.worker.heard(self.now_s)
+                self.speaks_s += self.step_s
+            if find_hung_ranks([self.worker], LIMITS, host="h", now_s=self.now_s):
+                return self.now_s
+        return None
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.4, 0.55, 3.0, 50.0])
+@pytest.mark.parametrize("at_s", [2.0, 2.09, 2.21, 2.33, 2.37, 2.5])
+def test_one_that_is_stopped_is_found_within_the_limit(monkeypatch, step_s, at_s):
+    rank = Rank(monkeypatch, step_s)
+    rank.stopped.add((at_s, math.inf))
+    assert at_s < rank.found_s(60.0) <= at_s + LIMITS.silence_s + 1e-9
+
+
+def test_one_that_is_held_for_a_moment_is_no_hang(monkeypatch):
+    rank = Rank(monkeypatch, 50.0)
+    rank.stopped |= {(number * 0.16, number * 0.16 + 0.05) for number in range(1, 180)}
+    assert rank.found_s(29.0) is None and len(rank.looks) > 80
+
+
+def test_short_steps_cost_no_look_and_no_wake_of_their_own(monkeypatch):
+    rank = Rank(monkeypatch, 0.1)
+    assert rank.found_s(10.0) is None
+    assert rank.looks == [] and rank.wakes in (100, 101)
+
+
+def test_a_rank_of_which_nothing_is_known_yet_is_not_late(monkeypatch):
+    """It starts: the supervisor watches that."""
+    rank = Rank(monkeypatch, 500.0)
+    assert rank.found_s(400.0) is None
+    rank.worker.first_step, rank.worker.stepped = 0, True
+    rank.worker.progress_s = 400.0
+    assert rank.found_s(500.0) == pytest.approx(430.0, abs=0.4)

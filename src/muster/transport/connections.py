@@ -95,8 +95,7 @@ class ConnectionPool:
     """Accepted and without a proof, oldest first: when each is given up, by the monotonic clock."""
     _left: dict[int, Connection] = field(default_factory=dict)
     """Connections that are read by ``collect`` alone, by descriptor."""
-    _ends: select.epoll | None = None
-    """Sees their ends."""
+    _ends: select.epoll | None = None  # sees their ends
     _silent: dict[Connection, float] = field(default_factory=dict)
     """The same of those that have proved the token and said nothing, and of servers that have not proved it."""
     _resting: dict[socket.socket, float] = field(default_factory=dict)
@@ -362,6 +361,8 @@ class ConnectionPool:
 
     def _flush(self, peer: Connection) -> None:
         peer.pending += peer.session.outgoing()
+        if not peer.pending:
+            return
         try:
             while peer.pending:
                 sent = peer.sock.send(peer.pending)

@@ -75,8 +75,7 @@ class RankPool:
         self._identity, self._hub, self._log, self._spec = identity, hub, log, spec
         self._send, self._is_supervised = send, is_supervised
         self._on_warm, self._forks, self._snapshots = on_warm, forks, snapshots
-        self.attempt = 0
-        """Of the ranks here."""
+        self.attempt = 0  # of the ranks here
         self.standbys = Standbys()
         self.workers: dict[int, Worker] = {}
         """By pid."""

@@ -71,6 +71,7 @@ def bench_spec(**changes):
             "data.sources": [{"type": "random", "rows": 4096}],
             "recovery.heartbeat_timeout_s": 0.3,
             "recovery.grace_s": 5.0,
+            "checkpoint.snapshot_every_steps": 1,  # what is measured redoes no applied step
             **changes,
         }
     )

@@ -85,6 +85,7 @@ def run_spec(options: argparse.Namespace, *, warm_standby: bool | str) -> Any:
         "recovery.heartbeat_timeout_s": 1.0,
         "recovery.grace_s": 5.0,
         "recovery.warm_standby": warm_standby,
+        "checkpoint.snapshot_every_steps": 1,  # what is measured redoes no applied step
         "data.sources": [{"type": "random", "rows": 4096}],
     }
     if not options.smoke:

@@ -49,7 +49,8 @@ def spec(**changes):
         model__config=MODEL, training__sequence_length=128, training__global_batch_size=12,
         training__micro_batch_size=2, training__exact=False, training__steps=10_000,
         data__sources=[{"type": "random", "rows": 4096}], resources__hosts=3, resources__ranks_per_host=1,
-        resources__spare_hosts=1, recovery__heartbeat_timeout_s=1.0, **changes,
+        resources__spare_hosts=1, recovery__heartbeat_timeout_s=1.0,
+        checkpoint__snapshot_every_steps=1, **changes,
     )  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """``checkpoint.snapshot_every_steps: auto`` on real ranks: one interval for all, by the slowest, the same training."""
 
-import re
-
 import pytest
 
 pytest.importorskip("torch")
@@ -22,9 +20,8 @@ def test_ranks_agree_on_the_interval_of_the_slowest_and_train_as_ever(tmp_path):
     script = Script(slow_snapshots=(1, 0.3), snapshot_dir=str(memory))
     found = run_attempt(tmp_path / "auto", auto, ranks=2, script=script)
     assert found.codes == [0, 0], found.errors
-    texts = [event.detail["text"] for event in found.of("run.message")]
-    said = [int(match[1]) for text in texts if (match := re.match(r"snapshots in memory every (\d+) step", text))]
-    assert said and said[0] > 1, texts
+    said = [event.detail["every_steps"] for event in found.of("snapshot.interval")]
+    assert said and said[0] > 1, found.of("snapshot.interval")
     steps = {event.step: event.detail.get("snapshot_step") for event in found.of("step")}
     assert steps[7] == 7, "each step at first"
     rings = [Ring.open(path) for path in memory.iterdir() if path.name.startswith("own")]
@@ -43,4 +40,5 @@ def test_a_small_state_has_a_snapshot_of_each_step(tmp_path):
     assert found.codes == [0, 0], found.errors
     steps = {event.step: event.detail.get("snapshot_step") for event in found.of("step")}
     assert [steps[step] for step in range(1, 13)] == list(range(1, 13))
-    assert not [event for event in found.of("run.message") if "snapshots in memory" in event.detail["text"]]
+    (said,) = found.of("snapshot.interval")
+    assert (said.step, said.detail["every_steps"]) == (1, 1) and "state is small" in said.detail["reason"]

@@ -56,7 +56,10 @@ def status(
 def _print_status(result: RunStatus) -> None:
     shown = result.to_json()
     output.result(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
-    for key in ("now", "name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "incidents"):
+    for key in (
+        "now", "name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "snapshots",
+        "incidents",
+    ):  # fmt: skip
         value = shown[key]
         if value not in (None, 0) or key == "step":
             output.result(f"  {key:<13} {f'{value:,.4g}' if isinstance(value, float) else value}")

@@ -24,7 +24,7 @@ _SHOWN = (
     "attempt.started", "attempt.adopted", "attempt.abandoned", "run.message", "run.restarted", "run.held",
     "incident.detected", "incident.decided", "incident.resolved", "termination.notice", "host.lost", "host.set_aside",
     "host.readmitted", "checkpoint.committed", "checkpoint.failed", "checkpoint.rejected", "snapshot.rejected",
-    "connection.refused", "eval", "run.finished",
+    "snapshot.interval", "connection.refused", "eval", "run.finished",
 )  # fmt: skip
 _STYLES = {"training": "green", "spare": "cyan", "lost": "red", "quarantined": "red", "released": "dim"}
 

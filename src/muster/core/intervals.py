@@ -46,24 +46,28 @@ def automatic(tier: Tier, *, shortest_s: float = 0.0, longest_s: float = math.in
     return max(shortest_s, min(asynchronous(tier), longest_s))
 
 
-#: What ``checkpoint.snapshot_every_steps: auto`` lets snapshots in memory take of training time, how long it lets a
-#: failure throw back at most, and up to which size of a rank's state it does not ask: such a copy takes milliseconds.
+#: What ``checkpoint.snapshot_every_steps: auto`` (the default) lets snapshots in memory take of training time, how long
+#: it lets a failure throw back at most, and up to which size of a rank's state it does not ask: such a copy takes
+#: milliseconds.
 SNAPSHOT_SHARE = 0.01
 SNAPSHOT_LONGEST_S = 600.0
 SNAPSHOT_SMALL_BYTES = 64 << 20
 
 
-def snapshot_steps(stall_s: float, step_s: float, *, bytes_: float) -> int:
+def snapshot_steps(stall_s: float, step_s: float, *, bytes_: float, mtbf_s: float = math.inf) -> int:
     """What ``checkpoint.snapshot_every_steps: auto`` means, in the plan and the trainer alike: the fewest steps between
-    snapshots at which their stall (``stall_s`` each) is at most ``SNAPSHOT_SHARE`` of the steps' time.
+    snapshots at which their stall (``stall_s`` each) is at most ``SNAPSHOT_SHARE`` of the steps' time; fewer where
+    failures are so frequent that the steps redone after them would cost more than the stalls (``asynchronous``).
 
-    ``bytes_``: of a rank's snapshot. The optimum of ``asynchronous`` would be longer still: a snapshot that costs one
-    per cent is taken as often as that allows, because what it saves is also the work of people who wait.
+    ``bytes_``: of a rank's snapshot. ``mtbf_s``: between failures. Where failures are rare that optimum would be longer
+    than one per cent asks for: a snapshot that costs so little is taken as often as that allows, because what it saves
+    is also the work of people who wait.
     """
     if bytes_ <= SNAPSHOT_SMALL_BYTES or stall_s <= 0 or step_s <= 0:
         return 1
     fewest = math.ceil(stall_s / (SNAPSHOT_SHARE * step_s) - 1e-9)
-    return max(1, min(fewest, int(SNAPSHOT_LONGEST_S / step_s)))
+    optimum_s = asynchronous(Tier(stall_s=stall_s, mtbf_s=mtbf_s))
+    return max(1, min(fewest, int(min(optimum_s, SNAPSHOT_LONGEST_S) / step_s)))
 
 
 #: Share of failures after which the machine and its memory are still there (DLRover: 75 % of failures restart

@@ -15,6 +15,7 @@ all-reduce; ranks of several groups on one machine share its data network.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from muster.plan.memory import held_parameters
 from muster.plan.workload import Setting, Workload
 
 REDUCE_BYTES = 4
+_DAY_S = 86400.0
 ALLREDUCE_LATENCY_S = 30e-6
 """A collective's latency inside a machine and across a few; from memory, unchecked."""
 
@@ -127,7 +129,10 @@ def step_time(
     }
     size = local_state_bytes(work, setting)
     snapshot_s = size / constants.device_to_host_bytes_per_s
-    automatic = intervals.snapshot_steps(snapshot_s, sum(parts.values()), bytes_=size)
+    failures_per_s = option.mode.failures_per_node_day * num_nodes / _DAY_S
+    automatic = intervals.snapshot_steps(
+        snapshot_s, sum(parts.values()), bytes_=size, mtbf_s=1 / failures_per_s if failures_per_s else math.inf
+    )
     every = automatic if work.snapshot_every is None else work.snapshot_every
     return StepTime(
         parts={**parts, "snapshots": snapshot_s / every if every else 0.0},  # the trainer waits for the copy

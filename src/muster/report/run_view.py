@@ -59,6 +59,8 @@ class RunView:
     samples: dict[int, list[training.Generation]] = field(default_factory=dict)
     incident_count: int = 0
     data: training.DataPrepared | None = None
+    snapshots: checkpoints.SnapshotInterval | None = None
+    """How often the ranks take snapshots in memory, as they said last."""
     newest: Step | None = None
     committed: dict[str, tuple[int, int]] = field(default_factory=dict)
     """URI of a checkpoint that is there -> its step and the wall clock of its commit."""
@@ -218,6 +220,9 @@ class RunView:
     def _on_restored(self, event: Event) -> None:
         self._discard(event.step, event.attempt)
 
+    def _on_interval(self, event: Event) -> None:
+        self.snapshots = event.read(checkpoints.SnapshotInterval)
+
     def _on_data(self, event: Event) -> None:
         self.data = event.read(training.DataPrepared)
 
@@ -237,6 +242,7 @@ _HANDLERS: dict[str, Callable[[RunView, Event], None]] = {
     checkpoints.CheckpointCommitted.kind: RunView._on_committed,
     checkpoints.CheckpointRemoved.kind: RunView._on_removed,
     checkpoints.CheckpointRestored.kind: RunView._on_restored,
+    checkpoints.SnapshotInterval.kind: RunView._on_interval,
     training.DataPrepared.kind: RunView._on_data,
 }
 

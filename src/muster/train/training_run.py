@@ -85,7 +85,8 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         held = 0 if self.snapshots is None else self.snapshots.size_bytes
-        self.pace = SnapshotPace(self.spec.checkpoint.snapshot_every_steps, held)
+        every = self.spec.checkpoint.snapshot_every_steps
+        self.pace = SnapshotPace(every, held, mtbf_s=self.saves.rate.mtbf_s)
 
     def record_step(
         self, work: StepWork, losses: Sequence[Tensor], loss: Tensor, norm: Tensor, fault: Tensor, learning_rate: float
@@ -110,11 +111,11 @@ class TrainingRun:
         self.state.step = work.step
         result.state_hash = self.hashes.begin(work.step)
         self.pace.step_ended()
-        before = self.pace.every
         snapshot_due = self.snapshots is not None and self.pace.due(work.step, self.consensus.snapshot_every)
         snapshot_due = snapshot_due and not self.baseline.covers(work.step)
-        if self.pace.every != before and self.world.rank == 0:
-            self.agent.emit("run.message", step=work.step, text=self.pace.describe())
+        news = self.pace.news() if self.snapshots is not None else None
+        if news is not None and self.world.rank == 0:
+            self.agent.emit("snapshot.interval", step=work.step, every_steps=self.pace.every, reason=news)
         if not snapshot_due and self.device.type == "cuda" and work.step < self.last_step:
             return
         self._check_finite(result)

@@ -218,6 +218,7 @@ _RENDER: Mapping[str, Callable[[Event], str]] = {
     checkpoints.CheckpointRejected.kind: _rejected,
     checkpoints.FenceRebuilt.kind: lambda event: f"mended: {event.read(checkpoints.FenceRebuilt).reason}",
     checkpoints.SnapshotRejected.kind: _rejected_copy,
+    checkpoints.SnapshotInterval.kind: lambda event: event.read(checkpoints.SnapshotInterval).reason,
     checkpoints.CheckpointRestored.kind: _restored,
     checkpoints.MemoryLost.kind: lambda event: f"{event.host}: {event.read(checkpoints.MemoryLost).reason}",
     hosts.HostLost.kind: lambda event: f"{event.host} is lost: {event.read(hosts.HostLost).evidence}",

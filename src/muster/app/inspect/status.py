@@ -35,6 +35,8 @@ class Summary:
     tokens: int
     tokens_per_s: float | None
     incident_count: int
+    snapshots: str | None = None
+    """How often the ranks take snapshots in memory, and why; None: not said yet, or not known here."""
 
     @staticmethod
     def of_events(view: RunView) -> Summary:
@@ -46,6 +48,7 @@ class Summary:
             tokens=view.tokens,
             tokens_per_s=view.tokens_per_s,
             incident_count=view.incident_count,
+            snapshots=view.snapshots.reason if view.snapshots else None,
         )
 
     @staticmethod
@@ -92,6 +95,7 @@ class RunStatus:
             "loss": summary.final_loss,
             "tokens": summary.tokens,
             "tokens_per_s": summary.tokens_per_s,
+            "snapshots": summary.snapshots,
             "incidents": summary.incident_count,
             "damaged": [damage.to_json() for damage in self.damaged],
         }

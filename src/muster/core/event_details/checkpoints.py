@@ -65,6 +65,14 @@ class SnapshotRejected(Detail):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SnapshotInterval(Detail):
+    kind: ClassVar = "snapshot.interval"
+    doc: ClassVar = "How often ranks take snapshots in memory: when an attempt knows, and when that changes."
+    every_steps: Annotated[int, "steps from one to the next"]
+    reason: Annotated[str, "a sentence: the interval, what one costs, which rule"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointRestored(Detail):
     kind: ClassVar = "checkpoint.restored"
     doc: ClassVar = "Training state was read."
@@ -93,6 +101,6 @@ class MemoryLost(Detail):
 
 
 DETAILS: tuple[type[Detail], ...] = (
-    CheckpointBegun, CheckpointCommitted, CheckpointFailed, CheckpointRejected, SnapshotRejected, CheckpointRestored,
-    CheckpointRemoved, FenceRebuilt, MemoryLost,
+    CheckpointBegun, CheckpointCommitted, CheckpointFailed, CheckpointRejected, SnapshotRejected, SnapshotInterval,
+    CheckpointRestored, CheckpointRemoved, FenceRebuilt, MemoryLost,
 )  # fmt: skip

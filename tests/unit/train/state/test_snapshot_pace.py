@@ -23,6 +23,12 @@ def test_a_small_state_is_copied_each_step_whatever_was_measured():
     assert snapshot_steps(5.0, 0.1, bytes_=SNAPSHOT_SMALL_BYTES) == 1
 
 
+def test_where_failures_are_frequent_the_steps_that_they_throw_back_decide():
+    """Young's optimum sqrt(2 C M), 0.5 s a snapshot: 31.6 s at a failure in 1,000 s, where 1 % would be 50 s."""
+    steps = [snapshot_steps(0.5, 1.0, bytes_=LARGE, mtbf_s=mtbf_s) for mtbf_s in (1e9, 2500.0, 1000.0, 100.0, 0.1)]
+    assert steps == [50, 50, 31, 10, 1]
+
+
 class Ranks:
     """Ranks of one world, each with its own clock; what they agree on is the largest number."""
 
@@ -53,7 +59,24 @@ def test_each_step_at_first_and_then_by_the_dearest_rank():
     assert ranks.taken[:9] == [*range(1, 9), 20], "the first look is after 8 steps, and counts from the next"
     assert ranks.taken[9:] == [40, 60, 80, 100]
     assert {pace.every for pace in ranks.paces} == {20}
-    assert "every 20 step(s)" in ranks.paces[1].describe() and "20% of a step of 1 s" in ranks.paces[1].describe()
+    assert "every 20 steps" in ranks.paces[1].describe() and "20% of a step of 1 s" in ranks.paces[1].describe()
+
+
+def test_the_interval_is_said_once_it_is_known_and_again_where_it_changes():
+    said, rank = [], Ranks(0.2)
+    for step in range(1, 101):
+        rank.run(1)
+        if (news := rank.paces[0].news()) is not None:
+            said.append((step, news))
+    assert [step for step, _ in said] == [9] and said[0][1].startswith("snapshots in memory every 20 steps: one takes")
+    cheap = Ranks(0.001)
+    assert [bool(cheap.run(1).paces[0].news()) for _ in range(12)].index(True) == 8, "a reason to stay is said, too"
+    small = Ranks(0.2, bytes_=2 << 20).run(1).paces[0]
+    assert "every step: a rank's state is small (2.1 MB)" in small.news() and small.news() is None
+    assert Ranks(0.2, setting=3).run(3).paces[0].news() == (
+        "snapshots in memory every 3 steps, as checkpoint.snapshot_every_steps says"
+    )
+    assert Ranks(0.2, setting=0).run(3).paces[0].news() is None
 
 
 def test_measurements_that_scatter_change_nothing_and_another_pace_does():
@@ -77,4 +100,4 @@ def test_a_baseline_without_snapshots_changes_nothing():
     pace = SnapshotPace("auto", LARGE)
     for _ in range(64):
         pace.step_ended()
-    assert pace.wants() == 1 and "every 1 step(s)" in pace.describe()
+    assert pace.wants() == 1 and "every step" in pace.describe()

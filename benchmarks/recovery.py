@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "live"))
 from cluster import LiveRun, namespaces_work, spec_of
+from recovery_stages import STAGES, medians, stages
 
 MODEL = {
     "model_type": "llama",
@@ -45,6 +46,8 @@ MODEL = {
 LENGTH = 128
 GOAL_STEP_S = 0.3
 PHASES = itertools.count()
+#: The stages of the trials of the case under way.
+FOUND_STAGES = []
 
 
 def calibrate():
@@ -86,6 +89,7 @@ def measure(run, inject, *, settle_steps=6):
     inject()
     run.wait_until(lambda: new_step(run, began) is not None, "a new step", 60)
     first, before = new_step(run, began)
+    FOUND_STAGES.append(stages(run.events(), began_ns=began, before=before))
     repeated = {event.step for event in run.events("step") if event.mono_ns > began and event.step <= before}
     return (first - began) / 1e9, len(repeated)
 
@@ -178,6 +182,7 @@ def main():
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--length", type=int, help="tokens of a sequence; default: what makes a step take 0.3 s")
+    parser.add_argument("--stages", action="store_true", help="where the time goes, by the event log; keys *_stages_ms")
     parser.add_argument("--slurm", action="store_true", help="on a Slurm of its own too (root; recovery_slurm.py)")
     arguments = parser.parse_args()
     global LENGTH
@@ -189,6 +194,7 @@ def main():
     for name, play in cases(arguments.trials):
         if arguments.only and name not in arguments.only:
             continue
+        FOUND_STAGES.clear()
         trials, step = play()
         times, lost = [t for t, _ in trials], [n for _, n in trials]
         found[f"{name}_s"] = round(statistics.median(times), 3)
@@ -201,6 +207,10 @@ def main():
             f"  steps lost {max(lost)}" + (f"  step {step:.3f} s" if step else ""),
             flush=True,
         )
+        if arguments.stages and FOUND_STAGES:
+            found[f"{name}_stages_ms"] = {stage: round(s * 1e3, 1) for stage, s in medians(FOUND_STAGES).items()}
+            for stage, ms in found[f"{name}_stages_ms"].items():
+                print(f"    {stage:8s} {ms:7.1f} ms until {STAGES[stage]}", flush=True)
     result = {"muster": found, "machine": {"cpus": os.cpu_count(), "platform": platform.platform()}}
     if not arguments.quick:
         from peers.recovery import measure_peers

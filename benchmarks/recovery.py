@@ -24,10 +24,11 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "live"))
-from cluster import LiveRun, namespaces_work, spec_of
+from cluster import LiveRun, namespaces_work, signal_all, spec_of
 from recovery_stages import STAGES, medians, stages
 
 MODEL = {
@@ -80,13 +81,17 @@ def bench_spec(**changes):
     )
 
 
-def measure(run, inject, *, settle_steps=6):
-    """Inject a fault into a stepping run; returns (L seconds, applied steps lost)."""
+def measure(run, aim, *, settle_steps=6):
+    """Inject a fault into a stepping run; returns (L seconds, applied steps lost).
+
+    ``aim()`` finds what is to be struck, which takes a while, and returns the blow.
+    """
     at = run.step() + settle_steps
     run.wait_for_step(at)
     time.sleep(next(PHASES) * 0.37 % 1 * GOAL_STEP_S)  # spread over a step: a copy takes part of one
+    strike = aim()
     began = time.monotonic_ns()
-    inject()
+    strike()
     run.wait_until(lambda: new_step(run, began) is not None, "a new step", 60)
     first, before = new_step(run, began)
     FOUND_STAGES.append(stages(run.events(), began_ns=began, before=before))
@@ -108,11 +113,11 @@ def rank_fault(number, trials, **changes):
         run.start()
         found = []
         for trial in range(trials):
-            found.append(measure(run, lambda trial=trial: run.kill_rank(trial % 2, number)))
+            found.append(measure(run, lambda trial=trial: partial(os.kill, run.ranks()[trial % 2][0], number)))
         return found, step_s(run)
 
 
-def host_fault(inject, trials, *, spares, hosts, netns=False, min_hosts=None):
+def host_fault(aim, trials, *, spares, hosts, netns=False, min_hosts=None):
     """One run a trial: a lost host does not come back."""
     found, steps = [], []
     changes = {"resources.hosts": hosts, "resources.ranks_per_host": 1, "resources.spare_hosts": spares}
@@ -125,7 +130,7 @@ def host_fault(inject, trials, *, spares, hosts, netns=False, min_hosts=None):
             if spares:
                 run.wait_for_spare()
             victim = run.ranks()[hosts - 1][1]
-            found.append(measure(run, lambda run=run, victim=victim: inject(run, victim)))
+            found.append(measure(run, partial(aim, run, victim)))
             steps.append(step_s(run))
     return found, statistics.median(steps)
 
@@ -156,9 +161,9 @@ def step_s(run):
 
 
 def cases(trials):
-    kill = lambda run, name: run.signal_host(name)  # noqa: E731
-    stop = lambda run, name: run.signal_host(name, signal.SIGSTOP)  # noqa: E731
-    cut = lambda run, name: run.network.cut(name)  # noqa: E731
+    kill = lambda run, name: partial(signal_all, run.host_pids(name), signal.SIGKILL)  # noqa: E731
+    stop = lambda run, name: partial(signal_all, run.host_pids(name), signal.SIGSTOP)  # noqa: E731
+    cut = lambda run, name: partial(run.network.cut, name)  # noqa: E731
     netns = namespaces_work()
     yield "rank_kill", lambda: rank_fault(signal.SIGKILL, trials)
     yield "rank_stop", lambda: rank_fault(signal.SIGSTOP, trials)

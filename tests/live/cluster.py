@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -195,12 +196,8 @@ class LiveRun(Watched):
         return found
 
     def signal_host(self, name, number=signal.SIGKILL):
-        """All processes of a host at once; before a kill they are stopped, so that none reports another one's end."""
-        pids = sorted(self.host_pids(name))  # its agent is older than its ranks: the host is lost before they are
-        for each in (signal.SIGSTOP, number) if number == signal.SIGKILL else (number,):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, each)
+        """All processes of a host at once."""
+        signal_all(self.host_pids(name), number)
 
     def fork_servers(self):
         """Pids of the fork servers that ever logged a start on these hosts."""
@@ -223,6 +220,15 @@ class LiveRun(Watched):
     def final_hash(self):
         """SHA-256 over every tensor of the newest checkpoint, whatever its layout."""
         return checkpoint_hash(self.dir / "checkpoints")
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """A host's processes at once; before a kill they are stopped, so that none reports another one's end."""
+    oldest_first = sorted(pids)  # its agent is older than its ranks: the host is lost before they are
+    for each in (signal.SIGSTOP, number) if number == signal.SIGKILL else (number,):
+        for pid in oldest_first:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, each)
 
 
 def checkpoint_hash(directory: Path) -> str:

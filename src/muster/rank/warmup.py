@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from muster.config.spec import RunSpec
 from muster.core.types import Layout
-from muster.rank import worker
+from muster.rank import heap, worker
 from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
@@ -75,6 +75,8 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
         if gpu is not None:
             torch.cuda.synchronize(gpu)
             torch.cuda.empty_cache()
+        elif heap.keep_freed():
+            heap.reserve()
     except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: a standby could not warm up: {error}", file=sys.stderr, flush=True)
         return False

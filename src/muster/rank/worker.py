@@ -24,7 +24,7 @@ from muster.core.errors import MusterError, UsageError
 from muster.core.layout import layout_for
 from muster.core.processes import forgive_outputs
 from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Command, RankContext
-from muster.rank import fault_injection
+from muster.rank import fault_injection, heap
 from muster.rank.standalone_client import StandaloneClient
 from muster.train.components import assemble, make_components
 from muster.train.distributed.process_setup import (
@@ -59,6 +59,8 @@ def run_rank(
     phases.enter("start")
     device = choose_device(spec, context)
     set_numerics(spec, context, device)
+    if device.type == "cpu":
+        heap.keep_freed()
     if store is None:
         serve = context.rank == 0 and not store_hosted
         store = open_rendezvous(context.master_addr, context.master_port, serve=serve)

@@ -1,0 +1,38 @@
+"""The heap of a rank that computes on the CPU: memory that it frees stays in the process, ready for the next step.
+
+glibc gives large blocks back to the kernel when they are freed, and takes them anew a moment later: each step then
+touches thousands of new pages, which the kernel clears one by one. A process's first step pays that for all its
+memory, and so does the first one after a failure; a standby pays for a part of it while it waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+import torch
+
+#: Parameters of mallopt(3), from glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+#: Larger blocks still come from the kernel each time. glibc takes no larger number (half of its HEAP_MAX_SIZE).
+MMAP_THRESHOLD = 32 << 20
+#: So much free memory at the heap's end stays.
+TRIM_THRESHOLD = 1 << 30
+#: What a standby touches in advance. More than that a step of a model that is worth recovering fast seldom takes new
+#: on a CPU, and every standby of the host holds it while it waits.
+STANDBY_BYTES = 128 << 20
+_BLOCK_BYTES = 4 << 20
+
+
+def keep_freed() -> bool:
+    """What this process frees from now on stays with it; whether that could be set. Never raises."""
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD))
+    return False
+
+
+def reserve(size: int = STANDBY_BYTES) -> None:
+    """Have ``size`` bytes of the heap touched in advance. After ``keep_freed``."""
+    blocks = [torch.ones(_BLOCK_BYTES, dtype=torch.uint8) for _ in range(size // _BLOCK_BYTES)]
+    del blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 
 import torch
 
@@ -18,9 +19,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 MMAP_THRESHOLD = 32 << 20
 #: So much free memory at the heap's end stays.
 TRIM_THRESHOLD = 1 << 30
-#: What a standby touches in advance. More than that a step of a model that is worth recovering fast seldom takes new
-#: on a CPU, and every standby of the host holds it while it waits.
-STANDBY_BYTES = 128 << 20
+#: What a standby touches in advance, at most: it holds that memory while it waits.
+STANDBY_BYTES = 192 << 20
+#: And no more than this part of what the host has free.
+STANDBY_SHARE = 1 / 64
 _BLOCK_BYTES = 4 << 20
 
 
@@ -32,7 +34,9 @@ def keep_freed() -> bool:
     return False
 
 
-def reserve(size: int = STANDBY_BYTES) -> None:
-    """Have ``size`` bytes of the heap touched in advance. After ``keep_freed``."""
+def reserve() -> None:
+    """Have some of the heap touched in advance. After ``keep_freed``."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = min(STANDBY_BYTES, int(free * STANDBY_SHARE))
     blocks = [torch.ones(_BLOCK_BYTES, dtype=torch.uint8) for _ in range(size // _BLOCK_BYTES)]
     del blocks

@@ -2,7 +2,8 @@
 
 Lazy imports, dispatch tables, custom operators, the first process group: training a tiny model of the run's family in a
 world of one initializes them and leaves nothing else in the process. On a GPU also the context, cuBLAS and the kernels
-that are loaded on first use. Otherwise all this would be part of the time from a failure to the next step.
+that are loaded on first use. The run's own model is built too, on the meta device, where it takes no memory. Otherwise
+all this would be part of the time from a failure to the next step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.process_setup import fix_workspace
 from muster.train.distributed.reduce import FloatReducer, GradientReducer, ReduceGroups
-from muster.train.model.causal_lm import build_model, read_config
+from muster.train.model.causal_lm import build_ahead, build_model, read_config
 from muster.train.model.loss import loss_sum
 from muster.train.optim.optimizer import clip_scale, make_optimizer
 from muster.train.state.snapshot import chunks_of
@@ -77,6 +78,7 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
             torch.cuda.empty_cache()
         elif heap.keep_freed():
             heap.reserve()
+        _build_ahead(spec)
     except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: a standby could not warm up: {error}", file=sys.stderr, flush=True)
         return False
@@ -84,6 +86,13 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
         if dist.is_initialized():
             dist.destroy_process_group()
     return True
+
+
+def _build_ahead(spec: RunSpec) -> None:
+    try:
+        build_ahead(spec)
+    except Exception as error:  # noqa: BLE001 (as above; nothing is wrong with this process)
+        print(f"note: a standby could not build the model: {error}", file=sys.stderr, flush=True)
 
 
 def open_context(spec: RunSpec, gpu: int) -> None:

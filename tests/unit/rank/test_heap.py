@@ -20,7 +20,8 @@ def step():
 if {keep}:
     assert heap.keep_freed()
 if {reserve}:
-    heap.reserve(128 << 20)
+    heap.STANDBY_SHARE = 1.0
+    heap.reserve()
 print(faults(step), faults(step))
 """
 PAGES = (60 << 20) // 4096

@@ -8,6 +8,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
 
 from muster.config.spec import RunSpec
@@ -188,6 +189,41 @@ def test_a_restored_rank_takes_the_proof_of_the_first(tmp_path, given):
                 mine.copy_(theirs)
         for (name, mine), (_, theirs) in zip(second.module.named_buffers(), first.module.named_buffers(), strict=True):
             assert torch.equal(mine, theirs), name
+
+
+def test_a_warm_standby_has_built_the_runs_model_once(monkeypatch):
+    built = []
+    spec = spec_of({**LLAMA, "vocab_size": 50})
+    true = transformers.AutoModelForCausalLM.from_config
+    counted = lambda config, **more: built.append(config.vocab_size) or true(config, **more)  # noqa: E731
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", counted)
+    assert warmup.warm_up(spec) and built == [warmup.SMALL["vocab_size"], 50]
+    with process_group():
+        first = again(spec, None, restored=False)
+        assert len(built) == 2, "it was taken"
+        second = again(spec, None, restored=False)
+        assert len(built) == 3 and second.module is not first.module, "and is not taken twice"
+        for mine, theirs in zip(first.module.parameters(), second.module.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_model_of_another_config_is_not_taken():
+    with process_group():
+        assert models.build_ahead(spec_of({**LLAMA, "vocab_size": 60}))
+        assert again(spec_of({**LLAMA, "vocab_size": 50}), None, restored=False).config.vocab_size == 50
+
+
+def test_nobody_waits_for_the_hub_in_advance(monkeypatch):
+    monkeypatch.setattr(models, "read_config", lambda *_: pytest.fail("it may ask the hub"))
+    hub = spec_of()
+    named = hub.model_copy(update={"model": hub.model.model_copy(update={"source": "org/name", "config": None})})
+    assert not models.build_ahead(named)
+
+
+def test_a_model_that_cannot_be_built_in_advance_is_a_note(capsys, monkeypatch):
+    monkeypatch.setattr(warmup, "build_ahead", lambda _: 1 / 0)
+    assert warmup.warm_up(spec_of())
+    assert "could not build the model: division by zero" in capsys.readouterr().err
 
 
 def test_replicas_that_leave_their_proofs_at_once_do_not_meet(tmp_path, monkeypatch):

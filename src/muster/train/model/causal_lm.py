@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.config.spec import RunSpec
+from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
 from muster.train.distributed.device_mesh import Meshes
@@ -116,7 +116,7 @@ def laid_out(
     assert spec.model is not None
     compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
     # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.
-    model = on_meta(copy.deepcopy(config), compute_dtype if spec.model.lora else master_dtype)
+    model = on_meta(copy.deepcopy(config), dtype_on_meta(spec.model))
     needs = needs_of(model, spec.training.sequence_length)
     attention = choose_attention(spec.model.attention, needs, device, compute_dtype)
     model.set_attn_implementation(attention.implementation)
@@ -204,10 +204,42 @@ def _unreadable(error: Exception) -> UsageError:
     return UsageError(f"model: its config cannot be read: {line}", hint="see model.config or config.json")
 
 
+def build_ahead(spec: RunSpec) -> bool:
+    """Build the run's model on the meta device now, for this process's first ``build_model``; whether it was built.
+
+    It takes no memory and no values yet. Not for one whose config would be asked of the hub.
+    """
+    assert spec.model is not None
+    source, given = spec.model.source, spec.model.config
+    if any(isinstance(place, str) and not Path(place).exists() for place in (source, given)):
+        return False
+    config = read_config(spec, Path(source) if source else None, 0)  # one without its own vocabulary fits no rank
+    dtype = dtype_on_meta(spec.model)
+    key = _key(config, dtype)  # before transformers writes into the config
+    _AHEAD[key] = on_meta(config, dtype)
+    return True
+
+
+#: What ``build_ahead`` built, until it is taken.
+_AHEAD: dict[str, PreTrainedModel] = {}
+
+
+def _key(config: PreTrainedConfig, dtype: torch.dtype) -> str:
+    return f"{dtype} {type(config).__name__} {config.to_json_string(use_diff=False)}"
+
+
+def dtype_on_meta(model: Model) -> torch.dtype:
+    """Of what is built on the meta device: frozen weights of adapters are in the compute type."""
+    return DTYPES[model.dtype if model.lora else model.master_dtype]
+
+
 def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device; attention is set afterwards."""
     from transformers import AutoModelForCausalLM
 
+    ahead = _AHEAD.pop(_key(config, dtype), None) if _AHEAD else None
+    if ahead is not None:
+        return ahead
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")

@@ -171,7 +171,9 @@ class Driven:
         self.outcome.states.append(state)
         ended = state in ("failed", "stopped", "preempted", "cancelled")
         if ended and state not in trials.may_end(self.trial):
+            again = any("the run ended" in problem for problem in self.outcome.problems)
             self.outcome.problems.append(f"the run ended as {state}: {reason}")
+            assert not again, f"it ends once more after it was recovered\n{self._story()}"
         return False
 
     def _recover(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -14,10 +16,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
+
 from muster.core.errors import AccessError, MusterError
 from muster.core.typed_json import Json
 
 _PARTIAL = ".partial-"
+_SUMS = "sums.json"
+#: Arrays are large and carry sums of their own (``sequences``).
+_ARRAYS = ".npy"
 
 
 def fingerprint(identity: Json) -> str:
@@ -71,6 +78,43 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return True
+
+
+def seal(folder: Path) -> None:
+    """Write down the checksum of every file in it but the arrays. Raises OSError."""
+    (folder / _SUMS).write_text(json.dumps(_sums(folder), indent=1, sort_keys=True))
+
+
+def damage(folder: Path) -> str | None:
+    """What is not as it was sealed: a file, or the seal; None: everything is whole."""
+    try:
+        sealed, found = json.loads((folder / _SUMS).read_text()), _sums(folder)
+    except (OSError, ValueError) as error:
+        return f"{_SUMS}: {error}"
+    if not isinstance(sealed, dict):
+        return f"{_SUMS} is no list of sums"
+    return next((name for name in sorted({*sealed, *found}) if sealed.get(name) != found.get(name)), None)
+
+
+def discard(folder: Path, inode: int) -> None:
+    """Remove a damaged folder, so that it is built again; one that others have built there since stays.
+
+    What has it mapped goes on reading it. A folder that cannot be removed stays.
+    """
+    with contextlib.suppress(OSError), _locked(folder.parent / f".{folder.name}.lock"):
+        if folder.stat().st_ino == inode:
+            away = folder.parent / f"{_PARTIAL}{folder.name}-damaged-{secrets.token_hex(4)}"
+            os.rename(folder, away)
+            shutil.rmtree(away, ignore_errors=True)
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != _ARRAYS]
+    return {
+        path.relative_to(folder).as_posix(): xxhash.xxh3_64_hexdigest(path.read_bytes())
+        for path in files
+        if path != folder / _SUMS
+    }
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import JsonObject, text, whole
 from muster.data import build
 from muster.data.build import Progress
-from muster.data.cache import build_once, code_version, fingerprint, translated
+from muster.data.cache import build_once, code_version, damage, discard, fingerprint, seal, translated
 from muster.data.sequences import SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
@@ -54,7 +54,7 @@ class Prepared:
 def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -> Prepared:
     """Make sure the run's data is in the cache, save the tokenizer to ``run_dir/tokenizer`` and open both.
 
-    Idempotent and safe among processes. Blocks while building.
+    Idempotent and safe among processes. Blocks while building. What is damaged in the cache is prepared again.
 
     Raises:
         UsageError: the data, the tokenizer or their fit to the model is wrong; evaluation asks questions and not one
@@ -81,9 +81,15 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
     def make(partial: Path) -> None:
         encoder = _encoder(tokenizer_source, sources, partial / "tokenizer", report)
         build.build(spec, data, sources, encoder, model_vocab, partial, report)
+        seal(partial)
 
     built = build_once(folder, make)
-    prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
+    try:
+        prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
+    except _Damaged as error:  # it has been discarded
+        report(f"{error}: prepared again", 0, 0)
+        build_once(folder, make)
+        prepared = _open(folder, cached=False, seconds=time.monotonic() - began)
     _refuse_without_questions(spec, prepared.stats)
     _point(run_dir, folder, prepared, _request(spec))
     return prepared
@@ -182,12 +188,28 @@ def _encoder(
     return Encoder(target)
 
 
+class _Damaged(MusterError):
+    """Prepared data that is not whole; it has been removed from the cache."""
+
+
 def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
+    """Raises _Damaged."""
+    inode = folder.stat().st_ino
+
+    def on_damage() -> None:
+        discard(folder, inode)
+
     try:
+        found = damage(folder)
+        if found is not None:
+            raise MusterError(f"{found} is not what was prepared")
         meta = json.loads((folder / "meta.json").read_text())
-    except (OSError, ValueError) as error:
-        raise MusterError(
-            f"prepared data in {folder} is damaged: {error}", hint="remove that folder and start again"
+        train = SequenceStore(folder / "train", on_damage)
+        heldout = SequenceStore(folder / "heldout", on_damage) if (folder / "heldout").is_dir() else None
+    except (MusterError, OSError, ValueError) as error:
+        on_damage()
+        raise _Damaged(
+            f"prepared data in {folder} is damaged: {error}", hint="it is prepared again at the next start"
         ) from error
     tokenizer = folder / "tokenizer"
     return Prepared(
@@ -196,8 +218,8 @@ def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
         vocab_size=meta["vocab_size"],
         pad_id=meta["pad_id"],
         eos_id=meta["eos_id"],
-        train=SequenceStore(folder / "train"),
-        heldout=SequenceStore(folder / "heldout") if (folder / "heldout").is_dir() else None,
+        train=train,
+        heldout=heldout,
         tokenizer_dir=tokenizer if tokenizer.is_dir() else None,
         stats=MappingProxyType({**meta["stats"], "cached": cached, "seconds": seconds}),
     )

@@ -1,18 +1,21 @@
 """Packed sequences on disk: plain ``.npy`` arrays, memory-mapped, never pickled.
 
 A store's folder holds ``input_ids.npy`` and ``labels.npy`` (int32 [N, S], labels already shifted: the target of
-position t, -100 where nothing is learned) and the document lengths of all sequences end to end with their offsets.
+position t, -100 where nothing is learned), the document lengths of all sequences end to end with their offsets, and a
+checksum of each sequence (XXH3-64), which is verified whenever it is read: a run never trains on damaged data.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from muster.core.errors import MusterError
 from muster.data.arrays import Bytes, Int32s, Int64s
@@ -42,17 +45,26 @@ class Sequence:
 class SequenceStore:
     """Read access to a folder of packed sequences. Opening maps the files; nothing is read until asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises MusterError where the folder is not a whole store."""
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, on_damage: Callable[[], None] = lambda: None) -> None:
+        """``on_damage`` is called before a damaged sequence is reported.
+
+        Raises MusterError where the folder is not a whole store.
+        """
+        self.folder, self._on_damage = Path(folder), on_damage
         try:
             self.counts = json.loads((self.folder / "counts.json").read_text())
-            self._inputs = _map(self.folder / "input_ids.npy")
-            self._labels = _map(self.folder / "labels.npy")
-            self._lengths = _map(self.folder / "document_lengths.npy")
-            self._offsets = _map(self.folder / "document_offsets.npy")
-            self._tokens = _map(self.folder / "tokens.npy")
-        except (OSError, ValueError) as error:
+            self._inputs = _map(self.folder / "input_ids.npy", np.int32)
+            self._labels = _map(self.folder / "labels.npy", np.int32)
+            self._lengths = _map(self.folder / "document_lengths.npy", np.int32)
+            self._offsets = _map(self.folder / "document_offsets.npy", np.int64)
+            self._tokens = _map(self.folder / "tokens.npy", np.int32)
+            self._sums = _map(self.folder / "checksums.npy", np.uint64)
+            count = int(self.counts["sequences"])
+            if self._inputs.shape != self._labels.shape or {
+                len(self._inputs), len(self._tokens), len(self._sums), len(self._offsets) - 1
+            } != {count}:  # fmt: skip
+                raise ValueError(f"its arrays are not of {count} sequences")
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise MusterError(
                 f"prepared data in {self.folder} is damaged: {error}", hint="remove that folder and start again"
             ) from error
@@ -77,20 +89,37 @@ class SequenceStore:
         return int(self.counts["supervised_tokens"])
 
     def __getitem__(self, index: int) -> Sequence:
+        """Raises MusterError where it is not what was written."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         lengths = np.array(self._lengths[self._offsets[index] : self._offsets[index + 1]])
-        labels = np.array(self._labels[index])
+        inputs, labels = np.array(self._inputs[index]), np.array(self._labels[index])
+        tokens = int(self._tokens[index])
+        if _sum(inputs, labels, lengths, tokens) != int(self._sums[index]):
+            self._on_damage()
+            raise MusterError(
+                f"prepared data in {self.folder} is damaged: sequence {index} is not what was written",
+                hint="it is prepared again at the next start",
+            )
         starts = np.cumsum(lengths) - lengths
         positions = np.arange(self.sequence_length, dtype=np.int32) - np.repeat(starts, lengths).astype(np.int32)
         return Sequence(
-            input_ids=np.array(self._inputs[index]),
+            input_ids=inputs,
             labels=labels,
             position_ids=positions,
             document_lengths=lengths,
-            tokens=int(self._tokens[index]),
+            tokens=tokens,
             supervised_tokens=int((labels != UNSUPERVISED).sum()),
         )
+
+
+def _sum(inputs: Int32s, labels: Int32s, lengths: Int32s, tokens: int) -> int:
+    """XXH3-64 of one sequence, as it is in the files."""
+    state = xxhash.xxh3_64()
+    for array in (inputs, labels, lengths):
+        state.update(np.ascontiguousarray(array, dtype="<i4").data)
+    state.update(tokens.to_bytes(4, "little", signed=True))
+    return state.intdigest()
 
 
 def write_store(
@@ -110,7 +139,7 @@ def write_store(
     marks tokens that count as targets. Returns the counts, which are stored with them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = np.zeros(len(bins), dtype=np.int32)
+    tokens, sums = np.zeros(len(bins), dtype=np.int32), np.zeros(len(bins), dtype=np.uint64)
     document_lengths: list[Int32s] = []
     offsets = np.zeros(len(bins) + 1, dtype=np.int64)
     total_supervised = 0
@@ -129,16 +158,21 @@ def write_store(
             rows, columns = np.repeat(np.arange(len(part)), used), _ranges(used)
             source = np.repeat(starts[documents], sizes) + _ranges(sizes)
             targets = np.where(supervised[source + 1] != 0, ids[source + 1], UNSUPERVISED)
+            written = []
             for file, values, empty in ((inputs, ids[source], pad_id), (labels, targets, UNSUPERVISED)):
                 filled = np.full((len(part), length), empty, dtype="<i4")
                 filled[rows, columns] = values
                 file.write(filled.tobytes())
+                written.append(filled)
             total_supervised += int((targets != UNSUPERVISED).sum())
-            tokens[first : first + len(part)] = used
+            last = first + len(part)
+            tokens[first:last] = used
             padded = used < length
             tails = (length - used)[padded]
             document_lengths.append(np.insert(sizes, np.cumsum(counts)[padded], tails).astype(np.int32))
-            offsets[first + 1 : first + len(part) + 1] = offsets[first] + np.cumsum(counts + padded)
+            offsets[first + 1 : last + 1] = offsets[first] + np.cumsum(counts + padded)
+            parts = np.split(document_lengths[-1], offsets[first + 1 : last] - offsets[first])
+            sums[first:last] = [_sum(*row) for row in zip(*written, parts, used.tolist(), strict=True)]
     result = {
         "sequences": len(bins),
         "documents": sum(len(bin) for bin in bins),
@@ -147,7 +181,13 @@ def write_store(
         "positions": len(bins) * length,
     }
     joined = np.concatenate(document_lengths) if document_lengths else np.zeros(0, dtype=np.int32)
-    for name, array in (("document_lengths", joined), ("document_offsets", offsets), ("tokens", tokens)):
+    arrays: dict[str, NDArray[Any]] = {
+        "document_lengths": joined,
+        "document_offsets": offsets,
+        "tokens": tokens,
+        "checksums": sums,
+    }
+    for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
     (folder / "counts.json").write_text(json.dumps(result, sort_keys=True))
     return result
@@ -159,11 +199,18 @@ def _ranges(sizes: Int64s) -> Int64s:
     return np.arange(int(sizes.sum())) - np.repeat(starts, sizes)
 
 
-def _map(path: Path) -> Any:
+def _map(path: Path, kind: type[np.generic]) -> Any:
+    """Raises OSError, ValueError: also where its numbers are of another kind."""
     if path.stat().st_size == 0:
         raise ValueError(f"{path.name} is empty")
+    found: Any
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError:
-        # An array without elements cannot be mapped.
-        return np.load(path, allow_pickle=False)
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception:  # noqa: BLE001 (its parser of headers raises what Python's own does: TokenError, SyntaxError)
+        try:
+            found = np.load(path, allow_pickle=False)  # an array without elements cannot be mapped
+        except Exception as error:
+            raise ValueError(f"{path.name}: {error}") from error
+    if found.dtype != np.dtype(kind):
+        raise ValueError(f"{path.name} holds {found.dtype}")
+    return found

@@ -331,6 +331,64 @@ def test_damaged_data_is_named(make_spec, tmp_path):
         open_prepared(spec, tmp_path / "other")
 
 
+@pytest.mark.parametrize("name", ["input_ids", "labels", "document_lengths", "document_offsets", "tokens", "checksums"])
+def test_a_flipped_bit_in_a_sequence_is_never_trained_on_and_prepared_again(make_spec, tmp_path, name):
+    """Wherever it is in the array's numbers or its description; the others, whose data was whole, are not disturbed."""
+    spec = make_spec([{"type": "random", "rows": 40}], model={"config": {"vocab_size": 512}})
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    before = [(row.input_ids.tolist(), row.labels.tolist(), row.document_lengths.tolist()) for row in prepared.train]
+    size = (prepared.folder / "train" / f"{name}.npy").stat().st_size
+    for at in range(3, size, max(1, size // 15)):
+        path = prepare(spec, run_dir=tmp_path / "r").folder / "train" / f"{name}.npy"
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1 << at % 8
+        with open(path, "r+b") as file:
+            file.write(data)
+        found = told = None
+        try:
+            found = open_prepared(spec, tmp_path / "r").train
+            found = [(row.input_ids.tolist(), row.labels.tolist(), row.document_lengths.tolist()) for row in found]
+        except MusterError as error:
+            told = str(error)
+        assert found == before if told is None else "is damaged" in told, (at, told)
+        if told is not None:
+            assert not prepared.folder.exists(), at
+            again = prepare(spec, run_dir=tmp_path / "r")
+            assert not again.stats["cached"] and not [*(tmp_path / "cache").glob(".*")]
+
+
+def test_a_damaged_sequence_is_reported_by_every_reader_and_only_the_damaged_data_is_removed(make_spec, tmp_path):
+    spec = make_spec([{"type": "random", "rows": 40}], model={"config": {"vocab_size": 512}})
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    early, late = open_prepared(spec, tmp_path / "r").train, open_prepared(spec, tmp_path / "r").train
+    with open(prepared.folder / "train" / "input_ids.npy", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    assert early[0].tokens == late[0].tokens
+    with pytest.raises(MusterError, match="sequence 38 is not what was written"):
+        early[38]
+    prepare(spec, run_dir=tmp_path / "r")
+    with pytest.raises(MusterError, match="sequence 38 is not what was written"):
+        late[38]
+    assert open_prepared(spec, tmp_path / "r").train[38].tokens > 0
+
+
+@pytest.mark.parametrize("name", ["meta.json", "sums.json", "train/counts.json", "tokenizer/tokenizer.json"])
+def test_damaged_records_of_prepared_data_are_prepared_again(make_spec, tmp_path, name):
+    spec = make_spec([TEXT2SQL])
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    path = prepared.folder / name
+    whole = path.read_bytes()
+    for broken in (whole[:-2], whole.replace(b"1", b"2", 1)):
+        path.write_bytes(broken)
+        with pytest.raises(MusterError, match="is damaged"):
+            open_prepared(spec, tmp_path / "r")
+        again = prepare(spec, run_dir=tmp_path / "r")
+        assert not again.stats["cached"] and path.read_bytes() == whole
+        path.write_bytes(broken)  # and found by preparation itself
+        assert not prepare(spec, run_dir=tmp_path / "r").stats["cached"] and path.read_bytes() == whole
+
+
 def test_ranks_never_open_another_run_files_data(make_spec, tmp_path):
     prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
     corrected = make_spec([{**TEXT2SQL, "seed": 3}])

@@ -173,22 +173,33 @@ def write_store(
             offsets[first + 1 : last + 1] = offsets[first] + np.cumsum(counts + padded)
             parts = np.split(document_lengths[-1], offsets[first + 1 : last] - offsets[first])
             sums[first:last] = [_sum(*row) for row in zip(*written, parts, used.tolist(), strict=True)]
+    return _finish(folder, bins, length, tokens, total_supervised, document_lengths, offsets, sums)
+
+
+def _finish(
+    folder: Path,
+    bins: list[list[int]],
+    length: int,
+    tokens: Int32s,
+    supervised_tokens: int,
+    document_lengths: list[Int32s],
+    offsets: Int64s,
+    sums: NDArray[np.uint64],
+) -> dict[str, int]:
+    """Write what has one number a sequence or document, and the counts, which are returned."""
+    joined = np.concatenate(document_lengths) if document_lengths else np.zeros(0, dtype=np.int32)
+    arrays: dict[str, NDArray[Any]] = {
+        "document_lengths": joined, "document_offsets": offsets, "tokens": tokens, "checksums": sums,
+    }  # fmt: skip
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
     result = {
         "sequences": len(bins),
         "documents": sum(len(bin) for bin in bins),
         "tokens": int(tokens.sum()),
-        "supervised_tokens": total_supervised,
+        "supervised_tokens": supervised_tokens,
         "positions": len(bins) * length,
     }
-    joined = np.concatenate(document_lengths) if document_lengths else np.zeros(0, dtype=np.int32)
-    arrays: dict[str, NDArray[Any]] = {
-        "document_lengths": joined,
-        "document_offsets": offsets,
-        "tokens": tokens,
-        "checksums": sums,
-    }
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
     (folder / "counts.json").write_text(json.dumps(result, sort_keys=True))
     return result
 

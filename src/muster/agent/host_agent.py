@@ -18,6 +18,7 @@ from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_event_log import HostLog, committed_event
 from muster.agent.host_home import HostHome
 from muster.agent.host_identity import HostIdentity
+from muster.agent.kernel_log_follower import KernelLogFollower
 from muster.agent.memory_watch import MemoryWatch, memory_lost
 from muster.agent.preemption import Preemption
 from muster.agent.programs import Programs
@@ -59,8 +60,7 @@ class HostAgent:
         self.spec = identity.read_spec()
         self.newest_attempt = 0  # that a supervisor named: a flush is committed in its name
         self.exit_reason: str | None = None  # set once this agent is to exit
-        self.exit_code, self._refusal = 0, ""
-        self._contact_after = time.monotonic()
+        self.exit_code, self._refusal, self._contact_after = 0, "", time.monotonic()
         self.hub = ConnectionPool(
             token=run_token(identity.run_dir),
             on_accept=lambda peer: peer.expect(reader_of(HOST_GREETING), self._on_hello),
@@ -83,11 +83,7 @@ class HostAgent:
     def _make_parts(self) -> None:
         identity, hub, log = self.identity, self.hub, self.log
         self.link = SupervisorLink(
-            hub=hub,
-            identity=identity,
-            hello=self._hello,
-            on_message=self._from_supervisor,
-            on_refused=self._on_refused,
+            hub=hub, identity=identity, hello=self._hello, on_message=self._from_supervisor, on_refused=self._on_refused
         )
         self.replicator = ReplicatorProcess(
             identity=identity,
@@ -161,6 +157,9 @@ class HostAgent:
                 on_step=self.snapshots.on_step,
             ),
         )
+        self.kernel_log = KernelLogFollower(
+            identity=identity, hub=hub, log=log, spec=lambda: self.spec, living=self.pool.living, send=self.link.send
+        )
         self.preemption = Preemption(
             spec=lambda: self.spec,
             has_ranks=lambda: bool(self.pool.workers),
@@ -217,6 +216,7 @@ class HostAgent:
     def _start(self) -> None:
         self.home.start(self.log.writer)
         self.programs.start()
+        self.kernel_log.start()
         self.replicator.start()
         if not self.fork_server.start():
             self._contact_after = time.monotonic() + ADOPTION_S
@@ -374,7 +374,7 @@ class HostAgent:
 
     def _shutdown(self) -> None:
         """End everything this agent started and free the memory."""
-        for part in (self.pool, self.replicator, self.programs, self.fork_server):
+        for part in (self.pool, self.replicator, self.programs, self.kernel_log, self.fork_server):
             part.shutdown()
         self.log.write("agent.ended", {"reason": self.exit_reason or ""})
         self.hub.shutdown()

@@ -50,6 +50,9 @@ class DefaultPolicy:
             case Treatment.WAIT:
                 return self.wait_or_stop(situation, incident, hosts=situation.min_hosts)
             case Treatment.REPLACE:
+                if incident.detail.get("class") == "drain" and not _sound(situation):
+                    reason = f"the host still works, and there is no spare to take its place: {incident.evidence}"
+                    return _decision(incident, Action.IGNORE, reason, host=incident.host)
                 return self._replace(situation, incident)
             case Treatment.RESTART:
                 return self._restart(situation, incident)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import Count, Int64, Record, Seconds, Step
@@ -130,6 +130,15 @@ class HostNotice(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostFault(Record):
+    """The host's own look at its hardware found a fault."""
+
+    verdict: Annotated[Literal["reset", "drain", "replace"], "what it asks for"]
+    evidence: Annotated[str, "one sentence with values"]
+    resettable: Annotated[tuple[Count, ...], "GPUs that a reset may repair"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pong(Record):
     """The answer to ``Ping``."""
 
@@ -158,6 +167,7 @@ FromAgent: TypeAlias = (
     | SnapshotsRejected
     | StartFailed
     | HostNotice
+    | HostFault
     | Pong
     | AgentHello
 )

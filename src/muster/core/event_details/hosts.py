@@ -74,6 +74,7 @@ class HostHealth(Detail):
     incident: Annotated[str, "kind: a row of muster.core.incidents"]
     evidence: Annotated[str, "one sentence with values"]
     resettable: Annotated[tuple[int, ...], "GPUs that a reset may heal"] = ()
+    verdict: Annotated[str | None, "reset, drain (leave once there is a spare) or replace"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ class KernelLog:
     first_clock: Clock = Clock.BOOT
 
 
-_KMSG = re.compile(r"\d+,\d+,(\d+),[^;]*;")
+_KMSG = re.compile(r"(\d+),\d+,(\d+),[^;]*;")
 _SINCE_BOOT = re.compile(r"(?:<\d+>)?\[ *(\d+\.\d+)\] ?")
 _LOCAL = re.compile(r"\[(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})\] ?")
 _ISO = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z|[+-]\d\d:?\d\d)? +")
@@ -208,7 +208,10 @@ def _message(line: str) -> tuple[str, float | None, Clock]:
 
 def _stamp(rest: str) -> tuple[float, Clock, str] | None:
     if match := _KMSG.match(rest):
-        return int(match[1]) / 1e6, Clock.BOOT, rest[match.end() :]
+        # Eight times the facility and the level: a program can write to /dev/kmsg, but never as the kernel (facility 0;
+        # Documentation/ABI/testing/dev-kmsg). What it writes is nobody's evidence.
+        kernels = len(match[1]) == 1 and int(match[1]) < 8
+        return int(match[2][:15]) / 1e6, Clock.BOOT, rest[match.end() :] if kernels else ""
     if match := _SINCE_BOOT.match(rest):
         return float(match[1]), Clock.BOOT, rest[match.end() :]
     try:

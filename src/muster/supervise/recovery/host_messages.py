@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from muster.core.incidents import HOST_UNHEALTHY, RANK_HANG, START_UP, traits_of
-from muster.core.typed_json import JsonObject
+from muster.core.typed_json import Json, JsonObject
 from muster.protocol.client import HealthReport
 from muster.protocol.to_supervisor import (
     FlushCommitted,
     FromAgent,
+    HostFault,
     HostNotice,
     HostReady,
     RankExit,
@@ -60,7 +61,7 @@ def on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthRe
             _start_failed(ctx, host, message)
         case HostNotice():
             preemption_notices.on_notice(ctx, host.name, message)
-        case HealthReport():
+        case HealthReport() | HostFault():
             _health(ctx, host, message)
 
 
@@ -144,11 +145,15 @@ def _start_failed(ctx: SupervisorContext, host: Host, message: StartFailed) -> N
         report_incident(ctx, START_UP, host=host.name, evidence=message.reason, detail=detail)
 
 
-def _health(ctx: SupervisorContext, host: Host, message: HealthReport) -> None:
-    """A detector's report on a host: what is wrong, and which GPUs a reset may heal (none: it may not)."""
-    health: JsonObject = {"incident": message.kind, "evidence": message.evidence[:500]}
-    ctx.log("host.health", {**health, "resettable": list(message.resettable)}, host=host.name)
+def _health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFault) -> None:
+    """A detector's report on a host, or its own look at its hardware: what is wrong, and what may heal it."""
+    traits, evidence, detail = HOST_UNHEALTHY, message.evidence[:500], dict[str, Json]()
+    health: dict[str, Json] = {"resettable": list(message.resettable)}
+    if isinstance(message, HostFault):
+        health["verdict"] = detail["class"] = message.verdict
+    else:
+        traits = traits_of(message.kind)
+    ctx.log("host.health", {"incident": traits.kind, "evidence": evidence, **health}, host=host.name)
     host.resettable = message.resettable
-    if not isinstance(ctx.state.phase, Running) or host.name not in ctx.state.active:
-        return
-    report_incident(ctx, traits_of(message.kind), host=host.name, evidence=f"{host.name}: {message.evidence[:500]}")
+    if isinstance(ctx.state.phase, Running) and host.name in ctx.state.active:
+        report_incident(ctx, traits, host=host.name, evidence=f"{host.name}: {evidence}", detail=detail)

@@ -15,7 +15,7 @@ from muster.core.typed_json import JsonObject
 from muster.policy.cluster_state import Policy
 from muster.protocol.client import HealthReport
 from muster.protocol.to_agent import Reload
-from muster.protocol.to_supervisor import RankExit, RankHang, StartFailed
+from muster.protocol.to_supervisor import HostFault, RankExit, RankHang, StartFailed
 from muster.supervise.recovery import final_flush, host_messages, preemption_notices
 from muster.supervise.recovery.adoption import adopt_failed
 from muster.supervise.recovery.attempts import ask_to_save, drain, start_attempt
@@ -51,7 +51,7 @@ from muster.supervise.recovery.phases import (
 from muster.supervise.recovery.state import State
 
 #: Reports that are judged only once every host of the attempt has answered a new supervisor.
-DEFERRED = (RankExit, RankHang, StartFailed, HealthReport)
+DEFERRED = (RankExit, RankHang, StartFailed, HealthReport, HostFault)
 
 
 class RecoveryStateMachine:

@@ -1,0 +1,194 @@
+"""Follows the kernel log for errors of the GPU driver, and tells the supervisor what they ask for.
+
+Nothing polls: the log is a descriptor in the agent's loop. ``/dev/kmsg`` gives one record a read, from the moment it is
+opened at its end, so what was before the run is never judged. Where it may not be opened ``dmesg --follow-new`` is
+tried (it may have a permission of its own); where neither works, that is said once: no Xid would be seen there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from muster.agent.host_event_log import HostLog
+from muster.agent.host_identity import HostIdentity
+from muster.agent.ranks.rank_process import Worker, end_child
+from muster.config.spec import RunSpec
+from muster.health.hardware.driver_errors import Burst, finding_of, judge_bursts
+from muster.health.hardware.error_table import OwnNumbers
+from muster.health.hardware.kernel_log import KernelFault, KernelLogReader, pci_address
+from muster.health.verdicts import Verdict
+from muster.protocol.to_supervisor import HostFault
+from muster.transport.connections import ConnectionPool
+
+#: The driver's list of GPUs: a folder for each, named by its PCI address.
+GPUS = Path("/proc/driver/nvidia/gpus")
+KMSG = "/dev/kmsg"
+#: What comes from now on, from the kernel alone (programs can write to the log, too).
+FOLLOW = ("dmesg", "--follow-new", "--kernel", "--nopager", "--color=never")
+#: The inode of the first PID namespace (PROC_PID_INIT_INO, include/linux/proc_ns.h): the numbers in the log are of it.
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+_ASKED: dict[Verdict, Literal["reset", "drain", "replace"]] = {
+    Verdict.RESET: "reset",
+    Verdict.DRAIN: "drain",
+    Verdict.REPLACE: "replace",
+}
+#: Errors kept for judging bursts and repetition.
+_KEPT = 512
+_RECORD_BYTES = 16384  # a record is at most 8 KiB (CONSOLE_EXT_LOG_MAX), with its escapes
+
+
+class KernelLogFollower:
+    """Owns the descriptor (and ``dmesg``, where that is needed). Does nothing on a host without the driver."""
+
+    def __init__(
+        self,
+        *,
+        identity: HostIdentity,
+        hub: ConnectionPool,
+        log: HostLog,
+        spec: Callable[[], RunSpec],
+        living: Callable[[], Iterable[Worker]],
+        send: Callable[[HostFault], None],
+        gpus: Path = GPUS,
+        kmsg: str = KMSG,
+        follow: tuple[str, ...] = FOLLOW,
+    ) -> None:
+        """``living``: the ranks' processes. ``gpus``, ``kmsg``, ``follow``: where a test has its own."""
+        self._host, self._hub, self._spec, self._living = identity.host, hub, spec, living
+        self._send, self._log = send, log
+        self._gpus_folder, self._kmsg, self._follow = gpus, kmsg, follow
+        self._gpus: dict[str, int] = {}
+        self._reader = KernelLogReader()
+        self._faults: list[KernelFault] = []
+        self._told: tuple[KernelFault | None, Verdict] = (None, Verdict.HEALTHY)
+        """The first error of the newest burst that was told, and its verdict then."""
+        self._fd = -1
+        self._dmesg: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+
+    def start(self) -> None:
+        """Begin, where there are GPUs of NVIDIA; never raises."""
+        with contextlib.suppress(OSError):
+            # nvidia-smi counts in the order of addresses, and so does NVML.
+            addresses = sorted(filter(None, (pci_address(path.name) for path in self._gpus_folder.iterdir())))
+            self._gpus = {address: number for number, address in enumerate(addresses)}
+        if not self._gpus:
+            return
+        try:
+            self._fd = os.open(self._kmsg, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):
+                os.lseek(self._fd, 0, os.SEEK_END)
+            self._hub.watch(self._fd, self._on_record)
+        except OSError as error:
+            self._start_dmesg(f"{self._kmsg}: {error.strerror}")
+
+    def shutdown(self) -> None:
+        """Close the descriptor, end ``dmesg``."""
+        self._leave()
+        end_child(self._dmesg)
+
+    def _leave(self) -> None:
+        if self._fd >= 0:
+            self._hub.unwatch(self._fd)
+            if self._dmesg is None:
+                os.close(self._fd)
+            self._fd = -1
+
+    # ------------------------------------------------------------ where lines come from
+
+    def _on_record(self) -> None:
+        """One record of /dev/kmsg, and those behind it: ``level,sequence,microseconds,flags;text``."""
+        for _ in range(64):  # then the loop's other descriptors have their turn
+            try:
+                record = os.read(self._fd, _RECORD_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # older records were overwritten before they were read: go on behind
+                    continue
+                self._leave()
+                self._lost(f"{self._kmsg}: {error.strerror}")
+                return
+            if not record:
+                self._leave()
+                self._lost(f"{self._kmsg} ended")
+                return
+            self._on_line(record.decode(errors="replace").partition("\n")[0])
+
+    def _start_dmesg(self, why_not: str) -> None:
+        try:
+            self._dmesg = subprocess.Popen(
+                self._follow, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            self._lost(f"{why_not}; {self._follow[0]}: {error.strerror}")
+            return
+        assert self._dmesg.stdout is not None
+        self._fd = self._dmesg.stdout.fileno()
+        os.set_blocking(self._fd, False)
+        self._hub.watch(self._fd, lambda: self._on_output(why_not))
+
+    def _on_output(self, why_not: str) -> None:
+        with contextlib.suppress(BlockingIOError):
+            output = os.read(self._fd, 65536)
+            if not output:
+                self._leave()
+                self._lost(f"{why_not}; {self._follow[0]} ended")
+                return
+            *lines, self._buffer = (self._buffer + output).split(b"\n")
+            for line in lines:
+                self._on_line(line.decode(errors="replace"))
+
+    def _lost(self, why: str) -> None:
+        self._log.note(f"{self._host}: kernel log not readable ({why}), so an Xid of a GPU is not seen")
+
+    # ------------------------------------------------------------ what they mean
+
+    def _on_line(self, line: str) -> None:
+        fault = self._reader.read(line)
+        if fault is None:
+            return
+        self._faults = [*self._faults[1 - _KEPT :], fault]
+        burst = judge_bursts(self._faults, self._own_numbers())[-1]
+        first, verdict = self._told
+        if burst.members[0].fault is not first or _graver(burst.verdict, verdict):
+            self._told = burst.members[0].fault, burst.verdict
+            self._tell(burst)
+
+    def _own_numbers(self) -> OwnNumbers:
+        check = self._spec().check
+        return OwnNumbers(ignore=frozenset(check.xid_ignore), fatal=frozenset(check.xid_fatal))
+
+    def _tell(self, burst: Burst) -> None:
+        evidence = finding_of(burst, gpus=self._gpus).message
+        rank = self._rank(burst.decisive.fault)
+        if rank is not None:
+            evidence = f"rank {rank}: {evidence}"
+        if burst.verdict.faulty:
+            resettable = burst.resettable(self._gpus)
+            self._send(HostFault(verdict=_ASKED[burst.verdict], evidence=evidence[:500], resettable=resettable))
+        else:
+            whose = "the program's own" if burst.verdict is Verdict.APP else "no action"
+            self._log.note(f"{self._host}: {evidence} ({whose})")
+
+    def _rank(self, fault: KernelFault) -> int | None:
+        """The rank that the line names. In a container the numbers of its processes are not those of the log."""
+        if fault.pid is None:
+            return None
+        try:
+            outside = os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+        except OSError:
+            return None
+        return next((one.rank for one in self._living() if outside and one.pid == fault.pid), None)
+
+
+def _graver(verdict: Verdict, than: Verdict) -> bool:
+    order = list(Verdict)
+    return order.index(verdict) > order.index(than)

@@ -95,8 +95,13 @@ class AgentConnection(Generic[Message]):
 
     def _flush(self) -> None:
         out = self.session.outgoing()
-        if out:
-            self.sock.sendall(out)
+        if not out:
+            return
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            sent = os.write(self.sock.fileno(), out)  # sendall would poll before: twice without the interpreter's lock
+        if sent < len(out):
+            self.sock.sendall(out[sent:])
 
 
 @dataclass(frozen=True)
@@ -180,9 +185,12 @@ class SocketAgentClient:
         """When the agent was last told the step and micro-batch."""
         self._beat_now = False
         self._progress_throttle = ProgressThrottle()
-        self._wake_r, self._wake_w = os.pipe()
-        os.set_blocking(self._wake_r, False)
-        os.set_blocking(self._wake_w, False)
+        # Nothing is ever read from it, since only its edges count. Each system call of the connection's thread gives
+        # the interpreter's lock away, and then waits for it beside a training loop that holds it.
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._events = select.epoll()
+        self._events.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
+        self._events.register(connection.sock, select.EPOLLIN)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="muster-link", daemon=True)
         self._thread.start()
@@ -247,8 +255,8 @@ class SocketAgentClient:
         self._thread.join(timeout_s)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_w, b"x")
+        with contextlib.suppress(BlockingIOError):  # 2**64 wakes
+            os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError), open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
@@ -265,12 +273,8 @@ class SocketAgentClient:
                     self._send_progress()
                 if self._closing.is_set() and not self._out:
                     return
-                watched: list[socket.socket | int] = [connection.sock, self._wake_r]
-                ready, _, _ = select.select(watched, [], [], self._progress_throttle.wait_s(now))
-                if self._wake_r in ready:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_r, 4096)
-                if connection.sock in ready:
+                ready = dict(self._events.poll(self._progress_throttle.wait_s(now)))
+                if connection.sock.fileno() in ready:
                     for message in connection.wait(1.0):
                         self._handle(message)
             except (OSError, AccessError, ValueError):
@@ -312,5 +316,7 @@ class SocketAgentClient:
         )
         if self._connection is None and not self._closing.is_set():
             os._exit(1)
+        if self._connection is not None:
+            self._events.register(self._connection.sock, select.EPOLLIN)
         self._beat_now = True
         return self._connection

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from waiting import eventually
@@ -70,13 +71,12 @@ def link(tmp_path):
         agent.shutdown()
 
 
-def test_in_silence_nothing_is_said_and_nobody_wakes(link, monkeypatch):
+def test_in_silence_nothing_is_said_and_nobody_wakes(link):
     agent, client = link
     client.beat(1)
     agent.hear(1)
-    waits = []
-    select = agent_connection.select.select
-    monkeypatch.setattr(agent_connection.select, "select", lambda *given: (waits.append(given[3]), select(*given))[1])
+    waits, events = [], client._events
+    client._events = SimpleNamespace(poll=lambda wait_s: (waits.append(wait_s), events.poll(wait_s))[1])
     client.beat(2)
     agent.hear(2)
     agent.serve(1.5)  # of seven intervals

@@ -20,6 +20,22 @@ def reference(tmp_path_factory):
 
 
 @pytest.fixture
+def disk(tmp_path):
+    """A file system of its own at ``disk`` in the test's folder, which can be filled and freed; a machine that mounts
+    none skips the test. Ask for it before ``shell``, whose runs are then ended while it is still there."""
+    from muster.chaos.network import Disk
+    from muster.core.errors import UsageError
+
+    found = Disk(tmp_path / "disk")
+    try:
+        found.up()
+    except UsageError as error:
+        pytest.skip(str(error))
+    yield found
+    found.down()
+
+
+@pytest.fixture
 def shell(tmp_path):
     """In a folder with a run file; its runs are taken down."""
     from verbs import MUSTER, RUN_FILE, Shell

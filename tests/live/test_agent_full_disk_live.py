@@ -6,8 +6,6 @@ import os
 import pytest
 from cluster import LiveRun, spec_of
 
-from muster.chaos.network import Disk
-from muster.core.errors import UsageError
 from muster.protocol.client import AskStatus
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -20,26 +18,18 @@ def agents(run):
     return {event.host: event.detail["pid"] for event in run.events("agent.started")}
 
 
-def test_an_agent_and_a_rank_are_lost_while_the_disk_is_full(tmp_path, reference):
-    disk = Disk(tmp_path / "disk")
-    try:
-        disk.up()
-    except UsageError as error:
-        pytest.skip(str(error))
-    try:
-        with LiveRun(disk.folder / "run", spec_of(**CHANGES, **{"checkpoint.every_steps": 5})) as run:
-            run.start()
-            run.wait_until(lambda: run.events("checkpoint.committed"), "a checkpoint")
-            ranks = run.ranks()
-            while not disk.fill():
-                pass
-            os.kill(agents(run)["host-0"], 9)
-            os.kill(ranks[1][0], 9)
-            run.wait_until(lambda: disk.fill() and run.tell(AskStatus()).attempt >= 2, "another attempt")
-            begun = run.tell(AskStatus()).step
-            run.wait_until(lambda: run.tell(AskStatus()).step > begun, "a step of it, without any room")
-            disk.free()
-            assert run.wait() == 0, run.story()
-            assert run.final_hash() == reference(2, 1, **CHANGES)[0]
-    finally:
-        disk.down()
+def test_an_agent_and_a_rank_are_lost_while_the_disk_is_full(disk, reference):
+    with LiveRun(disk.folder / "run", spec_of(**CHANGES, **{"checkpoint.every_steps": 5})) as run:
+        run.start()
+        run.wait_until(lambda: run.events("checkpoint.committed"), "a checkpoint")
+        ranks = run.ranks()
+        while not disk.fill():
+            pass
+        os.kill(agents(run)["host-0"], 9)
+        os.kill(ranks[1][0], 9)
+        run.wait_until(lambda: disk.fill() and run.tell(AskStatus()).attempt >= 2, "another attempt")
+        begun = run.tell(AskStatus()).step
+        run.wait_until(lambda: run.tell(AskStatus()).step > begun, "a step of it, without any room")
+        disk.free()
+        assert run.wait() == 0, run.story()
+        assert run.final_hash() == reference(2, 1, **CHANGES)[0]

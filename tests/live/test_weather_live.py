@@ -16,8 +16,7 @@ from chaos import Judged
 from cluster import checkpoint_hash, spec_of
 from weather import HOUR_S, Weather, build
 
-from muster.chaos.network import Disk
-from muster.core.errors import ConflictError, UsageError
+from muster.core.errors import ConflictError
 from muster.protocol.client import AskStatus
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LeaseKeeper
@@ -63,40 +62,32 @@ def one_at_a_time(run):
 # ---------------------------------------------------------------- 34: the disk
 
 
-def test_a_full_disk_costs_saves_and_nothing_else(tmp_path, unfailed):
+def test_a_full_disk_costs_saves_and_nothing_else(disk, unfailed):
     """The run's whole folder is on it: events, logs and the lease have no space either. A rank dies meanwhile."""
-    disk = Disk(tmp_path / "disk")
-    try:
-        disk.up()
-    except UsageError as error:
-        pytest.skip(str(error))
-    try:
-        with Judged(disk.folder / "run", a_spec()) as run:
-            run.start()
-            run.wait_until(lambda: run.events("checkpoint.committed"), "a checkpoint")
-            ranks, asked = run.ranks(), lambda: run.tell(AskStatus())
-            while not disk.fill():
-                pass
-            run.wait_until(lambda: disk.fill() and "the last save failed" in asked().reason, "the alarm")
-            before = asked()
-            run.wait_until(lambda: asked().step >= before.step + 2 * EVERY, "steps without a checkpoint")
-            os.kill(ranks[1][0], 9)
-            run.wait_until(lambda: asked().attempt == 2 and "training" in asked().reason, "recovery")
-            again = asked().step
-            run.wait_until(lambda: asked().step >= again + EVERY, "steps of the second attempt")
-            disk.free()
-            room = asked().step
-            run.wait_until(lambda: max(s for k, s in saves(run) if k == "committed") > room, "a checkpoint")
-            run.ended()
-            assert run.actions() == ["restart"], run.story()
-            failed = [str(event.detail["reason"]) for event in run.events("checkpoint.failed")]
-            assert any("No space left on device" in reason for reason in failed), failed
-            assert run.final_hash() == unfailed[0]
-            left = {path.name.split(".")[0] for path in (run.dir / "checkpoints").glob("step-*")}
-            kept = {path.stem for path in (run.dir / "checkpoints" / "commits").glob("step-*.json")}
-            assert left == kept, "what failed saves wrote has been removed"
-    finally:
-        disk.down()
+    with Judged(disk.folder / "run", a_spec()) as run:
+        run.start()
+        run.wait_until(lambda: run.events("checkpoint.committed"), "a checkpoint")
+        ranks, asked = run.ranks(), lambda: run.tell(AskStatus())
+        while not disk.fill():
+            pass
+        run.wait_until(lambda: disk.fill() and "the last save failed" in asked().reason, "the alarm")
+        before = asked()
+        run.wait_until(lambda: asked().step >= before.step + 2 * EVERY, "steps without a checkpoint")
+        os.kill(ranks[1][0], 9)
+        run.wait_until(lambda: asked().attempt == 2 and "training" in asked().reason, "recovery")
+        again = asked().step
+        run.wait_until(lambda: asked().step >= again + EVERY, "steps of the second attempt")
+        disk.free()
+        room = asked().step
+        run.wait_until(lambda: max(s for k, s in saves(run) if k == "committed") > room, "a checkpoint")
+        run.ended()
+        assert run.actions() == ["restart"], run.story()
+        failed = [str(event.detail["reason"]) for event in run.events("checkpoint.failed")]
+        assert any("No space left on device" in reason for reason in failed), failed
+        assert run.final_hash() == unfailed[0]
+        left = {path.name.split(".")[0] for path in (run.dir / "checkpoints").glob("step-*")}
+        kept = {path.stem for path in (run.dir / "checkpoints" / "commits").glob("step-*.json")}
+        assert left == kept, "what failed saves wrote has been removed"
 
 
 def test_a_disk_that_fails_and_then_is_slow(tmp_path, unfailed, library, monkeypatch):

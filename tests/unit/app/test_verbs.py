@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,6 +306,35 @@ def test_stopping_an_ended_run_is_success_and_one_without_supervisor_says_so(pap
     assert stop.stop(run.run_id).was_running is False
     with pytest.raises(supervisor_client.SupervisorUnreachable, match="no supervisor holds"):
         supervisor_client.request(run, AskStatus())
+
+
+@pytest.mark.parametrize("damaged", [True, False], ids=["damaged", "absent"])
+def test_a_lease_that_its_supervisor_writes_again_is_waited_for(paper: Paper, monkeypatch, damaged: bool):
+    run, waited = submitted().run, []
+    lease = supervisor_words.lease(("127.0.0.1", 1))
+    run.events.mkdir(exist_ok=True)
+    (run.events / "supervisor.0.jsonl").write_text('{"kind":"supervisor.started"}\n')
+    if damaged:
+        run.lease.write_bytes(lease[:-9])
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            run.lease.write_bytes(lease)
+
+    monkeypatch.setattr(supervisor_client, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: sum(waited)))
+    with pytest.raises(supervisor_client.SupervisorUnreachable, match="does not answer"):  # it is asked
+        supervisor_client.request(run, AskStatus(), timeout_s=0.5)
+    assert len(waited) == 3
+    run.lease.unlink()
+    with pytest.raises(supervisor_client.SupervisorUnreachable, match="no supervisor holds"):
+        supervisor_client.request(run, AskStatus(), timeout_s=5.0)
+    assert 4.0 <= sum(waited[3:]) < 4.3, "not for ever"
+    (run.events / "supervisor.0.jsonl").write_text('{"kind":"run.finished"}\n')
+    before = len(waited)
+    with pytest.raises(supervisor_client.SupervisorUnreachable, match="no supervisor holds"):
+        supervisor_client.request(run, AskStatus())
+    assert len(waited) == before, "nobody mends the lease of a run that has ended"
 
 
 def test_a_supervisor_that_is_gone_does_not_answer(paper: Paper):

@@ -6,16 +6,24 @@ Where the run's folder cannot be reached (pods in a cluster), the launcher's ``r
 from __future__ import annotations
 
 import json
+import time
 
 from muster import backends
 from muster.core.errors import BackendError, MusterError
+from muster.core.event_details.run import RunFinished
+from muster.core.event_log.names import files_of
 from muster.core.typed_json import Unreadable
 from muster.protocol.client import FromClient, SupervisorStatus
 from muster.protocol.lease import read_lease
+from muster.protocol.values import Address
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 from muster.transport.client import ask_supervisor
 from muster.transport.secure_session import run_token
+
+#: A supervisor looks after its lease, and mends it, every few seconds: a client waits for that at most this long.
+LEASE_AGAIN_S = 4.0
+_TAIL_BYTES = 1 << 14
 
 
 class SupervisorUnreachable(MusterError):
@@ -45,10 +53,7 @@ def request(
 
 def request_here(run: RunDir, message: FromClient, *, timeout_s: float = 5.0) -> SupervisorStatus:
     """The same, where the run's folder is: over the supervisor's own socket. Raises as ``request``."""
-    try:
-        address = read_lease(run.lease.read_bytes(), me="this command").address
-    except (OSError, Unreadable):
-        address = None
+    address = _address(run, min(timeout_s, LEASE_AGAIN_S))
     if address is None:
         raise SupervisorUnreachable(f"no supervisor holds {run.run_id}", hint=f"muster recover {run.run_id}")
     token = run_token(run.path)
@@ -60,6 +65,36 @@ def request_here(run: RunDir, message: FromClient, *, timeout_s: float = 5.0) ->
             f"the supervisor of {run.run_id} does not answer: {reason}",
             hint=f"muster recover {run.run_id} takes over, muster down {run.run_id} ends everything",
         ) from error
+
+
+def _address(run: RunDir, patience_s: float) -> Address | None:
+    """Where the run's supervisor listens; None: nobody holds the run.
+
+    A lease that is damaged or gone is written again by the supervisor that holds the run: it is waited for, where the
+    events say that there is one.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return read_lease(run.lease.read_bytes(), me="this command").address
+        except (OSError, Unreadable):
+            if time.monotonic() >= until or not _goes_on(run):
+                return None
+        time.sleep(0.1)
+
+
+def _goes_on(run: RunDir) -> bool:
+    """Whether a supervisor has written events, and none of its last ones is the run's end."""
+    files = files_of(run.events, "supervisor")
+    try:
+        newest = max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+        if newest is None:
+            return False
+        with newest.open("rb") as file:
+            file.seek(max(0, newest.stat().st_size - _TAIL_BYTES))
+            return RunFinished.kind.encode() not in file.read()
+    except OSError:
+        return False
 
 
 def _backend(run: RunDir) -> str:

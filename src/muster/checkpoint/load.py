@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from muster.checkpoint import exchange
-from muster.checkpoint.shards import ShardReader, gaps, mismatch, restore
-from muster.checkpoint_format.manifest import Manifest, OnSkip, committed, damage, missing
+from muster.checkpoint.shards import ShardReader, gaps, mismatch, read_into, restore
+from muster.checkpoint_format.manifest import Manifest, OnSkip, committed, damage, missing, stranger
 from muster.checkpoint_format.reader import open_checkpoint
 from muster.core.errors import CheckpointError, MusterError
 from muster.core.protocols import Store
@@ -43,6 +43,41 @@ def newest_valid(
         problems = [result for result in exchange.gather(problem, group) if result]
         if not problems:
             return manifest
+        skip(manifest.uri, problems[0])
+    return None
+
+
+def load_newest(
+    store: Store,
+    directory_uri: str,
+    state: Mapping[str, torch.Tensor],
+    on_skip: OnSkip | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Manifest, int] | None:
+    """Restore the newest committed checkpoint of this model that is whole into ``state``, whatever layout either has:
+    (which, the bytes read here). None: there is none, and ``state`` is as it was.
+
+    Each rank reads what it needs of it and nothing else, and every block is verified as it is read; it stays beside
+    the state until all ranks have theirs, since damage that one of them finds makes all of them pass it over.
+    Collective over ``group`` (gloo). ``on_skip`` as in ``newest_valid``.
+    """
+    rank, ranks = exchange.rank_of(group), 1 if group is None else group.size()
+    skip = on_skip if on_skip is not None and rank == 0 else lambda uri, reason: None
+    for manifest in _candidates(store, directory_uri, skip, group):
+        reader: ShardReader | None = None
+        try:
+            problem = missing(manifest) or stranger(manifest, part=rank, parts=ranks)
+            if problem is None:
+                reader = ShardReader(open_checkpoint(manifest), staged=True)
+                read_into(reader, state)
+        except MusterError as error:
+            problem = str(error)
+        problems = [result for result in exchange.gather(problem, group) if result]
+        if not problems:
+            assert reader is not None
+            reader.put()
+            return manifest, reader.bytes_read
         skip(manifest.uri, problems[0])
     return None
 

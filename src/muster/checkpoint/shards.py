@@ -34,7 +34,9 @@ _PIECE_BYTES = 64 << 20
 class ShardReader(StorageReader):
     """Reads tensors by name and slice from a set of shards; of a box that several hold, the first shard's."""
 
-    def __init__(self, opened: Sequence[Shard]) -> None:
+    def __init__(self, opened: Sequence[Shard], *, staged: bool = False) -> None:
+        """``staged``: what is read goes into its tensors when ``put`` is called."""
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if staged else None
         self._where: dict[tuple[str, tuple[int, ...]], tuple[Shard, Chunk]] = {}
         self._tensors: dict[str, list[Chunk]] = defaultdict(list)
         self.bytes_read = 0
@@ -106,6 +108,15 @@ class ShardReader(StorageReader):
             for axis in range(1, piece.dim()):
                 piece = torch.narrow(piece, axis, start[axis], lengths[axis])
             into = target if target.dim() == 0 else target.narrow(0, first - start[0], count)
+            if self._staged is not None:
+                self._staged.append((into, piece.clone()))  # of its own: the piece may be a row of much more
+            else:
+                into.copy_(piece)
+
+    def put(self) -> None:
+        """Copy what was staged into its tensors."""
+        while self._staged:
+            into, piece = self._staged.pop()
             into.copy_(piece)
 
     # What the base class asks for and shards have no use for.
@@ -136,6 +147,12 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
             state may be half filled when reading (not finding) failed: do not train on.
     """
     reader = ShardReader(opened)
+    read_into(reader, state)
+    return reader.bytes_read
+
+
+def read_into(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> None:
+    """``restore`` by a reader, which may stage what it reads. Raises as ``restore``."""
     problem = mismatch(reader, state) or gaps(reader, state)
     if problem:
         raise CheckpointError(problem)
@@ -153,7 +170,6 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
         raise ours[0] if ours else CheckpointError(f"cannot restore: {reasons[:3]}") from error
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         raise CheckpointError(f"cannot restore: {error}") from error
-    return reader.bytes_read
 
 
 def mismatch(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> str | None:

@@ -322,10 +322,26 @@ def damage(manifest: Manifest, *, part: int = 0, parts: int = 1) -> str | None:
         for item in manifest.files[part::parts]:
             file = ShardFile(manifest.uri, item)
             file.verify()
-            header = file.header()
-            written = (header.run_id, header.step, header.layout, step_prefix(header.step, header.attempt))
-            if written != (manifest.run_id, manifest.step, manifest.layout, manifest.prefix):
-                return f"{item.name} is of step {header.step} of attempt {header.attempt} of run {header.run_id}"
+            problem = _strange(manifest, item.name, file)
+            if problem is not None:
+                return problem
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def stranger(manifest: Manifest, *, part: int = 0, parts: int = 1) -> str | None:
+    """``damage`` without the tensors' bytes, which a reader verifies as it reads them: whose each shard is."""
+    try:
+        strange = (_strange(manifest, item.name, ShardFile(manifest.uri, item)) for item in manifest.files[part::parts])
+        return next((problem for problem in strange if problem is not None), None)
+    except CheckpointError as error:
+        return str(error)
+
+
+def _strange(manifest: Manifest, name: str, file: ShardFile) -> str | None:
+    header = file.header()
+    written = (header.run_id, header.step, header.layout, step_prefix(header.step, header.attempt))
+    if written == (manifest.run_id, manifest.step, manifest.layout, manifest.prefix):
+        return None
+    return f"{name} is of step {header.step} of attempt {header.attempt} of run {header.run_id}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from muster.checkpoint.load import load_into, newest_valid
+from muster.checkpoint.load import load_newest
 from muster.checkpoint_format.manifest import Manifest
 from muster.config.spec import RunSpec
 from muster.core.errors import CheckpointError
@@ -42,17 +42,17 @@ def restore(
         if not spec.checkpoint.resume:
             return
         sharded = state.writable()
-        manifest = newest_valid(
+        loaded = load_newest(
             open_store(),
             saves.saver.directory,
+            sharded,
             lambda uri, reason: agent.emit("checkpoint.rejected", uri=uri, reason=reason),
-            state=sharded,
             group=world.checkpoint,
         )
-        if manifest is None:
+        if loaded is None:
             return
+        (manifest, size), fetched = loaded, 0
         check_same_data(saves, manifest)
-        size, fetched = load_into(manifest, sharded), 0
         state.loaded(manifest.step, sharded)
         saves.last_saved = manifest.step
         tier, uri = saves.saver.tier, manifest.uri

@@ -14,7 +14,7 @@ import os
 import torch
 
 #: Parameters of mallopt(3), from glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 #: Larger blocks still come from the kernel each time. glibc takes no larger number (half of its HEAP_MAX_SIZE).
 MMAP_THRESHOLD = 32 << 20
 #: So much free memory at the heap's end stays.
@@ -27,10 +27,14 @@ _BLOCK_BYTES = 4 << 20
 
 
 def keep_freed() -> bool:
-    """What this process frees from now on stays with it; whether that could be set. Never raises."""
+    """What this process frees from now on stays with it; whether that could be set. Never raises.
+
+    Threads that are started later take from the same heap: gloo gathers parameters in threads of its own.
+    """
+    wanted = {_M_MMAP_THRESHOLD: MMAP_THRESHOLD, _M_TRIM_THRESHOLD: TRIM_THRESHOLD, _M_ARENA_MAX: 1}
     with contextlib.suppress(AttributeError, OSError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-        return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD))
+        return all([mallopt(name, value) for name, value in wanted.items()])
     return False
 
 

@@ -5,6 +5,7 @@ import sys
 
 PROGRAM = """
 import resource
+import threading
 import torch
 from muster.rank import heap
 
@@ -13,9 +14,15 @@ def faults(work):
     work()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-def step():
+def allocate():
     blocks = [torch.ones(6 << 20, dtype=torch.uint8) for _ in range(10)]
     del blocks
+
+def step():
+    allocate()
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
 
 if {keep}:
     assert heap.keep_freed()

@@ -20,7 +20,7 @@ MMAP_THRESHOLD = 32 << 20
 #: So much free memory at the heap's end stays.
 TRIM_THRESHOLD = 1 << 30
 #: What a standby touches in advance, at most: it holds that memory while it waits.
-STANDBY_BYTES = 192 << 20
+STANDBY_BYTES = 128 << 20
 #: And no more than this part of what the host has free.
 STANDBY_SHARE = 1 / 64
 _BLOCK_BYTES = 4 << 20

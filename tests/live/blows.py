@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,6 +145,9 @@ def _write_over(path: Path, data: bytes, broken: bytes) -> int:
 
 
 def _put_back(path: Path, data: bytes, broken: bytes) -> None:
+    until = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < until:  # its disk may be away
+        time.sleep(0.1)
     if path.exists() and path.read_bytes() == broken:
         with open(path, "r+b") as file:
             file.write(data)
@@ -153,41 +157,45 @@ def _put_back(path: Path, data: bytes, broken: bytes) -> None:
 
 
 class Disks:
-    """The disk of the checkpoints: one that can be filled, where the machine lets us mount it, or taken away."""
+    """Disks that can be filled, where this machine lets us mount them, or taken away."""
 
-    def __init__(self, folder: Path, *, fillable: bool) -> None:
-        self.folder = folder
-        self._full: Disk | None = None
-        self._away = False
-        if fillable:
-            disk = Disk(folder)
-            with contextlib.suppress(UsageError):  # said where it is to be filled
-                disk.up()
-                self._full = disk
+    def __init__(self) -> None:
+        self._full: dict[Path, Disk] = {}
+        self._away: set[Path] = set()
 
-    def strike(self, strike: Strike, later: Later) -> str:
+    def put(self, folder: Path) -> None:
+        """From now on ``folder``, which may be new, is a disk that can be filled."""
+        disk = Disk(folder)
+        with contextlib.suppress(UsageError):  # said where it is to be filled
+            disk.up()
+            self._full[folder] = disk
+
+    def fill(self, folder: Path, seconds: float, later: Later) -> str:
         """Returns what was done. Raises Skipped."""
-        if strike.kind == "disk full":
-            if self._full is None:
-                raise Skipped("nothing can be mounted")
-            self._full.fill()
-            later.after(strike.amount, self._full.free)
-        else:
-            if self._away or os.geteuid() != 0 or not self.folder.is_dir():
-                raise Skipped("away already, not root, or no folder")
-            mount = ["mount", "-t", "tmpfs", "-o", "ro", "muster-away", str(self.folder)]
-            if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-                raise Skipped("nothing can be mounted")
-            self._away = True
-            later.after(strike.amount, self._back)
-        return f"{strike.amount} s"
+        disk = self._full.get(folder)
+        if disk is None:
+            raise Skipped("nothing can be mounted")
+        disk.fill()
+        later.after(seconds, disk.free)
+        return f"{seconds} s"
+
+    def take_away(self, folder: Path, seconds: float, later: Later) -> str:
+        """An empty folder that takes nothing is in its place. Returns what was done. Raises Skipped."""
+        if folder in self._away or os.geteuid() != 0 or not folder.is_dir():
+            raise Skipped("away already, not root, or no folder")
+        mount = ["mount", "-t", "tmpfs", "-o", "ro", "muster-away", str(folder)]
+        if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+            raise Skipped("nothing can be mounted")
+        self._away.add(folder)
+        later.after(seconds, lambda: self._back(folder))
+        return f"{seconds} s"
 
     def down(self) -> None:
-        if self._away:
-            self._back()
-        if self._full is not None:
-            self._full.down()
+        for folder in list(self._away):
+            self._back(folder)
+        for disk in reversed(self._full.values()):
+            disk.down()
 
-    def _back(self) -> None:
-        subprocess.run(["umount", "--lazy", str(self.folder)], check=False, capture_output=True)
-        self._away = False
+    def _back(self, folder: Path) -> None:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
+        self._away.discard(folder)

@@ -32,6 +32,7 @@ STEP_S, VERB_S, TRIAL_S = 180.0, 120.0, 600.0
 #: A run whose supervisor was killed is recovered by hand; more often than this it goes round in circles.
 RECOVERIES = 12
 LOOK_EVERY_S = 1.0
+SUBMIT = ("submit", "run.yaml", "run_dir=disk/there")
 MODULES = {
     "supervisor": "muster.app.supervisor", "keeper": "muster.agent.watchdog", "agent": "muster.agent.host_agent",
     "replicator": "muster.agent.replicator.main",
@@ -105,14 +106,15 @@ class Driven:
         # Its own roots: what is in them at the end is left over. A socket's path must be short (unix(7)).
         self.memory = next(root for root in _ROOTS if root.is_dir()) / f"strike-{secrets.token_hex(4)}"
         self.temporary = folder / "temporary"
-        for made in (self.memory, self.temporary):
+        for made in (self.memory, self.temporary, self.dir.parent):
             made.mkdir(mode=0o700)
         self.shell.env |= {"MUSTER_MEMORY_DIR": str(self.memory), "TMPDIR": str(self.temporary)}
         self.shell.env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # its default is in TMPDIR
-        self.dir, self.seen = folder / "there", Watched(folder / "there")
+        self.dir = folder / "disk" / "there"
+        self.seen = Watched(self.dir)
         self.run_id, self._until, self._looked = "", time.monotonic() + TRIAL_S, 0.0
         self.traces, self.later = verdict.Traces(), Later()
-        self.disks: Disks | None = None
+        self.disks = Disks()
         self._leader: processes.Process | None = None
 
     # ------------------------------------------------------------ the course
@@ -120,10 +122,12 @@ class Driven:
     def go(self, reference: Path) -> Outcome:
         began = time.monotonic()
         try:
-            self.run_id = self.shell.run("submit", "run.yaml", "run_dir=there").stdout.strip()
-            # The run's folder is new to it; nothing is saved before its ranks have started, seconds later.
-            filled = any(strike.kind == "disk full" for strike in self.trial.strikes)
-            self.disks = Disks(self.dir / "checkpoints", fillable=filled)
+            filled = {strike.target for strike in self.trial.strikes if strike.kind == "disk full"}
+            if "run's folder" in filled:
+                self.disks.put(self.dir.parent)
+            self.run_id = self.shell.run(*SUBMIT).stdout.strip()
+            if "checkpoints" in filled:  # the run's folder was new to it; nothing is saved in its first seconds
+                self.disks.put(self.dir / "checkpoints")
             for strike in self.trial.strikes:
                 self._reach(lambda step=strike.step: self.seen.step() >= step)  # type: ignore[misc]
                 self._strike(strike)
@@ -206,9 +210,12 @@ class Driven:
                 said = damage(strike, self.dir, self.folder / "data", self.later)
             elif strike.kind == "verbs":
                 said = self._verbs(trials.VERBS[strike.target])
+            elif strike.kind == "disk full":
+                folder = self.dir / "checkpoints" if strike.target == "checkpoints" else self.dir.parent
+                said = self.disks.fill(folder, strike.amount, self.later)
             else:
-                assert self.disks is not None
-                said = self.disks.strike(strike, self.later)
+                folder = self.dir / "checkpoints" if strike.target == "checkpoints" else self.dir
+                said = self.disks.take_away(folder, strike.amount, self.later)
             self.outcome.applied.append(f"{strike.name} ({said}) at step {self.seen.step()}")
         except (Skipped, psutil.Error) as reason:
             self.outcome.skipped.append(f"{strike.name}: {reason or type(reason).__name__}")
@@ -216,8 +223,7 @@ class Driven:
             self.outcome.skipped.append(f"{strike.name}: {reason.strerror}")
 
     def _verbs(self, names: tuple[str, ...] | list[str]) -> str:
-        words = {"submit": ("submit", "run.yaml", "run_dir=there")}
-        begun = [self.shell.start(*words.get(name, (name, str(self.dir)))) for name in names]
+        begun = [self.shell.start(*(SUBMIT if name == "submit" else (name, str(self.dir)))) for name in names]
         codes = []
         for name, process in zip(names, begun, strict=True):
             try:
@@ -267,10 +273,11 @@ class Driven:
             for _ in range(3):
                 processes.send(self.traces.living(self.run_id), signal.SIGKILL)
                 time.sleep(0.05)
-        if self.disks is not None:
-            self.disks.down()
+        if self.outcome.problems and self.dir.parent.is_mount():
+            shutil.copytree(self.dir, self.folder / "there", ignore=_specials)
+        self.disks.down()
         if self.outcome.problems:
-            shutil.copytree(self.memory, self.folder / "memory", ignore=lambda folder, names: _specials(folder, names))
+            shutil.copytree(self.memory, self.folder / "memory", ignore=_specials)
         shutil.rmtree(self.memory, ignore_errors=True)
 
 

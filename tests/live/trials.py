@@ -74,6 +74,8 @@ KINDS = {
 OF_A_PROCESS = ("kill", "pause", "term", "memory limit", "file limit", "socket shut")
 OF_A_FILE = ("flip", "cut", "swap")
 OF_THE_DISK = ("disk full", "disk away")
+#: What a disk holds: the checkpoints alone, or everything that the run keeps on disk.
+DISKS = ("checkpoints", "run's folder")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Strike:
     """Applied once this step has been taken."""
     kind: str
     target: str
-    """A process, a file, ``checkpoints`` or a set of verbs."""
+    """A process, a file, a disk or a set of verbs."""
     host: int
     amount: float
     """0 to 1: which file of several, which byte; of a pause or a disk the seconds, of a limit what is left."""
@@ -148,7 +150,7 @@ def draw(seed: int) -> Trial:
 
 def _strike(dice: random.Random, step: int, hosts: int) -> Strike:
     kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
-    target, amount = "checkpoints", dice.random()
+    target, amount = "", dice.random()
     if kind in OF_A_PROCESS:
         target = dice.choice(PROCESSES)
     elif kind in OF_A_FILE:
@@ -157,6 +159,8 @@ def _strike(dice: random.Random, step: int, hosts: int) -> Strike:
         target = dice.choice(list(VERBS))
     if kind == "pause" or kind in OF_THE_DISK:
         amount = round(dice.uniform(0.3, 4.0), 2)
+    if kind in OF_THE_DISK:
+        target = DISKS[round(amount * 100) % 2]
     return Strike(step, kind, target, dice.randrange(hosts), amount)
 
 

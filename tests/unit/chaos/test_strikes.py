@@ -30,6 +30,7 @@ def test_every_kind_meets_every_target():
         (trials.OF_A_PROCESS, trials.PROCESSES),
         (trials.OF_A_FILE, trials.FILES),
         (["verbs"], trials.VERBS),
+        *(([kind], trials.DISKS) for kind in trials.OF_THE_DISK),
     ):
         assert {strike.target for strike in STRUCK if strike.kind in kinds} == set(targets)
     assert {strike.target for strike in STRUCK if strike.kind == "kill"} == set(trials.PROCESSES)

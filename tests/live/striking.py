@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -103,6 +104,8 @@ class Driven:
     def __init__(self, trial: Trial, folder: Path) -> None:
         self.trial, self.outcome, self.folder = trial, Outcome(), folder
         self.shell = _shell(folder, trial.changes())
+        self.dir = folder / "disk" / "there"
+        self.seen = Watched(self.dir)
         # Its own roots: what is in them at the end is left over. A socket's path must be short (unix(7)).
         self.memory = next(root for root in _ROOTS if root.is_dir()) / f"strike-{secrets.token_hex(4)}"
         self.temporary = folder / "temporary"
@@ -110,8 +113,6 @@ class Driven:
             made.mkdir(mode=0o700)
         self.shell.env |= {"MUSTER_MEMORY_DIR": str(self.memory), "TMPDIR": str(self.temporary)}
         self.shell.env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # its default is in TMPDIR
-        self.dir = folder / "disk" / "there"
-        self.seen = Watched(self.dir)
         self.run_id, self._until, self._looked = "", time.monotonic() + TRIAL_S, 0.0
         self.traces, self.later = verdict.Traces(), Later()
         self.disks = Disks()
@@ -139,6 +140,8 @@ class Driven:
             self.outcome.problems += verdict.files_left(self.folder, self.memory, self.temporary)
         except (AssertionError, subprocess.TimeoutExpired) as problem:
             self.outcome.problems.append(str(problem)[:3000])
+        except Exception:  # noqa: BLE001 (the other trials go on)
+            self.outcome.problems.append(f"the driver itself: {traceback.format_exc()[-1500:]}")
         finally:
             self.outcome.seconds = round(time.monotonic() - began, 1)
             self._clean()

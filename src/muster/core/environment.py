@@ -26,7 +26,7 @@ class Variable:
 
 
 USER, GKE = "you", "the GKE back end, in its pods"
-PLACED = "the Slurm and GKE back ends, where labels tell; you, on other machines"
+PLACED = "the Slurm back end, where its topology plugin tells; you, on other machines"
 VARIABLES = (
     Variable("MUSTER_HOME", "Folder of runs, prices and calibration.", USER, "`~/.muster`"),
     Variable(
@@ -44,7 +44,7 @@ VARIABLES = (
     Variable("MUSTER_RUN_DIR", "That run's folder.", "back ends, for every process of a run"),
     Variable("MUSTER_HOST", "Name of the host of an agent.", "the Slurm back end"),
     Variable("MUSTER_BLOCK", "Block (racks with a network of their own) that a host stands in.", PLACED),
-    Variable("MUSTER_RACK", "Rack (GKE: sub-block) that a host stands in: copies of its state leave it.", PLACED),
+    Variable("MUSTER_RACK", "Rack that a host stands in: copies of its state leave it.", PLACED),
     Variable("MUSTER_PART", "Number of a requeued job's part.", "the Slurm back end"),
     Variable(
         "MUSTER_BIND", "Address on which the supervisor and the agents listen.",

@@ -1,4 +1,4 @@
-"""The address of a node, and what can be reached from it."""
+"""Where a node is: its address, its rack, and what can be reached from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from muster.core.errors import MusterError, UsageError
@@ -14,6 +14,21 @@ from muster.core.typed_json import Unreadable
 from muster.protocol.client import FromClient, SupervisorStatus
 from muster.protocol.lease import LeaseRecord, read_lease
 from muster.transport.client import ask_supervisor
+
+
+def place_of_this_node(environ: Mapping[str, str]) -> dict[str, str]:
+    """``MUSTER_RACK`` and ``MUSTER_BLOCK`` by the names of the node's switches: its leaf switch, and the one above.
+
+    ``SLURM_TOPOLOGY_ADDR`` holds them from the top down, the node last, its pattern what each is (``man srun``).
+    Without a topology plugin there is the node alone, and nothing is known; nor where the two do not match (a name with
+    a dot), or the address is another node's.
+    """
+    names = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    kinds = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    if len(names) != len(kinds) or names[-1] != environ.get("SLURMD_NODENAME"):
+        return {}
+    above = [name for name, kind in zip(names, kinds, strict=True) if kind != "node"]
+    return dict(zip(("MUSTER_RACK", "MUSTER_BLOCK"), reversed(above), strict=False))
 
 
 def address_of_this_node(peers: Iterable[str], *, interface: str | None = None) -> str:

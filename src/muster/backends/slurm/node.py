@@ -333,7 +333,7 @@ def main() -> None:
     try:
         spec = RunSpec.model_validate_json((arguments.run_dir / "resolved.json").read_text())
         address = locate.address_of_this_node(_peers(arguments.run_dir, environ), interface=spec.slurm.interface)
-        environ |= {"MUSTER_BIND": address, "MUSTER_HOST": arguments.host}
+        environ |= {"MUSTER_BIND": address, "MUSTER_HOST": arguments.host, **locate.place_of_this_node(environ)}
         _log(f"{arguments.host} is {environ.get('SLURMD_NODENAME', socket.gethostname())} at {address}")
         sys.exit(Node(arguments.run_dir, arguments.run_id, arguments.host, environ).run())
     except MusterError as error:

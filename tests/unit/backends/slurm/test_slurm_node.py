@@ -258,3 +258,25 @@ def test_what_is_wrong_stands_in_the_jobs_own_log_too(run_dir):
     assert done.returncode == UsageError.exit_code
     assert "host-0: error: slurm.interface" in done.stderr and "no-such0" in done.stderr
     assert "error: slurm.interface" in (run_dir / "logs" / "node-host-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("address", "pattern", "place"),
+    [
+        # As srun of Slurm 22.05 gives it in a step, with topology/tree.
+        ("spine.leaf1.node1", "switch.switch.node", {"MUSTER_RACK": "leaf1", "MUSTER_BLOCK": "spine"}),
+        ("top.spine.leaf1.node1", "switch.switch.switch.node", {"MUSTER_RACK": "leaf1", "MUSTER_BLOCK": "spine"}),
+        ("leaf1.node1", "switch.node", {"MUSTER_RACK": "leaf1"}),
+        ("block7.node1", "block.node", {"MUSTER_RACK": "block7"}),
+        ("node1", "node", {}),
+        ("", "", {}),
+        ("spine.leaf1.node2", "switch.switch.node", {}),
+        ("spine.leaf1.x.node1", "switch.switch.node", {}),
+    ],
+)
+def test_a_nodes_rack_is_its_leaf_switch(address, pattern, place):
+    environ = {
+        "SLURMD_NODENAME": "node1", "SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern,
+    }  # fmt: skip
+    assert locate.place_of_this_node(environ) == place
+    assert locate.place_of_this_node({}) == {}

@@ -157,3 +157,6 @@ def _health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFaul
     host.resettable = message.resettable
     if isinstance(ctx.state.phase, Running) and host.name in ctx.state.active:
         report_incident(ctx, traits, host=host.name, evidence=f"{host.name}: {evidence}", detail=detail)
+    elif isinstance(message, HostFault) and host.name not in ctx.state.active and not host.quarantined:
+        host.quarantined = True  # a spare that would fail the moment it is needed
+        ctx.log("host.quarantined", {"reason": evidence}, host=host.name)

@@ -36,11 +36,15 @@ def test_a_host_that_still_works_stays_while_there_is_no_spare():
     assert actions(struck(spec(hosts=3, min_hosts=2), "replace")) == ["shrink"]
 
 
-def test_a_new_supervisor_knows_what_a_reset_may_repair():
-    found = cluster(spec(hosts=2, spare_hosts=1), steps=400)
+def test_a_faulty_spare_is_not_taken_and_a_new_supervisor_knows_it():
+    found = cluster(spec(hosts=2, spare_hosts=2), steps=400)
     fault = HostFault(verdict="reset", evidence=XID, resettable=(4, 5))
-    found.at(10.0, lambda: found.receive_from(found.hosts["host-2"], fault))  # the spare: nothing is decided
+    found.at(10.0, lambda: found.receive_from(found.hosts["host-2"], fault))
     found.run(20.0)
-    assert actions(found) == []
-    assert found.machine.state.hosts["host-2"].resettable == (4, 5)
-    assert rebuild_state(events_of(found)).hosts["host-2"].resettable == (4, 5)
+    assert actions(found) == [], "nothing is decided: the run goes on"
+    for state in (found.machine.state, rebuild_state(events_of(found))):
+        assert state.hosts["host-2"].quarantined and state.hosts["host-2"].resettable == (4, 5)
+    found.at(21.0, lambda: found.kill_host("host-1"))
+    assert found.run().exit_code == 0
+    ((_, decided),) = kinds(found, "incident.decided")
+    assert decided.detail["replacement"] == "host-3"

@@ -75,5 +75,5 @@ def reports() -> Iterator[Target]:
         assert kind, sample
         yield Target(
             name=f"a capture: {kind}", samples=(sample,), raises=(),
-            read=lambda data: recognise([("host-1/a", data), ("host-1/b", SMI)]), share=0.3,
+            read=lambda data: recognise([("host-1/a", data), ("host-1/b", SMI)]), share=0.15,
         )  # fmt: skip

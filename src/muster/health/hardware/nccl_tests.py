@@ -130,9 +130,10 @@ def _row(size: int, cells: list[str]) -> Row | None:
 def _told_from(rows: list[Row], gpus: int, redop: str) -> str:
     """By the ratio of bus to algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md): 2(n-1)/n or (n-1)/n of size/time."""
     largest = max(rows, key=lambda row: row.size_bytes, default=None)
-    if largest is None or gpus < 2 or largest.time_us <= 0:
+    algorithm_gb_s = largest.size_bytes / largest.time_us / 1e3 if largest is not None and largest.time_us > 0 else 0.0
+    if largest is None or gpus < 2 or not algorithm_gb_s > 0:
         return ""
-    ratio = largest.busbw / (largest.size_bytes / largest.time_us / 1e3)
+    ratio = largest.busbw / algorithm_gb_s
     if abs(ratio - 2 * (gpus - 1) / gpus) < 0.02:
         return "all_reduce"
     if abs(ratio - (gpus - 1) / gpus) < 0.02:

@@ -266,6 +266,13 @@ def test_a_test_that_failed_says_nothing_of_the_network():
     assert worst(found) is Verdict.INCOMPLETE and "unhandled system error" in found[0].evidence
 
 
+def test_a_table_of_messages_without_bytes_names_no_collective():
+    lines = [line for line in NEW.splitlines(keepends=True) if "2097152" not in line and "starting" not in line]
+    text = "".join(lines).replace("     1048576 ", "           0 ").replace("     4194304 ", "           0 ")
+    table = read_nccl_tests(text.replace("maxBytes 4194304", "maxBytes 0"))
+    assert table.largest.size_bytes == 0 and table.collective == ""
+
+
 def test_results_that_were_not_checked_are_said():
     (found,) = judge_nccl_tests(
         read_nccl_tests(

@@ -88,12 +88,12 @@ def test_a_host_that_beats_is_listened_to_before_it_is_judged_and_a_silent_one_i
         watched.say(BEAT)
         time.sleep(0.1)
         if time.monotonic_ns() >= watched.liveness.deadline_ns():
-            watched.heartbeats.listen_to_silent()
+            watched.heartbeats.listen_to_silent(time.monotonic_ns())
             assert watched.liveness.down(time.monotonic_ns()) == []
     last_ns = time.monotonic_ns()
     while not (lost := watched.liveness.down(time.monotonic_ns())):
         time.sleep(max(0.0, (watched.liveness.deadline_ns() - time.monotonic_ns()) / SECOND_NS))
-        watched.heartbeats.listen_to_silent()
+        watched.heartbeats.listen_to_silent(time.monotonic_ns())
     assert lost[0][0] == "a" and "silent for 1." in lost[0][1]
     assert 0.8 * SECOND_NS < time.monotonic_ns() - last_ns < 1.5 * SECOND_NS
 

@@ -28,9 +28,9 @@ class Heartbeats:
         self.liveness.watchdog_connected(host, self.clock_ns(), every_s=every_s)
         self.pool.leave(peer)
 
-    def listen_to_silent(self) -> None:
-        """Read the beats of those hosts that would be given up otherwise."""
-        for host in self.liveness.silent(self.clock_ns()):
+    def listen_to_silent(self, now_ns: int) -> None:
+        """Read the beats of those hosts that would be given up at ``now_ns`` otherwise."""
+        for host in self.liveness.silent(now_ns):
             self._collect(host)
 
     def listen(self) -> None:

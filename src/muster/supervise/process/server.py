@@ -250,8 +250,8 @@ class Supervisor:
         return self.result is not None and self.result.exit_code in (75, 130)
 
     def _check_liveness(self) -> None:
-        self.heartbeats.listen_to_silent()
-        now = self.clock.monotonic_ns()
+        now = self.clock.monotonic_ns()  # one moment for both: nobody is judged who was not listened to
+        self.heartbeats.listen_to_silent(now)
         for host, reason in self.liveness.down(now):
             silent_s = self.liveness.silent_s(host, now)
             # A silent connection may stay silent long after a link has healed: both are opened again.

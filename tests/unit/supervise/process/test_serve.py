@@ -133,3 +133,17 @@ def test_a_closed_terminal_ends_nothing_and_the_log_says_what_does(supervisor, t
     assert texts == ["its terminal was closed (SIGHUP): the run goes on; muster stop r ends it"]
     supervisor._on_signal(signal.SIGINT)
     assert [order.exit_code for order in supervisor._pending] == [130]
+
+
+def test_no_host_is_judged_between_listening_and_its_deadline(supervisor):
+    """The deadline comes while the supervisor looks: what lies in the watchdog's socket counts all the same."""
+    times = iter(range(10**12 + 2_999_999_998, 10**12 + 3_000_000_100))
+    supervisor.clock = SimpleNamespace(monotonic_ns=lambda: next(times))
+    supervisor.liveness.agent_connected("a", 10**12)
+    supervisor.liveness.watchdog_connected("a", 10**12)
+    heard = []
+    supervisor.heartbeats.listen_to_silent = lambda now_ns: heard.extend(supervisor.liveness.silent(now_ns))
+    supervisor._handle = lambda given: heard.append(given)
+    while not heard:
+        supervisor._check_liveness()
+    assert heard[0] == "a", "listened to before it is given up"

@@ -203,7 +203,10 @@ class Driven:
     # ------------------------------------------------------------ strikes
 
     def _strike(self, strike: Strike) -> None:
+        step = self.seen.step()
         try:
+            if step >= trials.STEPS:
+                raise Skipped("the run is at its end")
             if strike.kind in trials.OF_A_PROCESS:
                 pids = self.pids(strike.target, f"host-{strike.host}")
                 if not pids:
@@ -219,7 +222,7 @@ class Driven:
             else:
                 folder = self.dir / "checkpoints" if strike.target == "checkpoints" else self.dir
                 said = self.disks.take_away(folder, strike.amount, self.later)
-            self.outcome.applied.append(f"{strike.name} ({said}) at step {self.seen.step()}")
+            self.outcome.applied.append(f"{strike.name} ({said}) at step {step}")
         except (Skipped, psutil.Error) as reason:
             self.outcome.skipped.append(f"{strike.name}: {reason or type(reason).__name__}")
         except OSError as reason:

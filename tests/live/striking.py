@@ -177,7 +177,7 @@ class Driven:
             return True
         self.outcome.states.append(state)
         ended = state in ("failed", "stopped", "preempted", "cancelled")
-        if ended and state not in trials.may_end(self.trial):
+        if ended and not trials.may_end(self.trial, state, reason):
             again = any("the run ended" in problem for problem in self.outcome.problems)
             self.outcome.problems.append(f"the run ended as {state}: {reason}")
             assert not again, f"it ends once more after it was recovered\n{self._story()}"

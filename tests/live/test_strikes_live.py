@@ -11,7 +11,7 @@ from striking import References, drive
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 #: Short ones of one course (``tools/strikes.py`` says how long a seed takes), which need one undisturbed run.
-SEEDS = (41, 82, 116, 233, 286, 296, 349, 363)
+SEEDS = (82, 116, 233, 286, 296, 299, 349, 363)
 
 
 def test_struck_at_random(tmp_path: Path) -> None:

@@ -199,8 +199,14 @@ MAY_END = {
     ("verbs", "stop and submit"): ("stopped", "stop was typed"),
 }
 
+#: What a run says that is done while its disk takes nothing. It has failed to keep its result, which memory holds;
+#: once the disk is back, ``recover`` writes it.
+NOT_WRITTEN = "only in memory and was not written"
 
-def may_end(trial: Trial) -> set[str]:
-    """States other than success in which the trial's run may be found."""
+
+def may_end(trial: Trial, state: str, reason: str) -> bool:
+    """Whether the trial's run may be found in this state other than success, for this reason."""
+    if state == "failed" and NOT_WRITTEN in reason:
+        return any(strike.kind in OF_THE_DISK for strike in trial.strikes)
     ends = [MAY_END.get((strike.kind, strike.target)) for strike in trial.strikes]
-    return {end[0] for end in ends if end is not None}
+    return state in {end[0] for end in ends if end is not None}

@@ -60,6 +60,14 @@ def test_what_may_end_a_run_is_something_that_is_done():
     assert all(len(end) == 2 and end[1] for end in trials.MAY_END.values())
 
 
+def test_a_result_that_no_disk_took_is_a_failure_that_a_disk_explains():
+    reason = f"done after step 56; step 56 was {trials.NOT_WRITTEN} (host-0: no such folder)"
+    away, other = (next(trial for trial in TRIALS if trial.strikes[0].kind == kind) for kind in ("disk away", "flip"))
+    other = trials.Trial(1, 1, 0, 1, False, other.strikes[:1])
+    assert trials.may_end(away, "failed", reason) and not trials.may_end(other, "failed", reason)
+    assert not trials.may_end(away, "failed", "the same error occurred 2 times")
+
+
 def test_what_a_run_leaves_is_found():
     code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(1, flush=True); time.sleep(600)"
     label = {**os.environ, "MUSTER_RUN_ID": f"left-{os.getpid()}"}

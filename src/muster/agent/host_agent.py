@@ -13,6 +13,7 @@ import os
 import sys
 import time
 
+from muster.agent.evidence.gatherer import EvidenceGatherer
 from muster.agent.fork_server_process import ForkServer
 from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_event_log import HostLog, committed_event
@@ -96,13 +97,9 @@ class HostAgent:
             on_note=log.note,
         )
         self.snapshots = SnapshotStore(
-            memory=lambda: identity.memory.folder,
-            host=identity.host,
-            takes_snapshots=self._takes_snapshots,
-            copy_to=self.replicator.copy_to,
-            fetch=self.replicator.fetch,
-            forget_fetches=self.replicator.forget_fetches,
-        )
+            memory=lambda: identity.memory.folder, host=identity.host, takes_snapshots=self._takes_snapshots,
+            copy_to=self.replicator.copy_to, fetch=self.replicator.fetch, forget_fetches=self.replicator.forget_fetches,
+        )  # fmt: skip
         self.programs = Programs(
             identity=identity,
             hub=hub,
@@ -160,6 +157,7 @@ class HostAgent:
         self.kernel_log = KernelLogFollower(
             identity=identity, hub=hub, log=log, spec=lambda: self.spec, living=self.pool.living, send=self.link.send
         )
+        self.evidence = EvidenceGatherer(hub=hub, host=identity.host, living=self.pool.living, send=self.link.send)
         self.preemption = Preemption(
             spec=lambda: self.spec,
             has_ranks=lambda: bool(self.pool.workers),
@@ -198,12 +196,12 @@ class HostAgent:
         if watchdog and (fd := open_pidfd(watchdog)) is not None:
             self.hub.watch(fd, lambda: self.request_exit("the watchdog is gone"))
         self._start()
-        parts = (self.memory_watch, self.link, self.preemption, self.programs, self.pool, self.replicator)
+        mine = (self.memory_watch, self.link, self.preemption, self.programs, self.pool, self.evidence, self.replicator)
         while self.exit_reason is None:
             search_s = math.inf if self.link.connected else time.monotonic() + SEARCH_S
-            due_s = min(search_s, self.readiness.due_s(), *(part.due_s() for part in parts))
+            due_s = min(search_s, self.readiness.due_s(), *(part.due_s() for part in mine))
             self.hub.run_once(max(0.0, due_s - time.monotonic()))
-            for part in parts:
+            for part in mine:
                 part.watch()
             if not self.link.connected:
                 self._find_supervisor()
@@ -288,6 +286,8 @@ class HostAgent:
                 self.home.fetch(self._reload)
             case to_agent.DropCopies():
                 self.snapshots.drop(message.copies)
+            case to_agent.GatherEvidence():
+                self.evidence.begin(message)
             case to_agent.Shutdown():
                 self.request_exit(message.reason)
             case Refused():

@@ -28,6 +28,7 @@ from muster.protocol.rank_agent import (
     Pause,
     Paused,
     RankBeat,
+    RankCaptured,
     RankHello,
     RankProgress,
     StandbyHello,
@@ -70,8 +71,7 @@ class RankPool:
         forks: Forks,
         snapshots: Snapshots,
     ) -> None:
-        """``send``: to the supervisor, if one is connected; ``is_prepared``: the data is there; ``on_warm``: a standby
-        is."""
+        """``send``: to a connected supervisor; ``is_prepared``: the data is there; ``on_warm``: a standby is."""
         self._identity, self._hub, self._log, self._spec = identity, hub, log, spec
         self._send, self._is_supervised = send, is_supervised
         self._on_warm, self._forks, self._snapshots = on_warm, forks, snapshots
@@ -85,9 +85,7 @@ class RankPool:
             standbys=self.standbys,
             is_prepared=is_prepared,
             spawn=forks.spawn,
-            register=lambda context, pid, peer: self.register_rank(
-                pid, context.rank, context.attempt, peer, was_warm=True
-            ),
+            register=lambda one, pid, peer: self.register_rank(pid, one.rank, one.attempt, peer, was_warm=True),
         )
         self.step = 0  # the highest that a rank here reported
         self.exits: dict[int, RankExit] = {}
@@ -292,6 +290,8 @@ class RankPool:
                     self._send(RanksProgress(attempt=worker.attempt))
             case LastWords():
                 worker.last = message
+            case RankCaptured():
+                worker.captured = message
             case Paused() if worker.retained:
                 worker.paused = message.step
                 self._report_drained()

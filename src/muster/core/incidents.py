@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from muster.core.registry import Registry
+from muster.core.typed_json import Json
 
 
 class Treatment(StrEnum):
@@ -125,6 +126,15 @@ KINDS: Registry[IncidentTraits] = Registry(
     group="muster.incident_kinds",
     shipped={traits.kind: f"{__name__}:{traits.kind.upper()}" for traits in _SHIPPED},
 )
+
+
+#: What holds a run up and would do so on any host (``health.hang``).
+OWN_CAUSES = frozenset({"stopped", "gil", "code", "mismatch", "loader"})
+
+
+def counts_against_host(traits: IncidentTraits, culprit: Json) -> bool:
+    """Whether an incident is a failure of its host. ``culprit``: what evidence says that keeps the rank; None: none."""
+    return traits.blames_host and culprit not in OWN_CAUSES
 
 
 def traits_of(kind: str) -> IncidentTraits:

@@ -66,6 +66,14 @@ class Paused(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankCaptured(Record):
+    """The answer to ``CaptureRank``, from a thread of its own."""
+
+    stacks: Annotated[str, "of all threads, in the form of Python's faulthandler, the main thread last"]
+    recorder: Annotated[str | None, "PyTorch's flight recorder, JSON; None: this process has none"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WarmUp(Record):
     """To a standby: warm up now."""
 
@@ -90,8 +98,15 @@ class TakePlace(Record):
     context: RankContext
 
 
-FromRank: TypeAlias = StandbyWarm | StandbyUnfit | RankBeat | RankProgress | RankEvent | LastWords | Paused
-ToRank: TypeAlias = WarmUp | RunRank | CommandRanks | Pause | TakePlace
+@dataclass(frozen=True, kw_only=True)
+class CaptureRank(Record):
+    """Say what every thread does, and which operations among ranks were called."""
+
+
+FromRank: TypeAlias = (
+    StandbyWarm | StandbyUnfit | RankBeat | RankProgress | RankEvent | LastWords | Paused | RankCaptured
+)
+ToRank: TypeAlias = WarmUp | RunRank | CommandRanks | Pause | TakePlace | CaptureRank
 #: Who connects to the agent's socket says so first.
 HostGreeting: TypeAlias = ForkServerHello | StandbyHello | RankHello
 FROM_RANK: Channel[FromRank] = Channel(

@@ -121,6 +121,13 @@ class DropCopies(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatherEvidence(Record):
+    """The run stands still: capture what every rank here does, then answer with ``EvidenceReady``."""
+
+    attempt: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shutdown(Record):
     """The run is over for this host."""
 
@@ -138,6 +145,7 @@ ToAgent: TypeAlias = (
     | Ping
     | Reload
     | DropCopies
+    | GatherEvidence
     | Shutdown
     | Refused
 )

@@ -64,6 +64,14 @@ class RankHang(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvidenceReady(Record):
+    """The answer to ``GatherEvidence``."""
+
+    attempt: Count
+    ranks: Annotated[tuple[str, ...], "of each rank: health.hang.evidence.RankEvidence as JSON"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResetResult(Record):
     """How a reset of GPUs ended."""
 
@@ -161,6 +169,7 @@ FromAgent: TypeAlias = (
     | RankEvent
     | RankExit
     | RankHang
+    | EvidenceReady
     | RanksEnded
     | SnapshotsFlushed
     | FlushCommitted

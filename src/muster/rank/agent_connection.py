@@ -25,9 +25,20 @@ from typing import Generic, TypeVar
 from muster.core.errors import AccessError
 from muster.core.typed_json import Json, Record
 from muster.protocol.codec import encode, reader_of
-from muster.protocol.rank_agent import TO_RANK, Pause, Paused, RankBeat, RankHello, RankProgress, TakePlace, ToRank
+from muster.protocol.rank_agent import (
+    TO_RANK,
+    CaptureRank,
+    Pause,
+    Paused,
+    RankBeat,
+    RankHello,
+    RankProgress,
+    TakePlace,
+    ToRank,
+)
 from muster.protocol.ranks import Command, RankContext
 from muster.protocol.values import CommandRanks, LastWords, RankEvent
+from muster.rank.capture import captured
 from muster.rank.sent_events import EventFrame, SentEvents
 from muster.transport.secure_session import Session
 
@@ -305,6 +316,8 @@ class SocketAgentClient:
             case TakePlace():
                 self._sent.forget()
                 self._assignments.put(message.context)
+            case CaptureRank():
+                self._send(captured())
 
     def _reconnect(self) -> AgentConnection[ToRank] | None:
         """Connect to the agent's successor; without one within ``orphan_s`` the process exits."""

@@ -127,6 +127,21 @@ def test_incidents_of_a_run_the_newest_first(run: RunDir, capsys: pytest.Capture
     assert [one["incident_id"] for one in json.loads(capsys.readouterr().out)["incidents"]] == ["i2", "i1"]
 
 
+def test_what_was_captured_of_a_hang(run: RunDir) -> None:
+    gathered = {
+        "incident_id": "i1", "summary": "rank 1 sleeps", "culprit": "code", "confidence": "high", "victims": 3,
+        "operation": "all_reduce", "group": "default_pg", "ranks": ["rank 1: in no collective"], "missing": ["x"],
+    }  # fmt: skip
+    hung = {"incident_id": "i1", "incident": "rank_hang", "evidence": "rank 1 sleeps", "culprit": "code"}
+    write(run, ("evidence.gathered", None, gathered), ("incident.detected", 9, hung))
+    assert why("demo-1").lines() == [
+        "incident i1: rank_hang at step 9, attempt 1: rank 1 sleeps",
+        "  culprit: code, confidence high; 3 ranks wait in all_reduce of default_pg",
+        "  rank 1: in no collective",
+        "  missing: x",
+    ]
+
+
 def test_a_run_and_captures_at_once_are_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["why", "demo-1", "--from", "."]) == 2
     assert "a run and --from were given" in capsys.readouterr().err

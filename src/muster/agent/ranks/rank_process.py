@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from muster.protocol.rank_agent import RankCaptured
 from muster.protocol.values import LastWords
 from muster.transport.connections import Connection, ConnectionPool
 
@@ -42,6 +43,8 @@ class Worker:
     orphaned: bool = False
     """Its parent died first: its exit code is a guess."""
     reported_hang: bool = False
+    captured: RankCaptured | None = None
+    """What it answered to the last ``CaptureRank``."""
     retained: bool = False
     """Its attempt ends, and it is to continue in the next one."""
     paused: int | None = None

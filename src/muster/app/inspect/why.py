@@ -8,7 +8,12 @@ from pathlib import Path
 
 from muster.app.inspect.logs import events
 from muster.core.errors import UsageError
-from muster.core.event_details.incidents import IncidentDecided, IncidentDetected, IncidentResolved
+from muster.core.event_details.incidents import (
+    EvidenceGathered,
+    IncidentDecided,
+    IncidentDetected,
+    IncidentResolved,
+)
 from muster.core.event_log import Damage
 from muster.core.typed_json import JsonObject
 from muster.health.hang.analysis import analyse
@@ -34,6 +39,8 @@ class IncidentView:
     attempt: int = 0
     last_words: str | None = None
     hint: str | None = None
+    captured: EvidenceGathered | None = None
+    """What the ranks did, of a hang."""
     action: str | None = None
     reason: str | None = None
     lost_s: float | None = None
@@ -89,6 +96,13 @@ class Why:
             yield f"incident {one.incident_id}: {one.kind}{at_step}, attempt {one.attempt}: {one.evidence}"
             if one.last_words is not None and one.last_words not in one.evidence:
                 yield f"  last words: {one.last_words}"
+            if one.captured is not None:
+                named = f"{one.captured.culprit}, confidence {one.captured.confidence}"
+                where = f" in {one.captured.operation} of {one.captured.group}" if one.captured.operation else ""
+                waits = f"{one.captured.victims} {'rank waits' if one.captured.victims == 1 else 'ranks wait'}{where}"
+                yield f"  culprit: {named}; {waits}" if one.captured.culprit else f"  {one.captured.summary}"
+                yield from (f"  {line}" for line in one.captured.ranks)
+                yield from (f"  missing: {sentence}" for sentence in one.captured.missing)
             if one.hint:
                 yield f"  hint: {one.hint}"
             if one.action is not None:
@@ -112,9 +126,13 @@ def why(reference: str | None, folder: str | None = None) -> Why:
 def _of_run(reference: str) -> Why:
     found: dict[str, IncidentView] = {}
     damaged: list[Damage] = []
-    kinds = (IncidentDetected.kind, IncidentDecided.kind, IncidentResolved.kind)
+    captured: dict[str, EvidenceGathered] = {}
+    kinds = (EvidenceGathered.kind, IncidentDetected.kind, IncidentDecided.kind, IncidentResolved.kind)
     for event in events(reference, kinds=kinds, on_damage=damaged.append):
-        if event.kind == IncidentDetected.kind:
+        if event.kind == EvidenceGathered.kind:
+            gathered = event.read(EvidenceGathered)
+            captured[gathered.incident_id] = gathered
+        elif event.kind == IncidentDetected.kind:
             begun = event.read(IncidentDetected)
             found[begun.incident_id] = IncidentView(
                 incident_id=begun.incident_id,
@@ -126,6 +144,7 @@ def _of_run(reference: str) -> Why:
                 attempt=event.attempt,
                 last_words=begun.message,
                 hint=begun.hint,
+                captured=captured.get(begun.incident_id),
             )
         elif event.kind == IncidentDecided.kind:
             decided = event.read(IncidentDecided)

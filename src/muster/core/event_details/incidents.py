@@ -25,6 +25,27 @@ class IncidentDetected(OpenDetail):
     hint: Annotated[str | None, "what may help"] = None
     exit_code: Annotated[int | None, "that the error asks for"] = None
     signal: Annotated[int | None, "that ended the process"] = None
+    culprit: Annotated[str | None, "of a hang, what keeps the rank named here: a kind of evidence.gathered"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvidenceGathered(Detail):
+    kind: ClassVar = "evidence.gathered"
+    doc: ClassVar = "What the ranks did when the run stood still, captured before they were ended."
+    incident_id: Annotated[str, "which incident follows from it"]
+    summary: Annotated[str, "who holds the others up and why, or why nobody can be named"]
+    culprit: Annotated[
+        str | None, "stopped, dead, gil, code, mismatch, loader, gpu, link or unknown; None: nobody is named"
+    ] = None
+    confidence: Annotated[str | None, "high, medium or low"] = None
+    place: Annotated[str | None, "file:line where the culprit is"] = None
+    other_place: Annotated[str | None, "of a mismatch: where the others are"] = None
+    group: Annotated[str | None, "of ranks, in which the others wait"] = None
+    operation: Annotated[str | None, "in which they wait"] = None
+    victims: Annotated[int, "ranks that wait"] = 0
+    took_ns: Annotated[int, "from the report of the hang to the last answer that was awaited"] = 0
+    ranks: Annotated[tuple[str, ...], "a line for each rank, the first 64"] = ()
+    missing: Annotated[tuple[str, ...], "what could not be captured, the first 16"] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,4 +71,4 @@ class IncidentResolved(Detail):
     stages_ns: Annotated[Mapping[str, int], "stage -> time"] = field(default_factory=dict)
 
 
-DETAILS: tuple[type[Detail], ...] = (IncidentDetected, IncidentDecided, IncidentResolved)
+DETAILS: tuple[type[Detail], ...] = (EvidenceGathered, IncidentDetected, IncidentDecided, IncidentResolved)

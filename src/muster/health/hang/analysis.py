@@ -113,6 +113,9 @@ def _why(one: RankEvidence, graph: WaitGraph, wait: Wait) -> Culprit:
         first = recorder.unfinished[0]
         late = f"does not finish {describe(first, recorder.groups[first.group])}{by}"
     main = main_thread(one.threads or ())
+    if main is None and one.answers is False:
+        why = f"{late}; its process lives and no thread of Python answers: code in C keeps Python's lock"
+        return _culprit(one, Kind.GIL, Confidence.MEDIUM, why)
     if main is None:
         if within and recorder is not None and recorder.backend == "nccl":
             return _culprit(one, Kind.GPU, Confidence.MEDIUM, f"{late}: called, but its GPU does not complete it")

@@ -42,7 +42,7 @@ def evidence_of(files: Iterable[tuple[str, bytes]]) -> Evidence:
 
 
 def _add(found: _Found, name: str, content: bytes) -> None:
-    if content[:1] == b"\x80" or (content.lstrip()[:1] == b"{" and b'"entries"' in content):
+    if content[:1] == b"\x80" or (content.lstrip()[:1] == b"{" and re.search(rb'"(entries|pg_status)"', content)):
         recorder = flight_recorder.parse(content)
         _put(found, name, lambda one: replace(one, recorder=recorder))
     elif _STACK.search(content):

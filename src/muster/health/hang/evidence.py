@@ -39,7 +39,7 @@ class Confidence(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankEvidence:
+class RankEvidence(Record):
     """Of one rank; what is None was not captured."""
 
     rank: int
@@ -49,6 +49,8 @@ class RankEvidence:
     phase: str = ""
     process: ProcessState | None = None
     cgroup: CgroupState | None = None
+    answers: bool | None = None
+    """A thread of its own told what it does; None: it was not asked."""
     recorder: Recorder | None = None
     threads: tuple[Thread, ...] | None = None
     findings: tuple[Finding, ...] = ()

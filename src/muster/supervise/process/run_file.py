@@ -8,6 +8,9 @@ from pathlib import Path
 from muster.config.spec import RunSpec
 from muster.supervise.recovery.inputs import Settings
 
+#: What hosts need to capture their ranks (``agent.evidence``: 0.2 s at most) and to answer.
+GATHER_EVIDENCE_S = 0.3
+
 
 def read_run_id(run_dir: Path) -> str:
     """Of the run in ``run_dir``."""
@@ -27,4 +30,5 @@ def settings_of(spec: RunSpec, *, run_id: str, run_dir: Path) -> Settings:
         run_dir=str(run_dir),
         ranks_per_host=spec.resources.ranks_per_host or 1,
         usd_per_host_hour=spec.resources.usd_per_host_hour,
+        gather_evidence_s=GATHER_EVIDENCE_S,
     )

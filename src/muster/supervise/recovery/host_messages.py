@@ -5,7 +5,9 @@ from __future__ import annotations
 from muster.core.incidents import HOST_UNHEALTHY, RANK_HANG, START_UP, traits_of
 from muster.core.typed_json import Json, JsonObject
 from muster.protocol.client import HealthReport
+from muster.protocol.to_agent import GatherEvidence
 from muster.protocol.to_supervisor import (
+    EvidenceReady,
     FlushCommitted,
     FromAgent,
     HostFault,
@@ -22,11 +24,14 @@ from muster.protocol.to_supervisor import (
     StoreLost,
 )
 from muster.protocol.values import RankEvent, StoreAddress
+from muster.supervise.hangs import gathering
+from muster.supervise.hangs.gathering import Gathering
 from muster.supervise.recovery import final_flush, preemption_notices
 from muster.supervise.recovery.attempts import start_when_drained
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.hosts import consider_growth, host_ready, rejoin_after_timeout, set_aside
 from muster.supervise.recovery.incidents import extend_resize_deadline, report_incident
+from muster.supervise.recovery.inputs import SECOND_NS
 from muster.supervise.recovery.phases import Draining, Flushing, Running, Starting, Waiting
 from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.start_message import on_replicator_address
@@ -49,8 +54,8 @@ def on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthRe
             _event(ctx, message)
         case RankExit():
             rank_exit(ctx, host.name, message)
-        case RankHang():
-            _rank_hang(ctx, host, message)
+        case RankHang() | EvidenceReady():
+            _stands_still(ctx, host, message)
         case RanksEnded():
             _ranks_ended(ctx, host, message)
         case SnapshotsFlushed() | FlushCommitted():
@@ -113,11 +118,48 @@ def _resolve(ctx: SupervisorContext, step: int) -> None:
         state.open = None
 
 
-def _rank_hang(ctx: SupervisorContext, host: Host, message: RankHang) -> None:
-    if message.attempt == ctx.state.attempt and isinstance(ctx.state.phase, Running):
-        report_incident(
-            ctx, RANK_HANG, host=host.name, rank=message.rank, evidence=message.evidence, silent_s=message.silent_s
-        )
+def _stands_still(ctx: SupervisorContext, host: Host, message: RankHang | EvidenceReady) -> None:
+    """First all hosts capture what their ranks do: once these are ended, nobody can say who held the others up."""
+    state, phase, settings = ctx.state, ctx.state.phase, ctx.settings
+    if message.attempt != state.attempt or not isinstance(phase, Running):
+        return
+    if isinstance(message, EvidenceReady):
+        if phase.gathering is not None and phase.gathering.add(host.name, message):
+            judge_hang(ctx)
+        return
+    if phase.gathering is not None:
+        return  # the same hang, seen on another rank
+    hosts = {name for name in state.active if name in state.hosts and state.hosts[name].connected}
+    phase.gathering = Gathering(host=host.name, report=message, begun_ns=ctx.now_ns, waiting=hosts)
+    if settings.gather_evidence_s <= 0:
+        judge_hang(ctx)
+        return
+    ctx.alarm(gathering.ALARM, settings.gather_evidence_s)
+    for name in sorted(hosts):
+        ctx.send(name, GatherEvidence(attempt=state.attempt))
+
+
+def judge_hang(ctx: SupervisorContext) -> None:
+    """All hosts have answered, or the time is over: the incident names who holds the others up, if anybody can."""
+    state, phase = ctx.state, ctx.state.phase
+    state.alarms.pop(gathering.ALARM, None)
+    if not isinstance(phase, Running) or phase.gathering is None:
+        return  # something else has ended the attempt meanwhile
+    found, phase.gathering = phase.gathering, None
+    report = found.report
+    host, rank, evidence, detail = found.host, report.rank, report.evidence, dict[str, Json]()
+    if found.answers:
+        took_ns = ctx.now_ns - found.begun_ns
+        analysis, ranks = found.conclude(len(state.ranks))
+        told = gathering.event_of(analysis, ranks, incident_id=f"i{state.next_incident}", took_ns=took_ns)
+        ctx.log("evidence.gathered", told)
+        if analysis.culprits:
+            culprit = analysis.culprits[0]
+            host, rank = state.ranks.get(culprit.rank, host), culprit.rank
+            evidence = f"{analysis.sentence}; noticed as: {evidence}"
+            detail["culprit"] = culprit.kind.value
+    silent_s = report.silent_s + (ctx.now_ns - found.begun_ns) / SECOND_NS
+    report_incident(ctx, RANK_HANG, host=host, rank=rank, evidence=evidence, detail=detail, silent_s=silent_s)
 
 
 def _ranks_ended(ctx: SupervisorContext, host: Host, message: RanksEnded) -> None:

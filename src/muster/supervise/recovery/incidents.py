@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from muster.core.incidents import IncidentTraits
+from muster.core.incidents import IncidentTraits, counts_against_host
 from muster.core.typed_json import INT64_MAX, Json, JsonObject
 from muster.core.types import Action, Decision, Incident
 from muster.policy.builtin import SHIPPED
@@ -52,7 +52,7 @@ def report_incident(
         detail=detail,
     )
     state.next_incident += 1
-    if host in state.hosts and traits.blames_host:
+    if host in state.hosts and counts_against_host(traits, detail.get("culprit")):
         since_ns = ctx.now_ns - int(ctx.settings.host_failure_window_s * SECOND_NS)
         state.hosts[host].failures_ns = [at for at in state.hosts[host].failures_ns if at > since_ns] + [ctx.now_ns]
     if rank is not None:

@@ -33,6 +33,8 @@ class Settings:
     """How long a host's failures count, and how long a quarantine that expires lasts."""
     gather_notices_s: float = 0.5
     """Preemption notices within this time are answered together; ranks continue meanwhile."""
+    gather_evidence_s: float = 0.0
+    """How long a hang's incident waits for what hosts capture of their ranks; 0: nothing is captured."""
 
     @property
     def wanted_hosts(self) -> int:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from muster.protocol.held_snapshots import Choice
 from muster.protocol.to_agent import EndAttempt, FlushedFile
+from muster.supervise.hangs.gathering import Gathering
 from muster.supervise.recovery.inputs import FromHost, StopRequest
 
 
@@ -69,6 +70,8 @@ class Running(Phase):
 
     name = "run"
     resize: Resize | None = None
+    gathering: Gathering | None = None
+    """A rank hangs, and what all do is being captured."""
 
 
 @dataclass(kw_only=True)

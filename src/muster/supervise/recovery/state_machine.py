@@ -16,6 +16,7 @@ from muster.policy.cluster_state import Policy
 from muster.protocol.client import HealthReport
 from muster.protocol.to_agent import Reload
 from muster.protocol.to_supervisor import HostFault, RankExit, RankHang, StartFailed
+from muster.supervise.hangs import gathering
 from muster.supervise.recovery import final_flush, host_messages, preemption_notices
 from muster.supervise.recovery.adoption import adopt_failed
 from muster.supervise.recovery.attempts import ask_to_save, drain, start_attempt
@@ -205,6 +206,8 @@ class RecoveryStateMachine:
             kind, _colon, host = alarm.partition(":")
             if kind == preemption_notices.ALARM:
                 preemption_notices.judge(ctx)
+            elif kind == gathering.ALARM:
+                host_messages.judge_hang(ctx)
             elif host in state.hosts:
                 end_quarantine(ctx, host)
         phase = state.phase

@@ -21,7 +21,7 @@ from muster.core.event_details.run import (
     SupervisorStarted,
 )
 from muster.core.events import Event
-from muster.core.incidents import traits_of
+from muster.core.incidents import counts_against_host, traits_of
 from muster.core.layout import Layout
 from muster.core.types import Action
 from muster.policy.snapshot_holders import logged_holders
@@ -263,7 +263,7 @@ class _Replay:
         except UsageError:
             return  # of a later version, or of a package that is no longer installed
         host = event.host if event.host in state.hosts else None
-        if host is not None and traits.blames_host:
+        if host is not None and counts_against_host(traits, detail.culprit):
             state.hosts[host].failures_ns.append(at_ns)
         key = error_history.key_of(state, traits, event.step, event.detail, detail.evidence)
         error_history.count(state, key, host)

@@ -132,6 +132,20 @@ def test_a_rank_that_runs_c_code_and_whose_recorder_does_not_answer():
     assert only(analyse(Evidence(ranks=(waiting(0), answers)))).kind is Kind.CODE
 
 
+def test_a_rank_that_lives_and_whose_python_does_not_answer():
+    """Where nothing looks from outside."""
+    mute = rank(1, None, None, "S", answers=False)
+    culprit = only(analyse(Evidence(ranks=(waiting(0), mute))))
+    assert (culprit.rank, culprit.kind, culprit.confidence) == (1, Kind.GIL, Confidence.MEDIUM)
+
+
+def test_a_rank_that_has_not_called_anything_yet():
+    empty = '{"nccl_comm_state":{},"pg_config":{},"pg_status":{},"version":"2.10"}'
+    first = [rank(number, gloo_dump(RUNS[:1], done=0), spy_dump(IN_ALL_REDUCE)) for number in (0, 2)]
+    culprit = only(analyse(Evidence(ranks=(*first, rank(1, empty, spy_dump(ASLEEP))))))
+    assert (culprit.rank, culprit.kind) == (1, Kind.CODE)
+
+
 def test_a_line_of_the_program():
     analysis = analyse(Evidence(ranks=(waiting(0), waiting(2), late(1, spy_dump(ASLEEP)))))
     culprit = only(analysis)

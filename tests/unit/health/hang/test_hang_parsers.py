@@ -42,6 +42,12 @@ def test_a_pickle_of_plain_values_is_the_same_dump():
     assert flight_recorder.parse(pickle.dumps(json.loads(text), protocol=2)) == flight_recorder.parse(text)
 
 
+def test_a_rank_that_has_called_nothing():
+    empty = '{"comm_lib_version":"","nccl_comm_state":{},"pg_config":{},"pg_status":{},"version":"2.10"}'
+    recorder = flight_recorder.parse(empty)
+    assert recorder.operations == () and not recorder.groups
+
+
 class Harmful:
     def __reduce__(self):
         return os.mkdir, ("/tmp/muster-must-not-be-made",)

@@ -1,0 +1,1 @@
+"""What the ranks of a host do when a run stands still, captured before they are ended."""

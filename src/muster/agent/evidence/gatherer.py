@@ -1,0 +1,183 @@
+"""Captures, before the ranks of an attempt are ended, what each of them does: within ``LIMIT_S``, never waiting.
+
+From outside: the kernel's words about the process, and its stacks by ``py-spy`` where that is installed, which works on
+a process that is stopped or keeps Python's lock. From inside: a thread of the rank tells its stacks and PyTorch's
+flight recorder. What has not come in time is named as missing.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from muster.agent.evidence.proc import cgroup_state, process_state
+from muster.agent.ranks.rank_process import Worker, on_exit
+from muster.core.typed_json import Unreadable, encode
+from muster.health.hang import flight_recorder, stacks
+from muster.health.hang.evidence import RankEvidence
+from muster.protocol.rank_agent import CaptureRank
+from muster.protocol.to_agent import GatherEvidence
+from muster.protocol.to_supervisor import EvidenceReady, FromAgent
+from muster.transport.connections import ConnectionPool
+
+#: From the order to the answer, in seconds. The supervisor waits a little longer (``Settings.gather_evidence_s``).
+LIMIT_S = 0.2
+#: Of one rank's evidence on the wire; of what is larger the flight recorder is left out.
+MOST_BYTES = 1 << 18
+#: Threads and frames that are told of a rank.
+MOST_THREADS, MOST_FRAMES = 32, 40
+
+
+@dataclass
+class _Spy:
+    """A ``py-spy`` on one rank."""
+
+    output: BinaryIO
+    child: subprocess.Popen[bytes]
+    done: bool = False
+
+
+@dataclass
+class _Gathering:
+    attempt: int
+    until_s: float
+    workers: list[Worker]
+    spies: dict[int, _Spy] = field(default_factory=dict)
+    """By pid."""
+
+
+class EvidenceGatherer:
+    """One gathering at a time; another order for the same attempt meanwhile is the same one."""
+
+    def __init__(
+        self,
+        *,
+        hub: ConnectionPool,
+        host: str,
+        living: Callable[[], list[Worker]],
+        send: Callable[[FromAgent], None],
+    ) -> None:
+        self._hub, self._host, self._living, self._send = hub, host, living, send
+        self._now: _Gathering | None = None
+
+    def begin(self, order: GatherEvidence) -> None:
+        """Ask everybody; ``watch`` answers."""
+        if self._now is not None:
+            return
+        workers = [worker for worker in self._living() if worker.attempt == order.attempt]
+        self._now = _Gathering(attempt=order.attempt, until_s=time.monotonic() + LIMIT_S, workers=workers)
+        for worker in workers:
+            worker.captured = None
+            if worker.peer is not None:
+                self._hub.send(worker.peer, CaptureRank())
+        spy = _py_spy()
+        for worker in workers if spy is not None else ():
+            self._start_spy(self._now, spy or "", worker.pid)
+
+    def due_s(self) -> float:
+        """When ``watch`` has something to do, whatever happens until then."""
+        return math.inf if self._now is None else self._now.until_s
+
+    def watch(self) -> None:
+        """Call it in every turn of the loop."""
+        now = self._now
+        if now is None:
+            return
+        answered = all(worker.captured is not None for worker in now.workers)
+        looked_at = all(spy.done for spy in now.spies.values())
+        if (answered and looked_at) or time.monotonic() >= now.until_s:
+            self._now = None
+            told = tuple(self._evidence(now, worker) for worker in now.workers)
+            self._send(EvidenceReady(attempt=now.attempt, ranks=told))
+            for spy in now.spies.values():
+                spy.output.close()
+                if not spy.done:
+                    spy.child.kill()
+
+    def _start_spy(self, now: _Gathering, spy: str, pid: int) -> None:
+        output = tempfile.TemporaryFile()  # noqa: SIM115 (closed once it has been read)
+        command = [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        try:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError:
+            output.close()
+            return
+        found = now.spies[pid] = _Spy(output=output, child=child)
+
+        def ended() -> None:
+            found.done = True
+            child.wait()
+
+        on_exit(self._hub, child.pid, ended)
+
+    def _evidence(self, now: _Gathering, worker: Worker) -> str:
+        missing: list[str] = []
+        found = RankEvidence(
+            rank=worker.rank,
+            host=self._host,
+            pid=worker.pid,
+            step=worker.step,
+            process=process_state(worker.pid),
+            cgroup=cgroup_state(worker.pid),
+            answers=worker.captured is not None,
+            recorder=_recorder(worker, missing),
+            threads=_threads(worker, now.spies.get(worker.pid), missing),
+        )
+        found = replace(found, missing=tuple(missing))
+        text = encode(found).decode()
+        if len(text) > MOST_BYTES:
+            left_out = f"its flight recorder is too large: more than {MOST_BYTES} bytes"
+            text = encode(replace(found, recorder=None, missing=(*missing, left_out))).decode()
+        return text
+
+
+def _recorder(worker: Worker, missing: list[str]) -> flight_recorder.Recorder | None:
+    if worker.captured is None:
+        missing.append(f"its own thread did not answer within {LIMIT_S:g} s")
+        return None
+    if worker.captured.recorder is None:
+        return None
+    try:
+        return flight_recorder.shortened(flight_recorder.parse(worker.captured.recorder))
+    except Unreadable as error:
+        missing.append(str(error))
+        return None
+
+
+def _threads(worker: Worker, spy: _Spy | None, missing: list[str]) -> tuple[stacks.Thread, ...] | None:
+    """As seen from outside, else in the rank's own words."""
+    if spy is not None and spy.done and spy.child.returncode == 0:
+        spy.output.seek(0)
+        try:
+            return _bounded(stacks.parse(spy.output.read().decode(errors="replace")))
+        except Unreadable as error:
+            missing.append(str(error))
+    if worker.captured is not None:
+        try:
+            return _bounded(stacks.parse(worker.captured.stacks))
+        except Unreadable as error:
+            missing.append(str(error))
+    return None
+
+
+def _bounded(threads: tuple[stacks.Thread, ...]) -> tuple[stacks.Thread, ...]:
+    """The main thread first."""
+    main = stacks.main_thread(threads)
+    ordered = sorted(threads, key=lambda one: one is not main)[:MOST_THREADS]
+    return tuple(replace(one, main=one is main, frames=one.frames[:MOST_FRAMES]) for one in ordered)
+
+
+def _py_spy() -> str | None:
+    """Beside this Python (``pip install muster[inspect]``), else on the path; None: it is not installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")

@@ -1,0 +1,1 @@
+"""A run that stands still: what its hosts captured, and who is named for it."""

@@ -1,0 +1,74 @@
+"""What hosts capture of their ranks between the report of a hang and its incident. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from muster.core.typed_json import Json, JsonObject, Unreadable, decode
+from muster.health.hang.analysis import analyse
+from muster.health.hang.evidence import Analysis, Evidence, RankEvidence, in_words
+from muster.protocol.to_supervisor import EvidenceReady, RankHang
+
+#: Alarm of the state machine: the evidence that is not there by then is missing.
+ALARM = "evidence"
+#: Lines in the event: of more ranks nobody reads each.
+MOST_RANKS, MOST_MISSING = 64, 16
+
+
+@dataclass(kw_only=True)
+class Gathering:
+    """Begun by the first report of a hang; others that follow meanwhile are the same hang."""
+
+    host: str
+    report: RankHang
+    begun_ns: int
+    waiting: set[str]
+    """Hosts that have not answered."""
+    answers: dict[str, EvidenceReady] = field(default_factory=dict)
+
+    def add(self, host: str, answer: EvidenceReady) -> bool:
+        """Whether it was the last that is awaited."""
+        if host in self.waiting and answer.attempt == self.report.attempt:
+            self.waiting.discard(host)
+            self.answers[host] = answer
+        return not self.waiting
+
+    def conclude(self, world: int) -> tuple[Analysis, tuple[RankEvidence, ...]]:
+        """Who holds the others up, from what has come."""
+        missing = [f"{host} has not answered" for host in sorted(self.waiting)]
+        ranks: list[RankEvidence] = []
+        for host, answer in sorted(self.answers.items()):
+            for text in answer.ranks:
+                try:
+                    ranks.append(decode(RankEvidence, text))
+                except Unreadable as error:
+                    missing.append(f"{host}: {error}")
+        evidence = Evidence(ranks=tuple(ranks), world=world, missing=tuple(missing))
+        return analyse(evidence), evidence.ranks
+
+
+def event_of(analysis: Analysis, ranks: Iterable[RankEvidence], *, incident_id: str, took_ns: int) -> JsonObject:
+    """The detail of ``evidence.gathered``."""
+    culprit = analysis.culprits[0] if analysis.culprits else None
+    named: dict[str, Json] = {}
+    if culprit is not None:
+        texts = {
+            "place": culprit.place,
+            "other_place": culprit.other_place,
+            "group": culprit.group,
+            "operation": culprit.operation,
+        }
+        named = {"culprit": culprit.kind.value, "confidence": culprit.confidence.value}
+        named |= {key: text for key, text in texts.items() if text}
+    first = {one.rank for one in analysis.culprits}
+    ordered = sorted(ranks, key=lambda one: (one.rank not in first, one.rank))
+    return {
+        "incident_id": incident_id,
+        "summary": analysis.sentence[:2000],
+        **named,
+        "victims": analysis.victims,
+        "took_ns": took_ns,
+        "ranks": [in_words(one)[:500] for one in ordered[:MOST_RANKS]],
+        "missing": [sentence[:500] for sentence in analysis.missing[:MOST_MISSING]],
+    }

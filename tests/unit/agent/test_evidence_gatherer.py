@@ -1,0 +1,110 @@
+"""What an agent captures of processes that stand still, in time, whatever they do. Real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from muster.agent.evidence.gatherer import LIMIT_S, EvidenceGatherer
+from muster.agent.evidence.proc import cgroup_state, process_state
+from muster.agent.ranks.rank_process import Worker
+from muster.core.typed_json import decode
+from muster.health.hang.evidence import RankEvidence
+from muster.health.hang.process_state import CgroupState
+from muster.protocol.rank_agent import RankCaptured
+from muster.protocol.to_agent import GatherEvidence
+from muster.transport.connections import ConnectionPool
+
+OWN_WORDS = 'Thread 0x1 [MainThread] (most recent call first):\n  File "/home/u/train.py", line 9 in step'
+
+
+@pytest.fixture
+def child():
+    found = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    yield found
+    found.kill()
+    found.wait()
+    found.stdin.close()
+
+
+@pytest.fixture
+def hub():
+    found = ConnectionPool(token=b"t" * 32, on_gone=lambda *_: None)
+    yield found
+    found.shutdown()
+
+
+def worker(pid):
+    found = Worker(pid=pid, rank=3, attempt=2, peer=None, pidfd=-1)
+    found.step = 17
+    return found
+
+
+def gather(hub, one, *, captured=None, attempt=2):
+    """(the answer, seconds)"""
+    sent = []
+    gatherer = EvidenceGatherer(hub=hub, host="host-0", living=lambda: [one], send=sent.append)
+    begun = time.monotonic()
+    gatherer.begin(GatherEvidence(attempt=attempt))
+    one.captured = captured
+    while not sent and time.monotonic() - begun < 20:
+        hub.run_once(max(0.0, gatherer.due_s() - time.monotonic()))
+        gatherer.watch()
+    (answer,) = sent
+    return answer, time.monotonic() - begun
+
+
+def test_a_stopped_process_is_told_within_the_limit(hub, child):
+    child.send_signal(signal.SIGSTOP)
+    one = worker(child.pid)
+    answer, took_s = gather(hub, one)
+    found = decode(RankEvidence, answer.ranks[0])
+    assert found.process is not None and found.process.stopped
+    assert (found.rank, found.host, found.step, found.answers) == (3, "host-0", 17, False)
+    assert f"did not answer within {LIMIT_S:g} s" in " ".join(found.missing)
+    assert took_s < 5.0
+
+
+def test_a_rank_tells_its_own_stack_and_what_is_no_recorder_is_named(hub, child, monkeypatch):
+    monkeypatch.setattr("muster.agent.evidence.gatherer._py_spy", lambda: None)
+    one = worker(child.pid)
+    answer, _ = gather(hub, one, captured=RankCaptured(stacks=OWN_WORDS, recorder="[]"))
+    found = decode(RankEvidence, answer.ranks[0])
+    assert found.answers and found.threads is not None and found.threads[0].frames[0].place == "/home/u/train.py:9"
+    assert found.recorder is None and "not a JSON object" in found.missing[0]
+
+
+def test_a_process_that_is_gone(hub, child):
+    child.kill()
+    child.wait()
+    one = worker(child.pid)
+    answer, _ = gather(hub, one)
+    found = decode(RankEvidence, answer.ranks[0])
+    assert found.process is not None and found.process.dead
+
+
+def test_ranks_of_another_attempt_are_not_captured(hub, child):
+    one = worker(child.pid)
+    answer, _ = gather(hub, one, attempt=1)
+    assert answer.ranks == ()
+
+
+def test_the_kernels_words_in_both_versions_of_cgroups(tmp_path):
+    assert process_state(os.getpid()).state == "R"
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "7").mkdir(parents=True)
+    (proc / "7" / "cgroup").write_text("2:memory:/a\n1:cpu,cpuacct:/b\n0::/c\n")
+    for name, file, text in (
+        ("memory/a", "memory.oom_control", "oom_kill 2\n"),
+        ("cpu/b", "cpu.stat", "throttled_time 1500000000\n"),
+        ("c", "memory.events", "oom_kill 9\n"),
+    ):
+        (root / name).mkdir(parents=True)
+        (root / name / file).write_text(text)
+    assert cgroup_state(7, proc, root) == CgroupState(oom_kills=2, throttled_s=1.5)
+    (proc / "7" / "cgroup").write_text("0::/c\n")
+    assert cgroup_state(7, proc, root) == CgroupState(oom_kills=9)
+    assert cgroup_state(8, proc, root) == CgroupState()

@@ -22,6 +22,7 @@ BELOW: dict[str, set[str]] = {
     "report": {"core"},
     "config": {"core"},
     "health": {"core", "catalog"},
+    "probe": {"core", "health"},
     "checkpoint_format": {"core", "storage"},
     "plan": {"core", "config", "catalog", "checkpoint_format"},
     "data": {"core", "protocol", "config"},
@@ -37,12 +38,12 @@ BELOW: dict[str, set[str]] = {
     "chaos": {"core", "storage", "protocol", "config"},
     "app": {
         "core", "storage", "transport", "protocol", "config", "catalog", "checkpoint_format", "policy", "report",
-        "health", "plan", "data", "backends", "supervise", "simulate", "chaos",
+        "health", "probe", "plan", "data", "backends", "supervise", "simulate", "chaos",
     },
     "cli": {"app"},
 }  # fmt: skip
 LIBRARIES = {
-    "torch": {"train", "checkpoint", "run", "rank"},
+    "torch": {"train", "checkpoint", "run", "rank", "probe"},
     "torchao": {"train"},
     "safetensors": {"train", "checkpoint"},
     "transformers": {"train", "rank", "data"},  # data: the tokenizer
@@ -50,12 +51,16 @@ LIBRARIES = {
     "accelerate": {"train"},
     "jax": set(),
     "jaxlib": set(),
+    "pynvml": {"probe"},
 }
 #: Besides `cli` and programs (``python -m``): the list of our variables, and where programs inherit the environment.
 READS_ENVIRONMENT = {"core/environment.py", "core/clock.py"}
 ENVIRONMENT = re.compile(r"\bos\.getenv\b|\bos\.environb?\b(?!\[[^]]+\] = |\.(setdefault|update|pop)\()")
-#: Besides `agent` and `backends`: a task's judge, and the two modules of `core` that start what these are told to.
-STARTS_PROGRAMS = {"tasks/text2sql/judge_process.py", "core/processes.py", "core/clock.py"}
+#: Besides `agent` and `backends`: a task's judge, the probe, and the two modules of `core` that start what these are
+#: told to.
+STARTS_PROGRAMS = {
+    "tasks/text2sql/judge_process.py", "probe/programs.py", "core/processes.py", "core/clock.py",
+}  # fmt: skip
 PROGRAM = re.compile(
     r"\bsubprocess\.(Popen|run|call|check_call|check_output)\(|\bos\.(posix_spawnp?|exec[lv]\w*|spawn\w+)\("
 )

@@ -16,6 +16,7 @@ import typer.core
 
 from muster import __version__
 from muster.app import api
+from muster.cli import check as check_
 from muster.cli import cloud, drill, image, inspect_commands, plan, preflight, render, run_commands, simulate, watch
 from muster.cli import exec as exec_
 from muster.cli import why as why_
@@ -25,7 +26,7 @@ HELP = "Train language models on GPUs that come and go. Start: muster train RUN.
 #: The commands of ``muster --help``, by what a person is doing.
 GROUPS = {
     "Run": ("train", "submit", "stop", "recover", "restart", "down", "export"),
-    "Inspect": ("status", "watch", "logs", "events", "why", "report", "checkpoints", "exec"),
+    "Inspect": ("status", "watch", "logs", "events", "why", "check", "report", "checkpoints", "exec"),
     "Plan and rehearse": ("show", "data", "plan", "calibrate", "prices", "simulate", "drill"),
     "Clusters": ("up", "preflight", "image", "render"),
     "Other": ("version",),
@@ -73,7 +74,7 @@ for command in (
     run_commands.down, run_commands.export,
     inspect_commands.status, inspect_commands.logs, inspect_commands.events, inspect_commands.report,
     inspect_commands.checkpoints, inspect_commands.show, inspect_commands.data,
-    why_.why,
+    why_.why, check_.check,
     drill.drill, watch.watch, plan.plan, plan.calibrate, simulate.simulate, cloud.up, image.image, preflight.preflight,
     render.render,
 ):  # fmt: skip

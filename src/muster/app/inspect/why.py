@@ -157,7 +157,7 @@ def _of_run(reference: str) -> Why:
 
 
 def _of_captures(folder: Path) -> Why:
-    evidence = evidence_of(_files(folder))
+    evidence = evidence_of(captured_files(folder))
     if not evidence.ranks and evidence.ras is None:
         first = f": {evidence.missing[0]}" if evidence.missing else ""
         raise UsageError(
@@ -168,7 +168,7 @@ def _of_captures(folder: Path) -> Why:
     return Why(subject=str(folder), analysis=analyse(evidence), ranks=ranks)
 
 
-def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
+def captured_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     """(name in the folder, content), those in folders beneath it as well."""
     if not folder.exists():
         raise UsageError(f"no folder {folder}", hint="--from takes a folder of captures, or one file")

@@ -1,0 +1,147 @@
+"""``muster check``: is the hardware sound? Of this machine, of what a run's hosts found, or of captured outputs."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from muster.app.inspect.why import captured_files
+from muster.catalog.rows import machines
+from muster.config.load import load
+from muster.config.spec import RunSpec
+from muster.config.validation import is_remote
+from muster.core.errors import BackendError, UsageError
+from muster.core.typed_json import JsonObject
+from muster.health.hardware.error_table import OwnNumbers
+from muster.health.machine.fleet import commands, compare_hosts
+from muster.health.machine.judge import judge_machine
+from muster.health.machine.report import is_probe, read_probe
+from muster.health.recognise import Expected, recognise
+from muster.health.verdicts import Finding, Verdict, exit_code, worst
+from muster.probe.programs import command, output_of
+
+#: The probe's rungs have limits of their own; this one holds where the whole program is stuck.
+PASSIVE_LIMIT_S, FULL_LIMIT_S = 10.0, 180.0
+_GRAVEST = tuple(reversed(Verdict))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """``commands``: what takes a faulty host out, by host. ``kinds``: of captures, what each file was taken for."""
+
+    findings: tuple[Finding, ...]
+    commands: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    raw: bytes = b""
+    """The probe's own output, where this machine was looked at."""
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code(self.findings)
+
+    def to_json(self) -> JsonObject:
+        return {
+            "verdict": worst(self.findings).value,
+            "findings": [asdict(one) for one in self.findings],
+            "commands": self.commands,
+            "captures": self.kinds,
+        }
+
+    def lines(self) -> list[str]:
+        """For people: a block for each host, the gravest finding first; then what to type."""
+        shown: list[str] = []
+        for host, group in groupby(sorted(self.findings, key=lambda one: one.host), key=lambda one: one.host):
+            here = sorted(group, key=lambda one: _GRAVEST.index(one.verdict))
+            shown.append(f"{host or 'captures'}: {worst(here).value}")
+            for one in here:
+                expected = f" (expected {one.expected}{f'; {one.source}' * bool(one.source)})" if one.expected else ""
+                shown.append(f"  {one.verdict.value:<10} {one.message}{expected}")
+                if one.command:
+                    shown.append(f"  {'':<10} try: {one.command}")
+        return [*shown, *(f"{host}: {command}" for host, command in self.commands.items())]
+
+
+def check_machine(run_file: str | None = None, *, passive: bool = False) -> Checked:
+    """Look at this machine. With ``run_file`` the machine is held against the one that it names.
+
+    ``passive``: nothing is loaded (two seconds); otherwise GPUs and processor are, unless a process uses a GPU.
+
+    Raises:
+        RunFileError: the run file is wrong.
+        BackendError: the probe cannot be started.
+    """
+    spec = load(run_file, environment=False).spec if run_file is not None else None
+    try:
+        argv = command(full=not passive, folder=_folder(spec))
+        output, _ = output_of(argv, limit_s=PASSIVE_LIMIT_S if passive else FULL_LIMIT_S)
+    except OSError as error:
+        raise BackendError(f"cannot start the probe: {error.strerror}") from error
+    expected = expected_of(spec)
+    report = read_probe(output, host=socket.gethostname())
+    found = judge_machine(report, gpus=expected.gpus, source=expected.source)
+    return Checked(findings=tuple(found), commands=_commands(found, spec), raw=output)
+
+
+def check_captures(place: str, run_file: str | None = None, *, hosts: Sequence[str] = ()) -> Checked:
+    """Judge captured outputs (a folder or one file), each known by its content; a file's folder names its host.
+
+    ``hosts``: only these; empty: all. Probe outputs of several hosts are compared with each other.
+
+    Raises:
+        UsageError: there is nothing to read, or nothing of these hosts.
+    """
+    spec = load(run_file, environment=False).spec if run_file is not None else None
+    expected = expected_of(spec)
+    probes, others, kinds = [], [], {}
+    for name, content in captured_files(Path(place)):
+        if is_probe(content):
+            host = Path(name).parent.name or Path(name).stem
+            probes.append(read_probe(content, host=host))
+            kinds[name] = "output of the probe"
+        else:
+            others.append((name, content))
+    own = OwnNumbers()
+    if spec is not None:
+        own = OwnNumbers(ignore=frozenset(spec.check.xid_ignore), fatal=frozenset(spec.check.xid_fatal))
+    known = recognise(others, expected=expected, own=own)
+    found = [*known.findings]
+    for report in probes:
+        found += judge_machine(report, gpus=expected.gpus, source=expected.source)
+    found += compare_hosts(probes)
+    if hosts:
+        there = sorted({one.host for one in found if one.host})
+        if missing := sorted(set(hosts) - set(there)):
+            known_hosts = ", ".join(there) or "none is named"
+            raise UsageError(f"nothing in {place} is of host {missing[0]}", hint=f"hosts there: {known_hosts}")
+        found = [one for one in found if one.host in hosts]
+    if not found:
+        raise UsageError(f"nothing to read in {place}", hint="kernel logs, nvidia-smi -q, ibstat, nccl-tests...")
+    return Checked(findings=tuple(found), commands=_commands(found, spec), kinds={**known.kinds, **kinds})
+
+
+def expected_of(spec: RunSpec | None) -> Expected:
+    """What the machine that the run file names should have."""
+    row = machines().get(spec.resources.machine or "") if spec is not None else None
+    return Expected(gpus=row.count, source=f"machine type {row.name}") if row is not None else Expected()
+
+
+def _folder(spec: RunSpec | None) -> str:
+    """Where saves would be written, or the nearest folder above it that is there."""
+    place = spec.checkpoint.dir or spec.run_dir if spec is not None else None
+    if place is None or is_remote(place):
+        return tempfile.gettempdir()
+    path = Path(place).expanduser().absolute()
+    return str(next((one for one in (path, *path.parents) if one.is_dir()), Path("/")))
+
+
+def _commands(found: Iterable[Finding], spec: RunSpec | None) -> dict[str, str]:
+    if spec is None:
+        return {}
+    model = spec.resources.provisioning_model
+    reserved = bool(spec.resources.reservation) and model in (None, "reservation", "calendar")
+    zone = next((place for place in spec.resources.locations if place.count("-") == 2), "")
+    return commands(found, backend=spec.backend, reserved=reserved, zone=zone)

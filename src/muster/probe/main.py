@@ -1,0 +1,77 @@
+"""The probe's entry: ``python -P -m muster.probe.main --part passive|full [--folder DIR]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from muster.health.machine.report import ProbeLine
+from muster.probe import passive
+from muster.probe.rungs import Output, Rung, run_in_turn, run_together
+
+#: The passive part has this long in all, a rung of the loaded part as long as its row says (with the import of torch
+#: and the making of contexts in the first).
+PASSIVE_S = 2.0
+LIMITS_S = {"torch": 60.0, "matmul": 30.0, "copies": 20.0, "all_reduce": 20.0, "loopback": 10.0}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Look at this machine; JSON lines.")
+    parser.add_argument("--part", choices=("passive", "full"), default="passive")
+    parser.add_argument("--folder", default="", help="where checkpoints would be written")
+    given = parser.parse_args(argv)
+    full = given.part == "full"
+    output = Output(partial(_write, sys.stdout.fileno()))
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # torch's numbers of GPUs are then the driver's
+    rungs: dict[str, Rung] = {
+        "gpus": partial(passive.gpus, PASSIVE_S - 0.2),
+        "settings": passive.settings,
+        "ports": passive.ports,
+    }
+    if given.folder:
+        rungs["disk"] = partial(passive.disk, given.folder)
+    loaded = _loaded() if full else {}
+    output.begin((*rungs, *loaded))
+    run_together(rungs, output, limit_s=PASSIVE_S if not full else 3 * PASSIVE_S)
+    if (user := _user_of_gpus(output.sent)) and loaded:
+        for name in loaded:
+            output.add(ProbeLine(rung=name, failed=f"not tried: process {user} uses a GPU, and this would disturb it"))
+    run_in_turn(loaded, output)
+    output.end()
+    os._exit(0)  # a rung that was given up may never return
+
+
+def _user_of_gpus(sent: Sequence[ProbeLine]) -> int | None:
+    """A process that uses a GPU; None: nobody does, as far as the driver tells."""
+    reports = [line.gpus for line in sent if line.gpus]
+    return next((pid for report in reports for gpu in report.gpus for pid, _ in gpu.processes), None)
+
+
+def _loaded() -> dict[str, tuple[Rung, float]]:
+    names = tuple(LIMITS_S) if importlib.util.find_spec("torch") else ("torch",)
+    return {name: (partial(_load, name), LIMITS_S[name]) for name in names}
+
+
+def _load(name: str) -> ProbeLine:
+    from muster.probe import compute
+
+    if name == "torch":
+        return ProbeLine(rung=name)
+    rungs: dict[str, Rung] = {
+        "matmul": compute.matmul, "copies": compute.copies, "all_reduce": compute.all_reduce,
+        "loopback": compute.loopback,
+    }  # fmt: skip
+    return rungs[name]()
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Programs with a limit that holds even for one that cannot be killed (a driver's call that never returns)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+_LARGEST = 64 << 20
+
+
+def output_of(argv: Sequence[str], *, limit_s: float, env: Mapping[str, str] | None = None) -> tuple[bytes, int | None]:
+    """(what it printed, its exit code); the code is None where the limit ended it: what it said until then is there.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    child = subprocess.Popen(
+        list(argv),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=None if env is None else dict(env),
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    deadline, parts, size = time.monotonic() + limit_s, list[bytes](), 0
+    with child.stdout, selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while size < _LARGEST and selector.select(max(0.0, deadline - time.monotonic())):
+            part = os.read(child.stdout.fileno(), 1 << 16)
+            if not part:
+                break
+            parts.append(part)
+            size += len(part)
+    code: int | None = None
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = child.wait(max(0.0, deadline - time.monotonic()))
+    if code is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel for ever: left behind
+            child.wait(0.2)
+    return b"".join(parts), code
+
+
+def command(*, full: bool, folder: str = "") -> list[str]:
+    """How the probe is started."""
+    argv = [sys.executable, "-P", "-m", "muster.probe.main", "--part", "full" if full else "passive"]
+    return [*argv, "--folder", folder] if folder else argv

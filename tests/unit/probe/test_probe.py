@@ -1,0 +1,182 @@
+"""The probe as a process: a stub of NVIDIA's library built here, a replayed ``nvidia-smi``, and this machine's CPU.
+
+The stub stands for a driver; no GPU has been seen by these tests.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muster.health.hardware.readings import ClockReason
+from muster.health.machine.judge import judge_machine
+from muster.health.machine.report import ProbeLine, read_probe
+from muster.health.verdicts import Verdict, exit_code, worst
+from muster.probe.programs import command, output_of
+from muster.probe.rungs import Output, run_in_turn, run_together
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def stub(tmp_path_factory):
+    """A folder with libnvidia-ml.so.1."""
+    pytest.importorskip("pynvml")
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    folder = tmp_path_factory.mktemp("nvml")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", HERE / "nvml_stub.c"], check=True)
+    return folder
+
+
+def probe(*, full=False, folder="", **variables):
+    env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    output, code = output_of(command(full=full, folder=folder), limit_s=120, env=env)
+    assert code == 0
+    return read_probe(output, host="here")
+
+
+def of_gpus(report):
+    """Findings on GPUs; the machine itself, which is not the tests' to judge, left out. No GPU is on this bus."""
+    return [one for one in judge_machine(report, gpus=8) if one.check.startswith("gpu")]
+
+
+def test_eight_sound_gpus(stub):
+    report = probe(LD_LIBRARY_PATH=stub)
+    gpus = report.gpus
+    assert gpus is not None and (gpus.source, gpus.driver, gpus.count, gpus.missing) == ("NVML", "580.65.06", 8, "")
+    assert gpus.gpus[2].address == "0000:2b:00.0" and gpus.gpus[2].clock_reasons == ClockReason.IDLE
+    assert gpus.gpus[2].ecc_uncorrected == 0 and gpus.gpus[2].recovery_action == "None"
+    assert gpus.gpus[2].slowdown_c is None, "a function that the driver has not is not known"
+    assert worst(of_gpus(report)) is Verdict.HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("state", "check", "verdict"),
+    [
+        ("pending", "gpu.rows", Verdict.RESET),
+        ("failed", "gpu.rows", Verdict.REPLACE),
+        ("ecc", "gpu.ecc", Verdict.RESET),
+        ("brake", "gpu.power", Verdict.DRAIN),
+        ("hot", "gpu.heat", Verdict.DRAIN),
+        ("narrow", "gpu.pcie", Verdict.DRAIN),
+        ("mig", "gpu.mig", Verdict.DRAIN),
+        ("exclusive", "gpu.compute_mode", Verdict.DRAIN),
+        ("lost", "gpu.lost", Verdict.RESET),
+        ("reboot", "gpu.recovery", Verdict.REPLACE),
+    ],
+)
+def test_one_gpu_with_a_fault(stub, state, check, verdict):
+    found = [one for one in of_gpus(probe(LD_LIBRARY_PATH=stub, MUSTER_STUB=f"{state}:6 ")) if one.verdict.faulty]
+    assert [(one.check, one.gpu, one.verdict) for one in found] == [(check, 6, verdict)]
+
+
+def test_a_gpu_without_a_handle_is_missing(stub):
+    found = of_gpus(probe(LD_LIBRARY_PATH=stub, MUSTER_STUB="gone:3 "))
+    assert worst(found) is Verdict.REPLACE and any("GPU 3" in one.message + one.evidence for one in found)
+
+
+@pytest.fixture
+def tool(tmp_path):
+    """Puts an ``nvidia-smi`` on the PATH."""
+
+    def make(script):
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return f"{tmp_path}:{os.environ['PATH']}"
+
+    return make
+
+
+def test_without_the_library_the_tool_is_asked(tool):
+    sample = HERE.parent / "health" / "hardware" / "smi_sample.py"
+    sys.path.insert(0, str(sample.parent))
+    try:
+        import smi_sample
+    finally:
+        sys.path.remove(str(sample.parent))
+    text = smi_sample.report()
+    where = tool("cat <<'END'\n" + text.rstrip("\n") + "\nEND")
+    gpus = probe(PATH=where).gpus
+    assert gpus is not None and gpus.source == "nvidia-smi -q" and gpus.gpus and not gpus.missing
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9", "has failed"),
+        ("exit 1", "how many"),
+        ("sleep 60", "how many"),
+    ],
+)
+def test_a_tool_that_fails_is_never_healthy(tool, script, words):
+    begun = time.monotonic()
+    found = of_gpus(probe(PATH=tool(script)))
+    assert exit_code(found) == 1 and any(words in one.message for one in found)
+    assert time.monotonic() - begun < 30
+
+
+def test_this_machine(tmp_path):
+    """A real run on the processor: every rung says something, and nothing is left behind."""
+    report = probe(full=True, folder=tmp_path)
+    assert not report.missing and not [line for line in report.lines if line.failed]
+    assert {speed.what for speed in report.speeds} >= {"matmul", "all_reduce", "loopback"}
+    assert all(speed.value > 0 for speed in report.speeds)
+    assert len({speed.bits for speed in report.speeds if speed.what == "matmul"}) == 1, "the same product twice"
+    assert not list(tmp_path.iterdir())
+    assert exit_code(judge_machine(report)) == 0
+
+
+def test_a_folder_that_is_not_there_is_incomplete(tmp_path):
+    (line,) = [line for line in probe(folder=tmp_path / "none").lines if line.rung == "disk"]
+    assert "No such file" in line.failed
+
+
+# ------------------------------------------------------------ limits
+
+
+def collect():
+    parts = []
+    return parts, Output(parts.append)
+
+
+def lines_of(parts):
+    return {line["rung"]: line for line in map(json.loads, parts)}
+
+
+def test_a_rung_that_hangs_does_not_hold_up_the_others():
+    parts, output = collect()
+    output.begin(("hangs", "works"))
+    rungs = {"hangs": lambda: time.sleep(20), "works": lambda: ProbeLine(rung="works", note="yes")}
+    begun = time.monotonic()
+    run_together(rungs, output, limit_s=0.5)
+    output.end()
+    assert time.monotonic() - begun < 10
+    found = lines_of(parts)
+    assert found["works"]["note"] == "yes" and "did not end within 0.5 s" in found["hangs"]["failed"]
+
+
+def test_after_one_that_hung_the_rest_is_not_tried():
+    parts, output = collect()
+    output.begin(("hangs", "next"))
+    tried = []
+    run_in_turn({"hangs": (lambda: time.sleep(20), 0.3), "next": (lambda: tried.append(1), 0.3)}, output)
+    assert not tried and lines_of(parts)["next"]["failed"] == "not tried: hangs did not end"
+
+
+def test_a_rung_that_raises_says_why():
+    parts, output = collect()
+    output.begin(("raises",))
+    run_together({"raises": lambda: {}["key"]}, output, limit_s=5)
+    assert lines_of(parts)["raises"]["failed"] == "KeyError: 'key'"
+
+
+def test_a_program_that_says_too_little_too_late():
+    output, code = output_of(["sh", "-c", "echo first; sleep 60"], limit_s=1)
+    assert (output, code) == (b"first\n", None)

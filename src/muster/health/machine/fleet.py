@@ -11,6 +11,13 @@ from muster.health.machine.judge import FAULTY, FEWEST, SUSPECT
 from muster.health.machine.report import MachineReport
 from muster.health.verdicts import Finding, Verdict, worst
 
+#: By back end; one that is not here has nobody to tell.
+_TAKE_OUT = {
+    "slurm": "scontrol update nodename={host} state=drain reason={reason}",
+    "gke": "kubectl cordon {host}",
+}
+_ON_GOOGLE = ("gke",)
+
 
 def compare_hosts(reports: Sequence[MachineReport]) -> list[Finding]:
     """What differs between hosts that should be alike: driver, firmware, count of GPUs, median speeds."""
@@ -82,11 +89,10 @@ def commands(findings: Iterable[Finding], *, backend: str, reserved: bool = Fals
         gravest = max(here, key=lambda one: (one.verdict is Verdict.REPLACE, one.verdict is Verdict.DRAIN))
         reason = shlex.quote(f"muster: {gravest.message}"[:200])
         name = shlex.quote(host)
-        if backend == "slurm":
-            result[host] = f"scontrol update nodename={name} state=drain reason={reason}"
-        elif backend == "gke":
-            result[host] = f"kubectl cordon {name}"
-        if backend == "gke" and reserved and worst(here) is Verdict.REPLACE:
+        take_out = _TAKE_OUT.get(backend)
+        if take_out is not None:
+            result[host] = take_out.format(host=name, reason=reason)
+        if take_out is not None and reserved and backend in _ON_GOOGLE and worst(here) is Verdict.REPLACE:
             behaviour = "SILENT_DATA_CORRUPTION" if gravest.check == "gpu.bits" else "UNRECOVERABLE_GPU_ERROR"
             where = f" --zone {shlex.quote(zone)}" if zone else ""
             result[host] += (

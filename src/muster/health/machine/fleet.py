@@ -7,16 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
+from muster.catalog.rows import table
 from muster.health.machine.judge import FAULTY, FEWEST, SUSPECT
 from muster.health.machine.report import MachineReport
 from muster.health.verdicts import Finding, Verdict, worst
-
-#: By back end; one that is not here has nobody to tell.
-_TAKE_OUT = {
-    "slurm": "scontrol update nodename={host} state=drain reason={reason}",
-    "gke": "kubectl cordon {host}",
-}
-_ON_GOOGLE = ("gke",)
 
 
 def compare_hosts(reports: Sequence[MachineReport]) -> list[Finding]:
@@ -89,10 +83,10 @@ def commands(findings: Iterable[Finding], *, backend: str, reserved: bool = Fals
         gravest = max(here, key=lambda one: (one.verdict is Verdict.REPLACE, one.verdict is Verdict.DRAIN))
         reason = shlex.quote(f"muster: {gravest.message}"[:200])
         name = shlex.quote(host)
-        take_out = _TAKE_OUT.get(backend)
-        if take_out is not None:
-            result[host] = take_out.format(host=name, reason=reason)
-        if take_out is not None and reserved and backend in _ON_GOOGLE and worst(here) is Verdict.REPLACE:
+        row = table("take_out.yaml", "health")["take_out"].get(backend)
+        if row is not None:
+            result[host] = row["command"].format(host=name, reason=reason)
+        if row is not None and reserved and row.get("on_google") and worst(here) is Verdict.REPLACE:
             behaviour = "SILENT_DATA_CORRUPTION" if gravest.check == "gpu.bits" else "UNRECOVERABLE_GPU_ERROR"
             where = f" --zone {shlex.quote(zone)}" if zone else ""
             result[host] += (

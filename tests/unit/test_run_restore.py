@@ -32,7 +32,7 @@ def test_a_rank_whose_snapshot_is_damaged_stops_the_others(monkeypatch):
     def restored(context, restore, held):
         if context.rank == 1:
             raise CheckpointError("rotten")
-        return {}
+        return {}, 0
 
     monkeypatch.setattr(snapshot_restore, "restored", restored)
     store = dist.HashStore()

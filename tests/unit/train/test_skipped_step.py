@@ -86,6 +86,7 @@ def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
         command=nothing,
         due=lambda step: False, due_by_clock=lambda: False, copies_arrived=lambda: True, deferred=False,
         any_rank_saving=lambda: False, saver=SimpleNamespace(busy=False, poll=nothing),
+        rate=SimpleNamespace(mtbf_s=86_400.0),
     )  # fmt: skip
     hashes = StateHashes(state, every_steps=1, replica=0, shard_rank=0, tp_rank=0, group=None)
     reader: Any = Reader()

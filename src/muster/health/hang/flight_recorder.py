@@ -1,7 +1,7 @@
 """PyTorch's flight recorder: the operations among ranks that one rank has called, as torch 2.x dumps them.
 
-JSON (what Muster takes, and `_dump_fr_trace_json`) and the pickle that NCCL's watchdog writes, which is read with no
-class allowed: plain values only. Form as of torch 2.13; of the versions, 2.x are known.
+JSON (what Muster takes, and `_dump_fr_trace_json`) and the pickle that NCCL's watchdog writes, whose plain values are
+read without unpickling it. Form as of torch 2.13; of the versions, 2.x are known.
 
 What the sources of a dump do differently: gloo's operations stay "scheduled" for ever and only ``retired`` says that
 they ended; gloo names no group under ``pg_config``; numbers are texts in one form and numbers in the other; NCCL's
@@ -10,13 +10,12 @@ watchdog leaves out what has ended, and ``pg_status`` is keyed by the rank's own
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from muster.core.typed_json import Json, JsonObject, Record, Unreadable, at, child, children, parse_object, text, whole
+from muster.health.hang.plain_pickle import read_plain
 
 #: More than any ring of operations that torch keeps by default; a larger file is none.
 LARGEST_BYTES = 256 * 2**20
@@ -86,13 +85,13 @@ def parse(captured: bytes | str) -> Recorder:
     """
     if len(captured) > LARGEST_BYTES:
         raise Unreadable(f"flight recorder of {len(captured)} bytes: more than {LARGEST_BYTES} are not read")
-    if isinstance(captured, bytes) and captured[:1] == b"\x80":
-        dump = _unpickled(captured)
-    else:
-        try:
+    try:
+        if isinstance(captured, bytes) and captured[:1] == b"\x80":
+            dump = read_plain(captured)
+        else:
             dump = parse_object(captured)
-        except Unreadable as error:
-            raise Unreadable(f"flight recorder: {error}") from None
+    except Unreadable as error:
+        raise Unreadable(f"flight recorder: {error}") from None
     if "version" not in dump or not {"entries", "pg_status"} & dump.keys():  # no entries: nothing was called
         raise Unreadable("no dump of a flight recorder: it has no version and entries")
     version = text(dump, "version")
@@ -116,25 +115,6 @@ def shortened(recorder: Recorder, *, keep: int = 8) -> Recorder:
     return Recorder(
         version=recorder.version, backend=recorder.backend, groups=recorder.groups, operations=tuple(reversed(kept))
     )
-
-
-class _Plain(pickle.Unpickler):
-    """Reads dictionaries, lists, texts and numbers; whatever names a class or function is refused."""
-
-    def find_class(self, module: str, name: str) -> type:
-        raise Unreadable(f"flight recorder: the pickle asks for {module}.{name}, and only plain values are read")
-
-
-def _unpickled(captured: bytes) -> JsonObject:
-    try:
-        dump = _Plain(io.BytesIO(captured)).load()
-    except Unreadable:
-        raise
-    except Exception as error:  # noqa: BLE001 (a damaged pickle raises whatever it likes)
-        raise Unreadable(f"flight recorder: the pickle is cut or damaged: {error}") from None
-    if not isinstance(dump, dict):
-        raise Unreadable(f"flight recorder: the pickle holds no dictionary but {type(dump).__name__}")
-    return dump
 
 
 def _recorder(dump: JsonObject, version: str) -> Recorder:

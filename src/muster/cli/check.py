@@ -23,7 +23,7 @@ def check(
     raw: bool = typer.Option(False, "--raw", help="Print what the probe saw, to be judged by --from elsewhere."),
     json: bool = JSON,
 ) -> None:
-    """Say whether GPUs, links, memory and disk are sound. Exit code: 0 sound, 6 faulty, 1 not all could be seen."""
+    """Say whether GPUs, copies, memory and disk are sound. Exit code: 0 sound, 6 faulty, 1 not all could be seen."""
     from muster.app.inspect import check as use_case
 
     if captures is not None and (passive or raw):

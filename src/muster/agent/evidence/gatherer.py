@@ -103,7 +103,10 @@ class EvidenceGatherer:
                     spy.child.kill()
 
     def _start_spy(self, now: _Gathering, spy: str, pid: int) -> None:
-        output = tempfile.TemporaryFile()  # noqa: SIM115 (closed once it has been read)
+        try:
+            output = tempfile.TemporaryFile()  # noqa: SIM115 (closed once it has been read)
+        except OSError:  # a full disk, no descriptors: the rest of the evidence is worth having
+            return
         command = [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
         try:
             child = subprocess.Popen(

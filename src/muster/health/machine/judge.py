@@ -7,6 +7,7 @@ equal bits on GPUs of one kind: one that differs computes wrongly.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -77,17 +78,22 @@ def _gpus(report: MachineReport, expected: int | None, source: str, idle: bool) 
     if seen is not None:
         yield from judge_gpus(seen, expected_count=expected, expected_source=source, idle=idle)
         count = len(seen.gpus)
-        if not seen.missing and count < on_bus and (expected is None or count >= expected):
+        if not seen.missing and count < on_bus:
             yield Finding(
-                check="gpu.count", verdict=Verdict.REPLACE, value=str(count), expected=str(on_bus),
-                message=f"the driver shows {count} GPUs, and {on_bus} are on the PCI bus", source="/sys/bus/pci",
+                check="gpu.count", verdict=Verdict.NOTE, value=str(count), expected=str(on_bus), source="/sys/bus/pci",
+                message=f"the driver shows {count} of the {on_bus} GPUs on the PCI bus: a container may have a part",
             )  # fmt: skip
     elif any(line.rung == "gpus" and not line.failed for line in report.lines):
-        if on_bus or expected:
-            where = f"{on_bus} on the PCI bus" if on_bus else f"the machine's row says {expected}"
+        if expected:
             yield Finding(
-                check="gpu.count", verdict=Verdict.REPLACE, value="0", expected=str(expected or on_bus), source=source,
-                message=f"no GPU answers, and there should be some ({where})", command="nvidia-smi",
+                check="gpu.count", verdict=Verdict.REPLACE, value="0", expected=str(expected), source=source,
+                message=f"no GPU answers, and the machine's row says {expected}", command="nvidia-smi",
+            )  # fmt: skip
+        elif on_bus:  # that folder shows a container the whole machine's, whatever the container was given
+            yield Finding(
+                check="gpu.count", verdict=Verdict.INCOMPLETE, value="0", expected=str(on_bus), source="/sys/bus/pci",
+                message=f"no GPU answers and {on_bus} are on the PCI bus: no driver, or none given to this container",
+                command="nvidia-smi",
             )  # fmt: skip
         else:
             rungs = {line.rung for line in report.lines if not line.failed}
@@ -155,10 +161,19 @@ def judge_speeds(report: MachineReport) -> list[Finding]:
     return found
 
 
+#: Texts of CUDA and cuBLAS for a device that fails in a known good kernel (cudaGetErrorString).
+_BROKEN = re.compile(
+    r"uncorrectable|unspecified launch failure|hardware stack error|illegal (memory access|instruction|address)"
+    r"|misaligned address|fallen off the bus|GPU is lost|contained error"
+    r"|CUBLAS_STATUS_(INTERNAL_ERROR|EXECUTION_FAILED)",
+    re.IGNORECASE,
+)
+
+
 def _failed(speed: Speed) -> Finding:
-    """Memory that others hold says nothing of the GPU; any other error while it computes does."""
-    full = "out of memory" in speed.failed.lower()
-    verdict = Verdict.DRAIN if speed.gpu is not None and not full else Verdict.INCOMPLETE
+    """A device's own errors count against it; memory that others hold, a wrong build or a busy device do not."""
+    broken = speed.gpu is not None and _BROKEN.search(speed.failed)
+    verdict = Verdict.DRAIN if broken else Verdict.INCOMPLETE
     text = f"{speed.device}: {_WORDS.get(speed.what, speed.what)} failed: {speed.failed}"
     return Finding(check=f"gpu.{speed.what}", verdict=verdict, message=text, gpu=speed.gpu, evidence=speed.failed)
 

@@ -119,7 +119,13 @@ def test_two_gpus_that_differ_name_neither():
 
 @pytest.mark.parametrize(
     ("words", "verdict"),
-    [("CUDA error: uncorrectable ECC error", Verdict.DRAIN), ("CUDA out of memory.", Verdict.INCOMPLETE)],
+    [
+        ("CUDA error: uncorrectable ECC error encountered", Verdict.DRAIN),
+        ("CUDA error: unspecified launch failure", Verdict.DRAIN),
+        ("CUDA out of memory.", Verdict.INCOMPLETE),
+        ("CUDA error: no kernel image is available for execution on the device", Verdict.INCOMPLETE),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", Verdict.INCOMPLETE),
+    ],
 )
 def test_a_gpu_that_fails_while_it_computes(words, verdict):
     measured = [replace(one, failed=words) if one.gpu == 2 else one for one in speeds()]
@@ -127,11 +133,17 @@ def test_a_gpu_that_fails_while_it_computes(words, verdict):
     assert (found.gpu, found.verdict) == (2, verdict)
 
 
-@pytest.mark.parametrize(("expected", "on_bus"), [(8, 8), (8, 7), (None, 8)])
+@pytest.mark.parametrize(("expected", "on_bus"), [(8, 8), (8, 7)])
 def test_seven_of_eight_gpus(expected, on_bus):
     found = judged(output(gpus=GPUS[:7], settings=replace(SETTINGS, nvidia_devices=on_bus)), gpus=expected)
     (one,) = grave(found)
     assert one.verdict is Verdict.REPLACE and "7" in one.message
+
+
+def test_a_container_with_a_part_of_the_gpus_is_sound():
+    """Its ``/sys`` shows the whole machine's bus."""
+    found = judged(output(gpus=GPUS[:2], measured=[one for one in speeds() if one.gpu is None or one.gpu < 2]))
+    assert not grave(found) and any("2 of the 8" in one.message for one in found)
 
 
 def test_no_gpu_and_none_expected():
@@ -144,7 +156,9 @@ def test_no_gpu_and_none_expected():
 
 def test_devices_on_the_bus_without_a_driver():
     line = ProbeLine(rung="gpus", gpus=GpuReport(gpus=GPUS, source="NVML", driver="580.1", count=8))
-    assert worst(judged(output().replace(encode(line), encode(ProbeLine(rung="gpus"))))) is Verdict.REPLACE
+    without = output().replace(encode(line), encode(ProbeLine(rung="gpus")))
+    assert worst(judged(without)) is Verdict.INCOMPLETE, "perhaps a container that was given none"
+    assert worst(judged(without, gpus=8)) is Verdict.REPLACE
 
 
 def test_settings_and_disks_cost_no_host():

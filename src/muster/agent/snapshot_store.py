@@ -39,7 +39,7 @@ class SnapshotStore:
         self._fetched_dropped = 0
         """Attempt that has taken a step, so that its fetched snapshots were dropped."""
         self._layouts_dropped = 0
-        """Attempt that has snapshots of its own, so that those of other layouts were dropped."""
+        """Attempt that has snapshots of its own, so that those of other layouts and former partners were dropped."""
 
     @property
     def _memory(self) -> Path:
@@ -88,7 +88,9 @@ class SnapshotStore:
             return {}
         first = order.contexts[0]
         layout, ranks = first.layout.key, tuple(context.rank for context in order.contexts)
-        self._copies = CopyTo(attempt=order.attempt, peer=order.peer, layout=layout, ranks=ranks)
+        self._copies = CopyTo(
+            attempt=order.attempt, peer=order.peer, layout=layout, ranks=ranks, copies_of=order.copies_of
+        )
         self._copy_to(self._copies)
         restore = first.restore
         if restore is None:
@@ -113,7 +115,8 @@ class SnapshotStore:
         return sources
 
     def on_step(self, attempt: int) -> None:
-        """The attempt takes steps: drop what was fetched for its start, and soon what another layout left."""
+        """The attempt takes steps: drop what was fetched for its start, and soon what is of another layout or a former
+        partner."""
         if self._fetched_dropped != attempt:
             self._fetched_dropped = attempt
             snapshot_cleanup.drop_fetched(self._memory)
@@ -127,6 +130,8 @@ class SnapshotStore:
             ranks=copies.ranks,
             attempt=attempt,
             replicate_snapshots=copies.peer is not None,
+            copies_of=copies.copies_of,
         ):
             self._layouts_dropped = attempt
             snapshot_cleanup.drop_other_layouts(self._memory, keep={copies.layout})
+            snapshot_cleanup.drop_other_copies(self._memory, layout=copies.layout, ranks=copies.copies_of)

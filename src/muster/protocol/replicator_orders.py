@@ -21,6 +21,7 @@ class CopyTo(Record):
     peer: Annotated[Address | None, "None: nowhere"]
     layout: str
     ranks: tuple[Count, ...]
+    copies_of: Annotated[tuple[Count, ...], "ranks of another host whose copies come here"] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

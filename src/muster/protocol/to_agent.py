@@ -40,6 +40,7 @@ class StartAttempt(Record):
     contexts: Annotated[tuple[RankContext, ...], "the ranks of this host"]
     fetch: Annotated[tuple[FetchShard, ...], "the state that they start from"] = ()
     peer: Annotated[Address | None, "the replicator that gets copies of their snapshots"] = None
+    copies_of: Annotated[tuple[Count, ...], "ranks of another host whose copies come here"] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,3 +61,36 @@ def test_files_are_verified_in_shares_only_where_no_rank_is_retained(store, kept
     )  # fmt: skip
     begun = store.begin(StartAttempt(attempt=3, contexts=contexts, fetch=(), peer=None))
     assert [context.restore.share_verification for context in begun] == [share, share]
+
+
+def test_copies_of_former_partners_go_once_the_new_ones_have_arrived(store, tmp_path):
+    """The same layout, but other hosts copy here from now on."""
+
+    def start(attempt, *copies_of):
+        context = RankContext(
+            run_id="r", run_dir=".", attempt=attempt, host="host-0", rank=0, local_rank=0, world_size=2,
+            local_world_size=1, layout=Layout(dp_shard=2), master_addr="", master_port=1,
+            restore=Restore(step=9, attempt=2, layout=Layout(dp_shard=2)),
+        )  # fmt: skip
+        store.begin(StartAttempt(attempt=attempt, contexts=(context,), peer=("host-1", 1), copies_of=copies_of))
+
+    def commit(tier, rank, step, attempt):
+        ring = Ring.create(tmp_path / file_name(tier, KEY, rank), header=b"{}", slot_bytes=64)
+        version = ring.commit(ring.begin(), step=step, attempt=attempt, rank=rank)
+        ring.note_copied(version)
+        ring.close()
+
+    assert Layout(dp_shard=2).key == KEY
+    start(3, 1)
+    commit("own", 0, 10, 3)
+    commit("peer", 1, 10, 3)
+    store.on_step(3)
+    assert ("peer", 1, 10) in held(store)  # the partner is the same
+    start(4, 2)
+    commit("own", 0, 11, 4)
+    commit("peer", 2, 10, 3)  # what the attempt started from
+    store.on_step(4)
+    assert ("peer", 1, 10) in held(store)
+    commit("peer", 2, 11, 4)
+    store.on_step(4)
+    assert {copy[:2] for copy in held(store)} == {("memory", 0), ("peer", 2)}

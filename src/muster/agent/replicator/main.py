@@ -22,6 +22,7 @@ import threading
 import time
 from pathlib import Path
 
+from muster.agent.replicator import snapshot_cleanup
 from muster.agent.replicator.checkpoint_writer import (
     decode_request,
     listen_for_ranks,
@@ -87,6 +88,8 @@ class Replicator:
         self.receiver = SnapshotReceiver()
         self._slices = SliceSource()
         self.senders: list[SnapshotSender] = []
+        self._copies: CopyTo | None = None
+        """Of the newest attempt here."""
         self._sending = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -130,9 +133,25 @@ class Replicator:
         path = self._path(request.file)
         try:
             with self.receiver.writer(path.name, request.attempt, stream.sock):
-                receive_version(path, request, stream, slots=PEER_SLOTS)
+                try:
+                    receive_version(path, request, stream, slots=PEER_SLOTS)
+                except NoRoom:  # raised before anything was answered
+                    if not self._drop_former_copies(request.attempt):
+                        raise
+                    receive_version(path, request, stream, slots=PEER_SLOTS)
         except (NoRoom, ConflictError) as error:
             stream.send(PushRefused(reason=str(error), no_room=isinstance(error, NoRoom)))
+
+    def _drop_former_copies(self, attempt: int) -> bool:
+        """Make room for an attempt's copies: those of ranks that another host holds now. Whether there were any.
+
+        Every rank has its state when copies are made: until the new holder has its copy, a lost host costs the steps
+        since the last save. Without room there would be no copies from then on.
+        """
+        copies = self._copies
+        if copies is None or copies.attempt != attempt:
+            return False
+        return snapshot_cleanup.drop_other_copies(self.memory, layout=copies.layout, ranks=copies.copies_of)
 
     def _path(self, name: str) -> Path:
         return self.memory / Path(name).name  # never a path: a peer names files only
@@ -169,6 +188,7 @@ class Replicator:
         for sender in self.senders:
             sender.stop()
         self.receiver.expect(order.attempt)
+        self._copies = order
         self.senders = []
         for rank in order.ranks if order.peer is not None else ():
             assert order.peer is not None

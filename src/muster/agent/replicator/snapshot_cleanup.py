@@ -26,9 +26,20 @@ def begin_layout(memory: Path, *, layout: str, origin: str | None, step: int, at
             ring.close()
 
 
-def has_snapshots(memory: Path, *, layout: str, ranks: Iterable[int], attempt: int, replicate_snapshots: bool) -> bool:
+def has_snapshots(
+    memory: Path,
+    *,
+    layout: str,
+    ranks: Iterable[int],
+    attempt: int,
+    replicate_snapshots: bool,
+    copies_of: Iterable[int] = (),
+) -> bool:
     """Whether each of this host's ranks has a version of ``attempt`` in memory and, where copies are made, its peer
-    one too."""
+    one too, and whether one of each of the ranks ``copies_of`` is here.
+
+    Ranks copy no version of ``attempt`` before every rank's peer holds the one that it started from.
+    """
     for rank in ranks:
         try:
             ring = Ring.open(memory / file_name("own", layout, rank))
@@ -39,6 +50,15 @@ def has_snapshots(memory: Path, *, layout: str, ranks: Iterable[int], attempt: i
         ring.close()
         if not (held and copied):
             return False
+    for rank in copies_of:
+        try:
+            ring = Ring.open(memory / file_name("peer", layout, rank))
+        except CheckpointError:
+            return False
+        held = any(version.attempt == attempt for version in ring.versions())
+        ring.close()
+        if not held:
+            return False
     return True
 
 
@@ -47,6 +67,15 @@ def drop_other_layouts(memory: Path, *, keep: Collection[str | None]) -> None:
     for path in memory.glob("*.ring"):
         if not path.name.startswith("fetched.") and path.name.split(".")[1] not in keep:
             path.unlink(missing_ok=True)
+
+
+def drop_other_copies(memory: Path, *, layout: str, ranks: Iterable[int]) -> bool:
+    """Delete copies of other ranks' snapshots than these of ``layout``: former partners'. Whether there were any."""
+    keep = {file_name("peer", layout, rank) for rank in ranks}
+    found = [path for path in memory.glob("peer.*.ring") if path.name not in keep]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return bool(found)
 
 
 def drop_fetched(memory: Path) -> None:

@@ -24,6 +24,7 @@ def start_message(
         contexts=_contexts(ctx, name, choice, retained),
         fetch=_fetches(ctx, name, choice, retained) if choice is not None else (),
         peer=peer_of(ctx, name),
+        copies_of=_copies_of(ctx, name),
     )
 
 
@@ -110,6 +111,15 @@ def _holder_of(ctx: SupervisorContext, name: str) -> str | None:
     if requested is None and has_replica_on_other_host(ctx.state.layout, ctx.state.ranks, name):
         return None  # another replica holds the same state
     return active[holders[active.index(name)]]
+
+
+def _copies_of(ctx: SupervisorContext, name: str) -> tuple[int, ...]:
+    """Ranks of other hosts whose snapshots this host holds copies of."""
+    state = ctx.state
+    active, holders = state.active, state.current.holders
+    here = active.index(name)
+    senders = (active[index] for index, holder in enumerate(holders) if holder == here)
+    return tuple(rank for sender in senders if _holder_of(ctx, sender) for rank in state.ranks_on(sender))
 
 
 def on_replicator_address(ctx: SupervisorContext, host: Host, address: Address) -> None:

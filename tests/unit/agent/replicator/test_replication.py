@@ -8,7 +8,9 @@ import pytest
 from muster.agent.replicator import main, replication
 from muster.agent.replicator.main import Replicator
 from muster.agent.replicator.replication import SnapshotSender, decode_peer
+from muster.checkpoint_format import snapshot_ring
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
+from muster.protocol.replicator_orders import CopyTo
 from muster.protocol.replicator_peers import Go, Got, Held, PushVersion, Torn, Whole
 from muster.transport.stream import Stream
 
@@ -74,3 +76,22 @@ def test_a_version_that_was_overwritten_meanwhile_is_not_called_damaged(ring, tm
     replicator.listener.close()
     assert [copy.step for message in said for copy in message.copies] == ([7] if damaged else [])
     assert ring.versions() == []
+
+
+@pytest.mark.parametrize("copies_of", [(0,), (0, 5)])
+def test_copies_of_former_partners_make_room_for_those_of_the_attempt(ring, tmp_path, monkeypatch, copies_of):
+    memory = tmp_path / "peer"
+    memory.mkdir()
+    former = memory / file_name("peer", KEY, 5)
+    Ring.create(former, header=b"{}", slot_bytes=64).close()
+    monkeypatch.setattr(snapshot_ring, "_free", lambda folder: 0 if former.exists() else 1 << 20)
+    replicator = Replicator(memory=memory, token=b"token", bind="127.0.0.1")
+    replicator.handle(CopyTo(attempt=2, peer=None, layout=KEY, ranks=(3,), copies_of=copies_of))
+    threading.Thread(target=replicator.serve, daemon=True).start()
+    sender = SnapshotSender(ring.path, file_name("peer", KEY, 0), peer=replicator.address, attempt=2, token=b"token")
+    ring.request_copy(ring.find(7, 1))
+    sender._send()
+    sender._disconnect()
+    replicator.listener.close()
+    assert former.exists() == (5 in copies_of)
+    assert (ring.copied() == (7, 1)) == (5 not in copies_of)

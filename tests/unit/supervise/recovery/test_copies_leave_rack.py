@@ -5,6 +5,7 @@ from fakes.virtual_run import cluster, events_of, kinds, machine, spec, without_
 
 from muster.core.types import Place
 from muster.simulate import agent_model
+from muster.supervise.recovery.start_message import start_message
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 #: Two racks of two, and a spare in the second one.
@@ -104,3 +105,18 @@ def test_a_replicator_that_restarts_is_told_to_those_that_copy_to_it(monkeypatch
     assert [(name, message.peer) for name, message in told if isinstance(message, PeerMoved)] == [
         ("host-0", ("host-2", 7))
     ]
+
+
+@pytest.mark.parametrize("of", [spec(hosts=4), without_copies(spec(hosts=2))], ids=["copies", "none"])
+def test_a_host_is_told_whose_copies_come_to_it(of):
+    found = cluster(of, places=RACKS)
+    found.run(10.0)
+    state = found.machine.state
+    orders = {name: start_message(found.machine._ctx, name, None, {}) for name in state.active}
+    expected = {name: set() for name in state.active}
+    for name, order in orders.items():
+        for holder in state.active:
+            if order.peer is not None and order.peer == state.hosts[holder].memory:
+                expected[holder] |= set(state.ranks_on(name))
+    assert {name: set(order.copies_of) for name, order in orders.items()} == expected
+    assert all(expected.values()) == (of.checkpoint.replicate_snapshots is not False)

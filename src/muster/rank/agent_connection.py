@@ -228,6 +228,8 @@ class SocketAgentClient:
     def progress(self, *, for_s: float = 0.0) -> None:
         if self._progress_throttle.grant(time.monotonic(), for_s=for_s):
             self._send_progress()
+        elif for_s:
+            self._wake()  # the connection's thread may sleep without limit: it is to repeat this from now on
 
     def _send_progress(self) -> None:
         self._send(RankProgress(attempt=self._attempt, rank=self._rank))

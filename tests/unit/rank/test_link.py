@@ -121,6 +121,16 @@ def test_a_long_save_goes_on_to_count_as_progress(link, monkeypatch):
     assert len(agent.heard) == count, "it has had its time"
 
 
+def test_a_long_save_right_after_other_progress_counts_too(link, monkeypatch):
+    monkeypatch.setattr(agent_connection, "PROGRESS_EVERY_S", 0.5)
+    agent, client = link
+    client.progress()
+    agent.hear(1)
+    agent.serve(0.1)  # its thread sleeps
+    client.progress(for_s=60.0)
+    agent.hear(3)
+
+
 def test_a_new_agent_is_told_where_the_rank_is(link, tmp_path):
     agent, client = link
     client.beat(7)

@@ -138,12 +138,14 @@ class SupervisorHome:
 
         Raises:
             BackendError: the end cannot be put.
+            ConflictError: another supervisor took the lease from us.
         """
         if self.home.is_folder or not self.job:
             return None
         if (found := self._read_end()) is not None:
             return found
-        finished = finish_of(before, self.job, self._submission())
+        with keeping(self.lease):  # it reads the whole log
+            finished = finish_of(before, self.job, self._submission())
         if finished is None or finished.exit_code == AGAIN:  # the same JobSet may go on after a preemption
             return None
         end = End(exit_code=finished.exit_code, outcome=finished.outcome, reason=finished.reason)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fakes.clock import VirtualClock
 from fakes.objects import Objects
+from waiting import eventually
 
 from muster.core.errors import BackendError, BusyError, ConflictError, MusterError
 from muster.core.event_log import check_directory, read
@@ -141,6 +142,23 @@ def test_the_end_is_known_to_a_supervisor_of_the_same_job(pods):
     assert pods.take_over("c", job="job-2")[0].ended([]) is None
     assert pods.take_over("d", submission="2")[0].ended([]) is None
     assert pods.take_over("e", job="")[0].ended([]) is None
+
+
+def test_who_stands_by_does_not_get_the_run_while_its_log_is_read(pods, monkeypatch):
+    first, _, _ = pods.take_over("a")
+    monkeypatch.setattr(lease, "LEASE_S", 0.6)
+    first.lease.renew()
+
+    def long_log():
+        for _ in range(4):
+            before = pods.record("lease")["expires_mono_ns"]
+            pods.clock.sleep(0.4)
+            eventually(lambda before=before: pods.record("lease")["expires_mono_ns"] > before)
+            with pytest.raises(ConflictError, match="holds this run"):
+                pods.supervisor("b").take_over("run-1", ("127.0.0.1", 1))
+            yield from ()
+
+    assert first.ended(long_log()) is None
 
 
 def test_who_stands_by_does_not_get_the_run_while_its_end_is_still_shipped(pods, monkeypatch):

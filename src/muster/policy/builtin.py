@@ -119,7 +119,7 @@ class DefaultPolicy:
     def _replace(self, situation: ClusterState, incident: Incident, *, failing: bool = False) -> Decision:
         host = incident.host
         reason = f"{host} failed {situation.host_failures.get(host or '', 0)} times" if failing else incident.evidence
-        if not failing and host in situation.resettable:
+        if not failing and host in situation.resettable and not incident.traits.announced:
             return _decision(incident, Action.RESET, f"a reset may heal it: {reason}", host=host)
         remaining = tuple(name for name in situation.active if name != host and name not in situation.noticed)
         sound = _sound(situation)

@@ -144,6 +144,7 @@ class HostFault(Record):
     verdict: Annotated[Literal["reset", "drain", "replace"], "what it asks for"]
     evidence: Annotated[str, "one sentence with values"]
     resettable: Annotated[tuple[Count, ...], "GPUs that a reset may repair"] = ()
+    at_ns: Annotated[Int64, "the host's monotonic clock: the same where it is repeated"] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

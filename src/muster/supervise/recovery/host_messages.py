@@ -27,15 +27,19 @@ from muster.protocol.values import RankEvent, StoreAddress
 from muster.supervise.hangs import gathering
 from muster.supervise.hangs.gathering import Gathering
 from muster.supervise.recovery import final_flush, preemption_notices
-from muster.supervise.recovery.attempts import start_when_drained
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.hosts import consider_growth, host_ready, rejoin_after_timeout, set_aside
-from muster.supervise.recovery.incidents import extend_resize_deadline, report_incident
+from muster.supervise.recovery.incidents import (
+    extend_resize_deadline,
+    judge_fault,
+    report_incident,
+    start_unless_faulty,
+)
 from muster.supervise.recovery.inputs import SECOND_NS
-from muster.supervise.recovery.phases import Draining, Flushing, Running, Starting, Waiting
+from muster.supervise.recovery.phases import Draining, Flushing, Held, Running, Starting, Waiting
 from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.start_message import on_replicator_address
-from muster.supervise.recovery.state import Host
+from muster.supervise.recovery.state import Fault, Host
 
 
 def on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthReport) -> None:
@@ -177,7 +181,7 @@ def _ranks_ended(ctx: SupervisorContext, host: Host, message: RanksEnded) -> Non
     if isinstance(phase, Flushing):
         final_flush.on_drained(ctx, phase, host.name)
     elif isinstance(phase, Draining) and phase.waiting.pop(host.name, None) is not None:
-        start_when_drained(ctx)
+        start_unless_faulty(ctx)
 
 
 def _start_failed(ctx: SupervisorContext, host: Host, message: StartFailed) -> None:
@@ -188,17 +192,27 @@ def _start_failed(ctx: SupervisorContext, host: Host, message: StartFailed) -> N
 
 
 def _health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFault) -> None:
-    """A detector's report on a host, or its own look at its hardware: what is wrong, and what may heal it."""
+    """A detector's report on a host, or its own look at its hardware: what is wrong, and what may heal it.
+
+    Judged at once where ranks run or could, else before the next attempt starts.
+    """
+    state, phase = ctx.state, ctx.state.phase
     traits, evidence, detail = HOST_UNHEALTHY, message.evidence[:500], dict[str, Json]()
     health: dict[str, Json] = {"resettable": list(message.resettable)}
     if isinstance(message, HostFault):
+        told, host.told = host.told, (message.at_ns, evidence)
+        if host.told == told:
+            return
         health["verdict"] = detail["class"] = message.verdict
     else:
         traits = traits_of(message.kind)
     ctx.log("host.health", {"incident": traits.kind, "evidence": evidence, **health}, host=host.name)
+    if host.name in (state.active if isinstance(phase, Held) else state.counted_on):
+        host.fault = Fault(traits=traits, evidence=evidence, resettable=message.resettable, detail=detail)
+        if isinstance(phase, Running | Waiting):
+            judge_fault(ctx, host.name)
+        return
     host.resettable = message.resettable
-    if isinstance(ctx.state.phase, Running) and host.name in ctx.state.active:
-        report_incident(ctx, traits, host=host.name, evidence=f"{host.name}: {evidence}", detail=detail)
-    elif isinstance(message, HostFault) and host.name not in ctx.state.active and not host.quarantined:
+    if isinstance(message, HostFault) and not host.quarantined:
         host.quarantined = True  # a spare that would fail the moment it is needed
         ctx.log("host.quarantined", {"reason": evidence}, host=host.name)

@@ -18,10 +18,9 @@ from muster.supervise.recovery.attempts import (
     ready_hosts,
     resend_end,
     start_attempt,
-    start_when_drained,
 )
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.incidents import end_of_held, report_incident
+from muster.supervise.recovery.incidents import end_of_held, report_incident, start_unless_faulty
 from muster.supervise.recovery.inputs import SECOND_NS, HostDown, HostUp
 from muster.supervise.recovery.phases import (
     Adopting,
@@ -200,4 +199,4 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
         report_incident(ctx, HOST_LOST, host=given.host, evidence=evidence, silent_s=given.silent_s)
     if isinstance(phase, Draining) and ctx.state.phase is phase:
         phase.waiting.pop(given.host, None)
-        start_when_drained(ctx)
+        start_unless_faulty(ctx)

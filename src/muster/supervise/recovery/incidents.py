@@ -13,7 +13,7 @@ from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.protocol.to_agent import EndAttempt
 from muster.protocol.values import CommandRanks
 from muster.supervise.recovery import error_history
-from muster.supervise.recovery.attempts import ask_to_save, drain
+from muster.supervise.recovery.attempts import ask_to_save, drain, start_when_drained
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import flush_and_finish
 from muster.supervise.recovery.inputs import SECOND_NS
@@ -73,6 +73,30 @@ def report_incident(
     if decision.action is not Action.IGNORE:
         state.open_incident(opened_by(traits.kind, incident.incident_id, detail, ctx.now_ns, state.last_applied_step))
     apply_decision(ctx, decision, incident, hosts, key)
+
+
+def judge_fault(ctx: SupervisorContext, name: str) -> None:
+    """What was last reported on a host that trains, or is about to: an incident."""
+    host = ctx.state.hosts[name]
+    if host.fault is None:
+        return
+    fault, host.fault = host.fault, None
+    host.resettable = fault.resettable
+    report_incident(ctx, fault.traits, host=name, evidence=f"{name}: {fault.evidence}", detail=fault.detail)
+
+
+def start_unless_faulty(ctx: SupervisorContext) -> None:
+    """Once every host has reported: judge what was reported on the next attempt's hosts meanwhile, then start it.
+
+    Not earlier: a second order to end the ranks (with a reset) would be taken for answered by the first one's answer.
+    """
+    phase = ctx.state.phase
+    if not isinstance(phase, Draining):
+        return
+    for name in phase.next.hosts[:]:
+        if not phase.waiting and ctx.state.phase is phase and name in phase.next.hosts:
+            judge_fault(ctx, name)
+    start_when_drained(ctx)
 
 
 def opened_by(kind: str, incident_id: str, detail: Mapping[str, object], at_ns: int, step: int) -> OpenIncident:
@@ -211,7 +235,7 @@ def apply_decision(
     if action is Action.WAIT:
         following.waiting_since_ns = following.waiting_since_ns or ctx.now_ns
         following.needed = waits_for(decision)
-    if not isinstance(state.phase, Draining):
+    if not isinstance(state.phase, Draining) or (action is Action.RESET and not state.phase.waiting):
         drain(ctx, following)
 
 

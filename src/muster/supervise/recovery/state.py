@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from muster.core.batch_schedule import BatchSegment
+from muster.core.incidents import IncidentTraits
 from muster.core.layout import Layout
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import JsonObject
@@ -43,6 +44,16 @@ class Progress:
     """Rank -> exit code."""
     blamed: set[int] = field(default_factory=set)
     """Ranks that an incident names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A report on a host's health that is not judged yet."""
+
+    traits: IncidentTraits
+    evidence: str
+    resettable: tuple[int, ...] = ()
+    detail: JsonObject = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -84,6 +95,10 @@ class Host:
     attempt: int = 0
     resettable: tuple[int, ...] = ()
     """GPUs that a reset may heal, by the health report."""
+    fault: Fault | None = None
+    """The newest report on it that came while no attempt ran: judged before the next one starts."""
+    told: tuple[int, str] | None = None
+    """The last report of its own look at its hardware (time, sentence): an agent repeats it when it connects."""
     resetting: bool = False
     """A reset was decided; it is tried once for each health report."""
     retained: Mapping[int, int] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from muster.core.event_details.run import (
 from muster.core.events import Event
 from muster.core.incidents import counts_against_host, traits_of
 from muster.core.layout import Layout
+from muster.core.typed_json import JsonObject
 from muster.core.types import Action
 from muster.policy.snapshot_holders import logged_holders
 from muster.supervise.recovery import error_history
@@ -42,7 +43,7 @@ from muster.supervise.recovery.phases import (
     Stopping,
     Waiting,
 )
-from muster.supervise.recovery.state import Attempt, Host, State
+from muster.supervise.recovery.state import Attempt, Fault, Host, State
 
 #: Writer of what supervisors log.
 SUPERVISOR = "supervisor"
@@ -251,6 +252,7 @@ class _Replay:
         """Count it as the supervisor that logged it did."""
         detail, state = event.read(IncidentDetected), self.state
         self.detected = event
+        self._judged(self.state.hosts.get(event.host or ""), detail.evidence)
         self._count_incident(detail.incident_id)
         if event.rank is not None:
             state.progress.blamed.add(event.rank)
@@ -313,7 +315,21 @@ class _Replay:
         self._host(event).lost = True
 
     def health(self, event: Event, _at_ns: int) -> None:
-        self._host(event).resettable = event.read(HostHealth).resettable
+        state, host, detail = self.state, self._host(event), event.read(HostHealth)
+        before = host.resettable
+        host.resettable = detail.resettable
+        if host.name in (state.active if isinstance(state.phase, Held) else state.counted_on):
+            try:
+                traits = traits_of(detail.incident)
+            except UsageError:
+                return  # of a later version, or of a package that is no longer installed
+            told: JsonObject = {} if detail.verdict is None else {"class": detail.verdict}
+            fault = Fault(traits=traits, evidence=detail.evidence, resettable=detail.resettable, detail=told)
+            host.fault, host.resettable = fault, before
+
+    def _judged(self, host: Host | None, evidence: str) -> None:
+        if host is not None and host.fault is not None and evidence == f"{host.name}: {host.fault.evidence}":
+            host.resettable, host.fault = host.fault.resettable, None
 
     def notice(self, event: Event, _at_ns: int) -> None:
         if event.host in self.state.hosts:

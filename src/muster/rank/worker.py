@@ -65,7 +65,7 @@ def run_rank(
         serve = context.rank == 0 and not store_hosted
         store = open_rendezvous(context.master_addr, context.master_port, serve=serve)
     world = join_world(context, device, store)
-    components = make_components(spec, context, device=device, world=world)
+    components = make_components(spec, context, agent, device=device, world=world)
     while True:
         agent.on_pause(world.aborter)
         run = assemble(components, context, agent, phases, world)

@@ -46,6 +46,8 @@ from muster.train.training_run import TrainingRun
 #: Gradients of the whole model are kept on each rank between micro-batches if they take less than this share
 #: of its memory.
 LOCAL_GRADIENTS_SHARE = 0.1
+#: How long a part of data preparation counts as progress: training a tokenizer or packing reports none meanwhile.
+PREPARE_LIMIT_S = 1800.0
 
 
 @dataclass
@@ -77,12 +79,14 @@ class TrainerComponents:
         reshard(self.built.module)
 
 
-def make_components(spec: RunSpec, context: RankContext, *, device: torch.device, world: World) -> TrainerComponents:
+def make_components(
+    spec: RunSpec, context: RankContext, agent: AgentClient, *, device: torch.device, world: World
+) -> TrainerComponents:
     """Open the data and build the model, with weights from the seed or the pretrained files.
 
     If in-memory snapshots are restored next (``context.restore``), trained weights stay undefined until then.
     """
-    prepared = open_data(spec, Path(context.run_dir))
+    prepared = open_data(spec, Path(context.run_dir), agent)
     batch_schedule, last_step = schedule_of(spec, context, prepared)
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
@@ -245,12 +249,21 @@ def schedule_of(spec: RunSpec, context: RankContext, prepared: Prepared) -> tupl
     return batch_schedule, last_step
 
 
-def open_data(spec: RunSpec, run_dir: Path) -> Prepared:
-    """The prepared data; prepared here if that was not done before the ranks started (torchrun)."""
+def open_data(spec: RunSpec, run_dir: Path, agent: AgentClient) -> Prepared:
+    """The prepared data; prepared here if that was not done before the ranks started (torchrun), or it is damaged.
+
+    One rank of a host builds it, the others wait; what it does counts as progress, since it may take longer than a
+    start.
+    """
     try:
         return open_prepared(spec, run_dir)
     except MusterError:
-        return prepare(spec, run_dir=run_dir)
+        agent.progress(for_s=PREPARE_LIMIT_S)
+        prepared = prepare(
+            spec, run_dir=run_dir, progress=lambda activity, done, total: agent.progress(for_s=PREPARE_LIMIT_S)
+        )
+        agent.progress()
+        return prepared
 
 
 def reduce_groups_of(meshes: Meshes, world: World) -> ReduceGroups:

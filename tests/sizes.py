@@ -168,7 +168,8 @@ NIGHTLY = {
         "test_recovery_live.py::test_a_killed_rank_costs_no_applied_step_and_no_bit"
     ),
     "test_recovery_live.py::test_without_a_spare_the_world_shrinks_and_grows_back": (
-        "test_policy_live.py::test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world, and growing on virtual hosts"
+        "test_policy_live.py::test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world, "
+        "and growing on virtual hosts"
     ),
     "test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[stopped]": (
         "test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[killed]"

@@ -17,6 +17,8 @@ class GpuReset:
         self._hub, self._on_done = hub, on_done
         self._ordered: Sequence[int] = ()
         self._running = False
+        self.ended = 0
+        """How many have been done; what the GPUs report from then on is a new incident."""
 
     def order(self, gpus: Sequence[int]) -> None:
         self._ordered = gpus
@@ -31,6 +33,7 @@ class GpuReset:
 
     def _done(self, gpus: Sequence[int], ok: bool, evidence: str) -> None:
         self._running = False
+        self.ended += ok
         self._on_done(gpus, ok, evidence)
 
 

@@ -122,10 +122,8 @@ class HostAgent:
         )
         self.readiness = Readiness(
             has_all=lambda: self.programs.prepared and self.fork_server.connected and len(self.pool.standbys) > 0,
-            is_joining=self._is_joining,
-            is_warm=lambda: self.pool.is_warm(),
-            on_ready=self._on_ready,
-        )
+            is_joining=self._is_joining, is_warm=lambda: self.pool.is_warm(), on_ready=self._on_ready,
+        )  # fmt: skip
         self._make_pool()
 
     def _make_pool(self) -> None:
@@ -155,8 +153,10 @@ class HostAgent:
             ),
         )
         self.kernel_log = KernelLogFollower(
-            identity=identity, hub=hub, log=log, spec=lambda: self.spec, living=self.pool.living, send=self.link.send
-        )
+            identity=identity, hub=hub, log=log, spec=lambda: self.spec, living=self.pool.living, send=self.link.send,
+            resets=lambda: self.pool.gpu_reset.ended,
+        )  # fmt: skip
+        self.link.fault = self.kernel_log.standing
         self.evidence = EvidenceGatherer(hub=hub, host=identity.host, living=self.pool.living, send=self.link.send)
         self.preemption = Preemption(
             spec=lambda: self.spec,

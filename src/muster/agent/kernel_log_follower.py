@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.rank_process import Worker, end_child
 from muster.config.spec import RunSpec
-from muster.health.hardware.driver_errors import Burst, finding_of, judge_bursts
+from muster.health.hardware.driver_errors import RECOVERY_ACTION, Burst, finding_of, judge_burst, same_burst
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.kernel_log import KernelFault, KernelLogReader, pci_address
 from muster.health.verdicts import Verdict
@@ -55,19 +56,28 @@ class KernelLogFollower:
         spec: Callable[[], RunSpec],
         living: Callable[[], Iterable[Worker]],
         send: Callable[[HostFault], None],
+        resets: Callable[[], int] = lambda: 0,
         gpus: Path = GPUS,
         kmsg: str = KMSG,
         follow: tuple[str, ...] = FOLLOW,
     ) -> None:
-        """``living``: the ranks' processes. ``gpus``, ``kmsg``, ``follow``: where a test has its own."""
+        """``living``: the ranks' processes. ``resets``: how often GPUs were reset here.
+
+        ``gpus``, ``kmsg``, ``follow``: where a test has its own."""
         self._host, self._hub, self._spec, self._living = identity.host, hub, spec, living
-        self._send, self._log = send, log
+        self._send, self._log, self._resets = send, log, resets
         self._gpus_folder, self._kmsg, self._follow = gpus, kmsg, follow
         self._gpus: dict[str, int] = {}
         self._reader = KernelLogReader()
-        self._faults: list[KernelFault] = []
-        self._told: tuple[KernelFault | None, Verdict] = (None, Verdict.HEALTHY)
-        """The first error of the newest burst that was told, and its verdict then."""
+        self._earlier: list[KernelFault] = []
+        """Errors of closed bursts, each once."""
+        self._open: dict[tuple[str, ...], KernelFault] = {}
+        """The open burst: each error of a device once, since more of the same change no verdict."""
+        self._last: KernelFault | None = None
+        self._told: Verdict | None = None
+        """Of the open burst; None: nothing was told."""
+        self._standing: HostFault | None = None
+        self._resets_seen = 0
         self._fd = -1
         self._dmesg: subprocess.Popen[bytes] | None = None
         self._buffer = b""
@@ -155,12 +165,37 @@ class KernelLogFollower:
         fault = self._reader.read(line)
         if fault is None:
             return
-        self._faults = [*self._faults[1 - _KEPT :], fault]
-        burst = judge_bursts(self._faults, self._own_numbers())[-1]
-        first, verdict = self._told
-        if burst.members[0].fault is not first or _graver(burst.verdict, verdict):
-            self._told = burst.members[0].fault, burst.verdict
+        self._note_resets()
+        if self._last is not None and not same_burst(self._last, fault):
+            self._close()
+        self._last = fault
+        action = fault.text if fault.number == RECOVERY_ACTION else str(fault.fatal)
+        key = (fault.family, str(fault.number), fault.device, action)
+        if fault.number == RECOVERY_ACTION:
+            self._open.pop(key, None)  # the driver's newest word counts
+        if key in self._open or len(self._open) >= _KEPT:
+            return
+        self._open[key] = fault
+        burst = judge_burst(list(self._open.values()), self._earlier, self._own_numbers())
+        if self._told is None or _graver(burst.verdict, self._told):
+            self._told = burst.verdict
             self._tell(burst)
+
+    def _close(self) -> None:
+        """The burst is over: what follows is another one, even where it says the same."""
+        self._earlier = [*self._earlier, *self._open.values()][-_KEPT:]
+        self._open, self._told, self._last = {}, None, None
+
+    def _note_resets(self) -> None:
+        """A reset ends the burst, and what was told of it stands no longer."""
+        if self._resets() != self._resets_seen:
+            self._resets_seen, self._standing = self._resets(), None
+            self._close()
+
+    def standing(self) -> HostFault | None:
+        """The gravest fault that was told and that no reset has followed."""
+        self._note_resets()
+        return self._standing
 
     def _own_numbers(self) -> OwnNumbers:
         check = self._spec().check
@@ -173,7 +208,13 @@ class KernelLogFollower:
             evidence = f"rank {rank}: {evidence}"
         if burst.verdict.faulty:
             resettable = burst.resettable(self._gpus)
-            self._send(HostFault(verdict=_ASKED[burst.verdict], evidence=evidence[:500], resettable=resettable))
+            fault = HostFault(
+                verdict=_ASKED[burst.verdict], evidence=evidence[:500], resettable=resettable, at_ns=time.monotonic_ns()
+            )
+            grave = list(_ASKED.values()).index
+            if self._standing is None or grave(fault.verdict) >= grave(self._standing.verdict):
+                self._standing = fault
+            self._send(fault)
         else:
             whose = "the program's own" if burst.verdict is Verdict.APP else "no action"
             self._log.note(f"{self._host}: {evidence} ({whose})")

@@ -97,7 +97,7 @@ class RankPool:
         self._retained = RetainedRanks()
         self._steps = StepClock()
         self._progress_sent_s = 0.0
-        self._gpu_reset = GpuReset(hub=hub, on_done=self._on_reset)
+        self.gpu_reset = GpuReset(hub=hub, on_done=self._on_reset)
         self._reset_result: ResetResult | None = None
 
     @property
@@ -176,7 +176,7 @@ class RankPool:
     def end(self, order: EndAttempt) -> None:
         """End the ranks up to an attempt, then reset GPUs; those to be kept have some time to pause."""
         attempt = order.attempt
-        self._gpu_reset.order(order.reset)
+        self.gpu_reset.order(order.reset)
         if order.reset and self._forks.opens_contexts():  # no GPU is reset while any process uses it
             self._orphans.add(self.standbys.pids)
             self.standbys.clear()
@@ -247,7 +247,7 @@ class RankPool:
         if ending is None or self._orphans.ending:
             return
         ended = [worker for worker in living if worker.attempt <= ending]
-        if any(worker.paused is None for worker in ended) or not self._gpu_reset.is_done():
+        if any(worker.paused is None for worker in ended) or not self.gpu_reset.is_done():
             return
         kept = {worker.rank: worker.paused for worker in ended if worker.paused is not None}
         self._send(RanksEnded(attempt=ending, snapshots=self._snapshots.held(), kept=kept, reset=self._reset_result))

@@ -13,7 +13,7 @@ from muster.agent.host_identity import HostIdentity
 from muster.protocol.codec import reader_of
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_agent import TO_AGENT, ToAgent
-from muster.protocol.to_supervisor import FromAgent, StartFailed
+from muster.protocol.to_supervisor import FromAgent, HostFault, StartFailed
 from muster.protocol.values import Address
 from muster.protocol.version import OtherVersion
 from muster.transport.connections import Connection, ConnectionPool
@@ -23,7 +23,8 @@ LEASE_CHECK_S = 1.0
 
 
 class SupervisorLink:
-    """At most one connection. For a supervisor that is absent a failed start alone is kept: a hello tells the rest."""
+    """At most one connection. For a supervisor that is absent a failed start and the hardware's fault are kept: a hello
+    tells the rest."""
 
     def __init__(
         self,
@@ -44,6 +45,8 @@ class SupervisorLink:
         self._lease: tuple[int, int, int] | None = None
         """The lease's file when it was last read."""
         self._kept: dict[str, StartFailed] = {}
+        self.fault: Callable[[], HostFault | None] = lambda: None
+        """What is wrong with the hardware: told again to each supervisor that is found."""
 
     @property
     def connected(self) -> bool:
@@ -89,6 +92,9 @@ class SupervisorLink:
         self.greet()
         for failure in self._kept.values():
             self.send(failure)
+        fault = self.fault()
+        if fault is not None:
+            self.send(fault)
         return True
 
     def greet(self) -> None:

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from muster.agent import kernel_log_follower
 from muster.agent.kernel_log_follower import KernelLogFollower
+from muster.agent.supervisor_link import SupervisorLink
 from muster.config.spec import Check
-from muster.protocol.to_supervisor import HostFault
+from muster.protocol.to_supervisor import HostFault, HostReady
 from muster.transport.connections import ConnectionPool
 
 GPUS = ("0000:19:00.0", "0000:3b:00.0", "0000:9b:00.0")
@@ -26,11 +28,11 @@ class Host:
         for address in gpus:
             (folder / address).mkdir()
         self.hub = ConnectionPool(token="0" * 32, on_accept=lambda peer: None, on_gone=lambda peer, why: None)
-        self.sent, self.notes = [], []
+        self.sent, self.notes, self.resets = [], [], 0
         self.follower = KernelLogFollower(
             identity=SimpleNamespace(host="host-1"), hub=self.hub, log=SimpleNamespace(note=self.notes.append),
             spec=lambda: SimpleNamespace(check=check or Check()), living=lambda: living, send=self.sent.append,
-            gpus=folder, **sources,
+            resets=lambda: self.resets, gpus=folder, **sources,
         )  # fmt: skip
 
     def until(self, happened, limit_s=20.0):
@@ -222,3 +224,46 @@ def test_the_options_of_dmesg_exist():
     if "--follow-new" not in shown:
         pytest.skip("this dmesg is older than util-linux 2.37")
     assert all(option in shown for option in ("--kernel", "--nopager", "--color"))
+
+
+def test_the_same_again_after_our_own_reset_is_another_burst_and_asks_for_more(on_host, kmsg, monkeypatch):
+    host, say = following(on_host, kmsg, monkeypatch)
+    say("NVRM: Xid (PCI:0000:3b:00): 119, Timeout")
+    host.until(lambda: host.sent)
+    assert host.follower.standing() == host.sent[0]
+    host.resets += 1
+    assert host.follower.standing() is None, "a reset has followed"
+    say("NVRM: Xid (PCI:0000:3b:00): 119, Timeout", second=200.0)
+    host.until(lambda: len(host.sent) == 2)
+    assert [fault.verdict for fault in host.sent] == ["reset", "replace"]
+
+
+def test_a_thousand_lines_of_one_burst_are_told_once_and_judged_once(on_host, kmsg, monkeypatch):
+    judged = []
+    real = kernel_log_follower.judge_burst
+    monkeypatch.setattr(kernel_log_follower, "judge_burst", lambda *given: (judged.append(given), real(*given))[1])
+    host, say = following(on_host, kmsg, monkeypatch)
+    for number in range(1000):
+        say(f"NVRM: Xid (PCI:0000:3b:00): 119, Timeout {number}", second=100.0 + number)
+        host.hub.run_once(0.0)
+    say("NVRM: Xid (PCI:0000:3b:00): 92, the last", second=5000.0)
+    host.until(lambda: host.notes)
+    assert len(host.sent) == 1 and len(judged) == 2
+
+
+def test_what_was_told_to_nobody_is_told_to_the_supervisor_that_is_found(on_host, kmsg, monkeypatch, tmp_path):
+    host, say = following(on_host, kmsg, monkeypatch)
+    link = SupervisorLink(
+        hub=host.hub, identity=SimpleNamespace(run_dir=tmp_path, host="host-1"), hello=lambda: HostReady(),
+        on_message=lambda message: None, on_refused=lambda line: None,
+    )  # fmt: skip
+    link.fault, host.follower._send = host.follower.standing, link.send
+    say("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")
+    host.until(lambda: host.follower.standing() is not None)
+    told = []
+    monkeypatch.setattr(link, "find_address", lambda: ("127.0.0.1", 1))
+    monkeypatch.setattr(host.hub, "connect", lambda *at, **more: SimpleNamespace(expect=lambda *given: None))
+    monkeypatch.setattr(host.hub, "send", lambda peer, message: told.append(message))
+    assert link.connect()
+    (_, fault) = told
+    assert isinstance(fault, HostFault) and fault.verdict == "replace" and fault == host.follower.standing()

@@ -47,13 +47,14 @@ class Burst:
     def verdict(self) -> Verdict:
         return self.decisive.verdict
 
-    def resettable(self, gpus: Mapping[str, int]) -> tuple[int, ...]:
-        """GPUs (by number; ``gpus``: PCI address -> number) that a reset may heal; none where that is not enough."""
+    def resettable(self, gpus: Mapping[str, int], *, all_ours: bool = True) -> tuple[int, ...]:
+        """GPUs (by number; ``gpus``: PCI address -> number) that a reset may heal; none where that is not enough, or
+        where all would have to be reset and not ``all_ours``."""
         if self.verdict is not Verdict.RESET:
             return ()
         faulty = [member for member in self.members if member.verdict is Verdict.RESET]
         if any(member.whole_host for member in faulty):
-            return tuple(sorted(gpus.values()))
+            return tuple(sorted(gpus.values())) if all_ours else ()
         return tuple(sorted({gpus[member.fault.device] for member in faulty if member.fault.device in gpus}))
 
 
@@ -63,13 +64,32 @@ def judge_bursts(faults: Sequence[KernelFault], own: OwnNumbers = _NOTHING) -> t
     several = _devices_by_number(faults)
     groups = _grouped(faults)
     for position, group in enumerate(groups):
-        earlier = [fault for before in groups[:position] for fault in before if _within_a_day(fault, group[0])]
-        members = [_judge(fault, group, earlier, own, several) for fault in group]
-        members = _follow_the_driver(members, own)
-        # Equally grave: the first that decides (the cause comes before what follows from it).
-        decisive = max(members, key=lambda one: (one.decides, _gravity(one.verdict)))
-        found.append(Burst(members=tuple(members), decisive=decisive))
+        earlier = [fault for before in groups[:position] for fault in before]
+        found.append(_judge_burst(group, earlier, own, several))
     return tuple(found)
+
+
+def judge_burst(group: Sequence[KernelFault], earlier: Sequence[KernelFault], own: OwnNumbers = _NOTHING) -> Burst:
+    """One burst's verdict. ``earlier``: the errors of the bursts before it."""
+    return _judge_burst(group, earlier, own, _devices_by_number([*earlier, *group]))
+
+
+def _judge_burst(
+    group: Sequence[KernelFault],
+    earlier: Sequence[KernelFault],
+    own: OwnNumbers,
+    several: Mapping[tuple[Family, int], int],
+) -> Burst:
+    earlier = [fault for fault in earlier if _within_a_day(fault, group[0])]
+    members = _follow_the_driver([_judge(fault, group, earlier, own, several) for fault in group], own)
+    # Equally grave: the first that decides (the cause comes before what follows from it).
+    decisive = max(members, key=lambda one: (one.decides, _gravity(one.verdict)))
+    return Burst(members=tuple(members), decisive=decisive)
+
+
+def same_burst(before: KernelFault, after: KernelFault) -> bool:
+    """Whether no silence lies between two lines."""
+    return _gap_s(before, after) <= SILENCE_S
 
 
 def judge_kernel_log(
@@ -255,7 +275,7 @@ def _devices_by_number(faults: Iterable[KernelFault]) -> Counter[tuple[Family, i
 def _grouped(faults: Sequence[KernelFault]) -> list[list[KernelFault]]:
     groups: list[list[KernelFault]] = []
     for fault in faults:
-        if groups and _gap_s(groups[-1][-1], fault) <= SILENCE_S:
+        if groups and same_burst(groups[-1][-1], fault):
             groups[-1].append(fault)
         else:
             groups.append([fault])

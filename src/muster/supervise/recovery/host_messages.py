@@ -208,7 +208,7 @@ def _health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFaul
         traits = traits_of(message.kind)
     ctx.log("host.health", {"incident": traits.kind, "evidence": evidence, **health}, host=host.name)
     if host.name in (state.active if isinstance(phase, Held) else state.counted_on):
-        host.fault = Fault(traits=traits, evidence=evidence, resettable=message.resettable, detail=detail)
+        host.keep(Fault(traits=traits, evidence=evidence, resettable=message.resettable, detail=detail))
         if isinstance(phase, Running | Waiting):
             judge_fault(ctx, host.name)
         return

@@ -55,6 +55,11 @@ class Fault:
     resettable: tuple[int, ...] = ()
     detail: JsonObject = field(default_factory=dict)
 
+    @property
+    def gravity(self) -> int:
+        """A reset may heal it; it asks to leave once there is a spare; it is to be replaced."""
+        return 0 if self.resettable else 1 if self.detail.get("class") == "drain" else 2
+
 
 @dataclass(kw_only=True)
 class Host:
@@ -96,13 +101,18 @@ class Host:
     resettable: tuple[int, ...] = ()
     """GPUs that a reset may heal, by the health report."""
     fault: Fault | None = None
-    """The newest report on it that came while no attempt ran: judged before the next one starts."""
+    """The gravest report on it that came while no attempt ran: judged before the next one starts."""
     told: tuple[int, str] | None = None
     """The last report of its own look at its hardware (time, sentence): an agent repeats it when it connects."""
     resetting: bool = False
     """A reset was decided; it is tried once for each health report."""
     retained: Mapping[int, int] = field(default_factory=dict)
     """Paused ranks of the attempt that was ended -> the step they are paused after."""
+
+    def keep(self, fault: Fault) -> None:
+        """Judge it later, unless a graver one waits."""
+        if self.fault is None or fault.gravity >= self.fault.gravity:
+            self.fault = fault
 
 
 @dataclass(kw_only=True)

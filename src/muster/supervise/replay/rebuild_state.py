@@ -325,7 +325,8 @@ class _Replay:
                 return  # of a later version, or of a package that is no longer installed
             told: JsonObject = {} if detail.verdict is None else {"class": detail.verdict}
             fault = Fault(traits=traits, evidence=detail.evidence, resettable=detail.resettable, detail=told)
-            host.fault, host.resettable = fault, before
+            host.keep(fault)
+            host.resettable = before
 
     def _judged(self, host: Host | None, evidence: str) -> None:
         if host is not None and host.fault is not None and evidence == f"{host.name}: {host.fault.evidence}":

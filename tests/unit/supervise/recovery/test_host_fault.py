@@ -108,12 +108,18 @@ def test_a_new_supervisor_knows_what_is_not_judged_yet():
     found = cluster(spec(hosts=2, spare_hosts=1), steps=400)
     first = HostFault(verdict="reset", evidence=XID, resettable=(4,), at_ns=1)
     later = HostFault(verdict="replace", evidence="Xid 79 on GPU 4", at_ns=2)
-    for fault in (first, later):
+    lighter = HostFault(verdict="reset", evidence="Xid 119 on GPU 5", resettable=(5,), at_ns=3)
+    for fault in (first, later, lighter):
         found.at(10.0, lambda fault=fault: found.receive_from(found.hosts["host-1"], fault))
     found.run(10.0)
     assert isinstance(found.machine.state.phase, Draining)
     live, rebuilt = (one.hosts["host-1"] for one in (found.machine.state, rebuild_state(events_of(found))))
-    assert live.fault is not None and rebuilt.fault == live.fault and rebuilt.resettable == live.resettable
+    assert (
+        live.fault is not None
+        and "Xid 79" in live.fault.evidence
+        and rebuilt.fault == live.fault
+        and rebuilt.resettable == live.resettable
+    )
 
 
 def test_a_host_that_is_taken_away_is_not_reset_for_it():

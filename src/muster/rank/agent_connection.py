@@ -292,6 +292,8 @@ class SocketAgentClient:
                         self._handle(message)
             except (OSError, AccessError, ValueError):
                 self._connection = None
+                with contextlib.suppress(OSError):  # processes that the script has forked may hold it open for long
+                    self._events.unregister(connection.sock)
 
     def _send_waiting(self, connection: AgentConnection[ToRank]) -> None:
         """What is queued; and where this rank is, if it has moved on. Nothing is sent in silence: an agent that hears

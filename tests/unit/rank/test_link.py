@@ -1,6 +1,7 @@
 """A rank's connection to its agent: what it says with a step comes as one, and in silence nothing is said."""
 
 import os
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -129,6 +130,29 @@ def test_a_long_save_right_after_other_progress_counts_too(link, monkeypatch):
     agent.serve(0.1)  # its thread sleeps
     client.progress(for_s=60.0)
     agent.hear(3)
+
+
+def test_a_lost_connection_that_a_child_holds_open_wakes_nobody(link, tmp_path):
+    """A script's own processes (a data loader's) inherit what is open."""
+    agent, client = link
+    client.beat(1)
+    agent.hear(1)
+    child = subprocess.Popen(["sleep", "60"], pass_fds=[client._connection.sock.fileno()])
+    agent.shutdown()
+    os.unlink(tmp_path / "agent.sock")
+    successor = Agent(tmp_path / "agent.sock")
+    eventually(lambda: (successor.serve(0.02), successor.heard)[1])
+    waits, events = [], client._events
+    client._events = SimpleNamespace(poll=lambda wait_s: (waits.append(wait_s), events.poll(wait_s))[1])
+    client.beat(2)
+    successor.hear(2)
+    successor.serve(0.5)
+    client._events = events
+    child.kill()
+    child.wait()
+    client.close()
+    successor.shutdown()
+    assert len(waits) < 5
 
 
 def test_a_new_agent_is_told_where_the_rank_is(link, tmp_path):

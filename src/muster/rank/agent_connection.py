@@ -46,6 +46,8 @@ Message = TypeVar("Message")
 
 #: Messages queued while no agent is connected; the oldest are dropped first.
 MAX_QUEUED = 10_000
+#: Sent at once, about: of this much it is not known, where an agent takes no more in time, what has arrived.
+BATCH_BYTES = 64 << 10
 #: Shortest interval between reports of progress outside of steps.
 PROGRESS_EVERY_S = 0.5
 #: How long a rank that lost a peer waits for a pause request; the agents detect a real loss sooner.
@@ -184,6 +186,8 @@ class SocketAgentClient:
         self._attempt, self._rank = attempt, rank
         self._out: collections.deque[bytes] = collections.deque(maxlen=MAX_QUEUED)
         """Frames: what cannot be encoded fails where it is sent, not in the connection's thread."""
+        self._batch: list[bytes] = []
+        """What is being sent, out of the queue: what is queued meanwhile may drop the queue's oldest."""
         self._sent = SentEvents()
         self._commands: collections.deque[Command] = collections.deque()
         self._paused = threading.Event()
@@ -286,7 +290,7 @@ class SocketAgentClient:
                     self._send_progress()
                 if self._closing.is_set() and not self._out:
                     return
-                ready = dict(self._events.poll(self._progress_throttle.wait_s(now)))
+                ready = dict(self._events.poll(0.0 if self._out else self._progress_throttle.wait_s(now)))
                 if connection.sock.fileno() in ready:
                     for message in connection.wait(1.0):
                         self._handle(message)
@@ -296,17 +300,21 @@ class SocketAgentClient:
                     self._events.unregister(connection.sock)
 
     def _send_waiting(self, connection: AgentConnection[ToRank]) -> None:
-        """What is queued; and where this rank is, if it has moved on. Nothing is sent in silence: an agent that hears
-        nothing looks at the process."""
-        waiting = list(self._out)
-        frames = list(waiting)
+        """A batch of what is queued; and where this rank is, if it has moved on. Nothing is sent in silence: an agent
+        that hears nothing looks at the process."""
+        size = sum(map(len, self._batch))
+        while self._out and size < BATCH_BYTES:
+            self._batch.append(self._out.popleft())
+            size += len(self._batch[-1])
+        frames = list(self._batch)
         if self._beat_now:  # before exit too: the step identifies a repeated error
             self._beat_now, self._beat_s = False, time.monotonic()
             frames.append(encode(RankBeat(step=self._step, micro=self._micro)))
         if frames:
             connection.send_frames(frames)
-        for _ in waiting:
-            self._sent.note(self._out.popleft())
+        for frame in self._batch:
+            self._sent.note(frame)
+        self._batch.clear()
 
     def _handle(self, message: ToRank) -> None:
         match message:

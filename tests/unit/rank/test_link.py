@@ -1,5 +1,6 @@
 """A rank's connection to its agent: what it says with a step comes as one, and in silence nothing is said."""
 
+import collections
 import os
 import subprocess
 import threading
@@ -130,6 +131,48 @@ def test_a_long_save_right_after_other_progress_counts_too(link, monkeypatch):
     agent.serve(0.1)  # its thread sleeps
     client.progress(for_s=60.0)
     agent.hear(3)
+
+
+def queued(client, count):
+    """Events, with nobody woken yet."""
+    real = client._wake
+    client._wake = lambda: None
+    for number in range(count):
+        client.emit("run.message", step=number, text="x" * 400)
+    client._wake = real
+
+
+def test_an_agent_that_takes_no_more_in_time_is_sent_little_a_second_time(link):
+    agent, client = link
+    queued(client, 4000)
+    first = client._connection
+    first.sock.settimeout(0.2)
+    client._wake()
+    eventually(lambda: client._connection is not first)
+    eventually(lambda: (agent.serve(0.05), {event.step for event in events(agent)} == set(range(4000)))[1])
+    assert len(events(agent)) - 4000 < 250, "two batches at most"
+
+
+def events(agent):
+    return [message for message in agent.heard if isinstance(message, RankEvent)]
+
+
+def test_a_full_queue_drops_nothing_of_what_comes_while_it_is_sent(link):
+    agent, client = link
+    client._out = collections.deque(maxlen=10)
+    queued(client, 10)
+    real = client._connection.send_frames
+
+    def slow(frames):
+        client._connection.send_frames = real
+        for number in (10, 11, 12):
+            client.emit("run.message", step=number, text="")
+        real(frames)
+
+    client._connection.send_frames = slow
+    client._wake()
+    agent.hear(13)
+    assert [event.step for event in agent.heard] == list(range(13))
 
 
 def test_a_lost_connection_that_a_child_holds_open_wakes_nobody(link, tmp_path):

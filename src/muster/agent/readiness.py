@@ -30,16 +30,16 @@ class Readiness:
 
     def due_s(self) -> float:
         """When time alone makes it ready."""
-        return math.inf if self._warm_by is None or self.is_ready else self._warm_by
+        return math.inf if self._warm_by is None or not self._has_all() else self._warm_by
 
     def check(self) -> None:
         if self.is_ready or not self._has_all() or (self._is_joining() and not self._is_warm_enough()):
             return
-        self.is_ready = True
+        self.is_ready, self._warm_by = True, None
         self._on_ready()
 
     def lose(self) -> None:
-        self.is_ready = False
+        self.is_ready, self._warm_by = False, None
 
     def _is_warm_enough(self) -> bool:
         if self._warm_by is None:

@@ -76,6 +76,29 @@ def test_a_host_that_joins_wakes_when_its_standbys_have_had_their_time(clock):
     assert told == [1000.0 + WARM_S] and found.due_s() == math.inf
 
 
+def test_a_host_that_joins_and_lost_something_is_not_woken_before_it_is_back(clock):
+    told, has = [], SimpleNamespace(all=True)
+    found = Readiness(
+        has_all=lambda: has.all,
+        is_joining=lambda: True,
+        is_warm=lambda: False,
+        on_ready=lambda: told.append(clock.now_s),
+    )
+    found.check()
+    has.all = False  # its standbys are gone
+    clock.now_s += 2 * WARM_S
+    assert found.due_s() == math.inf
+    has.all = True
+    assert found.due_s() < clock.now_s
+    found.check()
+    has.all = False  # its fork server is gone
+    found.lose()
+    assert found.due_s() == math.inf and len(told) == 1
+    has.all = True
+    found.check()
+    assert found.due_s() == clock.now_s + WARM_S and len(told) == 1, "the new ones have their time"
+
+
 def replicator(monkeypatch, clock, stopped):
     from muster.agent import replicator_process
 

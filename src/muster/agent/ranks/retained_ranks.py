@@ -38,14 +38,18 @@ class RetainedRanks:
         return [worker for worker in living if worker.paused is not None and worker.rank in ranks and worker.peer]
 
     def overdue(self, living: Iterable[Worker], *, now_s: float, silence_s: float) -> list[Worker]:
-        """Workers that should have paused by now, or that never will: silent, and stopped by the kernel."""
-        return [
+        """Workers that should have paused by now, or that never will: silent, and stopped by the kernel. Each is named
+        once, and no longer retained: one may take long to go, or never do."""
+        found = [
             worker
             for worker in living
             if worker.retained
             and worker.paused is None
             and (now_s >= self.deadline_s or stays_stopped(worker, now_s=now_s, silence_s=silence_s))
         ]
+        for worker in found:
+            worker.retained = False
+        return found
 
     def due_s(self, living: Iterable[Worker], *, silence_s: float) -> float:
         """When ``overdue`` may name one, or has to look."""

@@ -1,5 +1,6 @@
 """Ranks that are to pause: how long they may take, and which are not waited for."""
 
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +25,16 @@ def test_they_have_the_time_that_the_supervisor_gives():
     assert retained.overdue([mine, other], now_s=131.0, silence_s=60.0) == [mine]
     mine.paused = 7
     assert retained.overdue([mine, other], now_s=500.0, silence_s=60.0) == []
+
+
+def test_one_that_does_not_go_when_it_is_killed_is_named_once():
+    """Its driver may hold it for minutes; the agent has other things to do."""
+    mine, retained = worker(seen_s=100.0), RetainedRanks()
+    retained.select([mine], 2, {0}, now_s=100.0, pause_s=4.0)
+    assert retained.due_s([mine], silence_s=60.0) == 104.0
+    assert retained.overdue([mine], now_s=104.0, silence_s=60.0) == [mine]
+    assert retained.overdue([mine], now_s=104.1, silence_s=60.0) == []
+    assert retained.due_s([mine], silence_s=60.0) == math.inf
 
 
 def test_a_rank_that_cannot_be_asked_is_not_retained():

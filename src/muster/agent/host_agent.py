@@ -355,7 +355,7 @@ class HostAgent:
             self.link.send(to_supervisor.StoreLost())
             self.pool.on_fork_server_lost()
         elif isinstance(peer.identity, Worker):
-            peer.identity.peer = None
+            peer.identity.lose(peer)
         else:
             self.pool.on_standby_lost(peer)
 

@@ -15,8 +15,9 @@ from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.protocol.codec import encode
 from muster.protocol.fork_server import ForkServerHello, SpawnStandbys
-from muster.protocol.rank_agent import RankBeat, StandbyHello
+from muster.protocol.rank_agent import RankBeat, RankHello, StandbyHello
 from muster.protocol.to_supervisor import StoreLost
+from muster.protocol.values import CommandRanks
 from muster.protocol.version import MINE
 from muster.storage.memory_dir import MemoryDir
 from muster.transport.secure_session import Session
@@ -53,7 +54,7 @@ class Process:
     """A process of the host, connected to the agent."""
 
     def __init__(self, agent):
-        self.agent, self.session = agent, Session(TOKEN, server=False)
+        self.agent, self.session, self.heard = agent, Session(TOKEN, server=False), []
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(str(agent.identity.memory.path(SOCKET)))
         self.sock.setblocking(False)
@@ -70,7 +71,7 @@ class Process:
         if data == b"":
             return False
         if data:
-            self.session.frames(data)
+            self.heard += self.session.frames(data)
         out = self.session.outgoing()
         if out:
             self.sock.sendall(out)
@@ -101,6 +102,17 @@ def test_what_cannot_be_read_ends_its_connection_and_no_more(agent, frames, slee
     server = Process(agent)
     assert server.lives_after(encode(ForkServerHello(pid=1, store=("127.0.0.1", 1))))
     assert agent.fork_server.connected and agent.exit_reason is None
+
+
+def test_a_rank_that_connects_again_is_reached_there(agent, sleeper):
+    """The agent may see the end of the old connection after the new one's hello."""
+    hello = encode(RankHello(pid=sleeper.pid, attempt=1, rank=0, step=1))
+    old, new = Process(agent), Process(agent)
+    assert old.lives_after(hello) and new.lives_after(hello)
+    old.sock.close()
+    assert new.lives_after()
+    agent.pool.send_command(CommandRanks(kind="save"))
+    assert new.lives_after() and len(new.heard) == 1
 
 
 def tree(folder):

@@ -58,6 +58,11 @@ class Worker:
         self.progress_s = now_s
         self.heard(now_s)
 
+    def lose(self, peer: Connection) -> None:
+        """``peer`` is gone; the rank may have connected again before that was seen."""
+        if self.peer is peer:
+            self.peer = None
+
     def heard(self, now_s: float) -> None:
         """It has said something."""
         self.seen_s, self.stopped_s = now_s, None

@@ -63,7 +63,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
             if folder.is_dir():
                 return False
             _clear_abandoned(folder.parent)
-            partial = folder.parent / f"{_PARTIAL}{folder.name}-{socket.gethostname()}-{os.getpid()}"
+            partial = folder.parent / f"{_PARTIAL}{folder.name}{_mine()}"
             try:
                 partial.mkdir()
                 build(partial)
@@ -86,10 +86,22 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is not as it was sealed: a file, or the seal; None: everything is whole."""
+    """What is not as it was sealed: a file, or the seal; None: everything is whole. It is read twice before it is
+    called damaged. Raises OSError where it cannot be read, which says nothing about what is there."""
+    return _damage(folder) and _damage(folder)
+
+
+def says_nothing(error: OSError) -> bool:
+    """Whether it is trouble of the disk, the network or this process, after which the files may be whole."""
+    return error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+
+
+def _damage(folder: Path) -> str | None:
     try:
         sealed, found = json.loads((folder / _SUMS).read_text()), _sums(folder)
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and says_nothing(error):
+            raise
         return f"{_SUMS}: {error}"
     if not isinstance(sealed, dict):
         return f"{_SUMS} is no list of sums"
@@ -103,7 +115,7 @@ def discard(folder: Path, inode: int) -> None:
     """
     with contextlib.suppress(OSError), _locked(folder.parent / f".{folder.name}.lock"):
         if folder.stat().st_ino == inode:
-            away = folder.parent / f"{_PARTIAL}{folder.name}-damaged-{secrets.token_hex(4)}"
+            away = folder.parent / f"{_PARTIAL}{folder.name}-damaged-{secrets.token_hex(4)}{_mine()}"
             os.rename(folder, away)
             shutil.rmtree(away, ignore_errors=True)
 
@@ -162,6 +174,11 @@ def _locked(path: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         file.close()
+
+
+def _mine() -> str:
+    """How the names of folders end that are removed once this process is gone."""
+    return f"-{socket.gethostname()}-{os.getpid()}"
 
 
 def _clear_abandoned(parent: Path) -> None:

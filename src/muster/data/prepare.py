@@ -21,7 +21,7 @@ from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import JsonObject, text, whole
 from muster.data import build
 from muster.data.build import Progress
-from muster.data.cache import build_once, code_version, damage, discard, fingerprint, seal, translated
+from muster.data.cache import build_once, code_version, damage, discard, fingerprint, says_nothing, seal, translated
 from muster.data.sequences import SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
@@ -193,7 +193,7 @@ class _Damaged(MusterError):
 
 
 def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
-    """Raises _Damaged."""
+    """Raises _Damaged; MusterError where it cannot be read: it may be whole, and stays."""
     inode = folder.stat().st_ino
 
     def on_damage() -> None:
@@ -207,6 +207,11 @@ def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
         train = SequenceStore(folder / "train", on_damage)
         heldout = SequenceStore(folder / "heldout", on_damage) if (folder / "heldout").is_dir() else None
     except (MusterError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and says_nothing(error):
+            raise MusterError(
+                f"prepared data in {folder} cannot be read: {error}",
+                hint="it is not removed: see to its disk or network",
+            ) from error
         on_damage()
         raise _Damaged(
             f"prepared data in {folder} is damaged: {error}", hint="it is prepared again at the next start"

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from muster.core.errors import MusterError
 from muster.data.arrays import Bytes, Int32s, Int64s
+from muster.data.cache import says_nothing
 
 UNSUPERVISED = -100
 #: Positions gathered at once while writing: 16 MiB an array.
@@ -48,7 +49,7 @@ class SequenceStore:
     def __init__(self, folder: Path, on_damage: Callable[[], None] = lambda: None) -> None:
         """``on_damage`` is called before a damaged sequence is reported.
 
-        Raises MusterError where the folder is not a whole store.
+        Raises MusterError where the folder is not a whole store, OSError where it cannot be read.
         """
         self.folder, self._on_damage = Path(folder), on_damage
         try:
@@ -65,6 +66,8 @@ class SequenceStore:
             } != {count}:  # fmt: skip
                 raise ValueError(f"its arrays are not of {count} sequences")
         except (OSError, ValueError, TypeError, KeyError) as error:
+            if isinstance(error, OSError) and says_nothing(error):
+                raise
             raise MusterError(
                 f"prepared data in {self.folder} is damaged: {error}", hint="remove that folder and start again"
             ) from error
@@ -92,10 +95,13 @@ class SequenceStore:
         """Raises MusterError where it is not what was written."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        lengths = np.array(self._lengths[self._offsets[index] : self._offsets[index + 1]])
-        inputs, labels = np.array(self._inputs[index]), np.array(self._labels[index])
-        tokens = int(self._tokens[index])
-        if _sum(inputs, labels, lengths, tokens) != int(self._sums[index]):
+        for _ in range(2):  # what was only read wrongly is not removed
+            lengths = np.array(self._lengths[self._offsets[index] : self._offsets[index + 1]])
+            inputs, labels = np.array(self._inputs[index]), np.array(self._labels[index])
+            tokens = int(self._tokens[index])
+            if _sum(inputs, labels, lengths, tokens) == int(self._sums[index]):
+                break
+        else:
             self._on_damage()
             raise MusterError(
                 f"prepared data in {self.folder} is damaged: sequence {index} is not what was written",
@@ -211,13 +217,15 @@ def _ranges(sizes: Int64s) -> Int64s:
 
 
 def _map(path: Path, kind: type[np.generic]) -> Any:
-    """Raises OSError, ValueError: also where its numbers are of another kind."""
+    """Raises OSError where it cannot be read, ValueError: also where its numbers are of another kind."""
     if path.stat().st_size == 0:
         raise ValueError(f"{path.name} is empty")
     found: Any
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception:  # noqa: BLE001 (its parser of headers raises what Python's own does: TokenError, SyntaxError)
+    except Exception as failed:  # its parser of headers raises what Python's own does: TokenError, SyntaxError
+        if isinstance(failed, OSError) and says_nothing(failed):
+            raise
         try:
             found = np.load(path, allow_pickle=False)  # an array without elements cannot be mapped
         except Exception as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
+import re
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,9 +19,12 @@ from muster.protocol.values import RankEvent
 from muster.storage import uris
 from muster.storage.home import Home
 
-#: So much of the end of a predecessor's file holds what its ranks may send again (``rank.sent_events``): 1,024 events
-#: each, half a kilobyte long.
-NEWEST_BYTES = 16 << 20
+#: So many of a rank's newest lines in a predecessor's file hold what it may send again (``rank.sent_events.KEPT``), and
+#: what the agent says of it. They may lie anywhere: most ranks say little beside the first one's steps.
+NEWEST = 2048
+#: Of a line of a rank, whose fields are in the order of their names (``core.event_log``). A file of weeks is read while
+#: the ranks wait, and parsing each line would take ten times as long.
+_OF_RANK = re.compile(rb'"prev":"[0-9a-f]*","rank":(\d+),')
 _Written: TypeAlias = set[tuple[Json, Json, Json]]
 
 
@@ -93,16 +98,18 @@ class HostLog:
 
 def _written(directory: Path, writer: str, attempt: int) -> _Written:
     """(rank, kind, monotonic time) of the newest events of ranks."""
-    result: _Written = set()
+    lines: dict[bytes, deque[bytes]] = {}
     of_attempt = parts_pattern(writer, attempt)
     for path in files_of(directory, writer):
         if of_attempt.match(path.name) is None:
             continue
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - NEWEST_BYTES))
             for line in file:
-                with contextlib.suppress(ValueError):
-                    found = parse_object(line)
-                    if found.get("rank") is not None:
-                        result.add((found["rank"], found.get("kind"), found.get("mono_ns")))
+                if (of_rank := _OF_RANK.search(line)) is not None:
+                    lines.setdefault(of_rank[1], deque(maxlen=NEWEST)).append(line)
+    result: _Written = set()
+    for line in itertools.chain.from_iterable(lines.values()):
+        with contextlib.suppress(ValueError):
+            found = parse_object(line)
+            result.add((found.get("rank"), found.get("kind"), found.get("mono_ns")))
     return result

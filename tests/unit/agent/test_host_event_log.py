@@ -2,10 +2,12 @@
 
 import errno
 import os
+from dataclasses import replace
 
-from muster.agent.host_event_log import HostLog
+from muster.agent.host_event_log import NEWEST, HostLog
 from muster.core.event_log import check_directory, read
 from muster.protocol.values import RankEvent
+from muster.rank import sent_events
 from muster.storage.home import open_home
 
 
@@ -87,3 +89,19 @@ def test_what_ranks_send_a_second_time_is_written_once(tmp_path):
     assert second.write_rank(told(5, 20, attempt=2)), "another attempt has a file of its own"
     events = [(event.step, event.rank) for _, event in read(tmp_path / "events") if event.rank is not None]
     assert events == [(1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0)]
+
+
+def test_what_a_rank_that_says_little_sends_again_is_found_far_back(tmp_path):
+    """The first rank's steps fill the file; the others keep what they sent for as long."""
+    first = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
+    first.open(1)
+    early = told(1, 10, rank=1)
+    first.write_rank(early)
+    for number in range(2100):
+        first.write_rank(replace(told(number, 100 + number), detail={"text": "x" * 9000}))
+    first._log.close()
+    assert (tmp_path / "events" / "host-0.1.jsonl").stat().st_size > 18 << 20
+    second = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
+    second.open(1)
+    assert not second.write_rank(early)
+    assert len(second._before) == 1 + NEWEST and sent_events.KEPT <= NEWEST // 2, "of each, no more than it may send"

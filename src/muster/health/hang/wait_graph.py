@@ -51,6 +51,7 @@ class WaitGraph:
     """Rank -> rank that it waits for -> where."""
 
     def __post_init__(self) -> None:
+        self._positions: dict[tuple[int, str], tuple[int, int] | None] = {}
         self._mixed = {one.group for rec in self.recorders.values() for one in rec.operations if one.p2p}
         self.waits = {rank: self._waits_of(rank) for rank in self.recorders}
 
@@ -127,6 +128,7 @@ class WaitGraph:
     def _collective(self, rank: int, one: Operation, group: Group) -> tuple[dict[int, Wait], bool]:
         waits: dict[int, Wait] = {}
         silent, ahead = [], False
+        by_distance: dict[int, Wait] = {}
         for member in self.members(group):
             position = self._position(member, group.name)
             if member == rank:
@@ -134,7 +136,10 @@ class WaitGraph:
             if position is None:
                 silent.append(member)
             elif position[0] < one.number or position[1] < one.number:
-                waits[member] = Wait(operation=one, group=group, behind=max(1, one.number - position[0]))
+                behind = max(1, one.number - position[0])
+                if behind not in by_distance:
+                    by_distance[behind] = Wait(operation=one, group=group, behind=behind)
+                waits[member] = by_distance[behind]
             elif position[0] > one.number:
                 ahead = True
         if not waits and not ahead:
@@ -143,6 +148,11 @@ class WaitGraph:
 
     def _position(self, rank: int, name: str) -> tuple[int, int] | None:
         """(the first collective of the group that it has not finished, the last that it has called)."""
+        if (rank, name) not in self._positions:  # every other member asks for it
+            self._positions[rank, name] = self._find_position(rank, name)
+        return self._positions[rank, name]
+
+    def _find_position(self, rank: int, name: str) -> tuple[int, int] | None:
         recorder = self.recorders.get(rank)
         group = recorder.groups.get(name) if recorder is not None else None
         if recorder is None or group is None:

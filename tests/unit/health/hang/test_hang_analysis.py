@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fakes.hang_captures import ASLEEP, IN_ALL_REDUCE, LOADING, RAS_TEXT, SITE, gloo_dump, nccl_dump, spy_dump
 
-from muster.health.hang import flight_recorder, ras, stacks
+from muster.health.hang import flight_recorder, ras, stacks, wait_graph
 from muster.health.hang.analysis import analyse
 from muster.health.hang.evidence import Confidence, Evidence, Kind, RankEvidence
 from muster.health.hang.process_state import CgroupState, ProcessState
@@ -269,3 +269,14 @@ def test_nothing_captured_names_nobody_and_says_so():
     assert not analysis.culprits
     assert "nothing was captured" in analysis.sentence
     assert "nothing of ranks 0, 1, 2 and 3" in analysis.missing
+
+
+def test_each_recorder_is_looked_through_once_however_many_ask(monkeypatch):
+    looked = []
+    real = wait_graph._collectives
+    monkeypatch.setattr(wait_graph, "_collectives", lambda *given: (looked.append(given), real(*given))[1])
+    graph = wait_graph.WaitGraph(
+        {number: (late(number, None) if number == 5 else waiting(number)).recorder for number in range(64)}
+    )
+    assert graph.holding_up() == ((5,), False)
+    assert len(looked) == 64

@@ -1,5 +1,6 @@
 """What an agent captures of processes that stand still, in time, whatever they do. Real processes."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 
 import pytest
 
+from muster.agent.evidence import gatherer
 from muster.agent.evidence.gatherer import LIMIT_S, EvidenceGatherer
 from muster.agent.evidence.proc import cgroup_state, process_state
 from muster.agent.ranks.rank_process import Worker
@@ -108,3 +110,18 @@ def test_the_kernels_words_in_both_versions_of_cgroups(tmp_path):
     (proc / "7" / "cgroup").write_text("0::/c\n")
     assert cgroup_state(7, proc, root) == CgroupState(oom_kills=9)
     assert cgroup_state(8, proc, root) == CgroupState()
+
+
+def test_without_a_descriptor_for_its_looker_the_agent_goes_on(hub, child, monkeypatch, tmp_path):
+    """``pidfd_open`` fails as it does at the limit of open files."""
+    spy = tmp_path / "py-spy"
+    spy.write_text("#!/bin/sh\nexec sleep 60\n")
+    spy.chmod(0o755)
+    monkeypatch.setattr(gatherer, "_py_spy", lambda: str(spy))
+
+    def no_more(pid):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", no_more)
+    answer, _ = gather(hub, worker(child.pid), captured=RankCaptured(stacks=OWN_WORDS))
+    assert decode(RankEvidence, answer.ranks[0]).threads, "in the rank's own words"

@@ -121,7 +121,12 @@ class EvidenceGatherer:
             found.done = True
             child.wait()
 
-        on_exit(self._hub, child.pid, ended)
+        try:
+            on_exit(self._hub, child.pid, ended)
+        except OSError:  # no descriptors: nobody would notice its end
+            child.kill()
+            child.wait()
+            now.spies.pop(pid).output.close()
 
     def _evidence(self, now: _Gathering, worker: Worker) -> str:
         missing: list[str] = []

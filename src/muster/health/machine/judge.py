@@ -147,15 +147,16 @@ def _settings(found: Settings, *, needs_locked: bool) -> Iterator[Finding]:
 
 
 def judge_speeds(report: MachineReport) -> list[Finding]:
-    """The figures of the loaded part: each kind's devices against each other, then against the floors."""
-    kinds: dict[str, list[Speed]] = defaultdict(list)
+    """The figures of the loaded part: each kind's devices of one model against each other, then against the floors."""
+    kinds: dict[tuple[str, str], list[Speed]] = defaultdict(list)
+    names = {gpu.index: gpu.name for gpu in report.gpus.gpus} if report.gpus else {}
     found: list[Finding] = []
     for speed in report.speeds:
         if speed.failed:
             found.append(_failed(speed))
         else:
-            kinds[speed.what].append(speed)
-    for what, speeds in kinds.items():
+            kinds[speed.what, names.get(speed.gpu, "") if speed.gpu is not None else ""].append(speed)
+    for (what, _), speeds in kinds.items():
         here = [*_slower(speeds), *_below_floor(report, speeds), *_other_bits(speeds)]
         found += here or [_sound(what, speeds)]
     return found

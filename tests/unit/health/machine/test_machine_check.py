@@ -11,8 +11,8 @@ from muster.core.typed_json import encode
 from muster.health.hardware.readings import GpuReading, GpuReport
 from muster.health.machine.fleet import commands, compare_hosts
 from muster.health.machine.floors import floor_of
-from muster.health.machine.judge import judge_machine
-from muster.health.machine.report import Disk, ProbeLine, Settings, Speed, is_probe, read_probe
+from muster.health.machine.judge import judge_machine, judge_speeds
+from muster.health.machine.report import Disk, MachineReport, ProbeLine, Settings, Speed, is_probe, read_probe
 from muster.health.verdicts import Finding, Verdict, exit_code, worst
 
 SETTINGS = Settings(
@@ -203,3 +203,18 @@ def test_google_takes_reports_of_reserved_hosts_alone():
     text = commands([BROKEN], backend="gke", reserved=True, zone="us-central1-a")["node-1"]
     assert "report-host-as-faulty node-1 --zone us-central1-a" in text and "SILENT_DATA_CORRUPTION" in text
     assert shlex.split(text)[-1].endswith(f"description=muster: {BROKEN.message}")
+
+
+def test_gpus_of_different_models_are_not_measured_against_each_other():
+    pair = {0: "NVIDIA RTX A2000", 1: "NVIDIA RTX A2000", 2: "NVIDIA RTX A2000", 3: "NVIDIA RTX 6000"}
+    gpus = tuple(GpuReading(index=index, name=name) for index, name in pair.items())
+    measured = [
+        Speed(what="matmul", device=f"GPU {index}", gpu=index, value=30.0 if index < 3 else 300.0, bits=name[-4:])
+        for index, name in pair.items()
+    ]
+    lines = (
+        ProbeLine(rung="gpus", gpus=GpuReport(gpus=gpus, source="NVML")),
+        ProbeLine(rung="m", speeds=tuple(measured)),
+    )
+    found = judge_speeds(MachineReport(host="here", lines=lines))
+    assert {one.verdict for one in found} == {Verdict.HEALTHY} and len(found) == 2

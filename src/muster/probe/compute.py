@@ -19,11 +19,16 @@ from torch._C._distributed_c10d import AllreduceOptions, HashStore, ProcessGroup
 from muster.health.machine.report import ProbeLine, Speed
 
 _WARM_S, _MEASURE_S = 1.0, 3.0
+#: So long GPUs wait for each other, and so long, in all, their part may take: less than the rung's limit, so that one
+#: that hangs does not cost what the others have measured.
+_START_S, _TOGETHER_S = 15.0, 25.0
 _CPU_S = 0.5
 _SIZE, _CPU_SIZE = 8192, 768
 _COPY_BYTES = 1 << 30
 _LOOPBACK_BYTES = 256 << 20
 _REPEATS = 5
+#: GPUs that a thread of an earlier rung still waits for: the others are measured without them.
+_HUNG: set[int] = set()
 
 
 def matmul() -> ProbeLine:
@@ -55,7 +60,7 @@ def _matmul(device: torch.device, gpu: int | None, turn: int, together: threadin
     digest = hashlib.sha256(product.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     if together is not None:
         with contextlib.suppress(threading.BrokenBarrierError):  # another GPU has failed: that is its fault alone
-            together.wait(timeout=20)
+            together.wait(timeout=_START_S)
         _repeat(lambda: torch.mm(left, right, out=product), device, _WARM_S)
     seconds = _MEASURE_S if gpu is not None else _CPU_S
     count, took = _repeat(lambda: torch.mm(left, right, out=product), device, seconds)
@@ -191,7 +196,7 @@ def loopback() -> ProbeLine:
 
 
 def _gpus() -> Sequence[int]:
-    return range(torch.cuda.device_count())
+    return [gpu for gpu in range(torch.cuda.device_count()) if gpu not in _HUNG]
 
 
 def _wait(device: torch.device) -> None:
@@ -202,6 +207,7 @@ def _wait(device: torch.device) -> None:
 def _on_all(gpus: Sequence[int], what: str, work: Callable[[int], Speed]) -> tuple[Speed, ...]:
     """``work`` for each GPU in a thread of its own; what one raises is that GPU's."""
     found: dict[int, Speed] = {}
+    hung = f"it did not end within {_TOGETHER_S:g} s"
 
     def one(gpu: int) -> None:
         try:
@@ -209,15 +215,18 @@ def _on_all(gpus: Sequence[int], what: str, work: Callable[[int], Speed]) -> tup
         except RuntimeError as error:
             found[gpu] = Speed(what=what, device=f"GPU {gpu}", gpu=gpu, failed=_first_line(error))
 
-    _join([threading.Thread(target=one, args=(gpu,), daemon=True) for gpu in gpus])
-    return tuple(found[gpu] for gpu in gpus)
+    threads = [threading.Thread(target=one, args=(gpu,), daemon=True) for gpu in gpus]
+    _join(threads, limit_s=_TOGETHER_S)
+    _HUNG.update(gpu for gpu, thread in zip(gpus, threads, strict=True) if thread.is_alive())
+    return tuple(found.get(gpu) or Speed(what=what, device=f"GPU {gpu}", gpu=gpu, failed=hung) for gpu in gpus)
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
+def _join(threads: Sequence[threading.Thread], limit_s: float | None = None) -> None:
+    deadline = None if limit_s is None else time.monotonic() + limit_s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def _first_line(error: Exception) -> str:

@@ -37,18 +37,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = _loaded() if full else {}
     output.begin((*rungs, *loaded))
     run_together(rungs, output, limit_s=PASSIVE_S if not full else 3 * PASSIVE_S)
-    if (user := _user_of_gpus(output.sent)) and loaded:
-        for name in loaded:
-            output.add(ProbeLine(rung=name, failed=f"not tried: process {user} uses a GPU, and this would disturb it"))
+    why = _why_not_loaded(output.sent)
+    for name in loaded if why else ():
+        output.add(ProbeLine(rung=name, failed=f"not tried: {why}"))
     run_in_turn(loaded, output)
     output.end()
     os._exit(0)  # a rung that was given up may never return
 
 
-def _user_of_gpus(sent: Sequence[ProbeLine]) -> int | None:
-    """A process that uses a GPU; None: nobody does, as far as the driver tells."""
-    reports = [line.gpus for line in sent if line.gpus]
-    return next((pid for report in reports for gpu in report.gpus for pid, _ in gpu.processes), None)
+def _why_not_loaded(sent: Sequence[ProbeLine]) -> str:
+    """Why GPUs may not be loaded: a process uses one, or nobody could say whether one does; empty: they may."""
+    line = next((line for line in sent if line.rung == "gpus"), None)
+    if line is None or line.failed:
+        return "it is not known whether a process uses a GPU, and this would disturb it"
+    if line.gpus is None:
+        return ""  # neither a driver's library nor its tool
+    user = next((pid for gpu in line.gpus.gpus for pid, _ in gpu.processes), None)
+    if user is not None:
+        return f"process {user} uses a GPU, and this would disturb it"
+    if line.gpus.missing:
+        return "it is not known whether a process uses a GPU that could not be read, and this would disturb it"
+    return ""
 
 
 def _loaded() -> dict[str, tuple[Rung, float]]:

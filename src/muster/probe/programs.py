@@ -30,22 +30,24 @@ def output_of(argv: Sequence[str], *, limit_s: float, env: Mapping[str, str] | N
     )
     assert child.stdout is not None
     deadline, parts, size = time.monotonic() + limit_s, list[bytes](), 0
-    with child.stdout, selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while size < _LARGEST and selector.select(max(0.0, deadline - time.monotonic())):
-            part = os.read(child.stdout.fileno(), 1 << 16)
-            if not part:
-                break
-            parts.append(part)
-            size += len(part)
     code: int | None = None
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        code = child.wait(max(0.0, deadline - time.monotonic()))
-    if code is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel for ever: left behind
-            child.wait(0.2)
+    try:
+        with child.stdout, selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while size < _LARGEST and selector.select(max(0.0, deadline - time.monotonic())):
+                part = os.read(child.stdout.fileno(), 1 << 16)
+                if not part:
+                    break
+                parts.append(part)
+                size += len(part)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = child.wait(max(0.0, deadline - time.monotonic()))
+    finally:  # also after Ctrl-C, which its own session does not hear of
+        if code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel for ever: left behind
+                child.wait(0.2)
     return b"".join(parts), code
 
 

@@ -6,8 +6,10 @@ The stub stands for a driver; no GPU has been seen by these tests.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,8 +17,9 @@ import pytest
 
 from muster.health.hardware.readings import ClockReason
 from muster.health.machine.judge import judge_machine
-from muster.health.machine.report import ProbeLine, read_probe
+from muster.health.machine.report import ProbeLine, Speed, read_probe
 from muster.health.verdicts import Verdict, exit_code, worst
+from muster.probe.main import LIMITS_S
 from muster.probe.programs import command, output_of
 from muster.probe.rungs import Output, run_in_turn, run_together
 
@@ -180,3 +183,60 @@ def test_a_rung_that_raises_says_why():
 def test_a_program_that_says_too_little_too_late():
     output, code = output_of(["sh", "-c", "echo first; sleep 60"], limit_s=1)
     assert (output, code) == (b"first\n", None)
+
+
+def test_nothing_is_loaded_where_nobody_could_say_who_uses_the_gpus(tool):
+    report = probe(full=True, PATH=tool("sleep 60"))
+    loaded = [line for line in report.lines if line.rung in LIMITS_S]
+    assert loaded and all("not tried: it is not known whether" in line.failed for line in loaded)
+    assert not report.speeds
+
+
+def test_an_interrupt_ends_the_program_too(tmp_path):
+    """Ctrl-C reaches the caller alone: the program has a session of its own."""
+    told = tmp_path / "pid"
+    caller = subprocess.Popen(
+        [
+            sys.executable, "-c", "import sys; from muster.probe.programs import output_of\n"
+            "output_of(['sh', '-c', 'echo $$ > ' + sys.argv[1] + '.new; mv ' + sys.argv[1] + '.new ' + sys.argv[1]"
+            " + '; exec sleep 600'], limit_s=300)", str(told),
+        ],
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_until(told.exists)
+        pid = int(told.read_text())
+        caller.send_signal(signal.SIGINT)
+        caller.wait(30)
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
+    finally:
+        caller.kill()
+        caller.wait()
+
+
+def wait_until(happened, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_gpu_that_hangs_is_named_and_the_others_keep_their_speeds(monkeypatch):
+    compute = pytest.importorskip("muster.probe.compute")
+    monkeypatch.setattr(compute, "_TOGETHER_S", 1.0)
+    monkeypatch.setattr(compute, "_HUNG", set())
+    released = threading.Event()
+
+    def work(gpu):
+        if gpu == 1:
+            released.wait(60)
+        return Speed(what="matmul", device=f"GPU {gpu}", gpu=gpu, value=7.0)
+
+    try:
+        found = compute._on_all(range(3), "matmul", work)
+    finally:
+        released.set()
+    assert [speed.value for speed in found] == [7.0, 0.0, 7.0]
+    assert found[1].device == "GPU 1" and "did not end within 1 s" in found[1].failed
+    monkeypatch.setattr(compute.torch.cuda, "device_count", lambda: 3)
+    assert list(compute._gpus()) == [0, 2], "what follows leaves it alone"

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from muster.checkpoint import exchange
-from muster.checkpoint.shards import ShardReader, gaps, mismatch, read_into, restore
+from muster.checkpoint.shards import TROUBLE, ShardReader, gaps, mismatch, read_into, restore
 from muster.checkpoint_format.manifest import Manifest, OnSkip, committed, damage, missing, stranger
 from muster.checkpoint_format.reader import open_checkpoint
-from muster.core.errors import CheckpointError, MusterError
+from muster.core.errors import BackendError, CheckpointError, MusterError
 from muster.core.protocols import Store
 
 
@@ -30,20 +30,28 @@ def newest_valid(
     call is collective: ranks share the reading of files, and all return the same manifest. ``on_skip`` is
     called with (uri, reason), on rank 0, for each that does not count. ``verify=False`` leaves the checksums
     out.
+
+    Raises (on every rank, as ``load_newest``):
+        AccessError, BackendError: one could not be read, which says nothing about what is there.
     """
     rank, ranks = exchange.rank_of(group), 1 if group is None else group.size()
     skip = on_skip if on_skip is not None and rank == 0 else lambda uri, reason: None
     for manifest in _candidates(store, directory_uri, skip, group):
+        trouble: MusterError | None = None
         try:
             problem = missing(manifest) or (_foreign(manifest, state) if state is not None else None)
             if problem is None and verify:
                 problem = damage(manifest, part=rank, parts=ranks)
-        except MusterError as error:
+        except CheckpointError as error:
             problem = str(error)
-        problems = [result for result in exchange.gather(problem, group) if result]
-        if not problems:
+        except MusterError as error:
+            problem, trouble = None, error
+        except TROUBLE as error:
+            problem, trouble = None, BackendError(f"{manifest.uri}: {str(error) or type(error).__name__}")
+        problem = _agreed(manifest, problem, trouble, group)
+        if problem is None:
             return manifest
-        skip(manifest.uri, problems[0])
+        skip(manifest.uri, problem)
     return None
 
 
@@ -66,19 +74,24 @@ def load_newest(
     skip = on_skip if on_skip is not None and rank == 0 else lambda uri, reason: None
     for manifest in _candidates(store, directory_uri, skip, group):
         reader: ShardReader | None = None
+        trouble: MusterError | None = None
         try:
             problem = missing(manifest) or stranger(manifest, part=rank, parts=ranks)
             if problem is None:
                 reader = ShardReader(open_checkpoint(manifest), staged=True)
                 read_into(reader, state)
-        except MusterError as error:
+        except CheckpointError as error:
             problem = str(error)
-        problems = [result for result in exchange.gather(problem, group) if result]
-        if not problems:
+        except MusterError as error:
+            problem, trouble = None, error
+        except TROUBLE as error:
+            problem, trouble = None, BackendError(f"{manifest.uri}: {str(error) or type(error).__name__}")
+        problem = _agreed(manifest, problem, trouble, group)
+        if problem is None:
             assert reader is not None
             reader.put()
             return manifest, reader.bytes_read
-        skip(manifest.uri, problems[0])
+        skip(manifest.uri, problem)
     return None
 
 
@@ -108,6 +121,23 @@ def _candidates(store: Store, directory_uri: str, skip: OnSkip, group: dist.Proc
     if isinstance(answer, str):
         raise CheckpointError(f"rank 0 could not list {directory_uri}: {answer}")
     return [Manifest.decode(text.encode(), directory=directory_uri) for text in answer]
+
+
+def _agreed(
+    manifest: Manifest, problem: str | None, trouble: MusterError | None, group: dist.ProcessGroup | None
+) -> str | None:
+    """What any rank found wrong with a checkpoint. Raises on every rank where one could not read it: an older one must
+    not be taken for that."""
+    found = exchange.gather([problem, str(trouble) if trouble is not None else None], group)
+    wrong = next((problem for problem, _ in found if problem), None)
+    if wrong is not None:
+        return wrong
+    if trouble is not None:
+        raise trouble
+    for rank, (_, text) in enumerate(found):
+        if text is not None:
+            raise BackendError(f"rank {rank} could not read {manifest.uri}: {text}")
+    return None
 
 
 def _foreign(manifest: Manifest, state: Mapping[str, torch.Tensor]) -> str | None:

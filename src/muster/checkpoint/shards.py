@@ -26,9 +26,11 @@ from torch.futures import Future
 
 from muster.checkpoint_format.reader import Shard
 from muster.checkpoint_format.shards import ITEM_BYTES, Chunk, owner_of
-from muster.core.errors import CheckpointError, MusterError
+from muster.core.errors import BackendError, CheckpointError, MusterError
 
 _PIECE_BYTES = 64 << 20
+#: Of this process, or what it reads from: what is read is verified, so damage never ends in these.
+TROUBLE = (RuntimeError, MemoryError, OSError)
 
 
 class ShardReader(StorageReader):
@@ -145,6 +147,8 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
     Raises:
         CheckpointError: something in ``state`` is missing, of another shape, or could not be read. The
             state may be half filled when reading (not finding) failed: do not train on.
+        AccessError, BackendError: this process or what it reads from failed (no memory, no connection), which says
+            nothing about the shards.
     """
     reader = ShardReader(opened)
     read_into(reader, state)
@@ -167,8 +171,14 @@ def read_into(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> None:
     except CheckpointException as error:  # a BaseException: ``except Exception`` would let it through
         reasons = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
         ours = [reason for reason in reasons if isinstance(reason, MusterError)]
-        raise ours[0] if ours else CheckpointError(f"cannot restore: {reasons[:3]}") from error
-    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        if ours:
+            raise ours[0] from error
+        if any(isinstance(reason, TROUBLE) for reason in reasons):
+            raise BackendError(f"cannot restore: {reasons[:3]}") from error
+        raise CheckpointError(f"cannot restore: {reasons[:3]}") from error
+    except TROUBLE as error:
+        raise BackendError(f"cannot restore: {error}") from error
+    except (ValueError, KeyError) as error:
         raise CheckpointError(f"cannot restore: {error}") from error
 
 

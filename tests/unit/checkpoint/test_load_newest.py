@@ -8,8 +8,11 @@ from fakes.small_model import process_group  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
+from muster.checkpoint import load  # noqa: E402
 from muster.checkpoint.load import load_into, load_newest, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
+from muster.checkpoint_format.manifest import committed  # noqa: E402
+from muster.core.errors import BackendError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.storage.store import blobs, open_store  # noqa: E402
 from muster.train.distributed.reduce import local  # noqa: E402
@@ -95,3 +98,41 @@ def test_where_none_is_whole_the_state_is_as_it_was(folder):
     state, before = whole(7), whole(7)
     assert load_newest(open_store(), str(folder), state) is None
     assert all(torch.equal(state[name], before[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("failure", [BackendError("503"), MemoryError("no memory"), RuntimeError("can't allocate")])
+def test_trouble_that_is_no_damage_is_raised_and_no_older_checkpoint_taken(folder, monkeypatch, failure):
+    ranged, left = blobs.read_range, [failure]
+
+    def read_range(uri, start, stop):
+        if uri.endswith(".shard") and start > 1 << 20 and left:
+            raise left.pop()
+        return ranged(uri, start, stop)
+
+    monkeypatch.setattr(blobs, "read_range", read_range)
+    state, before = whole(7), whole(7)
+    with pytest.raises(BackendError, match=str(failure)):
+        load_newest(open_store(), str(folder), state)
+    assert not left and all(torch.equal(state[name], before[name]) for name in SHAPES)
+    assert load_newest(open_store(), str(folder), state)[0].step == 2
+
+
+def test_a_file_that_cannot_be_opened_is_no_damage_to_a_script_either(folder, monkeypatch):
+    reading, left = blobs.reading, [BackendError("503")]
+    monkeypatch.setattr(blobs, "reading", lambda uri: (_raise(left.pop()) if left else None) or reading(uri))
+    with pytest.raises(BackendError, match="503"):
+        newest_valid(open_store(), str(folder))
+    assert newest_valid(open_store(), str(folder)).step == 2
+
+
+def _raise(error):
+    raise error
+
+
+def test_every_rank_raises_where_one_could_not_read(folder, monkeypatch):
+    monkeypatch.setattr(load.exchange, "gather", lambda value, group: [[None, None], [None, "503"]])
+    monkeypatch.setattr(load, "_candidates", lambda store, uri, skip, group: committed(store, uri))
+    state = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    with pytest.raises(BackendError, match=r"rank 1 could not read .*: 503"):
+        load_newest(open_store(), str(folder), state)
+    assert not any(tensor.any() for tensor in state.values())

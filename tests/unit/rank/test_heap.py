@@ -2,6 +2,11 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+
+from muster.rank import heap
 
 PROGRAM = """
 import resource
@@ -49,3 +54,40 @@ def test_a_heap_that_is_kept_and_was_touched_in_advance_costs_no_step_anything()
 def test_without_it_each_step_touches_new_pages():
     """What the setting is for: glibc's own gives them back."""
     assert min(faults(keep=False, reserve=False)) > PAGES / 4
+
+
+MIB = 1 << 20
+TWO = "memory.max", "memory.current", "inactive_file"
+ONE = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+GROUPS = {
+    "version 2": ("0::/jobs/mine\n", {"jobs/mine": (TWO, 92 * MIB, 88 * MIB, 8 * MIB)}, 3),
+    "version 2, of a group above": (
+        "0::/jobs/mine\n",
+        {"jobs/mine": (TWO, "max", 88 * MIB, 0), "jobs": (TWO, 100 * MIB, 92 * MIB, 0)},
+        2,
+    ),
+    "version 1": ("4:memory:/jobs\n0::/\n", {"memory/jobs": (ONE, 92 * MIB, 88 * MIB, 8 * MIB)}, 3),
+    "version 1, of a container": ("4:cpu,memory:/docker/a\n", {"memory": (ONE, 92 * MIB, 80 * MIB, 0)}, 3),
+    "over its limit": ("0::/jobs\n", {"jobs": (TWO, 80 * MIB, 88 * MIB, 0)}, 0),
+    "no limit": ("0::/jobs\n", {"jobs": (TWO, "max", 88 * MIB, 0)}, 5),
+    "not told": ("0::/jobs\n", {}, 5),
+}
+
+
+@pytest.mark.parametrize(("told", "groups", "blocks"), GROUPS.values(), ids=list(GROUPS))
+def test_no_more_is_reserved_than_the_container_has(monkeypatch, tmp_path, told, groups, blocks):
+    (tmp_path / "cgroup").write_text(told)
+    for folder, (names, limit, usage, unused) in groups.items():
+        at = tmp_path / "fs" / folder
+        at.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, (limit, usage), strict=False):
+            (at / name).write_text(f"{value}\n")
+        (at / "memory.stat").write_text(f"anon 7\n{names[2]} {unused}\n")
+    made = []
+    monkeypatch.setattr(heap, "torch", SimpleNamespace(ones=lambda size, dtype: made.append(size), uint8=None))
+    monkeypatch.setattr(heap, "_GROUPS", tmp_path / "cgroup", raising=False)
+    monkeypatch.setattr(heap, "_LIMITS", tmp_path / "fs", raising=False)
+    monkeypatch.setattr(heap, "STANDBY_SHARE", 1.0)
+    monkeypatch.setattr(heap, "STANDBY_BYTES", 20 * MIB)
+    heap.reserve()
+    assert made == [4 * MIB] * blocks

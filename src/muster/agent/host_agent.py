@@ -294,7 +294,7 @@ class HostAgent:
                 self._on_refused(message.reason)
 
     def _reload(self) -> None:
-        """The run file changed. Fork server and standbys stay: they hold imports only."""
+        """The run file changed. Fork server and standbys stay: a model that one built is used for the same config."""
         self.spec = self.identity.read_spec()
         self.link.forget()
         self.programs.prepare_again()

@@ -1,4 +1,4 @@
-"""A rank's connection to its host's agent: events out, commands in, heartbeats between.
+"""A rank's connection to its host's agent: events and steps out, commands in, and in silence nothing.
 
 One daemon thread (started after the fork, never before) owns the socket, so that the training loop never waits for a
 reader. When the agent dies the client reconnects to its successor and sends what it queued, and before that the newest

@@ -108,7 +108,7 @@ class _Reader(_StandIn):
         if fault == "gil":
             ctypes.PyDLL(None).sleep(3600)  # a PyDLL call keeps the GIL: no thread of this process runs
         if fault == "livelock":
-            while True:  # the connection's thread goes on sending heartbeats
+            while True:  # the connection's thread still answers the agent
                 time.sleep(0.01)
         if fault == "memory":
             _run_out_of_memory()

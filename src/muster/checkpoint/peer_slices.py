@@ -11,18 +11,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from muster.checkpoint_format.checksum import SUM_BYTES, block_sum, checksum_of
 from muster.checkpoint_format.reader import Shard
 from muster.checkpoint_format.shards import ShardHeader, check_places, decode_header
-from muster.core.errors import CheckpointError, MusterError
+from muster.core.errors import BackendError, CheckpointError, MusterError
 from muster.core.snapshots import SnapshotCopy, SnapshotNotIntact
 from muster.protocol.codec import reader_of
 from muster.protocol.hello import Refused
 from muster.protocol.ranks import ShardSource
 from muster.protocol.replicator_peers import (
     REPLICATOR_PEERS,
+    Absent,
     Go,
     NotIntact,
     PeerHello,
@@ -57,12 +59,14 @@ class PeerMemory:
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
         self._hosts: dict[Address, _Host] = {}
+        self._batch = _Batch()
 
     def open(self, sources: Mapping[int, ShardSource]) -> dict[int, tuple[ShardHeader, Shard]]:
         """What each of these holds, and a way to read of it.
 
         Raises (and so does every read):
-            SnapshotNotIntact: its host cannot be reached, has it no longer, or what came does not match its sums.
+            SnapshotNotIntact: its host has it no longer or found it damaged, or what came does not match its sums.
+            BackendError: its host cannot be reached, which says nothing about what it holds.
             AccessError: the run's token cannot be read.
         """
         if not sources:
@@ -75,7 +79,7 @@ class PeerMemory:
         self._hosts = {address: _Host(address, token) for address in of_host}
 
         def describe(address: Address) -> list[tuple[int, tuple[ShardHeader, Shard]]]:
-            return [(rank, _opened(self._hosts[address], sources[rank])) for rank in of_host[address]]
+            return [(rank, _opened(self._hosts[address], sources[rank], self._batch)) for rank in of_host[address]]
 
         with ThreadPoolExecutor(min(_PARALLEL, len(of_host))) as pool:
             return {rank: opened for found in pool.map(describe, of_host) for rank, opened in found}
@@ -126,15 +130,22 @@ class _Host:
         return stream
 
 
+@dataclass
+class _Batch:
+    """The blocks that came last, of whichever shard: shards are read one after another."""
+
+    of: _RemoteShard | None = None
+    runs: dict[range, memoryview] = field(default_factory=dict)
+    """Blocks that are here -> their bytes."""
+
+
 class _RemoteShard:
     """One version in another host's memory."""
 
-    def __init__(self, host: _Host, source: ShardSource, follows: SlicesFollow, sums: bytes) -> None:
-        self._host, self._source, self._sums = host, source, sums
+    def __init__(self, host: _Host, source: ShardSource, follows: SlicesFollow, sums: bytes, batch: _Batch) -> None:
+        self._host, self._source, self._sums, self._batch = host, source, sums, batch
         self._size, self._block = follows.slot_bytes, follows.block_bytes
         self._expected: list[tuple[int, int]] = []
-        self._runs: dict[range, memoryview] = {}
-        """Blocks that are here -> their bytes."""
 
     def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
         self._expected = list(reversed(ranges))
@@ -144,15 +155,16 @@ class _RemoteShard:
         wanted = self._blocks(start, stop)
         held = self._held(wanted)
         if held is None:
-            self._runs.clear()  # before the next ones take as much memory
-            self._runs = self._fetched(list(self._next(start, stop)))
+            self._batch.runs.clear()  # before the next ones take as much memory
+            self._batch.of, self._batch.runs = self, self._fetched(list(self._next(start, stop)))
             held = self._held(wanted)
             assert held is not None
         at = held.start * self._block
-        return self._runs[held][start - at : stop - at]
+        return self._batch.runs[held][start - at : stop - at]
 
     def _held(self, wanted: range) -> range | None:
-        return next((run for run in self._runs if run.start <= wanted.start and wanted.stop <= run.stop), None)
+        runs = self._batch.runs if self._batch.of is self else ()
+        return next((run for run in runs if run.start <= wanted.start and wanted.stop <= run.stop), None)
 
     def _next(self, start: int, stop: int) -> Iterator[range]:
         """The blocks of this range and of those that will be read after it, up to ``BATCH_BYTES``, in runs."""
@@ -203,14 +215,18 @@ class _RemoteShard:
         return result
 
 
-def _opened(host: _Host, source: ShardSource) -> tuple[ShardHeader, Shard]:
+def _opened(host: _Host, source: ShardSource, batch: _Batch) -> tuple[ShardHeader, Shard]:
     def talk(stream: _Stream) -> tuple[SlicesFollow, bytes]:
         stream.send(ReadSlices(file=source.path, copy=source.copy))
         answer = stream.receive()
-        if isinstance(answer, Refused | NotIntact):
+        if isinstance(answer, Refused):
+            raise BackendError(answer.reason)
+        if isinstance(answer, NotIntact):
             raise CheckpointError(answer.reason)
-        if not isinstance(answer, SlicesFollow):
+        if isinstance(answer, Absent):
             raise CheckpointError("it is no longer there")
+        if not isinstance(answer, SlicesFollow):
+            raise BackendError(f"the host answered {type(answer).__name__}")
         count = -(-answer.slot_bytes // max(1, answer.block_bytes))
         if count > _MAX_BLOCKS:
             raise CheckpointError(f"{answer.slot_bytes} bytes in blocks of {answer.block_bytes} cannot be")
@@ -228,7 +244,7 @@ def _opened(host: _Host, source: ShardSource) -> tuple[ShardHeader, Shard]:
         check_places(header.tensors, follows.slot_bytes)
     except CheckpointError as error:
         raise _not_intact(host, source.copy, str(error)) from error
-    remote = _RemoteShard(host, source, follows, sums)
+    remote = _RemoteShard(host, source, follows, sums, batch)
     held = tuple(chunk for chunk in header.tensors if chunk.bytes)
     return header, Shard(held, remote.read, source.path, remote.expect)
 
@@ -236,10 +252,16 @@ def _opened(host: _Host, source: ShardSource) -> tuple[ShardHeader, Shard]:
 def _ask(host: _Host, copy: SnapshotCopy, talk: Callable[[_Stream], _Result]) -> _Result:
     try:
         return host.ask(talk)
-    except (OSError, MusterError, ValueError) as error:
-        raise _not_intact(host, copy, str(error) or type(error).__name__) from error
+    except CheckpointError as error:
+        raise _not_intact(host, copy, str(error)) from error
+    except (OSError, MusterError, ValueError) as error:  # of the way there, or of this host
+        raise BackendError(_not_fetched(host, copy, str(error) or type(error).__name__)) from error
 
 
 def _not_intact(host: _Host, copy: SnapshotCopy, reason: str) -> SnapshotNotIntact:
+    return SnapshotNotIntact(_not_fetched(host, copy, reason), copies=(copy,))
+
+
+def _not_fetched(host: _Host, copy: SnapshotCopy, reason: str) -> str:
     what = f"the snapshot of step {copy.step} of rank {copy.rank} at {host.address[0]}"
-    return SnapshotNotIntact(f"{what} could not be fetched: {reason}", copies=(copy,))
+    return f"{what} could not be fetched: {reason}"

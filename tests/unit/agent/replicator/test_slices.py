@@ -14,7 +14,9 @@ from waiting import eventually  # noqa: E402
 
 from muster.agent.replicator.main import Replicator  # noqa: E402
 from muster.agent.snapshot_store import SnapshotStore  # noqa: E402
+from muster.checkpoint import peer_slices  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
+from muster.core.errors import BackendError  # noqa: E402
 from muster.core.snapshots import SnapshotNotIntact  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.protocol.held_snapshots import needed_shards, newest_complete  # noqa: E402
@@ -208,5 +210,22 @@ def test_a_replicator_that_is_back_in_a_moment_is_asked_again_and_one_that_is_go
     assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
     lost = replace(source, address=("127.0.0.1", 1))
     sources = {**context.restore.sources, source.copy.rank: lost}
-    with pytest.raises(SnapshotNotIntact, match=r"could not be fetched: .*refused"):
+    with pytest.raises(BackendError, match=r"could not be fetched: .*refused"):  # rejects no copy: it may be intact
         made.restored(replace(context, restore=replace(context.restore, sources=sources)))
+
+
+def test_a_copy_that_is_gone_is_named_and_what_was_read_of_other_shards_is_let_go(hosts, monkeypatch):
+    held = []
+    opened = peer_slices._opened
+    monkeypatch.setattr(peer_slices, "_opened", lambda *args: held.append(args[-1]) or opened(*args))
+    made = hosts(4)
+    made.add("host-9")
+    context = made.begun(("host-0", "host-2", "host-9"))[2]
+    elsewhere = [source for source in context.restore.sources.values() if source.address is not None]
+    made.restored(context)
+    assert len(elsewhere) > 1 and len(held) == len(elsewhere) and len({id(batch) for batch in held}) == 1
+    ring = made.ring(elsewhere[0])
+    ring.drop(ring.find(STEP, 1))
+    with pytest.raises(SnapshotNotIntact, match="no longer there") as caught:
+        made.restored(context)
+    assert caught.value.copies == (elsewhere[0].copy,)

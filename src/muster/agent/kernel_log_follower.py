@@ -23,6 +23,7 @@ from muster.config.spec import RunSpec
 from muster.health.hardware.driver_errors import RECOVERY_ACTION, Burst, finding_of, judge_burst, same_burst
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.kernel_log import KernelFault, KernelLogReader, pci_address
+from muster.health.hardware.own_gpus import own_gpus
 from muster.health.verdicts import Verdict
 from muster.protocol.to_supervisor import HostFault
 from muster.transport.connections import ConnectionPool
@@ -64,10 +65,14 @@ class KernelLogFollower:
         """``living``: the ranks' processes. ``resets``: how often GPUs were reset here.
 
         ``gpus``, ``kmsg``, ``follow``: where a test has its own."""
-        self._host, self._hub, self._spec, self._living = identity.host, hub, spec, living
+        self._host, self._environ = identity.host, identity.environ
+        self._hub, self._spec, self._living = hub, spec, living
         self._send, self._log, self._resets = send, log, resets
         self._gpus_folder, self._kmsg, self._follow = gpus, kmsg, follow
         self._gpus: dict[str, int] = {}
+        self._own: frozenset[str] | None = None
+        """Addresses of the GPUs that this host's ranks may use; None: all."""
+        self._foreign: set[tuple[str, int]] = set()
         self._reader = KernelLogReader()
         self._earlier: list[KernelFault] = []
         """Errors of closed bursts, each once."""
@@ -88,6 +93,7 @@ class KernelLogFollower:
             # nvidia-smi counts in the order of addresses, and so does NVML.
             addresses = sorted(filter(None, (pci_address(path.name) for path in self._gpus_folder.iterdir())))
             self._gpus = {address: number for number, address in enumerate(addresses)}
+            self._own = own_gpus(self._gpus_folder, self._environ)
         if not self._gpus:
             return
         try:
@@ -165,6 +171,9 @@ class KernelLogFollower:
         fault = self._reader.read(line)
         if fault is None:
             return
+        if self._own is not None and fault.device in self._gpus and fault.device not in self._own:
+            self._note_foreign(fault)
+            return
         self._note_resets()
         if self._last is not None and not same_burst(self._last, fault):
             self._close()
@@ -180,6 +189,13 @@ class KernelLogFollower:
         if self._told is None or _graver(burst.verdict, self._told):
             self._told = burst.verdict
             self._tell(burst)
+
+    def _note_foreign(self, fault: KernelFault) -> None:
+        """Of a GPU that others use, on a machine that is shared: no fault of this run's part. Said once."""
+        if (fault.device, fault.number) not in self._foreign and len(self._foreign) < _KEPT:
+            self._foreign.add((fault.device, fault.number))
+            where = f"GPU {self._gpus[fault.device]} ({fault.device})"
+            self._log.note(f"{self._host}: {fault.family} {fault.number} on {where}, which this run does not use")
 
     def _close(self) -> None:
         """The burst is over: what follows is another one, even where it says the same."""
@@ -207,7 +223,8 @@ class KernelLogFollower:
         if rank is not None:
             evidence = f"rank {rank}: {evidence}"
         if burst.verdict.faulty:
-            resettable = burst.resettable(self._gpus)
+            all_ours = self._own is None or self._own >= self._gpus.keys()
+            resettable = burst.resettable(self._gpus, all_ours=all_ours)
             fault = HostFault(
                 verdict=_ASKED[burst.verdict], evidence=evidence[:500], resettable=resettable, at_ns=time.monotonic_ns()
             )

@@ -13,6 +13,7 @@ from muster.agent import kernel_log_follower
 from muster.agent.kernel_log_follower import KernelLogFollower
 from muster.agent.supervisor_link import SupervisorLink
 from muster.config.spec import Check
+from muster.health.hardware.own_gpus import own_gpus
 from muster.protocol.to_supervisor import HostFault, HostReady
 from muster.transport.connections import ConnectionPool
 
@@ -22,7 +23,7 @@ GPUS = ("0000:19:00.0", "0000:3b:00.0", "0000:9b:00.0")
 class Host:
     """A follower with its loop. ``say`` puts a record into a stand-in for /dev/kmsg that keeps records apart."""
 
-    def __init__(self, tmp_path, *, gpus=GPUS, check=None, living=(), **sources):
+    def __init__(self, tmp_path, *, gpus=GPUS, check=None, living=(), environ=None, **sources):
         folder = tmp_path / "gpus"
         folder.mkdir()
         for address in gpus:
@@ -30,7 +31,8 @@ class Host:
         self.hub = ConnectionPool(token="0" * 32, on_accept=lambda peer: None, on_gone=lambda peer, why: None)
         self.sent, self.notes, self.resets = [], [], 0
         self.follower = KernelLogFollower(
-            identity=SimpleNamespace(host="host-1"), hub=self.hub, log=SimpleNamespace(note=self.notes.append),
+            identity=SimpleNamespace(host="host-1", environ=environ or {}), hub=self.hub,
+            log=SimpleNamespace(note=self.notes.append),
             spec=lambda: SimpleNamespace(check=check or Check()), living=lambda: living, send=self.sent.append,
             resets=lambda: self.resets, gpus=folder, **sources,
         )  # fmt: skip
@@ -267,3 +269,48 @@ def test_what_was_told_to_nobody_is_told_to_the_supervisor_that_is_found(on_host
     assert link.connect()
     (_, fault) = told
     assert isinstance(fault, HostFault) and fault.verdict == "replace" and fault == host.follower.standing()
+
+
+def informed(tmp_path, *, models=("H100",)):
+    """The driver's files for ``GPUS``; its minor numbers are in another order."""
+    for number, address in enumerate(GPUS):
+        model = models[number % len(models)]
+        text = f"Model: \t\t {model}\nGPU UUID: \t GPU-{number}aa-bb\nDevice Minor: \t {2 - number}\n"
+        (tmp_path / "gpus" / address / "information").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "models", "own"),
+    [
+        ({}, ("H100",), None),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ("H100",), {1}),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ("H100", "A2000"), None),  # the fastest comes first
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ("H100", "A2000"), {1}),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-0aa,GPU-2aa-bb"}, ("H100",), {0, 2}),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-7"}, ("H100",), None),
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "7"}, ("H100",), None),  # of the job's part, or of the machine
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_GPUS": "1"}, ("H100",), {1}),
+        ({"SLURM_STEP_GPUS": "0"}, ("H100",), None),  # minor number or place: they differ here
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, ("H100",), None),
+        ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, ("H100",), {0, 1}),
+    ],
+)
+def test_which_gpus_are_ours(tmp_path, environ, models, own):
+    for address in GPUS:
+        (tmp_path / "gpus" / address).mkdir(parents=True)
+    informed(tmp_path, models=models)
+    assert own_gpus(tmp_path / "gpus", environ) == (None if own is None else {GPUS[number] for number in own})
+
+
+def test_a_gpu_of_another_job_costs_this_host_nothing_and_is_not_reset(on_host, kmsg, monkeypatch, tmp_path):
+    real = KernelLogFollower.start
+    monkeypatch.setattr(KernelLogFollower, "start", lambda self: (informed(tmp_path), real(self))[1])
+    host, say = following(on_host, kmsg, monkeypatch, environ={"CUDA_VISIBLE_DEVICES": "0,1"})
+    for _ in range(2):
+        say("NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.")
+    say("NVRM: Xid (PCI:0000:3b:00): 119, Timeout")
+    say("nvidia-nvswitch1: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 48 LTSSM Fault Up", second=900.0)
+    host.until(lambda: len(host.sent) == 2)
+    (note,) = host.notes
+    assert "Xid 79 on GPU 2" in note and "does not use" in note
+    assert [(fault.verdict, fault.resettable) for fault in host.sent] == [("reset", (1,)), ("reset", ())]

@@ -60,7 +60,7 @@ class EventsInOrder:
     timeline: Timeline
     places: dict[str, tuple[array[int], array[int]]]
     on_damage: Callable[[str], None]
-    """Told of an event that was there before, and is not now."""
+    """Told once of each file with events that were there before, and are not now."""
 
     @property
     def newest_ns(self) -> int:
@@ -68,15 +68,20 @@ class EventsInOrder:
         return self.timeline.newest_ns()
 
     def __iter__(self) -> Iterator[Event]:
-        chunks = _Chunks(self.directory)
-        for at_ns, name, number in self.timeline.in_order():
-            begins, lengths = self.places[name]
-            try:
-                event = Event.from_json(parse_object(chunks.read(name, begins[number], lengths[number])))
-            except (OSError, ValueError) as error:
-                self.on_damage(f"{name}: event {number + 1} was there and is not now: {error}")
-                continue
-            yield event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns)
+        chunks, lost = _Chunks(self.directory), dict[str, tuple[str, int]]()
+        try:
+            for at_ns, name, number in self.timeline.in_order():
+                begins, lengths = self.places[name]
+                try:
+                    event = Event.from_json(parse_object(chunks.read(name, begins[number], lengths[number])))
+                except (OSError, ValueError) as error:
+                    first, count = lost.get(name, (f"event {number + 1} was there and is not now: {error}", 0))
+                    lost[name] = first, count + 1
+                    continue
+                yield event if event.wall_ns == at_ns else replace(event, wall_ns=at_ns)
+        finally:
+            for name, (first, count) in lost.items():
+                self.on_damage(f"{name}: {first}" + (f"; nor are {count - 1} more of it" if count > 1 else ""))
 
     def telling(self, *others: Callable[[Event], None]) -> Iterator[Event]:
         """The same, each event given to ``others``, too: one reading for all."""
@@ -102,7 +107,7 @@ class _Chunks:
                 file.seek(begin)
                 at, data = begin, file.read(max(length, CHUNK_BYTES))
             self._chunks[name] = at, data
-            self._chunks.move_to_end(name)
             if len(self._chunks) > CHUNKS:
                 self._chunks.popitem(last=False)
+        self._chunks.move_to_end(name)
         return data[begin - at : begin - at + length]

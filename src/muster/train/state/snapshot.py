@@ -51,7 +51,7 @@ def own_path(context: RankContext) -> Path:
 class Snapshots:
     """Writes the snapshots, one object per rank and attempt.
 
-    **Which versions are kept.** Every step's snapshot is taken, however slow the copies are: with the newest local
+    **Which versions are kept.** Each snapshot that is due is taken, however slow the copies are: with the newest local
     version a lost rank costs no step. Copies are made one at a time: each step the ranks agree whether every peer holds
     the version whose copy was requested last; if so, the snapshot just taken is copied next, on all ranks alike. So
     three versions are protected when a slot is chosen: the one that all peers hold (*agreed*), the one being copied

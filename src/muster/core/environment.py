@@ -122,3 +122,8 @@ def read(environ: Mapping[str, str]) -> Environment:
         token_file=Path(environ["MUSTER_TOKEN_FILE"]) if environ.get("MUSTER_TOKEN_FILE") else None,
         storage_emulator=bool(environ.get("STORAGE_EMULATOR_HOST")),
     )
+
+
+def allocator_is_set() -> bool:
+    """Whether somebody has set glibc's own variables for its heap (``MALLOC_MMAP_THRESHOLD_`` and the like)."""
+    return any(name.startswith("MALLOC_") for name in os.environ)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from muster.core.environment import allocator_is_set
+
 #: Parameters of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 #: Larger blocks still come from the kernel each time. glibc takes no larger number (half of its HEAP_MAX_SIZE).
@@ -32,8 +34,12 @@ _GROUPS, _LIMITS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 def keep_freed() -> bool:
     """What this process frees from now on stays with it; whether that could be set. Never raises.
 
-    Threads that are started later take from the same heap: gloo gathers parameters in threads of its own.
+    Not where somebody has set the heap by glibc's own variables. The price: a resident set above what the tensors need
+    (docs/plan.md has a figure). Threads that are started later take from the same heap: gloo gathers parameters in
+    threads of its own.
     """
+    if allocator_is_set():
+        return False
     wanted = {_M_MMAP_THRESHOLD: MMAP_THRESHOLD, _M_TRIM_THRESHOLD: TRIM_THRESHOLD, _M_ARENA_MAX: 1}
     with contextlib.suppress(AttributeError, OSError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt

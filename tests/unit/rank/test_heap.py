@@ -56,6 +56,11 @@ def test_without_it_each_step_touches_new_pages():
     assert min(faults(keep=False, reserve=False)) > PAGES / 4
 
 
+def test_who_has_set_glibcs_heap_keeps_that_setting(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(128 << 10))
+    assert not heap.keep_freed()
+
+
 MIB = 1 << 20
 TWO = "memory.max", "memory.current", "inactive_file"
 ONE = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"

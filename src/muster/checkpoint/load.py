@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -37,18 +37,12 @@ def newest_valid(
     rank, ranks = exchange.rank_of(group), 1 if group is None else group.size()
     skip = on_skip if on_skip is not None and rank == 0 else lambda uri, reason: None
     for manifest in _candidates(store, directory_uri, skip, group):
-        trouble: MusterError | None = None
-        try:
+
+        def look(manifest: Manifest = manifest) -> str | None:
             problem = missing(manifest) or (_foreign(manifest, state) if state is not None else None)
-            if problem is None and verify:
-                problem = damage(manifest, part=rank, parts=ranks)
-        except CheckpointError as error:
-            problem = str(error)
-        except MusterError as error:
-            problem, trouble = None, error
-        except TROUBLE as error:
-            problem, trouble = None, BackendError(f"{manifest.uri}: {str(error) or type(error).__name__}")
-        problem = _agreed(manifest, problem, trouble, group)
+            return damage(manifest, part=rank, parts=ranks) if problem is None and verify else problem
+
+        problem = _agreed(manifest, look, group)
         if problem is None:
             return manifest
         skip(manifest.uri, problem)
@@ -73,24 +67,19 @@ def load_newest(
     rank, ranks = exchange.rank_of(group), 1 if group is None else group.size()
     skip = on_skip if on_skip is not None and rank == 0 else lambda uri, reason: None
     for manifest in _candidates(store, directory_uri, skip, group):
-        reader: ShardReader | None = None
-        trouble: MusterError | None = None
-        try:
+        read: list[ShardReader] = []
+
+        def look(manifest: Manifest = manifest, read: list[ShardReader] = read) -> str | None:
             problem = missing(manifest) or stranger(manifest, part=rank, parts=ranks)
             if problem is None:
-                reader = ShardReader(open_checkpoint(manifest), staged=True)
-                read_into(reader, state)
-        except CheckpointError as error:
-            problem = str(error)
-        except MusterError as error:
-            problem, trouble = None, error
-        except TROUBLE as error:
-            problem, trouble = None, BackendError(f"{manifest.uri}: {str(error) or type(error).__name__}")
-        problem = _agreed(manifest, problem, trouble, group)
+                read.append(ShardReader(open_checkpoint(manifest), staged=True))
+                read_into(read[0], state)
+            return problem
+
+        problem = _agreed(manifest, look, group)
         if problem is None:
-            assert reader is not None
-            reader.put()
-            return manifest, reader.bytes_read
+            read[0].put()
+            return manifest, read[0].bytes_read
         skip(manifest.uri, problem)
     return None
 
@@ -123,11 +112,18 @@ def _candidates(store: Store, directory_uri: str, skip: OnSkip, group: dist.Proc
     return [Manifest.decode(text.encode(), directory=directory_uri) for text in answer]
 
 
-def _agreed(
-    manifest: Manifest, problem: str | None, trouble: MusterError | None, group: dist.ProcessGroup | None
-) -> str | None:
-    """What any rank found wrong with a checkpoint. Raises on every rank where one could not read it: an older one must
-    not be taken for that."""
+def _agreed(manifest: Manifest, look: Callable[[], str | None], group: dist.ProcessGroup | None) -> str | None:
+    """What any rank's ``look`` found wrong with a checkpoint. Raises on every rank where one could not read it: an
+    older one must not be taken for that."""
+    trouble: MusterError | None = None
+    try:
+        problem = look()
+    except CheckpointError as error:
+        problem = str(error)
+    except MusterError as error:
+        problem, trouble = None, error
+    except TROUBLE as error:
+        problem, trouble = None, BackendError(f"{manifest.uri}: {str(error) or type(error).__name__}")
     found = exchange.gather([problem, str(trouble) if trouble is not None else None], group)
     wrong = next((problem for problem, _ in found if problem), None)
     if wrong is not None:

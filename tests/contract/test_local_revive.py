@@ -52,18 +52,25 @@ def kill(pid: int) -> None:
     eventually(lambda: processes.look(pid) is None)
 
 
+def started(pid: int) -> processes.Process:
+    """The process once it runs its program: in the midst of ``execve`` its arguments and environment read as empty."""
+    eventually(lambda: (found := processes.look(pid)) is not None and bool(found.argv))
+    found = processes.look(pid)
+    assert found is not None
+    return found
+
+
 def test_a_host_that_ended_is_started_as_it_was(case: LocalCase, job: tuple[JobRequest, JobHandle]) -> None:
     _, handle = job
     before = pids(handle)
-    old = processes.look(before["agent-host-1"])
-    assert old is not None
+    old = started(before["agent-host-1"])
     kill(before["agent-host-1"])
     assert case.launcher.poll(handle).tasks["agent-host-1"] == "ended"
     assert case.launcher.revive(handle, ["agent-host-0", "agent-host-1"]) == ["agent-host-1"]
     after = pids(handle)
     assert {**after, "agent-host-1": 0} == {**before, "agent-host-1": 0}, "what lives is left alone"
-    new = processes.look(after["agent-host-1"])
-    assert new is not None and new.argv == old.argv
+    new = started(after["agent-host-1"])
+    assert new.argv == old.argv
     status = case.launcher.poll(handle)
     assert status.state is JobState.RUNNING and status.tasks["agent-host-1"] == f"running (pid {new.pid})"
     environ = Path(f"/proc/{new.pid}/environ").read_bytes().split(b"\0")

@@ -15,6 +15,7 @@ import time
 
 from muster.agent.evidence.gatherer import EvidenceGatherer
 from muster.agent.fork_server_process import ForkServer
+from muster.agent.hardware.host_check import HostCheck
 from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_event_log import HostLog, committed_event
 from muster.agent.host_home import HostHome
@@ -87,41 +88,32 @@ class HostAgent:
             hub=hub, identity=identity, hello=self._hello, on_message=self._from_supervisor, on_refused=self._on_refused
         )
         self.replicator = ReplicatorProcess(
-            identity=identity,
-            hub=hub,
-            limit_s=lambda: self.spec.recovery.heartbeat_timeout_s,
-            is_ending=lambda: self.exit_reason is not None,
-            on_flush=self._on_flush,
-            on_moved=self._on_replicator_moved,
+            identity=identity, hub=hub, limit_s=lambda: self.spec.recovery.heartbeat_timeout_s,
+            is_ending=lambda: self.exit_reason is not None, on_flush=self._on_flush,
+            on_moved=self._on_replicator_moved, on_note=log.note,
             on_rejected=lambda found: self.link.send(self.snapshots.rejected(found)),
-            on_note=log.note,
-        )
+        )  # fmt: skip
         self.snapshots = SnapshotStore(
             memory=lambda: identity.memory.folder, host=identity.host, takes_snapshots=self._takes_snapshots,
             copy_to=self.replicator.copy_to, fetch=self.replicator.fetch, forget_fetches=self.replicator.forget_fetches,
         )  # fmt: skip
         self.programs = Programs(
-            identity=identity,
-            hub=hub,
-            log=log,
-            spec=lambda: self.spec,
-            is_ending=lambda: self.exit_reason is not None,
-            on_prepared=self._check_ready,
+            identity=identity, hub=hub, log=log, spec=lambda: self.spec,
+            is_ending=lambda: self.exit_reason is not None, on_prepared=self._check_ready,
             has_ranks=lambda: bool(self.pool.living()),
             on_failure=lambda failure: self.link.keep("data", failure),
             on_notice=lambda source: self.preemption.on_notice(source),
-        )
+        )  # fmt: skip
         self.fork_server = ForkServer(
-            identity=identity,
-            hub=hub,
-            spec=lambda: self.spec,
-            is_ending=lambda: self.exit_reason is not None,
+            identity=identity, hub=hub, spec=lambda: self.spec, is_ending=lambda: self.exit_reason is not None,
             on_failure=lambda reason: self.link.keep("fork server", to_supervisor.StartFailed(reason=reason)),
-            on_exited=lambda pid, code: self.pool.on_exit_code(pid, code),
-            on_store=self.link.send,
-        )
+            on_exited=lambda pid, code: self.pool.on_exit_code(pid, code), on_store=self.link.send,
+        )  # fmt: skip
         self.readiness = Readiness(
-            has_all=lambda: self.programs.prepared and self.fork_server.connected and len(self.pool.standbys) > 0,
+            has_all=lambda: (
+                self.programs.prepared and self.fork_server.connected and len(self.pool.standbys) > 0
+                and self.host_check.over
+            ),
             is_joining=self._is_joining, is_warm=lambda: self.pool.is_warm(), on_ready=self._on_ready,
         )  # fmt: skip
         self._make_pool()
@@ -129,13 +121,8 @@ class HostAgent:
     def _make_pool(self) -> None:
         identity, hub, log = self.identity, self.hub, self.log
         self.pool = RankPool(
-            identity=identity,
-            hub=hub,
-            log=log,
-            spec=lambda: self.spec,
-            send=self.link.send,
-            is_supervised=lambda: self.link.connected,
-            is_prepared=lambda: self.programs.prepared,
+            identity=identity, hub=hub, log=log, spec=lambda: self.spec, send=self.link.send,
+            is_supervised=lambda: self.link.connected, is_prepared=lambda: self.programs.prepared,
             on_warm=self._check_ready,
             forks=Forks(
                 spawn=self.fork_server.spawn,
@@ -151,12 +138,17 @@ class HostAgent:
                 on_ready=self.replicator.copy,
                 on_step=self.snapshots.on_step,
             ),
-        )
+        )  # fmt: skip
         self.kernel_log = KernelLogFollower(
             identity=identity, hub=hub, log=log, spec=lambda: self.spec, living=self.pool.living, send=self.link.send,
             resets=lambda: self.pool.gpu_reset.ended,
         )  # fmt: skip
         self.link.fault = self.kernel_log.standing
+        self.host_check = HostCheck(
+            start_program=identity.start_program, environ=identity.environ, alone=identity.hosts_here == 1, hub=hub,
+            spec=lambda: self.spec, send=self.link.send, is_supervised=lambda: self.link.connected,
+            on_over=self._on_checked,
+        )  # fmt: skip
         self.evidence = EvidenceGatherer(hub=hub, host=identity.host, living=self.pool.living, send=self.link.send)
         self.preemption = Preemption(
             spec=lambda: self.spec,
@@ -167,14 +159,10 @@ class HostAgent:
             on_exit=self.request_exit,
         )
         self.unsupervised = UnsupervisedHost(
-            identity=identity,
-            spec=lambda: self.spec,
-            is_working=lambda: bool(self.pool.living()),
-            held=self.snapshots.held,
+            identity=identity, spec=lambda: self.spec, is_working=lambda: bool(self.pool.living()),
+            held=self.snapshots.held, on_note=log.note, on_exit=self.request_exit,
             flush=lambda order: self.replicator.flush(order, fence=self._fence(), alone=True),
-            on_note=log.note,
-            on_exit=self.request_exit,
-        )
+        )  # fmt: skip
 
     def _takes_snapshots(self) -> bool:
         return bool(self.spec.checkpoint.snapshot_every_steps)
@@ -196,7 +184,10 @@ class HostAgent:
         if watchdog and (fd := open_pidfd(watchdog)) is not None:
             self.hub.watch(fd, lambda: self.request_exit("the watchdog is gone"))
         self._start()
-        mine = (self.memory_watch, self.link, self.preemption, self.programs, self.pool, self.evidence, self.replicator)
+        mine = (
+            self.memory_watch, self.link, self.preemption, self.programs, self.pool, self.evidence, self.replicator,
+            self.host_check,
+        )  # fmt: skip
         while self.exit_reason is None:
             search_s = math.inf if self.link.connected else time.monotonic() + SEARCH_S
             due_s = min(search_s, self.readiness.due_s(), *(part.due_s() for part in mine))
@@ -216,7 +207,9 @@ class HostAgent:
         self.programs.start()
         self.kernel_log.start()
         self.replicator.start()
-        if not self.fork_server.start():
+        if self.fork_server.start():
+            self.host_check.begin()
+        else:
             self._contact_after = time.monotonic() + ADOPTION_S
         typed_json.prepare(*to_agent.TO_AGENT.messages, *to_supervisor.FROM_AGENT.messages, *TO_RANK.messages)
 
@@ -288,6 +281,8 @@ class HostAgent:
                 self.snapshots.drop(message.copies)
             case to_agent.GatherEvidence():
                 self.evidence.begin(message)
+            case to_agent.LookAtHost():
+                self.host_check.ask(message)
             case to_agent.Shutdown():
                 self.request_exit(message.reason)
             case Refused():
@@ -306,8 +301,7 @@ class HostAgent:
             case ForkServerHello():
                 self.fork_server.on_hello(peer, hello)
                 self.pool.on_children(hello.children)
-                self.pool.replenish_standbys()
-                self._check_ready()  # a dead one's standbys may still be usable
+                self._on_checked()  # a dead one's standbys may still be usable
             case RankHello():  # its former agent died
                 self.pool.adopt(peer, hello)
                 self.link.greet()
@@ -322,6 +316,12 @@ class HostAgent:
         """Something that a start needs may have come: start what waited for it, report when all is there."""
         self.pool.queue.assign()
         self.readiness.check()
+
+    def _on_checked(self) -> None:
+        """Standbys may open contexts, unless the GPUs are being loaded."""
+        if not self.host_check.loads:
+            self.pool.replenish_standbys()
+        self._check_ready()
 
     def _on_ready(self) -> None:
         self.link.send(to_supervisor.HostReady(store=self.fork_server.store, memory=self._memory_address()))
@@ -374,7 +374,7 @@ class HostAgent:
 
     def _shutdown(self) -> None:
         """End everything this agent started and free the memory."""
-        for part in (self.pool, self.replicator, self.programs, self.kernel_log, self.fork_server):
+        for part in (self.pool, self.replicator, self.programs, self.kernel_log, self.host_check, self.fork_server):
             part.shutdown()
         self.log.write("agent.ended", {"reason": self.exit_reason or ""})
         self.hub.shutdown()

@@ -23,13 +23,11 @@ from muster.config.spec import RunSpec
 from muster.health.hardware.driver_errors import RECOVERY_ACTION, Burst, finding_of, judge_burst, same_burst
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.kernel_log import KernelFault, KernelLogReader, pci_address
-from muster.health.hardware.own_gpus import own_gpus
+from muster.health.hardware.own_gpus import GPUS, own_gpus
 from muster.health.verdicts import Verdict
 from muster.protocol.to_supervisor import HostFault
 from muster.transport.connections import ConnectionPool
 
-#: The driver's list of GPUs: a folder for each, named by its PCI address.
-GPUS = Path("/proc/driver/nvidia/gpus")
 KMSG = "/dev/kmsg"
 #: What comes from now on, from the kernel alone (programs can write to the log, too).
 FOLLOW = ("dmesg", "--follow-new", "--kernel", "--nopager", "--color=never")

@@ -13,7 +13,9 @@ HOSTS = typer.Option([], "--host", help="With --from: only this host; may be rep
 
 def check(
     target: str | None = typer.Argument(
-        None, metavar="[RUN.yaml]", help="Hold this machine against the one that the run file names."
+        None,
+        metavar="[RUN.yaml|RUN]",
+        help="A run file: hold this machine against the one that it names. A live run: look at its hosts, beside it.",
     ),
     captures: str | None = typer.Option(
         None, "--from", metavar="DIR", help="Captured outputs instead of this machine: a folder, or one file."
@@ -30,7 +32,12 @@ def check(
         raise api.UsageError("--passive and --raw look at this machine, and --from does not", hint="leave one out")
     if hosts and captures is None:
         raise api.UsageError("--host goes with --from", hint="muster check --from DIR --host NAME")
-    if captures is not None:
+    run = target is not None and captures is None and use_case.is_run(target)
+    if run and raw:
+        raise api.UsageError("--raw looks at this machine, and a run has hosts", hint="--json has what they found")
+    if run:
+        result = use_case.check_run(target or "")
+    elif captures is not None:
         result = use_case.check_captures(captures, target, hosts=hosts)
     else:
         result = use_case.check_machine(target, passive=passive)

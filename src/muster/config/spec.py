@@ -231,8 +231,12 @@ class Recovery(Section):
 
 
 class Check(Section):
-    """What is held against a host's hardware."""
+    """When a host's hardware is looked at, and what is held against it."""
 
+    mode: Literal["auto", "passive", "full", "off"] = "auto"
+    """Before ranks use a host. passive: what the machine tells of itself, within 2 s, while the imports run. full: its
+    GPUs are loaded as well, 30 s. auto: nothing without GPUs, full where the run is long enough to be worth it (8 hours
+    of hosts: docs/check.md), else passive."""
     xid_ignore: list[Positive] = Field(default_factory=list)
     """Xid numbers of the GPU driver that are noted and never cost a host, whatever the table says."""
     xid_fatal: list[Positive] = Field(default_factory=list)

@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias, get_args
 from muster.core.typed_json import Count, Int64, Record, Step
 from muster.protocol.channel import Channel
 from muster.protocol.hello import Refused
+from muster.protocol.values import HostLook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,13 @@ class RestartRun(Record):
 @dataclass(frozen=True, kw_only=True)
 class AskStatus(Record):
     """Where is the run?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckHosts(Record):
+    """What does each host's hardware look like now? Asked again with the same number until all have answered."""
+
+    number: Annotated[Count, "chosen by the client, not 0"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +77,12 @@ class SupervisorStatus(Record):
     step: Annotated[Step, "the last applied one"]
     hosts: Mapping[str, HostStatus] = field(default_factory=dict)
     verdict: Annotated[Verdict | None, "None: not decided"] = None
+    looks: Annotated[Mapping[str, HostLook], "to CheckHosts: host -> what it saw; others have not answered yet"] = (
+        field(default_factory=dict)
+    )
 
 
-FromClient: TypeAlias = StopRun | RestartRun | AskStatus | HealthReport
+FromClient: TypeAlias = StopRun | RestartRun | AskStatus | CheckHosts | HealthReport
 ToClient: TypeAlias = SupervisorStatus | Refused
 FROM_CLIENT: Channel[FromClient] = Channel(
     name="client to supervisor", sender="client", receiver="supervisor", over="TCP", messages=get_args(FromClient)

@@ -129,6 +129,13 @@ class GatherEvidence(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LookAtHost(Record):
+    """Look at the host's hardware now, beside what runs there, then answer with ``HostLooked``."""
+
+    number: Annotated[Count, "whose answer it is"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shutdown(Record):
     """The run is over for this host."""
 
@@ -147,6 +154,7 @@ ToAgent: TypeAlias = (
     | Reload
     | DropCopies
     | GatherEvidence
+    | LookAtHost
     | Shutdown
     | Refused
 )

@@ -11,7 +11,7 @@ from muster.core.typed_json import Count, Int64, Record, Seconds, Step
 from muster.protocol.channel import Channel
 from muster.protocol.hello import AgentHello, BeatHello, ClientHello, Refused
 from muster.protocol.to_agent import FlushedFile
-from muster.protocol.values import Address, LastWords, RankEvent, StoreAddress
+from muster.protocol.values import Address, HostLook, LastWords, RankEvent, StoreAddress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +148,15 @@ class HostFault(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostLooked(Record):
+    """The host has looked at its hardware: by itself before ranks use it, or asked by ``LookAtHost``."""
+
+    number: Annotated[Count, "of the question; 0: by itself"] = 0
+    look: HostLook
+    at_ns: Annotated[Int64, "the host's monotonic clock"] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pong(Record):
     """The answer to ``Ping``."""
 
@@ -178,6 +187,7 @@ FromAgent: TypeAlias = (
     | StartFailed
     | HostNotice
     | HostFault
+    | HostLooked
     | Pong
     | AgentHello
 )

@@ -54,6 +54,17 @@ class RankEvent(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostLook(Record):
+    """What a host's own look at its hardware saw (``muster.probe``)."""
+
+    part: Literal["passive", "full"]
+    output: Annotated[str, "the probe's, as it wrote it; cut where it is"]
+    node: Annotated[str, "the machine's name, for whoever takes it out"] = ""
+    own: Annotated[tuple[str, ...] | None, "PCI addresses of the GPUs that the run may use; None: all"] = None
+    seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreAddress(Record):
     """The rendezvous store of the next attempt."""
 

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from muster.app.inspect.supervisor_client import request
 from muster.app.inspect.why import captured_files
-from muster.catalog.rows import machines
 from muster.config.load import load
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 from muster.core.errors import BackendError, UsageError
 from muster.core.typed_json import JsonObject
 from muster.health.hardware.error_table import OwnNumbers
-from muster.health.machine.fleet import commands, compare_hosts
+from muster.health.machine.expected import Expected, expected_of
+from muster.health.machine.fleet import compare_hosts
 from muster.health.machine.judge import judge_machine
-from muster.health.machine.report import is_probe, read_probe
-from muster.health.recognise import Expected, recognise
+from muster.health.machine.report import is_probe, of_own_gpus, read_probe
+from muster.health.recognise import recognise
 from muster.health.verdicts import Finding, Verdict, exit_code, worst
 from muster.probe.programs import command, output_of
+from muster.protocol.client import CheckHosts
+from muster.storage import run_registry
+from muster.supervise.checks import judging
+from muster.supervise.checks.judging import commands_of
 
 #: The probe's rungs have limits of their own; this one holds where the whole program is stuck.
 PASSIVE_LIMIT_S, FULL_LIMIT_S = 10.0, 180.0
+#: A run's hosts have this long to answer, and are asked for what has come so often.
+HOSTS_LIMIT_S, HOSTS_AGAIN_S = 20.0, 0.25
 _GRAVEST = tuple(reversed(Verdict))
 
 
@@ -80,10 +89,48 @@ def check_machine(run_file: str | None = None, *, passive: bool = False) -> Chec
         output, _ = output_of(argv, limit_s=PASSIVE_LIMIT_S if passive else FULL_LIMIT_S)
     except OSError as error:
         raise BackendError(f"cannot start the probe: {error.strerror}") from error
-    expected = expected_of(spec)
+    expected = _expected(spec)
     report = read_probe(output, host=socket.gethostname())
     found = judge_machine(report, gpus=expected.gpus, source=expected.source)
     return Checked(findings=tuple(found), commands=_commands(found, spec), raw=output)
+
+
+def is_run(target: str) -> bool:
+    """Whether it names a run rather than a run file."""
+    return not Path(target).is_file() and Path(target).suffix not in (".yaml", ".yml")
+
+
+def check_run(reference: str) -> Checked:
+    """Have the agents of a live run look at their hosts, all at once and beside the training: nothing is loaded.
+
+    Raises:
+        UsageError: no such run.
+        SupervisorUnreachable: it has no supervisor: it is over, or nobody holds it.
+    """
+    run = run_registry.find(reference)
+    spec = RunSpec.model_validate_json(run.resolved.read_text())
+    question, until = CheckHosts(number=1 + secrets.randbelow(1 << 31)), time.monotonic() + HOSTS_LIMIT_S
+    while True:
+        answer = request(run, question)
+        waiting = [name for name, host in answer.hosts.items() if host.connected and name not in answer.looks]
+        if not waiting or time.monotonic() >= until:
+            break
+        time.sleep(HOSTS_AGAIN_S)
+    found: list[Finding] = []
+    reports, take_out = [], {}
+    for host, look in sorted(answer.looks.items()):
+        here = judging.judge(host, look, spec)
+        found += here
+        reports.append(of_own_gpus(read_probe(look.output.encode(), host=host), look.own))
+        command = judging.take_out(host, look, here, spec)
+        if command is not None:
+            take_out[host] = command
+    found += compare_hosts(reports)
+    lost = [name for name, host in answer.hosts.items() if not host.connected]
+    for name in (*waiting, *lost):
+        why = "is not connected" if name in lost else f"has not answered within {HOSTS_LIMIT_S:g} s"
+        found.append(Finding(check="machine", verdict=Verdict.INCOMPLETE, host=name, message=f"{name} {why}"))
+    return Checked(findings=tuple(found), commands=take_out)
 
 
 def check_captures(place: str, run_file: str | None = None, *, hosts: Sequence[str] = ()) -> Checked:
@@ -95,7 +142,7 @@ def check_captures(place: str, run_file: str | None = None, *, hosts: Sequence[s
         UsageError: there is nothing to read, or nothing of these hosts.
     """
     spec = load(run_file, environment=False).spec if run_file is not None else None
-    expected = expected_of(spec)
+    expected = _expected(spec)
     probes, others, kinds = [], [], {}
     for name, content in captured_files(Path(place)):
         if is_probe(content):
@@ -123,10 +170,9 @@ def check_captures(place: str, run_file: str | None = None, *, hosts: Sequence[s
     return Checked(findings=tuple(found), commands=_commands(found, spec), kinds={**known.kinds, **kinds})
 
 
-def expected_of(spec: RunSpec | None) -> Expected:
+def _expected(spec: RunSpec | None) -> Expected:
     """What the machine that the run file names should have."""
-    row = machines().get(spec.resources.machine or "") if spec is not None else None
-    return Expected(gpus=row.count, source=f"machine type {row.name}") if row is not None else Expected()
+    return expected_of(spec.resources.machine if spec is not None else None)
 
 
 def _folder(spec: RunSpec | None) -> str:
@@ -139,9 +185,4 @@ def _folder(spec: RunSpec | None) -> str:
 
 
 def _commands(found: Iterable[Finding], spec: RunSpec | None) -> dict[str, str]:
-    if spec is None:
-        return {}
-    model = spec.resources.provisioning_model
-    reserved = bool(spec.resources.reservation) and model in (None, "reservation", "calendar")
-    zone = next((place for place in spec.resources.locations if place.count("-") == 2), "")
-    return commands(found, backend=spec.backend, reserved=reserved, zone=zone)
+    return commands_of(found, spec) if spec is not None else {}

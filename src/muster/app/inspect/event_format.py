@@ -194,7 +194,17 @@ def _finished(event: Event) -> str:
     return f"{detail.outcome}: {detail.reason}"
 
 
-_RENDER: Mapping[str, Callable[[Event], str]] = {
+def _host_check(event: Event) -> str | None:
+    """Nothing where nothing is wrong."""
+    detail = event.read(hosts.HostCheck)
+    if detail.verdict not in ("incomplete", "reset", "drain", "replace"):
+        return None
+    found = "; ".join(detail.findings[:3])
+    command = f"; to take it out: {detail.command}" if detail.command else ""
+    return f"check of {event.host} ({detail.node or 'its machine'}): {detail.verdict}: {found}{command}"
+
+
+_RENDER: Mapping[str, Callable[[Event], str | None]] = {
     training.Step.kind: _step,
     training.Eval.kind: _eval,
     training.ModelReady.kind: _model,
@@ -221,6 +231,7 @@ _RENDER: Mapping[str, Callable[[Event], str]] = {
     checkpoints.SnapshotInterval.kind: lambda event: event.read(checkpoints.SnapshotInterval).reason,
     checkpoints.CheckpointRestored.kind: _restored,
     checkpoints.MemoryLost.kind: lambda event: f"{event.host}: {event.read(checkpoints.MemoryLost).reason}",
+    hosts.HostCheck.kind: _host_check,
     hosts.HostLost.kind: lambda event: f"{event.host} is lost: {event.read(hosts.HostLost).evidence}",
     hosts.HostSetAside.kind: lambda event: (
         f"{event.host} cannot start and is set aside: {event.read(hosts.HostSetAside).reason}"

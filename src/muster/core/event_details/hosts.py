@@ -78,6 +78,18 @@ class HostHealth(Detail):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostCheck(Detail):
+    kind: ClassVar = "host.check"
+    doc: ClassVar = "A host has looked at its hardware before ranks use it."
+    part: Annotated[str, "passive, or full (GPUs loaded)"]
+    verdict: Annotated[str, "healthy, app, note, incomplete, reset, drain or replace: the gravest finding's"]
+    findings: Annotated[tuple[str, ...], "what is not simply healthy, the gravest first: at most 16"] = ()
+    took_s: Annotated[float, "seconds"] = 0.0
+    node: Annotated[str | None, "the machine's name"] = None
+    command: Annotated[str | None, "what takes the machine out of its cluster, where it is faulty"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostQuarantined(Detail):
     kind: ClassVar = "host.quarantined"
     doc: ClassVar = "Not used again, or not for now."
@@ -135,7 +147,7 @@ class TerminationNotice(Detail):
 
 
 DETAILS: tuple[type[Detail], ...] = (
-    HostRequested, HostAllocated, HostPlaced, HostReleased, HostLost, HostReset, HostSetAside, HostHealth,
+    HostRequested, HostAllocated, HostPlaced, HostReleased, HostLost, HostReset, HostSetAside, HostCheck, HostHealth,
     HostQuarantined, HostReadmitted, ClockOffset,
 )  # fmt: skip
 AGENT_DETAILS: tuple[type[Detail], ...] = (AgentStarted, AgentEnded)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from muster.health.hardware.kernel_log import pci_address
 
+#: The driver's list of GPUs: a folder for each, named by its PCI address.
+GPUS = Path("/proc/driver/nvidia/gpus")
+
 
 def own_gpus(folder: Path, environ: Mapping[str, str]) -> frozenset[str] | None:
     """PCI addresses, normalised; None: all, or it cannot be told. ``folder``: ``/proc/driver/nvidia/gpus``.

@@ -6,8 +6,8 @@ whose output was cut anywhere, is known by what it did not say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from muster.core.typed_json import Count, Name, Record, Seconds, Unreadable, decode
 from muster.health.hardware.readings import GpuReport
@@ -118,6 +118,15 @@ def read_probe(output: bytes, *, host: str) -> MachineReport:
     if all(line.rung != END for line in lines):
         missing.append("the probe's output has no end")
     return MachineReport(host=host, lines=tuple(rungs.values()), missing=tuple(missing))
+
+
+def of_own_gpus(report: MachineReport, own: Collection[str] | None) -> MachineReport:
+    """Without the GPUs that others use. ``own``: PCI addresses; None: all are ours."""
+    if own is None or report.gpus is None:
+        return report
+    kept = tuple(gpu for gpu in report.gpus.gpus if gpu.address in own)
+    gpus = replace(report.gpus, gpus=kept, count=None if report.gpus.count is None else len(own), unreachable=())
+    return replace(report, lines=tuple(replace(line, gpus=gpus) if line.gpus else line for line in report.lines))
 
 
 def is_probe(content: bytes) -> bool:

@@ -13,19 +13,10 @@ from muster.health.hardware import fabric_manager, infiniband, kernel_log, nccl_
 from muster.health.hardware.driver_errors import judge_kernel_log
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.gpu_judge import judge_gpus
+from muster.health.machine.expected import Expected
 from muster.health.verdicts import Finding, Verdict
 
 _NO_NUMBERS = OwnNumbers()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What the machine's row says there should be; None: not known."""
-
-    gpus: int | None = None
-    ports: int | None = None
-    port_gbps: int | None = None
-    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from muster.protocol.client import FROM_CLIENT, FromClient, HealthReport, Restar
 from muster.protocol.hello import AgentHello, BeatHello, Refused, greeting_reader
 from muster.protocol.to_supervisor import FROM_AGENT, FROM_WATCHDOG, GREETING, FromAgent, Greeting, Pong
 from muster.protocol.values import RankEvent
+from muster.supervise.checks.asked import AskedLooks
 from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.decisions import RETRY_S, Decisions
 from muster.supervise.process.handshake import ClientIdentity, health_of, identity_of, stop_of
@@ -125,6 +126,7 @@ class Supervisor:
         self.agents: dict[str, Connection] = {}
         self.heartbeats = Heartbeats(pool=self.pool, liveness=self.liveness, clock_ns=self.clock.monotonic_ns)
         self.clocks = ClockOffsets()
+        self.looks = AskedLooks(lambda host, message: self.pool.send(self.agents[host], message))
         settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
         self.machine = RecoveryStateMachine(settings=settings, policy=load_policy(spec.recovery.policy), state=state)
         self._begin_journal(f"{address[0]}:{address[1]}")
@@ -316,6 +318,8 @@ class Supervisor:
             if isinstance(self.machine.state.phase, Adopting):
                 self._handle(HostUp(host=host, hello=message))
             return
+        if self.looks.take(host, message):
+            return
         if isinstance(message, RankEvent):
             event = Event(run_id=self.run_id, seq=-1, host=host, **vars(message))
             self.journal.show(event)
@@ -334,7 +338,7 @@ class Supervisor:
                 return
         elif isinstance(message, RestartRun):
             self._restart()
-        self.pool.send(peer, self._status())
+        self.pool.send(peer, self.looks.answer(message, self._status(), self.agents))
 
     def _restart(self) -> None:
         """The run file was corrected: its policy, limits and times apply; a file with a mistake changes nothing."""

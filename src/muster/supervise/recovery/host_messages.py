@@ -11,6 +11,7 @@ from muster.protocol.to_supervisor import (
     FlushCommitted,
     FromAgent,
     HostFault,
+    HostLooked,
     HostNotice,
     HostReady,
     RankExit,
@@ -24,11 +25,19 @@ from muster.protocol.to_supervisor import (
     StoreLost,
 )
 from muster.protocol.values import RankEvent, StoreAddress
+from muster.supervise.checks import judging
 from muster.supervise.hangs import gathering
 from muster.supervise.hangs.gathering import Gathering
 from muster.supervise.recovery import final_flush, preemption_notices
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.hosts import consider_growth, host_ready, rejoin_after_timeout, set_aside
+from muster.supervise.recovery.hosts import (
+    consider_growth,
+    host_ready,
+    rejoin_after_timeout,
+    set_apart,
+    set_aside,
+    start_if_enough,
+)
 from muster.supervise.recovery.incidents import (
     extend_resize_deadline,
     judge_fault,
@@ -36,7 +45,7 @@ from muster.supervise.recovery.incidents import (
     start_unless_faulty,
 )
 from muster.supervise.recovery.inputs import SECOND_NS
-from muster.supervise.recovery.phases import Draining, Flushing, Held, Running, Starting, Waiting
+from muster.supervise.recovery.phases import Draining, Flushing, Running, Starting, Waiting
 from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.start_message import on_replicator_address
 from muster.supervise.recovery.state import Fault, Host
@@ -70,7 +79,7 @@ def on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthRe
             _start_failed(ctx, host, message)
         case HostNotice():
             preemption_notices.on_notice(ctx, host.name, message)
-        case HealthReport() | HostFault():
+        case HealthReport() | HostFault() | HostLooked():
             _health(ctx, host, message)
 
 
@@ -191,11 +200,16 @@ def _start_failed(ctx: SupervisorContext, host: Host, message: StartFailed) -> N
         report_incident(ctx, START_UP, host=host.name, evidence=message.reason, detail=detail)
 
 
-def _health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFault) -> None:
+def _health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFault | HostLooked) -> None:
     """A detector's report on a host, or its own look at its hardware: what is wrong, and what may heal it.
 
     Judged at once where ranks run or could, else before the next attempt starts.
     """
+    if isinstance(message, HostLooked):
+        fault = _fault_seen(ctx, host, message)
+        if fault is None:
+            return
+        message = fault
     state, phase = ctx.state, ctx.state.phase
     traits, evidence, detail = HOST_UNHEALTHY, message.evidence[:500], dict[str, Json]()
     health: dict[str, Json] = {"resettable": list(message.resettable)}
@@ -207,12 +221,21 @@ def _health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFaul
     else:
         traits = traits_of(message.kind)
     ctx.log("host.health", {"incident": traits.kind, "evidence": evidence, **health}, host=host.name)
-    if host.name in (state.active if isinstance(phase, Held) else state.counted_on):
+    if state.keeps_faults_of(host.name):
         host.keep(Fault(traits=traits, evidence=evidence, resettable=message.resettable, detail=detail))
         if isinstance(phase, Running | Waiting):
             judge_fault(ctx, host.name)
+        elif isinstance(phase, Starting):
+            start_if_enough(ctx)
         return
     host.resettable = message.resettable
     if isinstance(message, HostFault) and not host.quarantined:
-        host.quarantined = True  # a spare that would fail the moment it is needed
-        ctx.log("host.quarantined", {"reason": evidence}, host=host.name)
+        set_apart(ctx, host, evidence, message.resettable)
+
+
+def _fault_seen(ctx: SupervisorContext, host: Host, message: HostLooked) -> HostFault | None:
+    """What a host saw of its hardware: logged; what needs an action is a fault as any other."""
+    spec = ctx.settings.spec
+    found = judging.judge(host.name, message.look, spec)
+    ctx.log("host.check", judging.event_of(host.name, message.look, found, spec), host=host.name)
+    return judging.fault_of(found, message)

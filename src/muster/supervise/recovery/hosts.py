@@ -20,7 +20,7 @@ from muster.supervise.recovery.attempts import (
     start_attempt,
 )
 from muster.supervise.recovery.context import SupervisorContext
-from muster.supervise.recovery.incidents import end_of_held, report_incident, start_unless_faulty
+from muster.supervise.recovery.incidents import end_of_held, judge_fault, report_incident, start_unless_faulty
 from muster.supervise.recovery.inputs import SECOND_NS, HostDown, HostUp
 from muster.supervise.recovery.phases import (
     Adopting,
@@ -119,13 +119,43 @@ def host_ready(ctx: SupervisorContext, host: Host, message: HostReady | AgentHel
     host.store, host.memory = message.store or host.store, message.memory or host.memory
     phase = ctx.state.phase
     if isinstance(phase, Starting):
-        if len(ctx.usable()) >= ctx.settings.wanted_hosts:
-            start_attempt(ctx, ctx.usable()[: ctx.settings.wanted_hosts])
+        start_if_enough(ctx)
     elif isinstance(phase, Waiting):
         use_new_capacity(ctx, phase.next, host)
     elif isinstance(phase, Running) and host.name not in ctx.state.active and not host.quarantined:  # noqa: SIM102 (the condition acts)
         if not consider_growth(ctx, phase):
             ctx.log("phase.changed", {"reason": SPARE}, host=host.name, phase="spare")
+
+
+def start_if_enough(ctx: SupervisorContext) -> None:
+    """Start once there are enough sound hosts. What was reported on the others is judged where nobody is awaited."""
+    state, settings = ctx.state, ctx.settings
+    sound = [name for name in ctx.usable() if state.hosts[name].fault is None]
+    if len(sound) >= settings.wanted_hosts:
+        for host in state.hosts.values():
+            if host.fault is not None and not host.quarantined:
+                set_apart(ctx, host, host.fault.evidence, host.fault.resettable)
+        start_attempt(ctx, sound[: settings.wanted_hosts])
+        return
+    told = [host for host in state.hosts.values() if host.connected and (host.ready or host.start_failed)]
+    everybody = len(told) >= settings.wanted_hosts + settings.spec.resources.spare_hosts
+    if everybody and not judge_faulty(ctx) and len(ctx.usable()) >= settings.wanted_hosts:
+        start_attempt(ctx, ctx.usable()[: settings.wanted_hosts])
+
+
+def judge_faulty(ctx: SupervisorContext) -> bool:
+    """Before the first attempt: have the policy judge what was reported on hosts. True: it does something about it."""
+    phase = ctx.state.phase
+    for name in ctx.usable():
+        if ctx.state.phase is phase:
+            judge_fault(ctx, name)
+    return ctx.state.phase is not phase
+
+
+def set_apart(ctx: SupervisorContext, host: Host, evidence: str, resettable: tuple[int, ...]) -> None:
+    """It would fail the moment it is needed."""
+    host.resettable, host.fault, host.quarantined = resettable, None, True
+    ctx.log("host.quarantined", {"reason": evidence}, host=host.name)
 
 
 def consider_growth(ctx: SupervisorContext, running: Running) -> bool:

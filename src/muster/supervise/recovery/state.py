@@ -14,7 +14,17 @@ from muster.core.typed_json import JsonObject
 from muster.core.types import Place
 from muster.protocol.values import Address
 from muster.supervise.recovery.inputs import SECOND_NS
-from muster.supervise.recovery.phases import Adopting, Draining, Flushing, Phase, Running, Starting, Stopping, Waiting
+from muster.supervise.recovery.phases import (
+    Adopting,
+    Draining,
+    Flushing,
+    Held,
+    Phase,
+    Running,
+    Starting,
+    Stopping,
+    Waiting,
+)
 
 #: Step times that are remembered: the time a rank gets to pause follows from the longest of them.
 RECENT_STEPS = 8
@@ -188,6 +198,12 @@ class State:
         if isinstance(phase, Draining | Waiting):
             return tuple(phase.next.hosts)
         return self.active if isinstance(phase, Running | Stopping | Flushing) else ()
+
+    def keeps_faults_of(self, name: str) -> bool:
+        """Whether what is reported on the host is for the policy: it runs ranks, or is to run the next."""
+        if isinstance(self.phase, Starting):
+            return True
+        return name in (self.active if isinstance(self.phase, Held) else self.counted_on)
 
     # What follows is done by a supervisor that sees it happen, and by one that reads of it in the log.
 

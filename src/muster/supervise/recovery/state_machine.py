@@ -15,14 +15,14 @@ from muster.core.typed_json import JsonObject
 from muster.policy.cluster_state import Policy
 from muster.protocol.client import HealthReport
 from muster.protocol.to_agent import Reload
-from muster.protocol.to_supervisor import HostFault, RankExit, RankHang, StartFailed
+from muster.protocol.to_supervisor import HostFault, HostLooked, RankExit, RankHang, StartFailed
 from muster.supervise.hangs import gathering
 from muster.supervise.recovery import final_flush, host_messages, preemption_notices
 from muster.supervise.recovery.adoption import adopt_failed
 from muster.supervise.recovery.attempts import ask_to_save, drain, start_attempt
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
-from muster.supervise.recovery.hosts import consider_growth, end_quarantine, host_down, host_up
+from muster.supervise.recovery.hosts import consider_growth, end_quarantine, host_down, host_up, judge_faulty
 from muster.supervise.recovery.incidents import report_incident
 from muster.supervise.recovery.inputs import (
     SECOND_NS,
@@ -52,7 +52,7 @@ from muster.supervise.recovery.phases import (
 from muster.supervise.recovery.state import State
 
 #: Reports that are judged only once every host of the attempt has answered a new supervisor.
-DEFERRED = (RankExit, RankHang, StartFailed, HealthReport, HostFault)
+DEFERRED = (RankExit, RankHang, StartFailed, HealthReport, HostFault, HostLooked)
 
 
 class RecoveryStateMachine:
@@ -243,6 +243,8 @@ def _on_deadline(ctx: SupervisorContext, phase: Phase) -> None:
 
 
 def _start_deadline(ctx: SupervisorContext) -> None:
+    if judge_faulty(ctx):
+        return
     ready = ctx.usable()
     if len(ready) >= ctx.settings.min_hosts:
         start_attempt(ctx, ready)

@@ -318,7 +318,7 @@ class _Replay:
         state, host, detail = self.state, self._host(event), event.read(HostHealth)
         before = host.resettable
         host.resettable = detail.resettable
-        if host.name in (state.active if isinstance(state.phase, Held) else state.counted_on):
+        if state.keeps_faults_of(host.name):
             try:
                 traits = traits_of(detail.incident)
             except UsageError:
@@ -340,6 +340,8 @@ class _Replay:
     def quarantined(self, event: Event, at_ns: int) -> None:
         host, detail = self._host(event), event.read(HostQuarantined)
         host.quarantined, host.hold_off_s, host.until_return = True, detail.for_s or 0.0, detail.until_return
+        if isinstance(self.state.phase, Starting) and host.fault is not None:
+            host.resettable, host.fault = host.fault.resettable, None
         host.quarantined_for_error = detail.quarantined_for_error
         if detail.for_s:
             self.state.alarms[f"back:{host.name}"] = at_ns + int(detail.for_s * SECOND_NS)

@@ -35,6 +35,7 @@ SLOW = {
     "test_gke_provision.py::test_down_killed_after_every_request_and_run_again": 9,
     "test_identity.py::test_identity_closes_over_events_in_any_order": 4,
     "test_text2sql_generator.py::test_levels_hold_what_they_promise": 4,
+    "test_network_search.py::test_a_thousand_clusters_with_none_to_three_slow_hosts": 20,
 }
 
 #: For each capability at least one live test that runs in ``./setup.sh test``.
@@ -100,6 +101,15 @@ CORE = {
 
 #: Tests that CI has no time for, with the test that covers the same capability there.
 NIGHTLY = {
+    "test_network_check_live.py::test_of_four_sound_hosts_none_is_named": (
+        "test_network_check_live.py::test_a_host_behind_a_slow_link_is_named"
+    ),
+    "test_network_programs_live.py::test_a_host_whose_ranks_hang_is_named_with_what_they_do[stopped]": (
+        "test_network_programs_live.py::test_a_host_whose_ranks_hang_is_named_with_what_they_do[code]"
+    ),
+    "test_network_programs_live.py::test_the_command_line": (
+        "test_network_programs_live.py::test_four_collectives_between_three_hosts_and_a_fourth_that_is_not_reached"
+    ),
     "test_agent_full_disk_live.py": "test_weather_live.py::test_a_full_disk_costs_saves_and_nothing_else",
     "test_memory_lost_live.py::test_a_deleted_agent_socket_keeps_no_standby_away": (
         "test_memory_lost_live.py::test_of_two_hosts_the_other_one_holds_the_copies"

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import typer
 
 from muster.app import api
 from muster.cli import output
 from muster.cli.inspect_commands import JSON
 
-HOSTS = typer.Option([], "--host", help="With --from: only this host; may be repeated.")
+HOSTS = typer.Option(
+    [],
+    "--host",
+    help="With --from: only this host. With --network: NAME or NAME=ADDRESS, one to be measured. May be repeated.",
+)
+REACH = typer.Option(
+    "", "--reach", metavar="WORDS", help='With --network: how a program is started on a host, as "ssh {host}".'
+)
+LARGEST = typer.Option(
+    None, "--largest-mib", min=1, help="With --network: the largest message (default 8192; gloo 64)."
+)
 
 
 def check(
@@ -22,12 +34,21 @@ def check(
     ),
     hosts: list[str] = HOSTS,
     passive: bool = typer.Option(False, "--passive", help="Load nothing: what the machine tells of itself, 2 s."),
+    network: bool = typer.Option(False, "--network", help="Measure collectives between hosts; name a slow host."),
+    reach: str = REACH,
+    largest_mib: int | None = LARGEST,
     raw: bool = typer.Option(False, "--raw", help="Print what the probe saw, to be judged by --from elsewhere."),
     json: bool = JSON,
 ) -> None:
     """Say whether GPUs, copies, memory and disk are sound. Exit code: 0 sound, 6 faulty, 1 not all could be seen."""
     from muster.app.inspect import check as use_case
 
+    if network:
+        if captures is not None or passive or raw:
+            raise api.UsageError("--network measures hosts; --from, --passive and --raw do not", hint="leave one out")
+        _network(target, hosts, reach, largest_mib, json=json)
+    if reach or largest_mib:
+        raise api.UsageError("--reach and --largest-mib go with --network", hint="muster check --network --host ...")
     if captures is not None and (passive or raw):
         raise api.UsageError("--passive and --raw look at this machine, and --from does not", hint="leave one out")
     if hosts and captures is None:
@@ -47,5 +68,18 @@ def check(
         output.as_json(result.to_json())
     else:
         for line in result.lines():
+            output.result(line)
+    raise typer.Exit(result.exit_code)
+
+
+def _network(target: str | None, hosts: list[str], reach: str, largest_mib: int | None, *, json: bool) -> NoReturn:
+    from muster.app.inspect.check import check_hosts_network
+
+    say = None if json else output.info
+    result, tables = check_hosts_network(target, hosts, reach=reach, largest_mib=largest_mib, say=say)
+    if json:
+        output.as_json({**result.to_json(), "tables": tables})
+    else:
+        for line in [*tables, *result.lines()]:
             output.result(line)
     raise typer.Exit(result.exit_code)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,3 +219,9 @@ def run_visibly(argv: Sequence[str]) -> tuple[int, str]:
     except OSError as error:
         raise BackendError(f"cannot start {argv[0]}: {error.strerror}") from error
     return done.returncode, done.stdout
+
+
+def program(name: str) -> str | None:
+    """A tool that is installed beside this Python, else on the path; None: nowhere."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)

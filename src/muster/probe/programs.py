@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import BinaryIO
 
 _LARGEST = 64 << 20
 
@@ -55,3 +56,21 @@ def command(*, full: bool, folder: str = "") -> list[str]:
     """How the probe is started."""
     argv = [sys.executable, "-P", "-m", "muster.probe.main", "--part", "full" if full else "passive"]
     return [*argv, "--folder", folder] if folder else argv
+
+
+def network_command(address: str = "", *, python: str = "") -> list[str]:
+    """How a host's part of the network test is started there, with ``python`` (default: this one's)."""
+    argv = [python or sys.executable, "-P", "-m", "muster.probe.network"]
+    return [*argv, "--address", address] if address else argv
+
+
+def conversation(argv: Sequence[str], *, errors: BinaryIO) -> subprocess.Popen[bytes]:
+    """A program that is spoken with by its input and output; a session of its own, so that Ctrl-C leaves it to us.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        list(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
+        start_new_session=True,
+    )  # fmt: skip

@@ -71,7 +71,7 @@ def test_a_stopped_process_is_told_within_the_limit(hub, child):
 
 
 def test_a_rank_tells_its_own_stack_and_what_is_no_recorder_is_named(hub, child, monkeypatch):
-    monkeypatch.setattr("muster.agent.evidence.gatherer._py_spy", lambda: None)
+    monkeypatch.setattr("muster.agent.evidence.gatherer.program", lambda name: None)
     one = worker(child.pid)
     answer, _ = gather(hub, one, captured=RankCaptured(stacks=OWN_WORDS, recorder="[]"))
     found = decode(RankEvidence, answer.ranks[0])
@@ -117,7 +117,7 @@ def test_without_a_descriptor_for_its_looker_the_agent_goes_on(hub, child, monke
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nexec sleep 60\n")
     spy.chmod(0o755)
-    monkeypatch.setattr(gatherer, "_py_spy", lambda: str(spy))
+    monkeypatch.setattr(gatherer, "program", lambda name: str(spy))
 
     def no_more(pid):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

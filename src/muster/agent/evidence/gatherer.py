@@ -8,18 +8,16 @@ flight recorder. What has not come in time is named as missing.
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import BinaryIO
 
 from muster.agent.evidence.proc import cgroup_state, process_state
 from muster.agent.ranks.rank_process import Worker, on_exit
+from muster.core.processes import program
 from muster.core.typed_json import Unreadable, encode
 from muster.health.hang import flight_recorder, stacks
 from muster.health.hang.evidence import RankEvidence
@@ -78,7 +76,7 @@ class EvidenceGatherer:
             worker.captured = None
             if worker.peer is not None:
                 self._hub.send(worker.peer, CaptureRank())
-        spy = _py_spy()
+        spy = program("py-spy")
         for worker in workers if spy is not None else ():
             self._start_spy(self._now, spy or "", worker.pid)
 
@@ -183,9 +181,3 @@ def _bounded(threads: tuple[stacks.Thread, ...]) -> tuple[stacks.Thread, ...]:
     main = stacks.main_thread(threads)
     ordered = sorted(threads, key=lambda one: one is not main)[:MOST_THREADS]
     return tuple(replace(one, main=one is main, frames=one.frames[:MOST_FRAMES]) for one in ordered)
-
-
-def _py_spy() -> str | None:
-    """Beside this Python (``pip install muster[inspect]``), else on the path; None: it is not installed."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy")

@@ -6,13 +6,16 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from muster.app.inspect.network import NetworkTest, check_network
+from muster.app.inspect.network_hosts import places, reaching
 from muster.app.inspect.supervisor_client import request
 from muster.app.inspect.why import captured_files
+from muster.catalog.rows import machines
 from muster.config.load import load
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
@@ -45,6 +48,8 @@ class Checked:
     findings: tuple[Finding, ...]
     commands: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    whole: str = "captures"
+    """What findings without a host are about."""
     raw: bytes = b""
     """The probe's own output, where this machine was looked at."""
 
@@ -65,7 +70,7 @@ class Checked:
         shown: list[str] = []
         for host, group in groupby(sorted(self.findings, key=lambda one: one.host), key=lambda one: one.host):
             here = sorted(group, key=lambda one: _GRAVEST.index(one.verdict))
-            shown.append(f"{host or 'captures'}: {worst(here).value}")
+            shown.append(f"{host or self.whole}: {worst(here).value}")
             for one in here:
                 expected = f" (expected {one.expected}{f'; {one.source}' * bool(one.source)})" if one.expected else ""
                 shown.append(f"  {one.verdict.value:<10} {one.message}{expected}")
@@ -168,6 +173,33 @@ def check_captures(place: str, run_file: str | None = None, *, hosts: Sequence[s
     if not found:
         raise UsageError(f"nothing to read in {place}", hint="kernel logs, nvidia-smi -q, ibstat, nccl-tests...")
     return Checked(findings=tuple(found), commands=_commands(found, spec), kinds={**known.kinds, **kinds})
+
+
+def check_hosts_network(
+    run_file: str | None,
+    hosts: Sequence[str],
+    *,
+    reach: str = "",
+    largest_mib: int | None = None,
+    say: Callable[[str], object] | None = None,
+) -> tuple[Checked, list[str]]:
+    """Measure collectives between ``hosts`` (``NAME`` or ``NAME=ADDRESS``); (findings, tables of nccl-tests' form).
+
+    The run file names the back end, by which hosts are reached unless ``reach`` says how, and the machine's family.
+
+    Raises:
+        RunFileError: the run file is wrong.
+        UsageError: fewer than two hosts, or it is not known how to reach them.
+    """
+    spec = load(run_file, environment=False).spec if run_file is not None else None
+    row = machines().get(spec.resources.machine or "") if spec is not None else None
+    test = NetworkTest(
+        largest_bytes=None if largest_mib is None else largest_mib << 20, family=row.family if row is not None else "",
+        history=run_registry.home() / "network.jsonl", say=say or (lambda text: None),
+    )  # fmt: skip
+    found = check_network(places(hosts), reaching(spec.backend if spec is not None else "", reach), test)
+    commands_ = _commands(found.findings, spec)
+    return Checked(findings=found.findings, commands=commands_, whole="network"), list(found.tables)
 
 
 def _expected(spec: RunSpec | None) -> Expected:

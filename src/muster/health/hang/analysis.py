@@ -223,6 +223,8 @@ def _nobody(ranks: Mapping[int, RankEvidence], graph: WaitGraph) -> str:
         )
     if not ranks:
         return "nobody can be named: nothing was captured"
+    if all(_in_collective(one) for one in ranks.values()):
+        return "nobody can be named: all ranks are in a collective, and none is stopped; the link between them is left"
     return "nobody can be named: no rank waits for another in what was captured"
 
 

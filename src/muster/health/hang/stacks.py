@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from muster.core.typed_json import Json, Record, Unreadable, child, children, text, whole
 
-#: Where a thread waits for other ranks: files of torch, and of Muster's own sums over ranks.
+#: Where a thread waits for other ranks: files of torch, of Muster's own sums over ranks, and of its network test.
 _COLLECTIVE = re.compile(
     r"(^|/)(torch/distributed/(distributed_c10d|_functional_collectives|_symmetric_memory)\w*\.py"
-    r"|muster/train/distributed/\w+\.py)$"
+    r"|muster/train/distributed/\w+\.py|muster/probe/collective_group\.py)$"
 )
 #: Where it waits for data: loaders of torch and of Muster.
 _LOADER = re.compile(r"(^|/)(torch/utils/data/.*|muster/train/data_feed/.*|muster/data/.*)\.py$")

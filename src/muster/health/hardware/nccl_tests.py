@@ -118,6 +118,10 @@ def _row(size: int, cells: list[str]) -> Row | None:
     """The last eight cells are two times (time, algbw, busbw, wrong); before them: redop, root, where there are any."""
     try:
         time_us, _, busbw, wrong, in_place_us, _, in_place, wrong_too = cells[-8:]
+        if time_us == busbw == "N/A":  # measured in place only, as torch reduces
+            time_us, busbw = in_place_us, in_place
+        if in_place_us == in_place == "N/A":
+            in_place_us, in_place = time_us, busbw
         counts = [int(float(cell)) for cell in (wrong, wrong_too) if cell != "N/A"]
         return Row(
             size_bytes=size, busbw=float(busbw), busbw_in_place=float(in_place), time_us=float(time_us),

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from muster.checkpoint.saver import Saver
     from muster.train.distributed.step_consensus import StepConsensus
+    from muster.train.measurement.live_trace import LiveTrace
     from muster.train.state.snapshot import Snapshots
 
 __all__ = [
@@ -92,6 +93,8 @@ class _Rank:
     compared: bool = False
     """Values that must be equal on every rank were found to be."""
     difference_reported: bool = False
+    trace: LiveTrace | None = None
+    """Once one was asked for."""
     saved_step: int = -1
     save_deferred: bool = False
 
@@ -148,6 +151,17 @@ def heartbeat(step: int, *, tokens: int | None = None, loss: float | None = None
         )
     _rank.step_ns = now
     _beat(_rank, step)
+    _trace(_rank, step)
+
+
+def _trace(rank: _Rank, step: int) -> None:
+    """What ``muster profile`` asks for: a step ends here, and the next one begins."""
+    if rank.trace is None:
+        from muster.train.measurement.live_trace import LiveTrace
+
+        rank.trace = LiveTrace(rank.agent, directory=Path(rank.context.run_dir) / "traces", rank=rank.context.rank)
+    rank.trace.end(step)
+    rank.trace.begin(step + 1)
 
 
 def progress() -> None:
@@ -170,6 +184,8 @@ def finish(step: int, state: State) -> None:
     """The loop has ended. Complete the saves; after a stop save ``state`` and exit (code 130 or 75)."""
     if _rank is None:
         return
+    if _rank.trace is not None:
+        _rank.trace.close()
     stop = _rank.stopping
     if stop is not None and stop.save and _rank.saved_step != step:
         _write(_rank, step, flatten(state))

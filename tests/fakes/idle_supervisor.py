@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from fakes.virtual_run import machine
 
 from muster.core.event_log import EventLog
+from muster.supervise.checks.asked import AskedLooks
 from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.heartbeats import Heartbeats
 from muster.supervise.process.home_sync import SupervisorHome
 from muster.supervise.process.journal import Journal
 from muster.supervise.process.limits import LimitsGuard, LimitsTimer
+from muster.supervise.process.live_requests import LiveRequests
 from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.server import Supervisor
 
@@ -39,6 +41,8 @@ def idle_supervisor(folder, of):
     found.clocks, found.machine = ClockOffsets(), machine(of)
     found.liveness = HostLiveness(timeout_s=3.0)
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
+    found.looks = AskedLooks(lambda host, message: found.pool.send(found.agents[host], message))
+    found.live = LiveRequests(found.pool.send, found.agents, lambda: found.machine.state, found._status, found.clock)
     found.heartbeats = Heartbeats(pool=found.pool, liveness=found.liveness, clock_ns=found.clock.monotonic_ns)
     found.limits = LimitsTimer(LimitsGuard(limits=of.limits, grace_s=30.0), found.clock)
     found.home = SupervisorHome(folder)

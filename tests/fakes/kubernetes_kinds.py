@@ -17,6 +17,7 @@ KINDS = {
         "PodTemplate": ("podtemplates", True),
     },
     "apis/apps/v1": {"DaemonSet": ("daemonsets", True), "Deployment": ("deployments", True)},
+    "apis/monitoring.googleapis.com/v1": {"PodMonitoring": ("podmonitorings", True)},
     "apis/rbac.authorization.k8s.io/v1": {"Role": ("roles", True), "RoleBinding": ("rolebindings", True)},
     "apis/batch/v1": {"Job": ("jobs", True)},
     "apis/policy/v1": {"PodDisruptionBudget": ("poddisruptionbudgets", True)},

@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fakes import chrome_trace  # noqa: E402
+
 from muster import run as muster  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
 from muster.checkpoint_format.manifest import committed  # noqa: E402
@@ -15,6 +17,7 @@ from muster.core.errors import ConflictError, UsageError  # noqa: E402
 from muster.core.snapshots import SnapshotCopy  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.protocol.ranks import Command, RankContext, Restore, ShardSource  # noqa: E402
+from muster.protocol.values import TraceSteps  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 
 
@@ -22,7 +25,7 @@ class AgentConnection:
     """The agent's end: what it heard, in order."""
 
     def __init__(self, ring):
-        self.heard, self.ring, self.commands = [], ring, []
+        self.heard, self.ring, self.commands, self.traces = [], ring, [], []
 
     def emit(self, kind, *, step=None, phase=None, **detail):
         self.heard.append((kind, step))
@@ -34,6 +37,9 @@ class AgentConnection:
 
     def progress(self, *, for_s=0.0):
         pass
+
+    def next_trace(self):
+        return self.traces.pop() if self.traces else None
 
     def next_command(self):
         return self.commands.pop() if self.commands else None
@@ -151,3 +157,18 @@ def test_several_ranks_need_a_process_group(place):
     with pytest.raises(UsageError, match="2 ranks and no process group") as raised:
         muster.restore({"w": torch.zeros(2)})
     assert "init_process_group" in raised.value.hint
+
+
+def test_a_trace_is_of_what_lies_between_two_heartbeats(place, tmp_path):
+    agent = place()
+    agent.traces = [TraceSteps(request="a", steps=2)]
+    for step in (4, 5, 6, 7):
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+        muster.heartbeat(step)
+    assert [(kind, step) for kind, step, *_ in agent.heard if kind == "trace.written"] == [("trace.written", 6)]
+    names = chrome_trace.read(tmp_path / "traces" / "steps-5-6.rank-0.json").names
+    assert names.count("aten::mm") == 2
+    agent.traces = [TraceSteps(request="b", steps=9)]
+    muster.heartbeat(8)
+    muster.finish(8, {})
+    assert len([kind for kind, *_ in agent.heard if kind == "trace.written"]) == 2, "one that was begun is answered"

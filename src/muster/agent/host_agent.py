@@ -279,7 +279,7 @@ class HostAgent:
                 self.home.fetch(self._reload)
             case to_agent.DropCopies():
                 self.snapshots.drop(message.copies)
-            case to_agent.GatherEvidence():
+            case to_agent.GatherEvidence() | to_agent.TraceRanks():
                 self.evidence.begin(message)
             case to_agent.LookAtHost():
                 self.host_check.ask(message)

@@ -6,10 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from muster.app.run.event_writer import EventWriter, Lines
+from muster.app.run.event_writer import EventWriter, JsonLines, Lines
+from muster.app.run.metrics_page import metrics_pages
 from muster.app.run.revive import revivals
 from muster.core import environment, processes
 from muster.core.errors import MusterError
+from muster.storage import run_output
 from muster.supervise.process.server import Supervisor
 from muster.transport.listening import raise_soft_limit
 
@@ -26,7 +28,9 @@ def main() -> None:
     supervisor = Supervisor(
         run_dir=arguments.run_dir, bind=given.bind, job=given.jobset, ignore_term=given.term_ignored
     )
-    writer, said = EventWriter.of(supervisor, [Lines(sys.stdout), *revivals(supervisor)]), ""
+    as_json = given.jobset and run_output.json_logs_of(arguments.run_dir)
+    sinks = [(JsonLines if as_json else Lines)(sys.stdout), *revivals(supervisor), *metrics_pages(supervisor)]
+    writer, said = EventWriter.of(supervisor, sinks), ""
     try:
         code = supervisor.serve()
     except MusterError as error:

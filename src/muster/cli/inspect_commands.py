@@ -1,4 +1,4 @@
-"""Commands that read: status, logs, events, report, checkpoints, show, data. Each has JSON output too."""
+"""Commands that read: status, logs, events, profile, report, checkpoints, show, data. Each has JSON output too."""
 
 from __future__ import annotations
 
@@ -117,6 +117,50 @@ def _event_line(event: api.Event) -> str:
     text = event_text(event) or one_line(json.dumps(dict(event.detail), ensure_ascii=False), 160)
     phase = f" {event.phase}" if event.phase else ""
     return f"{at} a{event.attempt} {origin:<12} {event.kind}{phase}  {text}"
+
+
+def profile(
+    run: str = RUN,
+    steps: int = typer.Option(3, "--steps", min=1, max=100, help="Steps in each trace."),
+    rank: str = typer.Option("0", "--rank", metavar="RANKS", help="Of which ranks: 0,7 or 0-3, or all."),
+    stacks: bool = typer.Option(False, "--stacks", help="Instead: what every rank does now, equal stacks together."),
+    json: bool = JSON,
+) -> None:
+    """Trace a few steps of a run that trains, without a restart, or show the stacks of its ranks."""
+    from muster.app.inspect import profile as use_case
+
+    if stacks:
+        seen = use_case.stacks(run)
+        if json:
+            output.as_json(seen.to_json())
+        for line in () if json else seen.lines():
+            output.result(line)
+        return
+    failed: list[use_case.Trace] = []
+    found: list[use_case.Trace] = []
+    with output.looking():
+        for trace in use_case.traces(run, steps=steps, ranks=use_case.ranks_of(rank)):
+            found.append(trace)
+            if trace.problem is not None:
+                failed.append(trace)
+            if not json:
+                (output.result if trace.problem is None else output.info)(trace.line)
+    if json:
+        output.as_json([trace.to_json() for trace in found])
+    if failed:
+        raise api.MusterError(f"{len(failed)} of {len(found)} traces were not written", hint="muster logs, muster why")
+    if found and not json:
+        output.info("  hint: https://ui.perfetto.dev opens them")
+
+
+def metrics(
+    run: str = RUN,
+    scrape_config: bool = typer.Option(False, "--scrape-config", help="What Prometheus needs to scrape it: a secret."),
+) -> None:
+    """Print the run's figures as Prometheus sees them (metrics.port of the run file)."""
+    from muster.app.run import metrics_page
+
+    output.result((metrics_page.scrape_config if scrape_config else metrics_page.fetch)(run).rstrip("\n"))
 
 
 def report(

@@ -26,11 +26,13 @@ HELP = "Train language models on GPUs that come and go. Start: muster train RUN.
 #: The commands of ``muster --help``, by what a person is doing.
 GROUPS = {
     "Run": ("train", "submit", "stop", "recover", "restart", "down", "export"),
-    "Inspect": ("status", "watch", "logs", "events", "why", "check", "report", "checkpoints", "exec"),
+    "Inspect": (
+        "status", "watch", "logs", "events", "why", "check", "profile", "metrics", "report", "checkpoints", "exec",
+    ),
     "Plan and rehearse": ("show", "data", "plan", "calibrate", "prices", "simulate", "drill"),
     "Clusters": ("up", "preflight", "image", "render"),
     "Other": ("version",),
-}
+}  # fmt: skip
 
 
 class _Formatter(Protocol):
@@ -72,9 +74,9 @@ app = typer.Typer(
 for command in (
     run_commands.train, run_commands.submit, run_commands.recover, run_commands.restart, run_commands.stop,
     run_commands.down, run_commands.export,
-    inspect_commands.status, inspect_commands.logs, inspect_commands.events, inspect_commands.report,
-    inspect_commands.checkpoints, inspect_commands.show, inspect_commands.data,
-    why_.why, check_.check,
+    inspect_commands.status, inspect_commands.logs, inspect_commands.events, inspect_commands.profile,
+    inspect_commands.metrics, inspect_commands.report, inspect_commands.checkpoints, inspect_commands.show,
+    inspect_commands.data, why_.why, check_.check,
     drill.drill, watch.watch, plan.plan, plan.calibrate, simulate.simulate, cloud.up, image.image, preflight.preflight,
     render.render,
 ):  # fmt: skip

@@ -262,8 +262,20 @@ class Output(Section):
     tensorboard: bool | None = None
     """Default: where it is installed."""
     tracker: Literal["none", "wandb", "mlflow", "trackio"] = "none"
+    json_logs: bool = False
+    """On GKE: each line of a pod's output as JSON, with its severity, run and process as Cloud Logging reads them."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak per GPU that MFU divides by; default: the catalogue's, or on CPU a measured matmul."""
+
+
+class Metrics(Section):
+    """A page of the run's figures for Prometheus, served by its supervisor. docs/metrics.md lists them."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """0: any free one (``muster metrics RUN`` finds it). Default: no page. On GKE the cluster's collector is told to
+    read it (``PodMonitoring``), and 0 is 9464."""
+    bind: str = "127.0.0.1"
+    """Address on which it is served; on GKE always the pod's."""
 
 
 class RunSpec(Section):
@@ -284,6 +296,7 @@ class RunSpec(Section):
     resources: Resources = Resources()
     limits: Limits = Limits()
     output: Output = Output()
+    metrics: Metrics = Metrics()
     slurm: Slurm = Slurm()
     command: list[str] | None = None
     """Instead of ``model`` and ``data``: run this torchrun-style script under the same agents."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias, get_args
 
-from muster.core.typed_json import Count, Int64, Record, Step
+from muster.core.typed_json import Count, Int64, Record, Seconds, Step
 from muster.protocol.channel import Channel
 from muster.protocol.hello import Refused
 from muster.protocol.values import HostLook
@@ -37,6 +37,22 @@ class CheckHosts(Record):
     """What does each host's hardware look like now? Asked again with the same number until all have answered."""
 
     number: Annotated[Count, "chosen by the client, not 0"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRun(Record):
+    """Have ranks write traces of their next steps, while they train."""
+
+    request: Annotated[str, "names what the ranks report (``trace.written``)"]
+    steps: Annotated[Count, "how many, from the next one that begins"] = 3
+    ranks: Annotated[tuple[Count, ...], "which; none: every one"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskStacks(Record):
+    """What does every rank do at this moment?"""
+
+    limit_s: Annotated[Seconds, "how long the hosts may take to look"] = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +96,12 @@ class SupervisorStatus(Record):
     looks: Annotated[Mapping[str, HostLook], "to CheckHosts: host -> what it saw; others have not answered yet"] = (
         field(default_factory=dict)
     )
+    refused: Annotated[str | None, "why what was asked is not done; None: it is"] = None
+    stacks: Annotated[tuple[str, ...], "of ``AskStacks``: health.hang.stack_groups.StackGroup as JSON"] = ()
+    missing: Annotated[tuple[str, ...], "of ``AskStacks``: what is not in it, one sentence each"] = ()
 
 
-FromClient: TypeAlias = StopRun | RestartRun | AskStatus | CheckHosts | HealthReport
+FromClient: TypeAlias = StopRun | RestartRun | AskStatus | CheckHosts | TraceRun | AskStacks | HealthReport
 ToClient: TypeAlias = SupervisorStatus | Refused
 FROM_CLIENT: Channel[FromClient] = Channel(
     name="client to supervisor", sender="client", receiver="supervisor", over="TCP", messages=get_args(FromClient)

@@ -9,7 +9,7 @@ from muster.core.typed_json import Count, Record, Step
 from muster.protocol.channel import Channel
 from muster.protocol.fork_server import ForkServerHello
 from muster.protocol.ranks import RankContext
-from muster.protocol.values import CommandRanks, LastWords, RankEvent
+from muster.protocol.values import CommandRanks, LastWords, RankEvent, TraceSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class CaptureRank(Record):
 FromRank: TypeAlias = (
     StandbyWarm | StandbyUnfit | RankBeat | RankProgress | RankEvent | LastWords | Paused | RankCaptured
 )
-ToRank: TypeAlias = WarmUp | RunRank | CommandRanks | Pause | TakePlace | CaptureRank
+ToRank: TypeAlias = WarmUp | RunRank | CommandRanks | Pause | TakePlace | CaptureRank | TraceSteps
 #: Who connects to the agent's socket says so first.
 HostGreeting: TypeAlias = ForkServerHello | StandbyHello | RankHello
 FROM_RANK: Channel[FromRank] = Channel(

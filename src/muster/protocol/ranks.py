@@ -12,7 +12,7 @@ from muster.core.batch_schedule import BatchSegment
 from muster.core.layout import Layout
 from muster.core.snapshots import SnapshotCopy, Tier
 from muster.core.typed_json import Count, Json, Port, Record, Seconds, Step
-from muster.protocol.values import Address, CommandRanks
+from muster.protocol.values import Address, CommandRanks, TraceSteps
 
 #: Messages of a rank whose peer died: a consequence, never the cause.
 LOST_PEER = re.compile(
@@ -128,6 +128,10 @@ class AgentClient(Protocol):
 
     def next_command(self) -> Command | None:
         """The oldest command not yet taken, or None."""
+        ...
+
+    def next_trace(self) -> TraceSteps | None:
+        """The oldest request for a trace not yet taken, or None."""
         ...
 
     def pause_requested(self) -> bool:

@@ -11,7 +11,7 @@ from muster.core.types import Checksum
 from muster.protocol.channel import Channel
 from muster.protocol.hello import Refused
 from muster.protocol.ranks import RankContext
-from muster.protocol.values import Address, CommandRanks
+from muster.protocol.values import Address, CommandRanks, TraceSteps
 from muster.protocol.version import Version
 
 
@@ -123,9 +123,19 @@ class DropCopies(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GatherEvidence(Record):
-    """The run stands still: capture what every rank here does, then answer with ``EvidenceReady``."""
+    """Capture what every rank here does, then answer with ``EvidenceReady``."""
 
     attempt: Count
+    limit_s: Annotated[Seconds, "how long that may take: what has not come by then is missing"] = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRanks(Record):
+    """Have ranks of this host write traces of their next steps."""
+
+    attempt: Count
+    ranks: tuple[Count, ...]
+    trace: TraceSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +165,7 @@ ToAgent: TypeAlias = (
     | DropCopies
     | GatherEvidence
     | LookAtHost
+    | TraceRanks
     | Shutdown
     | Refused
 )

@@ -26,6 +26,14 @@ class CommandRanks(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceSteps(Record):
+    """To a rank: write a trace of the next steps that begin, and report it (``trace.written``)."""
+
+    request: Annotated[str, "for the report"]
+    steps: Count = 3
+
+
+@dataclass(frozen=True, kw_only=True)
 class LastWords(Record):
     """Why a rank ends, as it says itself."""
 

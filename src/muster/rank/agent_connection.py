@@ -37,7 +37,7 @@ from muster.protocol.rank_agent import (
     ToRank,
 )
 from muster.protocol.ranks import Command, RankContext
-from muster.protocol.values import CommandRanks, LastWords, RankEvent
+from muster.protocol.values import CommandRanks, LastWords, RankEvent, TraceSteps
 from muster.rank.capture import captured
 from muster.rank.sent_events import EventFrame, SentEvents
 from muster.transport.secure_session import Session
@@ -190,6 +190,7 @@ class SocketAgentClient:
         """What is being sent, out of the queue: what is queued meanwhile may drop the queue's oldest."""
         self._sent = SentEvents()
         self._commands: collections.deque[Command] = collections.deque()
+        self._traces: collections.deque[TraceSteps] = collections.deque(maxlen=16)
         self._paused = threading.Event()
         self._on_pause: Callable[[], None] = lambda: None
         self._pause_report: Paused | None = None
@@ -240,6 +241,9 @@ class SocketAgentClient:
 
     def next_command(self) -> Command | None:
         return self._commands.popleft() if self._commands else None
+
+    def next_trace(self) -> TraceSteps | None:
+        return self._traces.popleft() if self._traces else None
 
     def pause_requested(self) -> bool:
         return self._paused.is_set()
@@ -328,6 +332,8 @@ class SocketAgentClient:
             case TakePlace():
                 self._sent.forget()
                 self._assignments.put(message.context)
+            case TraceSteps():
+                self._traces.append(message)
             case CaptureRank():
                 self._send(captured())
 

@@ -44,6 +44,9 @@ class StandaloneClient:
         command, self._command = self._command, None
         return command
 
+    def next_trace(self) -> None:
+        """Nobody can ask for one."""
+
     def pause_requested(self) -> bool:
         return False
 

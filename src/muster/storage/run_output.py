@@ -1,10 +1,12 @@
-"""Files in a run's folder for those who follow it: the output of its processes, and how it ended."""
+"""A run's output for those who follow it: files in its folder, how it ended, and lines for a collector of logs."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from muster.core.errors import MusterError
 from muster.core.event_details.run import RunFinished
 from muster.core.event_log.names import LogName, files_of
 from muster.core.events import Event
-from muster.core.typed_json import parse_object
+from muster.core.typed_json import at, parse_object, text
 from muster.core.types import LogChunk
 
 #: Bytes of a log read at once.
@@ -80,3 +82,38 @@ def _chunk(path: Path, position: int) -> LogChunk | None:
     if not text:
         return None
     return LogChunk(task=path.stem, text=text, next_offset=position + len(data) - waiting)
+
+
+#: How a line of ``json_line`` begins.
+JSON_BEGINS = '{"severity":"'
+#: The field whose members Cloud Logging takes for labels of the entry (docs/structured-logging).
+LABELS = "logging.googleapis.com/labels"
+
+
+def json_line(message: str, severity: str, *, run: str, task: str = "") -> str:
+    """One line of output as Cloud Logging reads it: grouped by run, by task, and a rank's by its rank."""
+    labels = {"muster_run": run}
+    if task:
+        labels["muster_task"] = task
+    if rank := re.match(r"rank-(\d+)\.", task):
+        labels["muster_rank"] = rank[1]
+    found = {"severity": severity, "message": message, LABELS: labels}
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+
+
+def of_json_line(line: str) -> tuple[str, str] | None:
+    """(task or nothing, message) of a line of ``json_line``; None: it is none."""
+    try:
+        found = parse_object(line)
+    except ValueError:
+        return None
+    return (text(found, LABELS, "muster_task"), text(found, "message")) if LABELS in found else None
+
+
+def json_logs_of(run_dir: Path) -> str:
+    """The run's id where its file asks for JSON lines (``output.json_logs``); else empty."""
+    try:
+        asked = at(parse_object((run_dir / "resolved.json").read_bytes()), "output", "json_logs") is True
+        return (run_dir / "run_id").read_text().strip() if asked else ""
+    except (OSError, ValueError):
+        return ""

@@ -168,7 +168,7 @@ def assemble(
         baseline=BaselineWindow.planned(
             spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
         ),
-        profiler=Profiler(spec.training.profile, directory=run_dir / "traces", rank=world.rank, device=device),
+        profiler=Profiler(spec.training.profile, agent, directory=run_dir / "traces", rank=world.rank, device=device),
         collector=Collector(spec.training.gc_every_steps),
         last_step=components.last_step,
         batch_schedule=components.batch_schedule,

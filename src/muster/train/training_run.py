@@ -159,6 +159,7 @@ class TrainingRun:
         if self.snapshots is not None:
             self.snapshots.save_if_newer(self.state.step, self.state.local_tensors())
         self.collector.close()
+        self.profiler.close()
         self.log.trackers.close()
 
     def abandon(self) -> None:
@@ -166,6 +167,7 @@ class TrainingRun:
         self.world.aborter()
         self.reader.close()
         self.collector.close()
+        self.profiler.close()
         self.saves.saver.abandon()
         self.log.trackers.close()
 
@@ -246,6 +248,7 @@ class TrainingRun:
         self.flush_pending_metrics()
         self.reader.close()
         self.collector.close()
+        self.profiler.close()
         self.agent.progress(for_s=SAVE_LIMIT_S)
         self.saves.saver.finish()
         self.agent.progress()

@@ -144,6 +144,11 @@ class Session:
         return payload
 
 
+def token_for_pages(token: bytes) -> str:
+    """What whoever reads a run's metrics page shows: follows from the run's token, which cannot be told from it."""
+    return _hmac(token, b"metrics page").hex()
+
+
 def run_token(run_dir: str | os.PathLike[str]) -> bytes:
     """The token of the run whose folder this process has: from the file that the environment names (MUSTER_TOKEN_FILE,
     a Secret's), else from the folder. Raises AccessError as ``read_token``."""

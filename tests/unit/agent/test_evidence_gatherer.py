@@ -6,18 +6,20 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from muster.agent.evidence import gatherer
-from muster.agent.evidence.gatherer import LIMIT_S, EvidenceGatherer
+from muster.agent.evidence.gatherer import EvidenceGatherer
 from muster.agent.evidence.proc import cgroup_state, process_state
 from muster.agent.ranks.rank_process import Worker
 from muster.core.typed_json import decode
 from muster.health.hang.evidence import RankEvidence
 from muster.health.hang.process_state import CgroupState
 from muster.protocol.rank_agent import RankCaptured
-from muster.protocol.to_agent import GatherEvidence
+from muster.protocol.to_agent import GatherEvidence, TraceRanks
+from muster.protocol.values import TraceSteps
 from muster.transport.connections import ConnectionPool
 
 OWN_WORDS = 'Thread 0x1 [MainThread] (most recent call first):\n  File "/home/u/train.py", line 9 in step'
@@ -66,7 +68,7 @@ def test_a_stopped_process_is_told_within_the_limit(hub, child):
     found = decode(RankEvidence, answer.ranks[0])
     assert found.process is not None and found.process.stopped
     assert (found.rank, found.host, found.step, found.answers) == (3, "host-0", 17, False)
-    assert f"did not answer within {LIMIT_S:g} s" in " ".join(found.missing)
+    assert f"did not answer within {GatherEvidence(attempt=2).limit_s:g} s" in " ".join(found.missing)
     assert took_s < 5.0
 
 
@@ -125,3 +127,30 @@ def test_without_a_descriptor_for_its_looker_the_agent_goes_on(hub, child, monke
     monkeypatch.setattr(os, "pidfd_open", no_more)
     answer, _ = gather(hub, worker(child.pid), captured=RankCaptured(stacks=OWN_WORDS))
     assert decode(RankEvidence, answer.ranks[0]).threads, "in the rank's own words"
+
+
+def test_a_terminals_patience_ends_where_a_hang_asks(hub, child):
+    """Its limit is longer; the supervisor waits for a hang's evidence no longer than the shorter one."""
+    child.send_signal(signal.SIGSTOP)
+    sent = []
+    gatherer = EvidenceGatherer(hub=hub, host="host-0", living=lambda: [worker(child.pid)], send=sent.append)
+    now = time.monotonic()
+    gatherer.begin(GatherEvidence(attempt=2, limit_s=30.0))
+    assert gatherer.due_s() > now + 25
+    gatherer.begin(GatherEvidence(attempt=2, limit_s=0.2))
+    assert gatherer.due_s() < now + 5
+    while not sent and time.monotonic() < now + 20:
+        hub.run_once(max(0.0, gatherer.due_s() - time.monotonic()))
+        gatherer.watch()
+    assert len(sent) == 1 and time.monotonic() < now + 20
+
+
+def test_a_trace_is_asked_of_the_ranks_that_are_meant():
+    told = []
+    hub = SimpleNamespace(send=lambda peer, message: told.append((peer, message)))
+    here = [Worker(pid=1, rank=rank, attempt=2, peer=f"peer {rank}", pidfd=-1) for rank in range(3)]
+    gatherer = EvidenceGatherer(hub=hub, host="host-0", living=lambda: here, send=told.append)
+    trace = TraceSteps(request="a", steps=3)
+    gatherer.begin(TraceRanks(attempt=2, ranks=(1, 7), trace=trace))
+    gatherer.begin(TraceRanks(attempt=1, ranks=(0,), trace=trace))
+    assert told == [("peer 1", trace)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
+from muster.app import supervisor as supervisor_program
 from muster.app.run import event_writer
-from muster.app.run.event_writer import MOST_WAITING, EventWriter, Lines, Sink
+from muster.app.run.event_writer import MOST_WAITING, EventWriter, JsonLines, Lines, Sink
 from muster.core.events import Event
 from muster.core.processes import forgiving
 from muster.core.typed_json import JsonObject
+from muster.storage import run_output
 
 STEP: JsonObject = {
     "loss": 2.5, "grad_norm": None, "learning_rate": None, "step_ns": 10**8, "tokens": None, "supervised_tokens": None,
@@ -220,6 +223,7 @@ def test_a_sink_that_shows_nothing_does_not_decide_whether_the_run_was_shown(mon
 
 STOPPED = """
 import time
+from muster.app import supervisor as supervisor_program
 from muster.app.run import event_writer
 event_writer.WORDS_PATIENCE_S = 1.5
 class Slow(event_writer.Sink):
@@ -280,3 +284,48 @@ def test_output_that_a_full_disk_did_not_take_is_lost_and_its_size_is_said(tmp_p
     for each in (fd, kept, full):
         os.close(each)
     print("closed", file=stream)
+
+
+def test_lines_as_json_name_the_run_and_how_bad_it_is():
+    stream = io.StringIO()
+    lines = JsonLines(stream)
+    detail = {"incident_id": "i1", "incident": "rank_exit", "evidence": "rank 1 \u2028 fell"}
+    for kind, given in (
+        ("run.message", {"text": "hello"}),
+        ("incident.detected", detail),
+        ("run.finished", {"outcome": "failed", "exit_code": 1, "reason": "x"}),
+        ("run.finished", {"outcome": "succeeded", "exit_code": 0, "reason": "x"}),
+        ("clock.offset", {"offset_ns": 1, "error_ns": 1}),
+    ):
+        at = {"mono_ns": 0, "wall_ns": 0, "host": "supervisor"}
+        lines.event(Event(run_id="demo-1", attempt=1, seq=0, kind=kind, detail=given, **at))
+    found = [json.loads(line) for line in stream.getvalue().split("\n") if line]
+    assert [line["severity"] for line in found] == ["INFO", "ERROR", "ERROR", "INFO"]
+    assert found[0]["message"] == "note: hello"
+    assert found[1]["logging.googleapis.com/labels"] == {"muster_run": "demo-1"}
+
+
+@pytest.mark.parametrize(("jobset", "asked"), [("js", True), ("js", False), ("", True)])
+def test_the_supervisor_of_a_jobset_writes_json_where_it_is_asked_for(tmp_path, monkeypatch, capsys, jobset, asked):
+    (tmp_path / "run_id").write_text("demo-1")
+    (tmp_path / "resolved.json").write_text(json.dumps({"output": {"json_logs": asked}}))
+    detail = {"text": "hello"}
+    at = {"attempt": 1, "seq": 0, "mono_ns": 0, "wall_ns": 0, "host": "supervisor"}
+
+    class Said:
+        def __init__(self, *, run_dir, **_):
+            self.run_dir = run_dir
+
+        def serve(self):
+            self.on_event(Event(run_id="demo-1", kind="run.message", detail=detail, **at))
+            return 0
+
+    monkeypatch.setattr(supervisor_program, "Supervisor", Said)
+    monkeypatch.setattr(supervisor_program.processes, "forgive_outputs", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["supervisor", "--run-dir", str(tmp_path), "--run-id", "demo-1"])
+    monkeypatch.setenv("MUSTER_JOBSET", jobset)
+    with pytest.raises(SystemExit) as ended:
+        supervisor_program.main()
+    assert ended.value.code == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(run_output.JSON_BEGINS) is bool(jobset and asked), line

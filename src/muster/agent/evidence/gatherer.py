@@ -1,4 +1,4 @@
-"""Captures, before the ranks of an attempt are ended, what each of them does: within ``LIMIT_S``, never waiting.
+"""Captures, before the ranks of an attempt are ended, what each of them does: within the order's limit, never waiting.
 
 From outside: the kernel's words about the process, and its stacks by ``py-spy`` where that is installed, which works on
 a process that is stopped or keeps Python's lock. From inside: a thread of the rank tells its stacks and PyTorch's
@@ -22,12 +22,10 @@ from muster.core.typed_json import Unreadable, encode
 from muster.health.hang import flight_recorder, stacks
 from muster.health.hang.evidence import RankEvidence
 from muster.protocol.rank_agent import CaptureRank
-from muster.protocol.to_agent import GatherEvidence
+from muster.protocol.to_agent import GatherEvidence, TraceRanks
 from muster.protocol.to_supervisor import EvidenceReady, FromAgent
 from muster.transport.connections import ConnectionPool
 
-#: From the order to the answer, in seconds. The supervisor waits a little longer (``Settings.gather_evidence_s``).
-LIMIT_S = 0.2
 #: Of one rank's evidence on the wire; of what is larger the flight recorder is left out.
 MOST_BYTES = 1 << 18
 #: Threads and frames that are told of a rank.
@@ -46,6 +44,7 @@ class _Spy:
 @dataclass
 class _Gathering:
     attempt: int
+    limit_s: float
     until_s: float
     workers: list[Worker]
     spies: dict[int, _Spy] = field(default_factory=dict)
@@ -66,12 +65,18 @@ class EvidenceGatherer:
         self._hub, self._host, self._living, self._send = hub, host, living, send
         self._now: _Gathering | None = None
 
-    def begin(self, order: GatherEvidence) -> None:
-        """Ask everybody; ``watch`` answers."""
-        if self._now is not None:
-            return
+    def begin(self, order: GatherEvidence | TraceRanks) -> None:
+        """Ask everybody; ``watch`` answers. Traces are asked for only: the ranks report them themselves."""
         workers = [worker for worker in self._living() if worker.attempt == order.attempt]
-        self._now = _Gathering(attempt=order.attempt, until_s=time.monotonic() + LIMIT_S, workers=workers)
+        if isinstance(order, TraceRanks):
+            for peer in [worker.peer for worker in workers if worker.rank in order.ranks and worker.peer is not None]:
+                self._hub.send(peer, order.trace)
+            return
+        until_s = time.monotonic() + order.limit_s
+        if self._now is not None:  # a hang's report waits for no one's curiosity
+            self._now.until_s = min(self._now.until_s, until_s)
+            return
+        self._now = _Gathering(attempt=order.attempt, limit_s=order.limit_s, until_s=until_s, workers=workers)
         for worker in workers:
             worker.captured = None
             if worker.peer is not None:
@@ -136,7 +141,7 @@ class EvidenceGatherer:
             process=process_state(worker.pid),
             cgroup=cgroup_state(worker.pid),
             answers=worker.captured is not None,
-            recorder=_recorder(worker, missing),
+            recorder=_recorder(worker, now.limit_s, missing),
             threads=_threads(worker, now.spies.get(worker.pid), missing),
         )
         found = replace(found, missing=tuple(missing))
@@ -147,9 +152,9 @@ class EvidenceGatherer:
         return text
 
 
-def _recorder(worker: Worker, missing: list[str]) -> flight_recorder.Recorder | None:
+def _recorder(worker: Worker, limit_s: float, missing: list[str]) -> flight_recorder.Recorder | None:
     if worker.captured is None:
-        missing.append(f"its own thread did not answer within {LIMIT_S:g} s")
+        missing.append(f"its own thread did not answer within {limit_s:g} s")
         return None
     if worker.captured.recorder is None:
         return None

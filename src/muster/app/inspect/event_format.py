@@ -137,6 +137,13 @@ def _data(event: Event) -> str:
     return f"data: {detail.tokens:,} tokens in {detail.sequences:,} sequences{cached}{why}"
 
 
+def _trace(event: Event) -> str:
+    detail = event.read(training.TraceWritten)
+    if detail.problem is not None:
+        return f"no trace of rank {event.rank}: {detail.problem}"
+    return f"trace of rank {event.rank}, steps {detail.first_step} to {event.step}: {detail.file}"
+
+
 def _attempt(event: Event) -> str:
     detail = event.read(attempts.AttemptStarted)
     resumed = detail.resume_step or -1
@@ -209,6 +216,7 @@ _RENDER: Mapping[str, Callable[[Event], str | None]] = {
     training.Eval.kind: _eval,
     training.ModelReady.kind: _model,
     training.DataPrepared.kind: _data,
+    training.TraceWritten.kind: _trace,
     attempts.AttemptStarted.kind: _attempt,
     attempts.AttemptAdopted.kind: lambda event: f"attempt {event.attempt} continues under a new supervisor",
     attempts.AttemptAbandoned.kind: lambda event: event.read(attempts.AttemptAbandoned).reason,

@@ -16,10 +16,24 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from muster.app.inspect.event_format import Narrator
+from muster.core.event_details.checkpoints import CheckpointFailed, CheckpointRejected
+from muster.core.event_details.hosts import HostLost, TerminationNotice
+from muster.core.event_details.incidents import IncidentDetected
+from muster.core.event_details.run import ConnectionRefused, RunFinished
 from muster.core.event_details.training import Step
 from muster.core.events import Event
+from muster.storage import run_output
 from muster.supervise.process.server import Supervisor
 
+#: Of event kinds that are more than information.
+_SEVERITY = {
+    IncidentDetected.kind: "ERROR",
+    HostLost.kind: "WARNING",
+    TerminationNotice.kind: "WARNING",
+    CheckpointFailed.kind: "WARNING",
+    CheckpointRejected.kind: "WARNING",
+    ConnectionRefused.kind: "WARNING",
+}
 #: Events that wait for one sink.
 MOST_WAITING = 1_000
 #: At the end a sink is waited for while it takes something at least this often,
@@ -81,6 +95,18 @@ class Lines(Sink):
 
     def left_out(self, count: int) -> None:
         print(f"({count} events left out)", file=self.stream, flush=True)
+
+
+class JsonLines(Lines):
+    """The same as JSON, for a collector of logs that groups by run and by severity (``output.json_logs``)."""
+
+    def event(self, event: Event) -> None:
+        text = self.line(event)
+        if text is not None:
+            severity = _SEVERITY.get(event.kind, "INFO")
+            if event.kind == RunFinished.kind and event.read(RunFinished).outcome == "failed":
+                severity = "ERROR"
+            print(run_output.json_line(text, severity, run=event.run_id), file=self.stream, flush=True)
 
 
 class EventWriter:

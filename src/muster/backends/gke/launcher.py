@@ -5,6 +5,7 @@ The run's folder on the user's machine holds its intent and ``job.json``; the ru
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from muster.backends.gke.google.http import GoogleHttp, Http
 from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.manifests import monitoring
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import object_name, place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
@@ -30,7 +32,7 @@ from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
-from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
+from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, UsageError
 from muster.core.protocols import Clock, Store
 from muster.core.typed_json import JsonObject, text
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
@@ -249,11 +251,16 @@ class GkeLauncher:
             ("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
             ("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
         ]
-        return [
+        rows: list[JsonObject] = [
             {**row, "apiVersion": api, "kind": kind}
             for api, kind, plural in kinds
             for row in cluster.list(api, plural, namespace=self.options.namespace, labels=label(run_id))
         ]
+        for api, kind, plural in monitoring.KINDS:
+            with contextlib.suppress(AccessError):  # who may not list them has made none
+                found = cluster.list(api, plural, namespace=self.options.namespace, labels=label(run_id))
+                rows += [{**row, "apiVersion": api, "kind": kind} for row in found]
+        return rows
 
     def _left(self, cluster: Cluster, run_id: str) -> list[str]:
         pods = [{**pod, "kind": "Pod"} for pod in self._pods(cluster, run_id)]

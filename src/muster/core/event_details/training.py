@@ -109,4 +109,16 @@ class Generation(Detail):
     rows: Annotated[tuple[tuple[str, ...], ...] | None, "what it returned"] = None
 
 
-DETAILS: tuple[type[Detail], ...] = (DataPrepared, ModelReady, Step, BaselineRate, Eval, Generation)
+@dataclass(frozen=True, kw_only=True)
+class TraceWritten(Detail):
+    kind: ClassVar = "trace.written"
+    doc: ClassVar = "A rank's answer to `muster profile`: a trace of some steps; `step` is the last. From any rank."
+    request: Annotated[str, "which it answers"]
+    first_step: Annotated[int | None, "the first one in it; null: none began"] = None
+    file: Annotated[str | None, "name in the run's folder; null: none was written"] = None
+    bytes: Annotated[int | None, "size of the file"] = None
+    write_ns: Annotated[int | None, "time that the rank stood still to write it"] = None
+    problem: Annotated[str | None, "why there is none"] = None
+
+
+DETAILS: tuple[type[Detail], ...] = (DataPrepared, ModelReady, Step, BaselineRate, Eval, Generation, TraceWritten)

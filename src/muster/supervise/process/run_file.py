@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 from muster.config.spec import RunSpec
-from muster.supervise.recovery.inputs import Settings
+from muster.core.errors import MusterError, UsageError
+from muster.policy.load import load_policy
+from muster.supervise.recovery.inputs import RestartRequest, Settings
 
 #: What hosts need to capture their ranks (``agent.evidence``: 0.2 s at most) and to answer.
 GATHER_EVIDENCE_S = 0.3
@@ -20,6 +22,20 @@ def read_run_id(run_dir: Path) -> str:
 def read_spec(run_dir: Path) -> RunSpec:
     """As it is now: a restart may have changed it. Raises OSError, ValueError."""
     return RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
+
+
+def corrected(run_dir: Path, run_id: str) -> tuple[RunSpec, RestartRequest]:
+    """The run file as it is now, and the request to start again with it.
+
+    Raises:
+        UsageError: there is a mistake in it or in its policy, in one line.
+    """
+    try:
+        spec = read_spec(run_dir)
+        policy = load_policy(spec.recovery.policy)
+    except (MusterError, ValueError, OSError) as error:
+        raise UsageError(str(error)[:500]) from error
+    return spec, RestartRequest(settings=settings_of(spec, run_id=run_id, run_dir=run_dir), policy=policy)
 
 
 def settings_of(spec: RunSpec, *, run_id: str, run_dir: Path) -> Settings:

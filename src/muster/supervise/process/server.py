@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.core.clock import SystemClock
-from muster.core.errors import ConflictError, MusterError
+from muster.core.errors import ConflictError, UsageError
 from muster.core.events import Event
 from muster.core.typed_json import JsonObject, Unreadable
 from muster.policy.load import load_policy
-from muster.protocol.client import FROM_CLIENT, FromClient, HealthReport, RestartRun, StopRun, SupervisorStatus
+from muster.protocol import client
 from muster.protocol.hello import AgentHello, BeatHello, Refused, greeting_reader
 from muster.protocol.to_supervisor import FROM_AGENT, FROM_WATCHDOG, GREETING, FromAgent, Greeting, Pong
 from muster.protocol.values import RankEvent
@@ -33,21 +33,12 @@ from muster.supervise.process.home_sync import SupervisorHome
 from muster.supervise.process.journal import Journal
 from muster.supervise.process.lease import LEASE_S, keeping
 from muster.supervise.process.limits import LimitsGuard, LimitsTimer
+from muster.supervise.process.live_requests import LiveRequests
 from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.refusals import NEW, Refusals
-from muster.supervise.process.run_file import read_run_id, read_spec, settings_of
+from muster.supervise.process.run_file import corrected, read_run_id, read_spec, settings_of
 from muster.supervise.process.signals import caught
-from muster.supervise.recovery.inputs import (
-    End,
-    FromHost,
-    HostDown,
-    HostUp,
-    Input,
-    Log,
-    RestartRequest,
-    Send,
-    StopRequest,
-)
+from muster.supervise.recovery.inputs import End, FromHost, HostDown, HostUp, Input, Log, Send, StopRequest
 from muster.supervise.recovery.phases import Adopting, Held
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.recovery.status import status
@@ -127,6 +118,7 @@ class Supervisor:
         self.heartbeats = Heartbeats(pool=self.pool, liveness=self.liveness, clock_ns=self.clock.monotonic_ns)
         self.clocks = ClockOffsets()
         self.looks = AskedLooks(lambda host, message: self.pool.send(self.agents[host], message))
+        self.live = LiveRequests(self.pool.send, self.agents, lambda: self.machine.state, self._status, self.clock)
         settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
         self.machine = RecoveryStateMachine(settings=settings, policy=load_policy(spec.recovery.policy), state=state)
         self._begin_journal(f"{address[0]}:{address[1]}")
@@ -187,7 +179,7 @@ class Supervisor:
                 self._ping()
                 next_offset = now + int(OFFSET_EVERY_S * 1e9)
             own = [self.decisions.deadline_ns, self.home.report_ns(self.machine.state.phase.name)]
-            deadlines = [*own, self.liveness.deadline_ns(), self._next_limit()]
+            deadlines = [*own, self.liveness.deadline_ns(), self._next_limit(), self.live.deadline_ns()]
             due = min(next_renewal, next_offset, self._retry_ns(now), *(at for at in deadlines if at is not None))
             asleep_from = self.clock.monotonic_ns()
             self.pool.run_once(max(0.0, (due - asleep_from) / 1e9))
@@ -199,6 +191,7 @@ class Supervisor:
             while self._pending:
                 self._handle(self._pending.pop(0))
             self._tend()
+            self.live.tend()
             self.home.report(self._status, self.machine.state.phase.name)
         self._shutdown()
 
@@ -227,7 +220,7 @@ class Supervisor:
         self.journal.append("supervisor.ended", {"reason": self.result.outcome})
         self.home.finish(self.journal.log, self.result, self._status())
 
-    def _status(self) -> SupervisorStatus:
+    def _status(self) -> client.SupervisorStatus:
         """Of the run, and of its home where that holds it up."""
         result, trouble = status(self.machine), self.decisions.trouble
         if trouble is not None:
@@ -297,7 +290,7 @@ class Supervisor:
             self.heartbeats.add(who.host, peer, every_s=hello.every_s, decode=decode)
             self._warn_of_timeout()
         else:
-            peer.expect(self.refusals.reader(FROM_CLIENT, who), self._from_client)
+            peer.expect(self.refusals.reader(client.FROM_CLIENT, who), self._from_client)
 
     def _warn_of_timeout(self) -> None:
         """A corrected file may ask for a timeout that is too short for the heartbeat interval of the running hosts."""
@@ -323,21 +316,24 @@ class Supervisor:
         if isinstance(message, RankEvent):
             event = Event(run_id=self.run_id, seq=-1, host=host, **vars(message))
             self.journal.show(event)
+        self.live.on_evidence(host, message)
         self._handle(FromHost(host=host, message=message))
 
-    def _from_client(self, peer: Connection, message: FromClient) -> None:
-        """A verb of another terminal: stop, restart, status."""
-        if isinstance(message, StopRun):
+    def _from_client(self, peer: Connection, message: client.FromClient) -> None:
+        """A verb of another terminal: stop, restart, status, profile."""
+        if isinstance(message, client.StopRun):
             self._pending.append(stop_of(message))
-        elif isinstance(message, HealthReport):
+        elif isinstance(message, client.HealthReport):
             try:
                 self._pending.append(health_of(message))
             except Unreadable as error:
                 self.refusals.add(str(peer.identity), str(error))
                 self.pool.close(peer)
                 return
-        elif isinstance(message, RestartRun):
+        elif isinstance(message, client.RestartRun):
             self._restart()
+        elif self.live.ask(peer, message):
+            return
         self.pool.send(peer, self.looks.answer(message, self._status(), self.agents))
 
     def _restart(self) -> None:
@@ -345,17 +341,15 @@ class Supervisor:
         if not isinstance(self.machine.state.phase, Held):
             return
         try:
-            spec = read_spec(self.run_dir)
-            policy = load_policy(spec.recovery.policy)
-        except (MusterError, ValueError, OSError) as error:
-            self.journal.say(f"not restarted: {str(error)[:500]}")
+            spec, request = corrected(self.run_dir, self.run_id)
+        except UsageError as error:
+            self.journal.say(f"not restarted: {error}")
             return
         self.liveness.timeout_s = spec.recovery.heartbeat_timeout_s
         self._warned_timeout_s = 0.0
         self._warn_of_timeout()
         self.limits.change(spec.limits, spec.recovery.grace_s)
-        settings = settings_of(spec, run_id=self.run_id, run_dir=self.run_dir)
-        self._pending.append(RestartRequest(settings=settings, policy=policy))
+        self._pending.append(request)
 
     def _gone(self, peer: Connection, reason: str) -> None:
         identity, now = peer.identity, self.clock.monotonic_ns()

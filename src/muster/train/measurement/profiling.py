@@ -12,41 +12,43 @@ from pathlib import Path
 import torch
 
 from muster.config.spec import Profile, RunSpec
+from muster.protocol.ranks import AgentClient
+from muster.protocol.values import TraceSteps
+from muster.train.measurement.live_trace import LiveTrace
 
 PROBE_S = 0.3
 PROBE_SIZE = 768
 
 
 class Profiler:
-    """Writes ``traces/step-K.rank-R.json`` (Chrome trace) and ``traces/memory-step-K.rank-R.json`` on request."""
+    """Traces: of the step that the run file names, and of those that ``muster profile`` asks for (``LiveTrace``).
+    Writes ``traces/memory-step-K.rank-R.json`` where the run file asks for it."""
 
-    def __init__(self, profile: Profile, *, directory: Path, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, profile: Profile, agent: AgentClient, *, directory: Path, rank: int, device: torch.device
+    ) -> None:
         self.profile, self.directory, self.rank, self.device = profile, directory, rank, device
-        self._running: torch.profiler.profile | None = None
+        self._trace = LiveTrace(agent, directory=directory, rank=rank)
         if profile.memory_step is not None and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=100_000)
 
     def begin(self, step: int) -> None:
         """The step starts."""
-        if self.profile.trace_step == step:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._running = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._running.start()
+        asked = TraceSteps(request="training.profile", steps=1) if self.profile.trace_step == step else None
+        self._trace.begin(step, asked)
 
     def end(self, step: int) -> None:
         """The step ends; write what was requested."""
-        if self._running is not None:
-            self._running.stop()
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._running.export_chrome_trace(str(self.directory / f"step-{step}.rank-{self.rank}.json"))
-            self._running = None
+        self._trace.end(step)
         if self.profile.memory_step == step and self.device.type == "cuda":
             self.directory.mkdir(parents=True, exist_ok=True)
             path = self.directory / f"memory-step-{step}.rank-{self.rank}.json"
             path.write_text(json.dumps(torch.cuda.memory._snapshot(), default=str))
             torch.cuda.memory._record_memory_history(enabled=None)
+
+    def close(self) -> None:
+        """No step follows in this world."""
+        self._trace.close()
 
 
 class Collector:

@@ -156,6 +156,19 @@ def test_the_life_of_a_run(launcher, google, request_):
     ]
 
 
+def test_what_brings_a_runs_page_to_the_collector_goes_with_the_run(launcher, google):
+    run_id = run_registry.new_run_id("llama")
+    path = run_registry.place(run_id, None)
+    paged = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", metrics={"port": 0})
+    run_registry.create(run_id, path, run_file="name: llama\n", resolved=paged.model_dump_json())
+    handle = launcher.submit(launcher.render(paged, run_id=run_id, run_dir=str(path)))
+    kinds = {"PodMonitoring": 1, "Role": 1, "RoleBinding": 1, "Secret": 2}
+    assert {kind: len(google.kubernetes.of_kind(kind)) for kind in kinds} == kinds
+    launcher.cancel(handle)
+    assert {kind: google.kubernetes.of_kind(kind) for kind in kinds} == {kind: [] for kind in kinds}
+    assert launcher.remaining(handle) == []
+
+
 def test_a_new_submission_after_the_end_is_a_new_jobset(launcher, google, request_):
     launcher.submit(request_)
     (jobset,) = google.kubernetes.of_kind("JobSet")

@@ -2,7 +2,10 @@
 
 import json
 
-from muster.backends.gke.pod.log_forwarder import LONGEST_BYTES, LogForwarder, writer_of
+import pytest
+
+from muster.backends.gke.pod.log_forwarder import LONGEST_BYTES, LogForwarder, severity_of, writer_of
+from muster.storage import run_output
 
 
 def started(rank, attempt):
@@ -55,3 +58,49 @@ def test_who_told_a_line():
     assert writer_of("rank-3.a12 | loss | 2\n", "host-1") == ("rank-3.a12", "loss | 2\n")
     assert writer_of("prepare-host-1-abcde | x", "host-1") == ("prepare-host-1-abcde", "x")
     assert writer_of("a table | of the agent's\n", "host-1") == ("host-1", "a table | of the agent's\n")
+
+
+def test_json_lines_are_what_cloud_logging_groups_and_muster_logs_reads_them(tmp_path):
+    (tmp_path / "run_id").write_text("demo-1\n")
+    (tmp_path / "resolved.json").write_text('{"output": {"json_logs": true}}')
+    forwarder, out = made(tmp_path)
+    (tmp_path / "events" / "host-2-abcde.1.jsonl").write_text(started(4, 1))
+    (tmp_path / "logs" / "rank-4.a1.log").write_bytes(b'he said "\xff"\nValueError: no\n{"severity":"x"}\n')
+    forwarder.add_files({"host-2-abcde.1.jsonl"})
+    forwarder.copy()
+    lines = out.decode().splitlines()
+    first, second, third = map(json.loads, lines)
+    labels = {"muster_run": "demo-1", "muster_task": "rank-4.a1", "muster_rank": "4"}
+    assert first == {"severity": "INFO", "message": 'he said "\ufffd"', "logging.googleapis.com/labels": labels}
+    assert (second["severity"], second["message"]) == ("ERROR", "ValueError: no")
+    assert third["message"] == '{"severity":"x"}'
+    assert [writer_of(line, "pod") for line in lines[:2]] == [
+        ("rank-4.a1", 'he said "\ufffd"'),
+        ("rank-4.a1", "ValueError: no"),
+    ]
+
+
+@pytest.mark.parametrize("line", ['{"severity":"INFO"', '{"severity":"INFO","message":"a program of its own"}', "{"])
+def test_a_programs_own_json_is_left_as_it_is(line):
+    assert writer_of(line, "pod") == ("pod", line)
+
+
+@pytest.mark.parametrize(
+    ("text", "severity"),
+    [
+        ("Traceback (most recent call last):", "ERROR"), ("[rank3]: Traceback (most recent call last):", "ERROR"),
+        ("error: no such file", "ERROR"), ("RuntimeError: x", "ERROR"), ("torch.OutOfMemoryError: x", "ERROR"),
+        ("warning: slow", "WARNING"), ("/a/b.py:3: UserWarning: x", "WARNING"), ("W1123 10:00:00 x", "WARNING"),
+        ("step 12  loss 2.3", "INFO"), ("an error: none", "INFO"), ("", "INFO"),
+    ],
+)  # fmt: skip
+def test_severities(text, severity):
+    assert severity_of(text) == severity
+
+
+def test_json_is_written_where_the_run_file_asks_for_it(tmp_path):
+    assert run_output.json_logs_of(tmp_path) == ""
+    (tmp_path / "run_id").write_text("demo-1\n")
+    for asked in (True, False):
+        (tmp_path / "resolved.json").write_text(json.dumps({"output": {"json_logs": asked}}))
+        assert run_output.json_logs_of(tmp_path) == ("demo-1" if asked else "")

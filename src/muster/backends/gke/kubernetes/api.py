@@ -136,6 +136,10 @@ class Cluster:
             self.clock.sleep(3.0)
             waited_s += 3.0
 
+    def serves(self, api: str) -> bool:
+        """Whether the server has kinds of this API (``GROUP/VERSION``)."""
+        return self._read(root_of(api)).status < 300
+
     def _kind(self, manifest: JsonObject) -> Kind | None:
         api = text(manifest, "apiVersion")
         if not self._kinds.get(api):

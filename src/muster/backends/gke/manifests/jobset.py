@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from muster.backends.gke.manifests import pods
+from muster.backends.gke.manifests.monitoring import monitoring_objects
 from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Mode, Placement, mode_of
 from muster.core.typed_json import Json, JsonObject
 
@@ -22,7 +23,8 @@ def run_objects(placement: Placement, run_file: str, resolved: str) -> list[Mani
     """Everything that one run needs and that ends with it, in the order of creation."""
     claims = [_claim_template(placement)] if placement.claims else []
     budget = [_disruption_budget(placement)] if placement.supervisors > 1 else []
-    return [_config_map(placement, run_file, resolved), *claims, *budget, jobset(placement, mode_of(placement))]
+    pages = monitoring_objects(placement, _supervisors(placement))
+    return [_config_map(placement, run_file, resolved), *claims, *budget, *pages, jobset(placement, mode_of(placement))]
 
 
 def jobset(placement: Placement, mode: Mode) -> Manifest:
@@ -101,13 +103,16 @@ def _failure_policy() -> Manifest:
 
 def _disruption_budget(placement: Placement) -> Manifest:
     """Nodes are drained one supervisor at a time."""
-    selector = {"matchLabels": {**placement.labels, pods.ROLE: SUPERVISOR}}
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": {**_metadata(placement, f"{placement.name}-supervisor"), "labels": dict(placement.labels)},
-        "spec": {"minAvailable": 1, "selector": selector},
+        "spec": {"minAvailable": 1, "selector": _supervisors(placement)},
     }
+
+
+def _supervisors(placement: Placement) -> JsonObject:
+    return {"matchLabels": {**placement.labels, pods.ROLE: SUPERVISOR}}
 
 
 def _config_map(placement: Placement, run_file: str, resolved: str) -> Manifest:

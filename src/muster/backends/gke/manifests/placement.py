@@ -35,6 +35,8 @@ LOCAL_FOLDER = "/run-local"
 """Where a pod of a run that lives in a bucket has its own run folder, on its node."""
 SUPERVISOR = "supervisor"
 HOST = "host"
+METRICS_PORT = 9464
+"""Of the metrics page where the run file leaves it open: Prometheus' habit for programs' own pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,12 @@ class Placement:
     def supervisor_grace_s(self) -> int:
         """Between the first signal and the last: hosts save meanwhile where all pods go, and have less."""
         return max(60, math.ceil(self.spec.recovery.grace_s) + 30)
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where the working supervisor serves the run's metrics page; None: there is none."""
+        port = self.spec.metrics.port
+        return METRICS_PORT if port == 0 else port
 
     @property
     def in_bucket(self) -> bool:
@@ -199,6 +207,9 @@ def resolved(placement: Placement) -> RunSpec:
         "recovery": recovery.model_copy(update={"start_timeout_s": start_s}),
         "checkpoint": checkpoint.model_copy(update={"dir": directory}),
     }
+    if placement.metrics_port is not None:  # the collector comes from another pod
+        page = {"port": placement.metrics_port, "bind": "0.0.0.0"}
+        changes["metrics"] = spec.metrics.model_copy(update=page)
     if model is not None:
         named = {key: getattr(model, key) for key in ("source", "tokenizer")}
         paths = {key: mounted(value) for key, value in named.items() if isinstance(value, str)}

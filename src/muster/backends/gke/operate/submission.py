@@ -9,6 +9,7 @@ from pathlib import Path
 
 from muster.backends import code_bundle
 from muster.backends.gke.kubernetes.api import Cluster
+from muster.backends.gke.manifests import monitoring
 from muster.backends.gke.operate.kueue_check import kueue_warnings
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.pod.init_container import CODE
@@ -16,6 +17,7 @@ from muster.config.spec import RunSpec
 from muster.core.errors import AccessError
 from muster.core.typed_json import JsonObject, at, changed, child, children, text
 from muster.core.types import JobRequest
+from muster.transport.secure_session import token_for_pages
 
 SUBMISSION = "submission"
 """Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
@@ -46,22 +48,34 @@ class Submission:
         refuse_unknown_queue(cluster, self.jobset)
         self.warnings += kueue_warnings(cluster, self.jobset, max_hours=self.spec.limits.max_hours)
         self._without_unknown_priority(cluster)
+        self._without_unknown_monitoring(cluster)
         for manifest in self.documents:
             cluster.apply(manifest, dry_run=True)
 
     def create(self, cluster: Cluster, token: str) -> None:
-        """The token's Secret, then the objects."""
-        for manifest in (self._secret(token), *self.documents):
+        """The tokens' Secrets, then the objects."""
+        name = text(self.jobset, "metadata", "name")
+        secrets = [self._secret(f"{name}-token", token)]
+        if self.spec.metrics.port is not None:
+            secrets.append(self._secret(monitoring.secret_name(name), token_for_pages(token.encode())))
+        for manifest in (*secrets, *self.documents):
             cluster.apply(manifest)
 
-    def _secret(self, token: str) -> JsonObject:
+    def _secret(self, name: str, token: str) -> JsonObject:
         metadata: JsonObject = {
-            "name": f"{text(self.jobset, 'metadata', 'name')}-token",
+            "name": name,
             "namespace": text(self.jobset, "metadata", "namespace"),
             "labels": dict(child(self.jobset, "metadata", "labels")),
         }
         data = {"token": base64.b64encode(token.encode()).decode()}
         return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
+
+    def _without_unknown_monitoring(self, cluster: Cluster) -> None:
+        """The page is served all the same; somebody else may scrape it."""
+        if any(text(row, "kind") == "PodMonitoring" for row in self.documents) and not cluster.serves(monitoring.API):
+            kinds = [kind for _, kind, _ in monitoring.KINDS]
+            self.documents = [row for row in self.documents if text(row, "kind") not in kinds]
+            self.warnings.append("the cluster has no managed collection (PodMonitoring): nothing scrapes the run")
 
     def _without_unknown_priority(self, cluster: Cluster) -> None:
         """A pod of a class that is not there is refused, and Kueue makes no Workload: such a cluster runs without."""

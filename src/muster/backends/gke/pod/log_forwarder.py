@@ -19,6 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from muster.storage import run_output
+
+#: How a rank's own line begins, where something went wrong: of Python, of torch, of ours.
+_SEVERE = (
+    (re.compile(r"(\[rank\d+\]:? ?)?(Traceback \(most recent call last\)|error: |[\w.]+(Error|Exception)\b)"), "ERROR"),
+    (re.compile(r"(\[rank\d+\]:? ?)?(\S+: )?(warning: |\w*Warning\b|W\d{4} )"), "WARNING"),
+)
 MARKED = re.compile(r"((?:rank-\d+\.a\d+)|(?:[a-z]+-host-[a-z0-9-]+)) \| ")
 GATHER_S = 0.2
 """Writes within this time are copied together."""
@@ -29,13 +36,21 @@ _CREATED, _WRITTEN = 0x100, 0x2  # IN_CREATE, IN_MODIFY of <sys/inotify.h>
 
 def writer_of(line: str, pod: str) -> tuple[str, str]:
     """(task, text) of a line of the pod's output; the task is the process that wrote it, or the pod itself."""
+    if line.startswith(run_output.JSON_BEGINS) and (told := run_output.of_json_line(line)) is not None:
+        return told[0] or pod, told[1]
     result = MARKED.match(line)
     return (result[1], line[result.end() :]) if result else (pod, line)
 
 
+def severity_of(text: str) -> str:
+    """``ERROR``, ``WARNING`` or ``INFO``, by how the line begins."""
+    return next((severity for pattern, severity in _SEVERE if pattern.match(text)), "INFO")
+
+
 @dataclass(kw_only=True)
 class LogForwarder:
-    """Follows the log files that belong to ``host`` below ``run_dir``, in a thread, until ``stop``.
+    """Follows the log files that belong to ``host`` below ``run_dir``, in a thread, until ``stop``; as JSON lines where
+    the run file asks for them (``output.json_logs``).
 
     The host's own events say which ranks are its own: on a claim other hosts write to the same folders.
     """
@@ -51,6 +66,9 @@ class LogForwarder:
     _logs: set[Path] = field(default_factory=set)
     _thread: threading.Thread | None = None
     _wake: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self._as_json_of = run_output.json_logs_of(self.run_dir)
 
     def start(self) -> None:
         """Start; without inotify, nothing is copied."""
@@ -108,13 +126,18 @@ class LogForwarder:
                         event = json.loads(line)
                         self._logs.add(self.run_dir / "logs" / f"rank-{event['rank']}.a{event['attempt']}.log")
         for path in sorted(self._logs):
-            mark = f"{path.stem} | ".encode()
             lines = self._new(path)
             if last and (half := self._rest.pop(path, b"")):
                 lines.append(half)
             for line in lines:
                 with contextlib.suppress(OSError):
-                    self.out(mark + line + b"\n")
+                    self.out(self._marked(path.stem, line) + b"\n")
+
+    def _marked(self, task: str, line: bytes) -> bytes:
+        if not self._as_json_of:
+            return f"{task} | ".encode() + line
+        text = line.decode(errors="replace")
+        return run_output.json_line(text, severity_of(text), run=self._as_json_of, task=task).encode()
 
     def _new(self, path: Path) -> list[bytes]:
         """Whole lines beyond what was read."""

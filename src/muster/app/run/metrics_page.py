@@ -1,0 +1,238 @@
+"""The Prometheus page of a run (``metrics`` of the run file): served beside the supervisor, by threads of its own.
+
+Events are folded as they come, a few microseconds each; the page is made when somebody asks. Whoever asks shows a token
+that follows from the run's, and from which the run's cannot be told: it opens nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import json
+import socketserver
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import AF_INET, AF_INET6, socket
+
+from muster.app.run.event_writer import Sink
+from muster.config.spec import Metrics
+from muster.core import event_log
+from muster.core.clock import SystemClock
+from muster.core.errors import BackendError, MusterError, UsageError
+from muster.core.events import Event
+from muster.core.protocols import Clock
+from muster.report.exposition import CONTENT_TYPE, RunMetrics
+from muster.storage import run_registry
+from muster.storage.run_registry import RunDir, replace_text
+from muster.supervise.process.run_file import read_run_id, read_spec
+from muster.supervise.process.server import Supervisor
+from muster.transport.secure_session import run_token, token_for_pages
+
+ADDRESS = "metrics.json"
+"""File in the run's folder: where the page is served now."""
+PATH = "/metrics"
+#: How often the server looks whether it is to end.
+LOOK_S = 0.2
+#: Questions that are answered at once; further ones are closed. Each has so long for every part of its request.
+MOST_CLIENTS, CLIENT_S = 16, 5.0
+
+
+@dataclass
+class MetricsPage(Sink):
+    """Serves from the first event on: then this supervisor holds the run, and everything earlier is in its folder.
+
+    Where it lagged so far behind that events were left out, it is made from the folder anew: a counter that misses some
+    would mislead.
+    """
+
+    run_dir: Path
+    settings: Metrics
+    metrics: RunMetrics
+    token: str
+    supervisor: Supervisor
+    clock: Clock = field(default_factory=SystemClock)
+    name = "the metrics page"
+    _server: _Server | None = None
+    _begun: bool = False
+    _whole: bool = False
+    """Everything before the next event is in ``metrics``."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def event(self, event: Event) -> None:
+        if not self._whole:
+            metrics = RunMetrics(self.metrics.run_id)
+            for earlier in event_log.merged(self.run_dir / "events"):
+                if earlier.wall_ns < event.wall_ns:
+                    metrics.add(earlier)
+            self.metrics, self._whole = metrics, True
+        with self._lock:
+            self.metrics.add(event)
+        if not self._begun:
+            self._begun = True
+            self._begin()
+
+    def left_out(self, count: int) -> None:
+        self._whole = False
+
+    def _begin(self) -> None:
+        bind, port = self.settings.bind, self.settings.port or 0
+        try:
+            self._server = _Server(self, bind, port)
+        except OSError as error:
+            self.supervisor.note(f"no metrics page: {bind} port {port}: {error.strerror or error} (metrics.port)")
+            return
+        threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), name="muster-metrics", daemon=True).start()
+        where = {"host": bind, "port": self._server.server_address[1]}
+        with contextlib.suppress(OSError):  # a full disk: the page is served all the same
+            replace_text(self.run_dir / ADDRESS, json.dumps(where))
+
+    def page(self) -> str:
+        """At this moment. From any thread."""
+        with self._lock:
+            return self.metrics.page(self.clock.wall_ns())
+
+    def gone(self, why: str) -> bool:
+        """A page that no longer follows the run would mislead: it is taken away."""
+        self.end(None)
+        return False
+
+    def end(self, code: int | None) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            with contextlib.suppress(OSError):
+                (self.run_dir / ADDRESS).unlink(missing_ok=True)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, owner: MetricsPage, bind: str, port: int) -> None:
+        self.owner, self._failed = owner, False
+        self._room = threading.Semaphore(MOST_CLIENTS)
+        self.address_family = AF_INET6 if ":" in bind else AF_INET
+        super().__init__((bind, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Without the host's name, which may take a name server's time."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        return self._room.acquire(blocking=False)
+
+    def process_request_thread(self, request: socket | tuple[bytes, socket], client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Whoever asked is gone, as a rule; a mistake of ours is told, once."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError) and not self._failed:
+            self._failed = True
+            self.owner.supervisor.note(f"the metrics page could not be made: {type(error).__name__}: {error}")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = CLIENT_S
+    server_version, sys_version = "muster", ""
+    server: _Server
+
+    def do_GET(self) -> None:
+        owner = self.server.owner
+        given = self.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {owner.token}".encode()):
+            self._answer(401, "the run's metrics need its token: muster metrics RUN --scrape-config\n")
+        elif self.path.partition("?")[0] != PATH:
+            self._answer(404, f"{PATH} is all there is\n")
+        else:
+            self._answer(200, owner.page())
+
+    def _answer(self, status: int, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", CONTENT_TYPE if status == 200 else "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no news."""
+
+
+def metrics_pages(supervisor: Supervisor) -> Sequence[Sink]:
+    """The page of this run, where its run file asks for one."""
+    run_dir = supervisor.run_dir.resolve()
+    try:
+        run_id, settings = read_run_id(run_dir), read_spec(run_dir).metrics
+        if settings.port is None:
+            return ()
+        token = token_for_pages(run_token(run_dir))
+    except (MusterError, OSError, ValueError, KeyError):
+        return ()  # ``serve`` says so
+    return [MetricsPage(run_dir, settings, RunMetrics(run_id), token, supervisor)]
+
+
+def fetch(reference: str) -> str:
+    """The page of a run that is supervised on this machine.
+
+    Raises:
+        UsageError: no such run, or it serves no page here.
+        BackendError: the page does not answer.
+    """
+    run = run_registry.find(reference)
+    host, port = _address(run)
+    connection = http.client.HTTPConnection(host, port, timeout=CLIENT_S)
+    headers = {"Authorization": f"Bearer {token_for_pages(run_token(run.path))}"}
+    try:
+        connection.request("GET", PATH, headers=headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+    except (OSError, http.client.HTTPException) as error:
+        raise BackendError(
+            f"the metrics page of {run.run_id} at {host} port {port} does not answer: {error}"
+        ) from error
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise BackendError(f"the metrics page of {run.run_id} says {answer.status}: {text.strip()[:200]}")
+    return text
+
+
+def scrape_config(reference: str) -> str:
+    """What a Prometheus on this machine adds to its configuration to scrape the run. Holds a secret."""
+    run = run_registry.find(reference)
+    host, port = _address(run)
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return "\n".join(
+        (
+            "scrape_configs:",
+            f"- job_name: {json.dumps('muster-' + run.run_id)}",
+            f"  static_configs: [{{targets: [{json.dumps(target)}]}}]",
+            "  authorization:",
+            f"    credentials: {json.dumps(token_for_pages(run_token(run.path)))}",
+        )
+    )
+
+
+def _address(run: RunDir) -> tuple[str, int]:
+    try:
+        found = json.loads((run.path / ADDRESS).read_text())
+        host, port = str(found["host"]), int(found["port"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(
+            f"{run.run_id} serves no metrics page on this machine",
+            hint="metrics.port=0 in the run file, while it trains; on GKE the cluster's collector reads it",
+        ) from None
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port

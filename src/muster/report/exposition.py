@@ -1,0 +1,174 @@
+"""A run's figures as a Prometheus page: a fold of its events, and the text format (version 0.0.4) of what it holds.
+
+https://prometheus.io/docs/instrumenting/exposition_formats/. A name, once there, keeps its meaning and its unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from muster.core.event_details.attempts import AttemptStarted
+from muster.core.event_details.checkpoints import CheckpointCommitted, CheckpointRestored
+from muster.core.event_details.hosts import HostAllocated, HostHealth, HostReadmitted, HostReleased
+from muster.core.event_details.incidents import IncidentDetected, IncidentResolved
+from muster.core.event_details.run import RunFinished
+from muster.core.event_details.training import Step
+from muster.core.events import Event
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HOUR_NS = 3600 * 1_000_000_000
+
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: its samples follow each other under one head."""
+
+    name: str
+    type: str
+    """gauge or counter."""
+    help: str
+
+
+STEP_SECONDS = Family("muster_step_seconds", "gauge", "Wall time of the newest step.")
+STEP_PART = Family(
+    "muster_step_part_seconds", "gauge", "Of the newest step: time waited for data, and held by snapshots and saves."
+)
+STEP = Family("muster_step", "gauge", "Newest applied optimizer step.")
+TOKENS = Family("muster_tokens_total", "counter", "Tokens that were trained on and count, padding excluded.")
+LOSS = Family("muster_loss", "gauge", "Loss of the newest step.")
+MFU = Family("muster_mfu_ratio", "gauge", "Model FLOP/s of the newest step over the peak of all ranks.")
+RANKS = Family("muster_ranks", "gauge", "Ranks of the newest attempt.")
+ATTEMPT = Family("muster_attempt", "gauge", "Number of the newest attempt.")
+INCIDENTS = Family("muster_incidents_total", "counter", "Incidents so far, by kind.")
+LOST = Family("muster_incident_lost_seconds_total", "counter", "From incidents' detection to the next new step.")
+AGE = Family("muster_checkpoint_age_seconds", "gauge", "Since the newest version of the training state in this tier.")
+GPU = Family("muster_gpu_health", "gauge", "1: a fault was found on this host (gpu: which one, where known).")
+USD = Family("muster_usd_total", "counter", "Dollars spent on hosts whose price is known.")
+FINISHED = Family("muster_finished", "gauge", "1: the run has ended.")
+
+
+@dataclass
+class RunMetrics:
+    """Feed it every event of a run, in order; a constant amount of work and memory for each.
+
+    A step that is taken again after a recovery counts once.
+    """
+
+    run_id: str
+    finished: bool = False
+    _attempt: int = 0
+    _ranks: int = 0
+    _step: tuple[int, Step] | None = None
+    _tokens: int = 0
+    _counted: int = 0
+    """The newest step whose tokens count."""
+    _incidents: dict[str, int] = field(default_factory=dict)
+    _lost_ns: int = 0
+    _newest_ns: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Tier -> (newest step in it, since when)."""
+    _faults: dict[str, HostHealth] = field(default_factory=dict)
+    """By host, until it is readmitted."""
+    _held: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Host -> (bought at, dollars an hour)."""
+    _usd: float = 0.0
+
+    def add(self, event: Event) -> None:
+        """Take one event; kinds that do not matter are ignored."""
+        if event.kind == Step.kind and event.step is not None:
+            self._on_step(event.step, event.read(Step), event.wall_ns)
+        elif event.kind == AttemptStarted.kind:
+            self._attempt, self._ranks = event.attempt, event.read(AttemptStarted).world_size
+        elif event.kind == CheckpointRestored.kind and event.step is not None and self._step is not None:
+            self._step = (min(self._step[0], event.step), self._step[1])
+        elif event.kind == CheckpointCommitted.kind and event.step is not None:
+            self._version(event.read(CheckpointCommitted).tier, event.step, event.wall_ns)
+        elif event.kind == IncidentDetected.kind:
+            kind = event.read(IncidentDetected).incident
+            self._incidents[kind] = self._incidents.get(kind, 0) + 1
+        elif event.kind == IncidentResolved.kind:
+            self._lost_ns += event.read(IncidentResolved).lost_ns
+        elif event.kind == RunFinished.kind:
+            self.finished = True
+        else:
+            self._on_host(event)
+
+    def _on_host(self, event: Event) -> None:
+        if event.kind == HostHealth.kind:
+            self._faults[event.host] = event.read(HostHealth)
+        elif event.kind == HostReadmitted.kind:
+            self._faults.pop(event.host, None)
+        elif event.kind == HostAllocated.kind and event.host not in self._held:
+            self._held[event.host] = (event.wall_ns, event.read(HostAllocated).usd_per_hour or 0.0)
+        elif event.kind == HostReleased.kind and event.host in self._held:
+            bought_ns, price = self._held.pop(event.host)
+            self._usd += price * max(0, event.wall_ns - bought_ns) / HOUR_NS
+
+    def _on_step(self, number: int, detail: Step, wall_ns: int) -> None:
+        self._step = (number, detail)
+        if number > self._counted:
+            self._tokens += detail.tokens or 0
+            self._counted = number
+        for tier, held in (("memory", detail.snapshot_step), ("peer", detail.peer_step)):
+            if held is not None:
+                self._version(tier, held, wall_ns)
+
+    def _version(self, tier: str, step: int, wall_ns: int) -> None:
+        if tier not in self._newest_ns or self._newest_ns[tier][0] != step:
+            self._newest_ns[tier] = (step, wall_ns)
+
+    def samples(self, wall_ns: int) -> Iterator[tuple[Family, Labels, float]]:
+        """(metric, labels besides the run's, value) at this moment; what is not known has none."""
+        yield ATTEMPT, {}, self._attempt
+        yield RANKS, {}, self._ranks
+        yield FINISHED, {}, float(self.finished)
+        if self._step is not None:
+            yield from self._of_step(*self._step)
+        yield TOKENS, {}, self._tokens
+        for kind, count in sorted(self._incidents.items()):
+            yield INCIDENTS, {"kind": kind}, count
+        yield LOST, {}, self._lost_ns / 1e9
+        for tier, (_, since_ns) in sorted(self._newest_ns.items()):
+            yield AGE, {"tier": tier}, max(0, wall_ns - since_ns) / 1e9
+        for host, found in sorted(self._faults.items()):
+            for gpu in found.resettable or ("",):
+                yield GPU, {"host": host, "gpu": str(gpu), "class": found.verdict or "replace"}, 1.0
+        held = sum(price * max(0, wall_ns - bought_ns) / HOUR_NS for bought_ns, price in self._held.values())
+        yield USD, {}, self._usd + held
+
+    @staticmethod
+    def _of_step(number: int, detail: Step) -> Iterator[tuple[Family, Labels, float]]:
+        yield STEP, {}, number
+        yield STEP_SECONDS, {}, detail.step_ns / 1e9
+        for part, spent_ns in (("data_wait", detail.data_wait_ns), ("checkpoint", detail.stall_ns)):
+            if spent_ns is not None:
+                yield STEP_PART, {"part": part}, spent_ns / 1e9
+        if detail.loss is not None:
+            yield LOSS, {}, detail.loss
+        if detail.mfu is not None:
+            yield MFU, {}, detail.mfu
+
+    def page(self, wall_ns: int) -> str:
+        """What a scrape gets."""
+        given = self.samples(wall_ns)
+        return text_format((family, {"run": self.run_id, **labels}, value) for family, labels, value in given)
+
+
+def text_format(samples: Iterable[tuple[Family, Labels, float]]) -> str:
+    """The page of these samples; those of one metric follow each other."""
+    lines: list[str] = []
+    before: Family | None = None
+    for family, labels, value in samples:
+        if family != before:
+            lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} {family.type}"]
+            before = family
+        given = ",".join(f'{name}="{_escaped(text, quote=True)}"' for name, text in labels.items())
+        lines.append(f"{family.name}{{{given}}} {float(value)!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str, *, quote: bool = False) -> str:
+    result = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return result.replace('"', '\\"') if quote else result

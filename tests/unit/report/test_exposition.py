@@ -1,0 +1,124 @@
+"""The metrics page: what Prometheus' own parser reads is what the events say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from muster.core.events import Event
+from muster.report.exposition import Family, RunMetrics, text_format
+
+parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
+
+SECOND = 1_000_000_000
+STEP = {
+    "loss": 2.5, "grad_norm": 1.0, "learning_rate": 0.1, "step_ns": 2 * SECOND, "tokens": 100,
+    "supervised_tokens": 90, "padding_tokens": 0, "data_wait_ns": SECOND // 4, "stall_ns": SECOND // 2, "mfu": 0.4,
+}  # fmt: skip
+
+
+def event(
+    kind: str, at_s: float, *, step: int | None = None, host: str = "supervisor", attempt: int = 1, **detail: Any
+) -> Event:
+    return Event(
+        run_id="r", seq=0, mono_ns=0, wall_ns=int(at_s * SECOND), host=host, kind=kind, attempt=attempt, step=step,
+        detail=detail,
+    )  # fmt: skip
+
+
+def read(metrics: RunMetrics, at_s: float) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """(name, labels besides the run) -> value, by the outside parser."""
+    found = {}
+    for family in parser.text_string_to_metric_families(metrics.page(int(at_s * SECOND))):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("run") == metrics.run_id
+            found[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return found
+
+
+def folded(*events: Event, run_id: str = "demo-1") -> RunMetrics:
+    metrics = RunMetrics(run_id)
+    for one in events:
+        metrics.add(one)
+    return metrics
+
+
+def test_a_run_that_has_said_nothing_has_no_step():
+    found = read(folded(), 1.0)
+    assert found["muster_tokens_total", ()] == 0 and found["muster_finished", ()] == 0
+    assert not [name for name, _ in found if name in ("muster_step", "muster_loss", "muster_step_seconds")]
+
+
+def test_steps_and_their_parts():
+    hosts = {"host-0": [0, 1]}
+    found = read(
+        folded(
+            event("attempt.started", 1, attempt=3, world_size=2, layout={}, hosts=hosts),
+            event("step", 2, step=1, **STEP),
+            event("step", 3, step=2, **{**STEP, "loss": 2.25}, snapshot_step=2, peer_step=1),
+            event("step", 9, step=3, **STEP, snapshot_step=2, peer_step=2),
+        ),
+        10.0,
+    )
+    assert found["muster_step", ()] == 3 and found["muster_step_seconds", ()] == 2.0
+    assert (found["muster_attempt", ()], found["muster_ranks", ()]) == (3, 2)
+    assert found["muster_tokens_total", ()] == 300 and found["muster_mfu_ratio", ()] == 0.4
+    assert found["muster_step_part_seconds", (("part", "data_wait"),)] == 0.25
+    assert found["muster_step_part_seconds", (("part", "checkpoint"),)] == 0.5
+    assert found["muster_checkpoint_age_seconds", (("tier", "memory"),)] == 7.0, "since step 2 came there"
+    assert found["muster_checkpoint_age_seconds", (("tier", "peer"),)] == 1.0
+
+
+def test_a_step_that_is_taken_again_counts_once_and_a_counter_never_falls():
+    before = [event("step", 1, step=step, **STEP) for step in (1, 2, 3)]
+    again = [event("checkpoint.restored", 2, step=1, tier="memory", uri=""), event("step", 3, step=2, **STEP)]
+    metrics = folded(*before)
+    highest = 0.0
+    for one in [*again, event("step", 4, step=3, **STEP), event("step", 5, step=4, **STEP)]:
+        metrics.add(one)
+        count = read(metrics, 6.0)["muster_tokens_total", ()]
+        assert count >= highest
+        highest = count
+    assert highest == 400
+
+
+def test_incidents_health_dollars_and_the_end():
+    fell = {"evidence": "x", "incident": "rank_exit"}
+    found = read(
+        folded(
+            event("host.allocated", 0, host="host-0", gpus=8, role="active", usd_per_hour=36.0),
+            event("host.allocated", 0, host="host-1", gpus=8, role="active", usd_per_hour=18.0),
+            event("incident.detected", 1, incident_id="i1", **fell),
+            event("incident.detected", 2, incident_id="i2", **fell),
+            event("incident.resolved", 3, incident_id="i2", lost_ns=SECOND),
+            event(
+                "host.health",
+                4,
+                host="host-0",
+                incident="host_unhealthy",
+                evidence="x",
+                resettable=[3],
+                verdict="reset",
+            ),
+            event("host.health", 4, host="host-1", incident="host_unhealthy", evidence="x"),
+            event("host.readmitted", 5, host="host-1", reason="x"),
+            event("host.released", 100, host="host-1"),
+            event("run.finished", 101, outcome="succeeded", exit_code=0, reason="done"),
+        ),
+        200.0,
+    )
+    assert found["muster_incidents_total", (("kind", "rank_exit"),)] == 2
+    assert found["muster_incident_lost_seconds_total", ()] == 1.0
+    assert found["muster_gpu_health", (("class", "reset"), ("gpu", "3"), ("host", "host-0"))] == 1.0
+    assert not [labels for name, labels in found if name == "muster_gpu_health" and ("host", "host-1") in labels]
+    assert found["muster_usd_total", ()] == pytest.approx(36.0 * 200 / 3600 + 18.0 * 100 / 3600)
+    assert found["muster_finished", ()] == 1.0
+
+
+def test_names_are_read_back_whatever_is_in_them():
+    name = 'a"b\\c\nd'
+    family = Family("muster_x", "gauge", "a \\ and\na line")
+    (read_back,) = parser.text_string_to_metric_families(text_format([(family, {"run": name}, 1.5)]))
+    assert read_back.samples[0].labels == {"run": name} and read_back.samples[0].value == 1.5

@@ -1,0 +1,147 @@
+"""A terminal's questions about ranks that train: carried to the right hosts, answered in time, never guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from muster.core.layout import Layout
+from muster.core.typed_json import Record, decode, encode
+from muster.health.hang.evidence import RankEvidence
+from muster.health.hang.stack_groups import StackGroup
+from muster.health.hang.stacks import Frame, Thread
+from muster.protocol.client import AskStacks, SupervisorStatus, TraceRun
+from muster.protocol.to_agent import GatherEvidence, TraceRanks
+from muster.protocol.to_supervisor import EvidenceReady
+from muster.protocol.values import TraceSteps
+from muster.supervise.process.live_requests import ANSWER_S, MOST_LIMIT_S, LiveRequests
+from muster.supervise.recovery.phases import Running, Starting
+from muster.supervise.recovery.state import Attempt, State
+
+CLIENT = "the terminal"
+
+
+@dataclass
+class Desk:
+    """Two hosts with two ranks each, and a terminal."""
+
+    sent: list[tuple[str, Record]] = field(default_factory=list)
+    now_ns: int = 0
+    agents: dict[str, str] = field(default_factory=lambda: {"host-0": "agent 0", "host-1": "agent 1"})
+    state: State = field(default_factory=State)
+
+    def __post_init__(self) -> None:
+        self.state.attempt = 3
+        self.state.current = Attempt(
+            hosts=("host-0", "host-1"), ranks={0: "host-0", 1: "host-0", 2: "host-1", 3: "host-1"}, layout=Layout()
+        )
+        self.state.phase = Running()
+        self.state.progress.stepped = True
+        self.live = LiveRequests(
+            lambda peer, message: self.sent.append((cast(str, peer), message)),
+            cast(Any, self.agents),
+            lambda: self.state,
+            lambda: SupervisorStatus(phase="run", reason="as it is", attempt=3, step=7),
+            cast(Any, self),
+        )
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def ask(self, message: TraceRun | AskStacks) -> None:
+        self.live.ask(cast(Any, CLIENT), message)
+
+    def answers(self) -> list[SupervisorStatus]:
+        return [cast(SupervisorStatus, message) for to, message in self.sent if to == CLIENT]
+
+    def orders(self) -> list[tuple[str, Record]]:
+        return [(to, message) for to, message in self.sent if to != CLIENT]
+
+
+def evidence(*ranks: int, line: int = 7) -> tuple[str, ...]:
+    thread = Thread(main=True, frames=(Frame(function="step", file="train.py", line=line),))
+    return tuple(encode(RankEvidence(rank=rank, host="host-0", threads=(thread,))).decode() for rank in ranks)
+
+
+def test_each_host_is_told_of_its_own_ranks_alone() -> None:
+    desk = Desk()
+    desk.ask(TraceRun(request="a", steps=5, ranks=(0, 2, 3)))
+    trace = TraceSteps(request="a", steps=5)
+    assert desk.orders() == [
+        ("agent 0", TraceRanks(attempt=3, ranks=(0,), trace=trace)),
+        ("agent 1", TraceRanks(attempt=3, ranks=(2, 3), trace=trace)),
+    ]
+    assert [answer.refused for answer in desk.answers()] == [None]
+
+
+def test_without_ranks_all_of_them_trace() -> None:
+    desk = Desk()
+    desk.ask(TraceRun(request="a"))
+    assert [cast(TraceRanks, order).ranks for _, order in desk.orders()] == [(0, 1), (2, 3)]
+
+
+def refused(desk: Desk, message: TraceRun | AskStacks) -> str:
+    desk.ask(message)
+    assert desk.orders() == [], "where one part is refused nothing is begun"
+    (answer,) = desk.answers()
+    assert answer.refused is not None and "\n" not in answer.refused
+    return answer.refused
+
+
+def test_a_rank_that_is_not_there_a_host_that_is_away_and_a_run_that_does_not_train() -> None:
+    assert "there is no rank 4, 9: the run's ranks are 0-3" in refused(Desk(), TraceRun(request="a", ranks=(0, 4, 9)))
+    away = Desk()
+    del away.agents["host-1"]
+    assert "host-1 is not connected" in refused(away, TraceRun(request="a"))
+    fresh = Desk()
+    fresh.state.progress.stepped = False
+    assert "attempt 3 has taken no step yet" in refused(fresh, TraceRun(request="a"))
+    for message in (TraceRun(request="a"), AskStacks()):
+        early = Desk()
+        early.state.phase = Starting()
+        assert "no rank trains at this moment: as it is" in refused(early, message)
+
+
+def test_stacks_wait_for_every_host_and_are_merged() -> None:
+    desk = Desk()
+    desk.ask(AskStacks(limit_s=1.5))
+    order = GatherEvidence(attempt=3, limit_s=1.5)
+    assert desk.orders() == [("agent 0", order), ("agent 1", order)]
+    desk.live.on_evidence("host-0", EvidenceReady(attempt=3, ranks=evidence(0, 1)))
+    desk.live.on_evidence("host-9", EvidenceReady(attempt=3, ranks=evidence(9)))
+    desk.live.on_evidence("host-1", EvidenceReady(attempt=2, ranks=evidence(8)))
+    assert desk.answers() == []
+    desk.live.on_evidence("host-1", EvidenceReady(attempt=3, ranks=(*evidence(2), *evidence(3, line=9), "cut {")))
+    (answer,) = desk.answers()
+    groups = [decode(StackGroup, text) for text in answer.stacks]
+    assert [(group.ranks, group.frames[0].line) for group in groups] == [((0, 1, 2), 7), ((3,), 9)]
+    (missing,) = answer.missing
+    assert missing.startswith("host-1: ")
+    assert desk.live.deadline_ns() is None
+
+
+def test_a_host_that_does_not_answer_is_named_when_the_time_is_over() -> None:
+    desk = Desk()
+    desk.ask(AskStacks(limit_s=1.0))
+    desk.live.on_evidence("host-0", EvidenceReady(attempt=3, ranks=evidence(0, 1)))
+    assert desk.live.deadline_ns() == int((1.0 + ANSWER_S) * 1e9)
+    desk.now_ns = int((1.0 + ANSWER_S) * 1e9)
+    desk.live.tend()
+    (answer,) = desk.answers()
+    assert answer.missing == ("host-1 has not answered",) and len(answer.stacks) == 1
+
+
+def test_nobody_waits_for_longer_than_a_terminal_may_ask_for() -> None:
+    desk = Desk()
+    desk.ask(AskStacks(limit_s=1e6))
+    assert desk.live.deadline_ns() == int((MOST_LIMIT_S + ANSWER_S) * 1e9)
+    assert {cast(GatherEvidence, order).limit_s for _, order in desk.orders()} == {MOST_LIMIT_S}
+
+
+def test_two_terminals_each_get_their_answer() -> None:
+    desk = Desk()
+    desk.ask(AskStacks())
+    desk.ask(AskStacks())
+    for host in ("host-0", "host-1"):
+        desk.live.on_evidence(host, EvidenceReady(attempt=3, ranks=evidence(int(host[-1]))))
+    assert [len(answer.stacks) for answer in desk.answers()] == [1, 1]

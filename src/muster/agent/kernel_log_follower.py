@@ -13,6 +13,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -79,6 +80,8 @@ class KernelLogFollower:
         self._last: KernelFault | None = None
         self._told: Verdict | None = None
         """Of the open burst; None: nothing was told."""
+        self._told_memory = False
+        """Of the open burst, that memory failed."""
         self._standing: HostFault | None = None
         self._resets_seen = 0
         self._fd = -1
@@ -184,8 +187,8 @@ class KernelLogFollower:
             return
         self._open[key] = fault
         burst = judge_burst(list(self._open.values()), self._earlier, self._own_numbers())
-        if self._told is None or _graver(burst.verdict, self._told):
-            self._told = burst.verdict
+        if self._told is None or _graver(burst.verdict, self._told) or (burst.memory and not self._told_memory):
+            self._told, self._told_memory = burst.verdict, burst.memory
             self._tell(burst)
 
     def _note_foreign(self, fault: KernelFault) -> None:
@@ -198,7 +201,7 @@ class KernelLogFollower:
     def _close(self) -> None:
         """The burst is over: what follows is another one, even where it says the same."""
         self._earlier = [*self._earlier, *self._open.values()][-_KEPT:]
-        self._open, self._told, self._last = {}, None, None
+        self._open, self._told, self._told_memory, self._last = {}, None, False, None
 
     def _note_resets(self) -> None:
         """A reset ends the burst, and what was told of it stands no longer."""
@@ -226,6 +229,8 @@ class KernelLogFollower:
             fault = HostFault(
                 verdict=_ASKED[burst.verdict], evidence=evidence[:500], resettable=resettable, at_ns=time.monotonic_ns()
             )
+            if burst.memory:
+                fault = self._with_sound_step(fault)
             grave = list(_ASKED.values()).index
             if self._standing is None or grave(fault.verdict) >= grave(self._standing.verdict):
                 self._standing = fault
@@ -233,6 +238,13 @@ class KernelLogFollower:
         else:
             whose = "the program's own" if burst.verdict is Verdict.APP else "no action"
             self._log.note(f"{self._host}: {evidence} ({whose})")
+
+    def _with_sound_step(self, fault: HostFault) -> HostFault:
+        """A rank is told to be at a step once it has taken the one before, snapshot included."""
+        ranks = [one for one in self._living() if one.step >= 0]
+        attempt = max((one.attempt for one in ranks), default=0)
+        steps = [one.step - 1 for one in ranks if one.attempt == attempt]
+        return replace(fault, sound_step=max(0, min(steps)), attempt=attempt) if steps else fault
 
     def _rank(self, fault: KernelFault) -> int | None:
         """The rank that the line names. In a container the numbers of its processes are not those of the log."""

@@ -145,6 +145,8 @@ class HostFault(Record):
     evidence: Annotated[str, "one sentence with values"]
     resettable: Annotated[tuple[Count, ...], "GPUs that a reset may repair"] = ()
     at_ns: Annotated[Int64, "the host's monotonic clock: the same where it is repeated"] = 0
+    sound_step: Annotated[Step | None, "of an error of memory: the last step that its ranks had taken"] = None
+    attempt: Annotated[Count, "in which they had"] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

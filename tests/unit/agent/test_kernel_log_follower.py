@@ -114,6 +114,28 @@ def test_a_burst_is_told_once_and_again_only_when_it_gets_graver(on_host, kmsg, 
     assert len(host.sent) == 2
 
 
+@pytest.mark.parametrize("number", [48, 95, 140])
+def test_an_error_of_memory_says_which_step_came_before_it(on_host, kmsg, monkeypatch, number):
+    ranks = [SimpleNamespace(pid=9, rank=rank, attempt=2, step=step) for rank, step in ((0, 41), (1, 40))]
+    former = SimpleNamespace(pid=8, rank=2, attempt=1, step=12)
+    host, say = following(on_host, kmsg, monkeypatch, living=[*ranks, former, SimpleNamespace(pid=7, rank=3, step=-1)])
+    say("NVRM: Xid (PCI:0000:19:00): 119, not of its memory")
+    say(f"NVRM: Xid (PCI:0000:19:00): {number}, DBE")
+    host.until(lambda: len(host.sent) == 2)
+    other, fault = host.sent
+    assert other.sound_step is None and (fault.sound_step, fault.attempt) == (39, 2), "rank 1 computes step 40"
+    say("NVRM: Xid (PCI:0000:19:00): 48, again")
+    say("NVRM: Xid (PCI:0000:9b:00): 64, remapping failed")
+    host.until(lambda: len(host.sent) == 3)
+
+
+def test_an_error_of_memory_before_any_step_names_none(on_host, kmsg, monkeypatch):
+    host, say = following(on_host, kmsg, monkeypatch)
+    say("NVRM: Xid (PCI:0000:19:00): 48, DBE")
+    host.until(lambda: host.sent)
+    assert host.sent[0].sound_step is None
+
+
 def test_the_programs_own_error_is_a_note_that_names_the_rank_and_no_fault(on_host, kmsg, monkeypatch):
     own = os.stat("/proc/self/ns/pid").st_ino
     monkeypatch.setattr("muster.agent.kernel_log_follower._FIRST_PID_NAMESPACE", own)

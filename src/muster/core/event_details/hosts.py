@@ -75,6 +75,8 @@ class HostHealth(Detail):
     evidence: Annotated[str, "one sentence with values"]
     resettable: Annotated[tuple[int, ...], "GPUs that a reset may heal"] = ()
     verdict: Annotated[str | None, "reset, drain (leave once there is a spare) or replace"] = None
+    sound_step: Annotated[int | None, "of an error of memory: no snapshot of a later step is restored"] = None
+    sound_attempt: Annotated[int | None, "that took those snapshots"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ class IncidentDetected(OpenDetail):
     hint: Annotated[str | None, "what may help"] = None
     exit_code: Annotated[int | None, "that the error asks for"] = None
     signal: Annotated[int | None, "that ended the process"] = None
+    sound_step: Annotated[int | None, "of an error of memory: no snapshot of a later step is restored"] = None
     culprit: Annotated[str | None, "of a hang, what keeps the rank named here: a kind of evidence.gathered"] = None
 
 

@@ -47,6 +47,12 @@ class Burst:
     def verdict(self) -> Verdict:
         return self.decisive.verdict
 
+    @property
+    def memory(self) -> bool:
+        """Whether the GPU's memory failed: what is computed from then on may be wrong."""
+        rows = (error_rows(one.fault.family).get(one.fault.number or 0) for one in self.members)
+        return any(row is not None and row.memory for row in rows)
+
     def resettable(self, gpus: Mapping[str, int], *, all_ours: bool = True) -> tuple[int, ...]:
         """GPUs (by number; ``gpus``: PCI address -> number) that a reset may heal; none where that is not enough, or
         where all would have to be reset and not ``all_ours``."""

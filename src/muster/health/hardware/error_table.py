@@ -26,6 +26,7 @@ class ErrorRow:
     scope: Literal["gpu", "host"] = "gpu"
     by_line: bool = False
     beside_app: Verdict | None = None
+    memory: bool = False
 
     @property
     def if_again(self) -> Verdict:

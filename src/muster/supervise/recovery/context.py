@@ -87,14 +87,18 @@ class SupervisorContext:
     ) -> Choice | None:
         """The newest complete version in the memory of connected hosts; None: none is newer than what is committed.
 
-        Copies that were rejected do not count. ``hosts``: only these. ``without``: not these (step, attempt).
+        Copies that were rejected, or that an error of memory may have spoilt, do not count. ``hosts``: only these.
+        ``without``: not these (step, attempt).
         """
         held = [
             copy
             for name, host in self.state.hosts.items()
             if host.connected and (hosts is None or name in hosts)
             for copy in host.snapshots
-            if copy.host == name and copy not in self.state.rejected and (copy.step, copy.attempt) not in without
+            if copy.host == name
+            and copy not in self.state.rejected
+            and (copy.step, copy.attempt) not in without
+            and copy.step <= self.state.distrusted.get(copy.attempt, copy.step)
         ]
         choice = newest_complete(held)
         return choice if choice is not None and choice.step >= self.state.committed_step else None

@@ -218,6 +218,10 @@ def _health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFaul
         if host.told == told:
             return
         health["verdict"] = detail["class"] = message.verdict
+        if message.sound_step is not None:
+            health["sound_step"] = detail["sound_step"] = message.sound_step
+            health["sound_attempt"] = message.attempt
+            state.distrust(message.attempt, message.sound_step)
     else:
         traits = traits_of(message.kind)
     ctx.log("host.health", {"incident": traits.kind, "evidence": evidence, **health}, host=host.name)

@@ -70,6 +70,8 @@ def report_incident(
     decision = decide(ctx, incident, key)
     hosts = hosts_after(ctx, decision)
     _log_decision(ctx, decision, hosts)
+    if decision.action is Action.IGNORE and detail.get("sound_step") is not None:
+        state.distrusted.pop(state.attempt, None)  # the ranks go on from what they have
     if decision.action is not Action.IGNORE:
         state.open_incident(opened_by(traits.kind, incident.incident_id, detail, ctx.now_ns, state.last_applied_step))
     apply_decision(ctx, decision, incident, hosts, key)

@@ -167,6 +167,8 @@ class State:
     """Newest step whose checkpoint on disk or in the bucket has its marker; 0: none."""
     save_failed: str | None = None
     """Why the ranks' last save failed; None: it succeeded, or there was none."""
+    distrusted: dict[int, int] = field(default_factory=dict)
+    """Attempt -> its last step before an error of memory: no later snapshot that it took is restored."""
     rejected: set[SnapshotCopy] = field(default_factory=set)
     """Copies in memory that are not intact: none is chosen again."""
     restarts_without_progress: int = 0
@@ -198,6 +200,11 @@ class State:
         if isinstance(phase, Draining | Waiting):
             return tuple(phase.next.hosts)
         return self.active if isinstance(phase, Running | Stopping | Flushing) else ()
+
+    def distrust(self, attempt: int | None, after: int | None) -> None:
+        """Memory failed in this attempt; ``after``: the last step that cannot have suffered. None: it did not."""
+        if attempt and after is not None:
+            self.distrusted[attempt] = min(after, self.distrusted.get(attempt, after))
 
     def keeps_faults_of(self, name: str) -> bool:
         """Whether what is reported on the host is for the policy: it runs ranks, or is to run the next."""

@@ -277,6 +277,8 @@ class _Replay:
             detected = None  # the log lacks it
         state.skip_steps |= set(detail.skip_steps)
         if detail.action is Action.IGNORE:
+            if detected is not None and detected.read(IncidentDetected).sound_step is not None:
+                state.distrusted.pop(state.attempt, None)
             return
         if detected is not None:
             named = detected.read(IncidentDetected)
@@ -316,6 +318,7 @@ class _Replay:
 
     def health(self, event: Event, _at_ns: int) -> None:
         state, host, detail = self.state, self._host(event), event.read(HostHealth)
+        state.distrust(detail.sound_attempt, detail.sound_step)
         before = host.resettable
         host.resettable = detail.resettable
         if state.keeps_faults_of(host.name):
@@ -323,7 +326,8 @@ class _Replay:
                 traits = traits_of(detail.incident)
             except UsageError:
                 return  # of a later version, or of a package that is no longer installed
-            told: JsonObject = {} if detail.verdict is None else {"class": detail.verdict}
+            known = {"class": detail.verdict, "sound_step": detail.sound_step}
+            told: JsonObject = {key: value for key, value in known.items() if value is not None}
             fault = Fault(traits=traits, evidence=detail.evidence, resettable=detail.resettable, detail=told)
             host.keep(fault)
             host.resettable = before

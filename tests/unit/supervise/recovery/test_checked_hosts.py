@@ -3,56 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
+from fakes.joining_hosts import Run
 from fakes.probe_output import SOUND, gpu, output
-from fakes.virtual_run import events_of, machine, spec
+from fakes.virtual_run import events_of
 
-from muster.protocol.hello import AgentHello
-from muster.protocol.to_agent import EndAttempt, StartAttempt
-from muster.protocol.to_supervisor import HostLooked, HostReady, RanksEnded
-from muster.protocol.values import HostLook
-from muster.protocol.version import MINE
-from muster.supervise.recovery.inputs import FromHost, HostUp, Log, Send
+from muster.protocol.to_agent import EndAttempt
+from muster.protocol.to_supervisor import RanksEnded
+from muster.supervise.recovery.inputs import FromHost, Log, Send
 from muster.supervise.recovery.phases import Running, Starting, Waiting
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 BRAKED = gpu(3, clock_reasons=0x80)
 PENDING = gpu(3, remap_pending=True)
 FAILED = gpu(3, remap_failed=True)
-
-
-class Run:
-    """A supervisor's state machine; ``effects``: all that it has done."""
-
-    def __init__(self, **resources):
-        self.machine = machine(spec(**resources))
-        self.effects = self.machine.start(0)
-        self.now_ns = 0
-
-    def give(self, *given):
-        for one in given:
-            self.now_ns += 1_000_000
-            self.effects += self.machine.handle(one, self.now_ns)
-
-    def join(self, name, *gpus, output_of=output, **look):
-        """A host connects, has looked, and is ready."""
-        hello = AgentHello(version=MINE, host=name, pid=7, attempt=0, ready=False, step=-1)
-        told = HostLook(part="passive", output=output_of(*gpus), node=f"node-of-{name}", **look)
-        self.give(
-            HostUp(host=name, hello=hello),
-            FromHost(host=name, message=HostLooked(look=told, at_ns=self.now_ns + 1)),
-            FromHost(host=name, message=HostReady(store=("10.0.0.1", 1))),
-        )
-
-    def kinds(self, kind):
-        return [one for one in self.effects if isinstance(one, Log) and one.kind == kind]
-
-    def actions(self):
-        return [one.detail["action"] for one in self.kinds("incident.decided")]
-
-    def started(self):
-        """The hosts of the attempt that was started last."""
-        orders = [one.host for one in self.effects if isinstance(one, Send) and isinstance(one.message, StartAttempt)]
-        return orders[-len(self.machine.state.active) :] if orders else []
 
 
 def test_sound_hosts_start_and_nothing_is_decided():

@@ -119,6 +119,7 @@ NIGHTLY = {
     ),
     "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
     "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",
+    "test_check_gpu_live.py": "test_check_live.py; the benchmark is started by hand",
     "test_gke_losses_live.py::test_a_node_lost_for_good_and_an_eviction_change_no_bit": (
         "test_gke_run_live.py::test_a_run_from_submit_to_its_end_with_everything_that_a_user_does"
     ),

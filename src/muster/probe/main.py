@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from muster.health.hardware.own_gpus import GPUS
 from muster.health.machine.report import ProbeLine
 from muster.probe import passive
 from muster.probe.rungs import Output, Rung, run_in_turn, run_together
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Look at this machine; JSON lines.")
     parser.add_argument("--part", choices=("passive", "full"), default="passive")
     parser.add_argument("--folder", default="", help="where checkpoints would be written")
+    parser.add_argument("--driver", default=str(GPUS), help="folder that a host with NVIDIA's driver has")
     given = parser.parse_args(argv)
     full = given.part == "full"
     output = Output(partial(_write, sys.stdout.fileno()))
@@ -32,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "settings": passive.settings,
         "ports": passive.ports,
     }
+    if os.path.isdir(given.driver):
+        rungs["links"] = partial(passive.links, PASSIVE_S - 0.2)
+        rungs["kernel_log"] = partial(passive.kernel_log, PASSIVE_S - 0.2)
     if given.folder:
         rungs["disk"] = partial(passive.disk, given.folder)
     loaded = _loaded() if full else {}

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import time
 from pathlib import Path
 from uuid import uuid4
 
-from muster.health.machine.report import Disk, ProbeLine, Settings
+from muster.health.hardware.nvlink import is_nvlink
+from muster.health.machine.report import Disk, KernelLines, ProbeLine, Settings
 from muster.probe.nvml import read_gpus
+from muster.probe.programs import output_of
 
 _PORT_FILES = ("state", "phys_state", "rate", "link_layer")
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")
 _WRITE_BYTES = 64 << 20
+KMSG = "/dev/kmsg"
+#: In every line of NVIDIA's driver and of its switches.
+_DRIVER_WORDS = ("NVRM", "nvidia", "SXid")
+_MOST_LINES = 200
 _BLOCK = os.urandom(1 << 20)  # a file system that squeezes zeros must not look fast
 
 
@@ -45,6 +52,61 @@ def ports() -> ProbeLine:
         found |= {str(path): _read(path) for path in paths if path.name not in _PORT_FILES and path.parent == folder}
         found |= {str(path): _read(path) for path in paths if path.name in _PORT_FILES}
     return ProbeLine(rung="ports", ports={path: text for path, text in found.items() if text})
+
+
+def links(limit_s: float) -> ProbeLine:
+    """NVLink, as ``nvidia-smi`` prints it; nothing where there is no such tool or these GPUs have no links."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ProbeLine(rung="links")
+    output, code = output_of([tool, "nvlink", "--status"], limit_s=limit_s)
+    text = output.decode(errors="replace")
+    if code is None:
+        return ProbeLine(rung="links", failed=f"nvidia-smi nvlink did not end within {limit_s:g} s")
+    if code != 0 and not re.search(r"^GPU \d+:", text, re.MULTILINE):
+        why = " ".join(text.split())[:200]
+        return ProbeLine(rung="links", failed=f"nvidia-smi nvlink ended with code {code}: {why}")
+    return ProbeLine(rung="links", nvlink=text if is_nvlink(text) else "")
+
+
+def kernel_log(limit_s: float, kmsg: str = KMSG) -> ProbeLine:
+    """The driver's lines in the kernel log, with their age on this machine's clock since it was started."""
+    source = "/dev/kmsg"
+    try:
+        text = _records(kmsg)
+    except OSError as error:
+        source = "dmesg"
+        try:
+            output, code = output_of(["dmesg", "--kernel", "--nopager", "--color=never"], limit_s=limit_s)
+        except OSError as missing:
+            return ProbeLine(rung="kernel_log", note=f"{kmsg}: {error.strerror}; dmesg: {missing.strerror}")
+        if code != 0:
+            return ProbeLine(rung="kernel_log", note=f"{kmsg}: {error.strerror}; dmesg ended with code {code}")
+        text = output.decode(errors="replace")
+    lines = text.splitlines(keepends=True)
+    kept = [line for line in lines if any(word in line for word in _DRIVER_WORDS)][-_MOST_LINES:]
+    found = KernelLines(source=source, lines=len(lines), text="".join(kept), now_s=time.monotonic())
+    return ProbeLine(rung="kernel_log", kernel_log=found)
+
+
+def _records(kmsg: str) -> str:
+    """All that the kernel still has, one record a read; lines that only explain a record are left out."""
+    found: list[str] = []
+    fd = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                record = os.read(fd, 16384)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # overwritten before it was read: go on behind
+                continue
+            if not record:
+                break
+            found.append(record.decode(errors="replace").partition("\n")[0] + "\n")
+    finally:
+        os.close(fd)
+    return "".join(found)
 
 
 def disk(folder: str) -> ProbeLine:

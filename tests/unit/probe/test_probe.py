@@ -7,18 +7,21 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from muster.health.hardware.readings import ClockReason
+from muster.health.hardware.readings import ClockReason, GpuReading, GpuReport
 from muster.health.machine.judge import judge_machine
-from muster.health.machine.report import ProbeLine, Speed, read_probe
+from muster.health.machine.report import MachineReport, ProbeLine, Speed, of_own_gpus, read_probe
 from muster.health.verdicts import Verdict, exit_code, worst
+from muster.probe import passive
 from muster.probe.main import LIMITS_S
 from muster.probe.programs import command, output_of
 from muster.probe.rungs import Output, run_in_turn, run_together
@@ -240,3 +243,108 @@ def test_a_gpu_that_hangs_is_named_and_the_others_keep_their_speeds(monkeypatch)
     assert found[1].device == "GPU 1" and "did not end within 1 s" in found[1].failed
     monkeypatch.setattr(compute.torch.cuda, "device_count", lambda: 3)
     assert list(compute._gpus()) == [0, 2], "what follows leaves it alone"
+
+
+RECORDS = (
+    "6,1,1000000,-;Linux version 6.1\n",
+    "4,2,2800000000,-;NVRM: Xid (PCI:0000:0b:00): 79, pid=1, GPU has fallen off the bus.\n",
+    "4,3,9940000000,-;NVRM: Xid (PCI:0000:1b:00): 48, pid=9, name=python, DBE\n SUBSYSTEM=pci\n",
+)
+
+
+@pytest.fixture
+def kernel_log(monkeypatch):
+    """Reads records from a stand-in for /dev/kmsg, which gives one a read, then no more."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends[0].setblocking(False)
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest: os.dup(ends[0].fileno()) if path == "the kernel's" else real(path, *rest)
+    )
+
+    def read(records):
+        for record in records:
+            ends[1].send(record.encode())
+        line = passive.kernel_log(1.0, kmsg="the kernel's")
+        assert line.kernel_log is not None and line.kernel_log.lines == len(records)
+        return replace(line, kernel_log=replace(line.kernel_log, now_s=10_000.0))
+
+    yield read
+    for end in ends:
+        end.close()
+
+
+def kernel_findings(line, *, action=None, own=None):
+    found = [line]
+    if action is not None:
+        gpus = tuple(
+            GpuReading(index=index, address=f"0000:{16 * index + 11:02x}:00.0", recovery_action=action)
+            for index in range(8)
+        )
+        found.append(ProbeLine(rung="gpus", gpus=GpuReport(gpus=gpus, source="NVML", count=8)))
+    report = of_own_gpus(MachineReport(host="here", lines=tuple(found)), own)
+    return [one for one in judge_machine(report) if one.check == "gpu.xid"]
+
+
+def test_the_kernel_logs_last_hour_counts(kernel_log):
+    (found,) = kernel_findings(kernel_log(RECORDS))
+    assert found.verdict is Verdict.RESET and "Xid 48" in found.message
+
+
+def test_what_asked_for_a_reset_is_over_once_the_driver_asks_for_none(kernel_log):
+    line = kernel_log(RECORDS)
+    (over,) = kernel_findings(line, action="None")
+    assert over.verdict is Verdict.NOTE and "the driver asks for nothing now" in over.message and over.gpu == 1
+    (still,) = kernel_findings(line, action="Reset")
+    assert still.verdict is Verdict.RESET
+
+
+def test_a_kernel_log_without_errors_is_healthy_and_others_gpus_are_not_ours(kernel_log):
+    (sound,) = kernel_findings(kernel_log(RECORDS[:1]))
+    assert sound.verdict is Verdict.HEALTHY
+    found = kernel_findings(kernel_log(RECORDS), action="Reset", own=("0000:0b:00.0",))
+    assert [one.verdict for one in found] == [Verdict.HEALTHY]
+
+
+def test_a_kernel_log_that_nobody_may_read_is_said_to_be_unread(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    line = passive.kernel_log(1.0, kmsg=str(tmp_path / "nothing"))
+    (found,) = [one for one in judge_machine(MachineReport(host="h", lines=(line,))) if one.check == "gpu.xid"]
+    assert found.verdict is Verdict.NOTE and "not readable" in found.message
+
+
+LINKS = "GPU {0}: NVIDIA H100 80GB HBM3 (UUID: GPU-{0})\n"
+
+
+def nvlink(inactive=None):
+    lines = []
+    for number in range(8):
+        lines.append(LINKS.format(number))
+        lines += [
+            f"\t Link {link}: <inactive>\n" if (number, link) == inactive else f"\t Link {link}: 26.562 GB/s\n"
+            for link in range(18)
+        ]
+    return "".join(lines)
+
+
+def test_links_and_kernel_log_are_looked_at_where_there_is_a_driver(stub, tool, tmp_path):
+    text = nvlink(inactive=(3, 7)).rstrip("\n")
+    path = tool(f"cat <<'END'\n{text}\nEND")
+    env = {**os.environ, "PATH": path, "LD_LIBRARY_PATH": str(stub)}
+    output, code = output_of([*command(full=False), "--driver", str(tmp_path)], limit_s=60, env=env)
+    report = read_probe(output, host="here")
+    assert code == 0 and {"links", "kernel_log"} <= {line.rung for line in report.lines}
+    found = [one for one in judge_machine(report, gpus=8) if one.check == "gpu.nvlink"]
+    assert [(one.gpu, one.verdict) for one in found] == [(3, Verdict.REPLACE)]
+    ours = of_own_gpus(report, ("0000:0b:00.0", "0000:1b:00.0"))
+    others = [one for one in judge_machine(ours, gpus=2) if one.check == "gpu.nvlink"]
+    assert [one.verdict for one in others] == [Verdict.HEALTHY]
+
+
+@pytest.mark.parametrize(
+    ("script", "failed"), [("exit 3", "code 3"), ("echo 'GPU 0: NVIDIA L4 (UUID: x)'; exit 1", "")]
+)
+def test_a_tool_that_fails_says_nothing_of_links(tool, monkeypatch, script, failed):
+    monkeypatch.setenv("PATH", tool(script))
+    line = passive.links(10.0)
+    assert failed in line.failed and bool(line.failed) == bool(failed) and not line.nvlink

@@ -33,7 +33,8 @@ LIMIT_S = {"passive": 10.0, "full": 90.0}
 #: Host-hours from which ``auto`` loads the GPUs (docs/check.md), and the length of a run that does not say it.
 WORTH_HOST_HOURS, UNSAID_HOURS = 8.0, 1.0
 PORTS = Path("/sys/class/infiniband")
-MOST_BYTES = 1 << 19
+#: Of a probe's output on the wire: what is cut is incomplete.
+MOST_BYTES = 1 << 17
 _Part = Literal["passive", "full"]
 
 
@@ -130,8 +131,14 @@ class HostCheck:
         fd = child.stdout.fileno()
         os.set_blocking(fd, False)
         probe = _Probe(part=part, child=child, fd=fd, begun_s=time.monotonic(), numbers=[number])
+        try:
+            on_exit(self._hub, child.pid, lambda: self._on_exit(probe))
+        except OSError:  # no descriptors: nobody would notice its end
+            child.kill()
+            child.wait()
+            child.stdout.close()
+            return False
         self._hub.watch(fd, lambda: self._read(probe))
-        on_exit(self._hub, child.pid, lambda: self._on_exit(probe))
         self._probe = probe
         return True
 

@@ -21,7 +21,6 @@ from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 from muster.core.errors import BackendError, UsageError
 from muster.core.typed_json import JsonObject
-from muster.health.hardware.error_table import OwnNumbers
 from muster.health.machine.expected import Expected, expected_of
 from muster.health.machine.fleet import compare_hosts
 from muster.health.machine.judge import judge_machine
@@ -31,6 +30,7 @@ from muster.health.verdicts import Finding, Verdict, exit_code, worst
 from muster.probe.programs import command, output_of
 from muster.protocol.client import CheckHosts
 from muster.storage import run_registry
+from muster.storage.run_registry import RunDir
 from muster.supervise.checks import judging
 from muster.supervise.checks.judging import commands_of
 
@@ -96,7 +96,8 @@ def check_machine(run_file: str | None = None, *, passive: bool = False) -> Chec
         raise BackendError(f"cannot start the probe: {error.strerror}") from error
     expected = _expected(spec)
     report = read_probe(output, host=socket.gethostname())
-    found = judge_machine(report, gpus=expected.gpus, source=expected.source)
+    own = judging.own_numbers(spec)
+    found = judge_machine(report, gpus=expected.gpus, source=expected.source, own=own)
     return Checked(findings=tuple(found), commands=_commands(found, spec), raw=output)
 
 
@@ -112,7 +113,11 @@ def check_run(reference: str) -> Checked:
         UsageError: no such run.
         SupervisorUnreachable: it has no supervisor: it is over, or nobody holds it.
     """
-    run = run_registry.find(reference)
+    return check_hosts_of(run_registry.find(reference))
+
+
+def check_hosts_of(run: RunDir) -> Checked:
+    """The same, of a run whose folder is known."""
     spec = RunSpec.model_validate_json(run.resolved.read_text())
     question, until = CheckHosts(number=1 + secrets.randbelow(1 << 31)), time.monotonic() + HOSTS_LIMIT_S
     while True:
@@ -156,13 +161,11 @@ def check_captures(place: str, run_file: str | None = None, *, hosts: Sequence[s
             kinds[name] = "output of the probe"
         else:
             others.append((name, content))
-    own = OwnNumbers()
-    if spec is not None:
-        own = OwnNumbers(ignore=frozenset(spec.check.xid_ignore), fatal=frozenset(spec.check.xid_fatal))
+    own = judging.own_numbers(spec)
     known = recognise(others, expected=expected, own=own)
     found = [*known.findings]
     for report in probes:
-        found += judge_machine(report, gpus=expected.gpus, source=expected.source)
+        found += judge_machine(report, gpus=expected.gpus, source=expected.source, own=own)
     found += compare_hosts(probes)
     if hosts:
         there = sorted({one.host for one in found if one.host})

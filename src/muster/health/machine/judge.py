@@ -13,14 +13,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
+from muster.health.hardware.driver_errors import judge_kernel_log
+from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.gpu_judge import judge_gpus
 from muster.health.hardware.infiniband import judge_ports, read_sysfs
+from muster.health.hardware.kernel_log import read_kernel_log
+from muster.health.hardware.nvlink import judge_links, read_nvlink
 from muster.health.machine.floors import floor_of
-from muster.health.machine.report import Disk, MachineReport, Settings, Speed
+from muster.health.machine.report import Disk, KernelLines, MachineReport, Settings, Speed
 from muster.health.verdicts import Finding, Verdict
 
 #: Shares below the median from which a device is suspected, and is faulty.
 SUSPECT, FAULTY = 0.10, 0.20
+#: Older errors in the kernel log are of another job, or the GPU's own readings show them.
+RECENT_S = 3600.0
+_NO_NUMBERS = OwnNumbers()
 #: Fewer devices have no median to speak of.
 FEWEST = 3
 #: A speed of this many devices says which one computes wrongly.
@@ -44,11 +51,12 @@ def judge_machine(
     port_gbps: int | None = None,
     source: str = "",
     idle: bool = True,
+    own: OwnNumbers = _NO_NUMBERS,
 ) -> list[Finding]:
     """Findings on one host, never empty. ``gpus``, ``ports``: what its machine's row says; None: not known.
 
-    ``idle``: nothing of ours runs there, so processes on the GPUs are somebody else's. A report with a hole has an
-    INCOMPLETE finding: it is never healthy.
+    ``idle``: nothing of ours runs there, so processes on the GPUs are somebody else's. ``own``: Xid numbers that the
+    run file judges. A report with a hole has an INCOMPLETE finding: it is never healthy.
     """
     found = [_incomplete("probe", text) for text in report.missing]
     found += [
@@ -60,6 +68,12 @@ def judge_machine(
     for line in report.lines:
         if line.ports is not None and (line.ports or ports):
             found += judge_ports(read_sysfs(line.ports), expected=ports, rate=port_gbps, source=source)
+        if line.nvlink:
+            found += _links(line.nvlink, report)
+        if line.kernel_log is not None:
+            found += _kernel_log(line.kernel_log, report, own)
+        elif line.rung == "kernel_log" and line.note:
+            found.append(_unread(line.note))
         if line.disk is not None:
             found += _disk(line.disk)
     if report.settings is not None:
@@ -103,6 +117,39 @@ def _gpus(report: MachineReport, expected: int | None, source: str, idle: bool) 
 
 
 _LOOKED = {"matmul": "processor", "settings": "memory and limits", "disk": "disk", "loopback": "loopback"}
+
+
+def _links(text: str, report: MachineReport) -> list[Finding]:
+    """NVLink of the GPUs that are ours."""
+    read = read_nvlink(text)
+    if report.own is not None and report.gpus is not None:
+        ours = {gpu.index for gpu in report.gpus.gpus}
+        read = replace(read, gpus=tuple(one for one in read.gpus if one.gpu in ours))
+    return judge_links(read)
+
+
+def _kernel_log(lines: KernelLines, report: MachineReport, own: OwnNumbers) -> list[Finding]:
+    """Errors of the last hour. What asks for a reset counts no more once the driver itself asks for none."""
+    log = read_kernel_log(lines.text)
+    if report.own is not None:
+        log = replace(log, faults=tuple(one for one in log.faults if one.device in (*report.own, "")))
+    gpus = report.gpus.gpus if report.gpus else ()
+    numbers = {gpu.address: gpu.index for gpu in gpus if gpu.index is not None}
+    whole = report.gpus is not None and not report.gpus.missing  # then an old mismatch of versions is mended
+    log = replace(log, lines=max(1, lines.lines), cut=False, mismatch="" if whole else log.mismatch)
+    found = judge_kernel_log(log, gpus=numbers, own=own, not_before_s=lines.now_s - RECENT_S)
+    content = {gpu.index for gpu in gpus if gpu.recovery_action == "None"}
+    return [_over(one) if one.verdict is Verdict.RESET and one.gpu in content else one for one in found]
+
+
+def _over(found: Finding) -> Finding:
+    text = f"{found.message}; the driver asks for nothing now"
+    return replace(found, verdict=Verdict.NOTE, message=text, command="")
+
+
+def _unread(why: str) -> Finding:
+    text = f"the kernel log is not readable here ({why}): an Xid of the last hour is not seen"
+    return Finding(check="gpu.xid", verdict=Verdict.NOTE, message=text)
 
 
 def _disk(disk: Disk) -> Iterator[Finding]:

@@ -42,6 +42,19 @@ class Disk(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelLines(Record):
+    """What the kernel log says of the driver."""
+
+    source: Name
+    lines: Count
+    """Of the whole log."""
+    text: str = ""
+    """The driver's lines."""
+    now_s: Seconds
+    """The log's clock when it was read."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Speed(Record):
     """One figure of one device."""
 
@@ -72,6 +85,9 @@ class ProbeLine(Record):
     ports: Mapping[str, str] | None = None
     """Files of ``/sys/class/infiniband``, by path."""
     disk: Disk | None = None
+    nvlink: str | None = None
+    """``nvidia-smi nvlink --status``; empty: these GPUs have none."""
+    kernel_log: KernelLines | None = None
     speeds: tuple[Speed, ...] = ()
     note: str = ""
 
@@ -83,6 +99,8 @@ class MachineReport:
     host: str
     lines: tuple[ProbeLine, ...]
     """Of its rungs, in order."""
+    own: Collection[str] | None = None
+    """PCI addresses of the GPUs that are ours; None: all."""
     missing: tuple[str, ...] = ()
     """What was to be there and is not, in words; nothing: the report is whole."""
 
@@ -123,10 +141,11 @@ def read_probe(output: bytes, *, host: str) -> MachineReport:
 def of_own_gpus(report: MachineReport, own: Collection[str] | None) -> MachineReport:
     """Without the GPUs that others use. ``own``: PCI addresses; None: all are ours."""
     if own is None or report.gpus is None:
-        return report
+        return replace(report, own=own)
     kept = tuple(gpu for gpu in report.gpus.gpus if gpu.address in own)
     gpus = replace(report.gpus, gpus=kept, count=None if report.gpus.count is None else len(own), unreachable=())
-    return replace(report, lines=tuple(replace(line, gpus=gpus) if line.gpus else line for line in report.lines))
+    lines = tuple(replace(line, gpus=gpus) if line.gpus else line for line in report.lines)
+    return replace(report, lines=lines, own=own)
 
 
 def is_probe(content: bytes) -> bool:

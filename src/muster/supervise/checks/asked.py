@@ -12,6 +12,8 @@ from muster.protocol.values import HostLook
 
 #: Questions whose answers are kept: a client asks again and again until it has them.
 _KEPT = 4
+#: Of all outputs in one answer, of whose frame quotes take twice as much: a host beyond it counts as not looked at.
+MOST_BYTES = 6 << 20
 
 
 class AskedLooks:
@@ -31,7 +33,11 @@ class AskedLooks:
             self._by_number[message.number] = {}
             for host in list(agents):
                 self._send(host, LookAtHost(number=message.number))
-        return replace(status, looks=dict(self._by_number[message.number]))
+        room, looks = MOST_BYTES, dict[str, HostLook]()
+        for host, look in sorted(self._by_number[message.number].items()):
+            room -= len(look.output)
+            looks[host] = look if room >= 0 else replace(look, output="")
+        return replace(status, looks=looks)
 
     def take(self, host: str, message: object) -> bool:
         """Whether it is an answer to a client."""

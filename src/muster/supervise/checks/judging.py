@@ -8,6 +8,7 @@ from typing import Literal
 
 from muster.config.spec import RunSpec
 from muster.core.typed_json import Json, JsonObject
+from muster.health.hardware.error_table import OwnNumbers
 from muster.health.machine.expected import expected_of
 from muster.health.machine.fleet import commands
 from muster.health.machine.judge import judge_machine
@@ -32,8 +33,15 @@ def judge(host: str, look: HostLook, spec: RunSpec) -> list[Finding]:
     expected = expected_of(spec.resources.machine)
     report = of_own_gpus(read_probe(look.output.encode(), host=host), look.own)
     wanted = len(look.own) if look.own is not None else expected.gpus
-    found = judge_machine(report, gpus=wanted, source=expected.source, idle=False)
+    found = judge_machine(report, gpus=wanted, source=expected.source, idle=False, own=own_numbers(spec))
     return sorted(found, key=lambda one: _GRAVEST.index(one.verdict))
+
+
+def own_numbers(spec: RunSpec | None) -> OwnNumbers:
+    """The Xid numbers that a run file judges itself."""
+    if spec is None:
+        return OwnNumbers()
+    return OwnNumbers(ignore=frozenset(spec.check.xid_ignore), fatal=frozenset(spec.check.xid_fatal))
 
 
 def event_of(host: str, look: HostLook, found: list[Finding], spec: RunSpec) -> JsonObject:

@@ -1,6 +1,8 @@
 """Clients who ask what the hosts' hardware looks like."""
 
+from muster.health.machine.report import read_probe
 from muster.protocol.client import AskStatus, CheckHosts, SupervisorStatus
+from muster.protocol.codec import MAX_BYTES, encode
 from muster.protocol.to_supervisor import HostLooked, HostReady
 from muster.protocol.values import HostLook
 from muster.supervise.checks.asked import AskedLooks
@@ -19,6 +21,17 @@ def test_hosts_are_asked_once_for_each_question_and_each_gets_its_answers():
     assert looks.take("host-1", HostLooked(number=11, look=LOOK))
     assert looks.answer(one, STATUS, []).looks == {"host-1": LOOK} and looks.answer(other, STATUS, []).looks == {}
     assert looks.answer(AskStatus(), STATUS, []) == STATUS
+
+
+def test_more_than_an_answer_can_hold_is_left_out_and_said_to_be_missing():
+    looks = AskedLooks(lambda host, message: None)
+    looks.answer(CheckHosts(number=5), STATUS, [])
+    for number in range(9):
+        looks.take(f"host-{number}", HostLooked(number=5, look=HostLook(part="passive", output="x" * (1 << 20))))
+    answer = looks.answer(CheckHosts(number=5), STATUS, [])
+    assert [len(one.output) > 0 for one in answer.looks.values()] == [True] * 6 + [False] * 3
+    assert len(encode(answer)) <= MAX_BYTES
+    assert read_probe(answer.looks["host-8"].output.encode(), host="host-8").missing
 
 
 def test_what_a_host_saw_by_itself_is_the_state_machines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -224,6 +225,17 @@ def test_the_five_minutes_of_the_documentation(cluster, user):
     assert run.events("checkpoint.committed") and all(state != "RUNNING" for _, state in run.jobs())
 
 
+@pytest.mark.soak
+def test_the_network_between_the_nodes_of_a_run(cluster, user):
+    """Beside its training, which is on processors; the nodes and how they are reached are the run's."""
+    run = user.submit(run_file(resources__hosts=2, resources__ranks_per_host=1))
+    run.wait_for_step(3)
+    checked = json.loads(user.muster("check", "--network", run.id, "--largest-mib", "1", "--json", code=None).stdout)
+    assert len(checked["tables"]) == 4, checked
+    assert all(f" on {node:>10s} device  0" in checked["tables"][0] for node in run.nodes().values())
+    assert run.status()["state"] == "running"
+
+
 @pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit
 def test_a_mistake_is_corrected_in_the_allocation_that_is_held(cluster, user):
     one = {"resources__hosts": 1, "resources__ranks_per_host": 1}
@@ -235,6 +247,8 @@ def test_a_mistake_is_corrected_in_the_allocation_that_is_held(cluster, user):
     assert "no host-7" in wrong.stderr
     assert user.muster("exec", run.id, "--", "hostname").stdout.strip() == run.nodes()["host-0"]
     assert user.muster("exec", run.id, "--", "false", code=1).returncode == 1
+    alone = user.muster("check", "--network", run.id, code=2)
+    assert "has 1 host to be measured" in alone.stderr
     user.muster("restart", run.id, "model.config.head_dim=16")
     run.wait_until(lambda: run.status()["state"] == "succeeded", "the end")
     assert run.jobs()[0][0] == job[0] and len(run.jobs()) == 1, "the same job: nothing was queued again"

@@ -39,6 +39,19 @@ class Exec(Protocol):
         ...
 
 
+class Steps(Protocol):
+    """How programs are started beside a run, one on each of its machines."""
+
+    def __call__(self, run_id: str) -> dict[str, list[str]]:
+        """Machine, as the back end knows it -> what comes before a program there; the program's input and output are
+        passed on.
+
+        Raises:
+            UsageError: nothing of the run is running.
+        """
+        ...
+
+
 class Attach(Protocol):
     """Records a task of the job that the back end did not start itself (a supervisor in the foreground)."""
 
@@ -84,7 +97,7 @@ class RemoteRun(Protocol):
 class Launcher(Protocol):
     """One way of running jobs: this machine, Slurm, GKE... Blocking calls, no hidden retries.
 
-    ``follow``, ``exec``, ``attach``, ``revive`` and ``remote`` are None where the back end has no such thing.
+    ``follow``, ``exec``, ``steps``, ``attach``, ``revive`` and ``remote`` are None where a back end has no such thing.
     """
 
     @property
@@ -144,6 +157,11 @@ class Launcher(Protocol):
     @property
     def exec(self) -> Exec | None:
         """None: hosts cannot be reached through the back end."""
+        ...
+
+    @property
+    def steps(self) -> Steps | None:
+        """None: the back end starts nothing beside a run."""
         ...
 
     @property

@@ -13,13 +13,16 @@ from muster.cli.inspect_commands import JSON
 HOSTS = typer.Option(
     [],
     "--host",
-    help="With --from: only this host. With --network: NAME or NAME=ADDRESS, one to be measured. May be repeated.",
+    help="With --from, or --network and a RUN: only this host. With --network: NAME or NAME=ADDRESS. May be repeated.",
 )
 REACH = typer.Option(
     "", "--reach", metavar="WORDS", help='With --network: how a program is started on a host, as "ssh {host}".'
 )
 LARGEST = typer.Option(
     None, "--largest-mib", min=1, help="With --network: the largest message (default 8192; gloo 64)."
+)
+NCCL_TESTS = typer.Option(
+    False, "--nccl-tests", help="With --network: all together by NVIDIA's nccl-tests, which must be installed there."
 )
 
 
@@ -37,6 +40,7 @@ def check(
     network: bool = typer.Option(False, "--network", help="Measure collectives between hosts; name a slow host."),
     reach: str = REACH,
     largest_mib: int | None = LARGEST,
+    nccl_tests: bool = NCCL_TESTS,
     raw: bool = typer.Option(False, "--raw", help="Print what the probe saw, to be judged by --from elsewhere."),
     json: bool = JSON,
 ) -> None:
@@ -46,9 +50,11 @@ def check(
     if network:
         if captures is not None or passive or raw:
             raise api.UsageError("--network measures hosts; --from, --passive and --raw do not", hint="leave one out")
-        _network(target, hosts, reach, largest_mib, json=json)
-    if reach or largest_mib:
-        raise api.UsageError("--reach and --largest-mib go with --network", hint="muster check --network --host ...")
+        _network(target, hosts, reach, largest_mib, nccl_tests=nccl_tests, json=json)
+    if reach or largest_mib or nccl_tests:
+        raise api.UsageError(
+            "--reach, --largest-mib and --nccl-tests go with --network", hint="muster check --network --host ..."
+        )
     if captures is not None and (passive or raw):
         raise api.UsageError("--passive and --raw look at this machine, and --from does not", hint="leave one out")
     if hosts and captures is None:
@@ -72,11 +78,15 @@ def check(
     raise typer.Exit(result.exit_code)
 
 
-def _network(target: str | None, hosts: list[str], reach: str, largest_mib: int | None, *, json: bool) -> NoReturn:
+def _network(
+    target: str | None, hosts: list[str], reach: str, largest_mib: int | None, *, nccl_tests: bool, json: bool
+) -> NoReturn:
     from muster.app.inspect.check import check_hosts_network
 
     say = None if json else output.info
-    result, tables = check_hosts_network(target, hosts, reach=reach, largest_mib=largest_mib, say=say)
+    result, tables = check_hosts_network(
+        target, hosts, reach=reach, largest_mib=largest_mib, nccl_tests=nccl_tests, say=say
+    )
     if json:
         output.as_json({**result.to_json(), "tables": tables})
     else:

@@ -33,9 +33,10 @@ _KILLED_S, _CUDA_S = 2.0, 60.0
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure collectives with other hosts; JSON lines.")
     parser.add_argument("--address", default="", help="where others reach this host; default: what its name leads to")
+    parser.add_argument("--peer", default="", help="another's address: this host's is that of the route there")
     given = parser.parse_args(argv)
     try:
-        address = socket.gethostbyname(given.address or socket.gethostname())
+        address = _toward(given.peer) if given.peer else socket.gethostbyname(given.address or socket.gethostname())
         if not given.address and address.startswith("127."):
             _say(HostLine(failed=f"its name leads to {address}, where no other host reaches it: --host NAME=ADDRESS"))
             raise SystemExit(1)
@@ -72,6 +73,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         carried = _Carried(order, ranks, bool(gpus), address)
         _say(carried.out(orders))
+
+
+def _toward(peer: str) -> str:
+    """This host's address on the route to ``peer``. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # a datagram socket: selects a route, sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _gpus(devices: Sequence[Path]) -> list[str]:

@@ -13,10 +13,22 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 _LARGEST = 64 << 20
+#: For a program that is asked to end.
+_ENDING_S = 5.0
 
 
-def output_of(argv: Sequence[str], *, limit_s: float, env: Mapping[str, str] | None = None) -> tuple[bytes, int | None]:
+def output_of(
+    argv: Sequence[str],
+    *,
+    limit_s: float,
+    env: Mapping[str, str] | None = None,
+    silence_s: float | None = None,
+    errors: bool = False,
+) -> tuple[bytes, int | None]:
     """(what it printed, its exit code); the code is None where the limit ended it: what it said until then is there.
+
+    ``silence_s``: the limit holds also for the time between two outputs; such a program is asked to end first, as it
+    may have others to end. ``errors``: what it printed as errors is among its output.
 
     Raises:
         OSError: it cannot be started.
@@ -25,7 +37,7 @@ def output_of(argv: Sequence[str], *, limit_s: float, env: Mapping[str, str] | N
         list(argv),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
         env=None if env is None else dict(env),
         start_new_session=True,
     )
@@ -35,7 +47,11 @@ def output_of(argv: Sequence[str], *, limit_s: float, env: Mapping[str, str] | N
     try:
         with child.stdout, selectors.DefaultSelector() as selector:
             selector.register(child.stdout, selectors.EVENT_READ)
-            while size < _LARGEST and selector.select(max(0.0, deadline - time.monotonic())):
+            while size < _LARGEST:
+                left = max(0.0, deadline - time.monotonic())
+                if not selector.select(left if silence_s is None else min(left, silence_s)):
+                    deadline = time.monotonic()
+                    break
                 part = os.read(child.stdout.fileno(), 1 << 16)
                 if not part:
                     break
@@ -45,6 +61,10 @@ def output_of(argv: Sequence[str], *, limit_s: float, env: Mapping[str, str] | N
             code = child.wait(max(0.0, deadline - time.monotonic()))
     finally:  # also after Ctrl-C, which its own session does not hear of
         if code is None:
+            if silence_s is not None:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(child.pid, signal.SIGTERM)
+                    child.wait(_ENDING_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel for ever: left behind
@@ -58,10 +78,11 @@ def command(*, full: bool, folder: str = "") -> list[str]:
     return [*argv, "--folder", folder] if folder else argv
 
 
-def network_command(address: str = "", *, python: str = "") -> list[str]:
+def network_command(address: str = "", *, peer: str = "", python: str = "") -> list[str]:
     """How a host's part of the network test is started there, with ``python`` (default: this one's)."""
     argv = [python or sys.executable, "-P", "-m", "muster.probe.network"]
-    return [*argv, "--address", address] if address else argv
+    argv += ["--address", address] if address else []
+    return [*argv, "--peer", peer] if peer else argv
 
 
 def conversation(argv: Sequence[str], *, errors: BinaryIO) -> subprocess.Popen[bytes]:

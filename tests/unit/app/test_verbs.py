@@ -62,6 +62,7 @@ class Paper:
     refuse: bool = False
     follow = None
     exec = None
+    steps = None
     attach = None
     revive = None
     remote = None

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 
+from muster.app.inspect import network_hosts
 from muster.app.inspect.network import NetworkTest, check_network
 from muster.app.inspect.network_hosts import Place, places, reaching
 from muster.cli.main import run
@@ -13,6 +16,7 @@ from muster.core.typed_json import decode
 from muster.health.network.figures import HostLine
 from muster.health.verdicts import Verdict
 from muster.probe import network, stuck
+from muster.protocol.client import HostStatus, SupervisorStatus
 
 
 def test_a_program_that_is_not_there():
@@ -30,10 +34,18 @@ def test_a_name_that_leads_to_loopback_is_refused(monkeypatch, capfd):
     assert "leads to 127.0.1.1" in said.failed and "--host NAME=ADDRESS" in said.failed
 
 
-def test_gpus_that_cuda_does_not_see_are_not_passed_over_for_gloo(tmp_path):
+def test_gpus_that_cuda_does_not_see_are_not_passed_over_for_gloo(tmp_path, monkeypatch):
+    device, cuda = tmp_path / "nvidia0", types.SimpleNamespace(is_available=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     assert network._gpus([]) == []
     with pytest.raises(RuntimeError, match="nvidia0 is there, and CUDA sees no GPU"):
-        network._gpus([tmp_path / "nvidia0"])
+        network._gpus([device])
+    cuda.is_available, cuda.device_count, cuda.get_device_name = lambda: True, lambda: 2, lambda gpu: f"H100 {gpu}"
+    assert network._gpus([device]) == ["H100 0", "H100 1"]
+    monkeypatch.setattr(network, "_CUDA_S", 0.2)
+    cuda.is_available = lambda: time.sleep(60)
+    with pytest.raises(RuntimeError, match="CUDA does not answer within"):
+        network._gpus([device])
 
 
 def test_how_a_rank_ended_is_said():
@@ -86,6 +98,66 @@ def test_how_hosts_are_reached():
     assert reaching("gke")(place) == ["kubectl", "exec", "-i", "node-2", "--", "python", *words]
     with pytest.raises(UsageError, match="how are the hosts reached"):
         reaching("local")
+
+
+@pytest.fixture
+def run_of(monkeypatch, tmp_path):
+    """A live run as the back end and the supervisor know it."""
+
+    def given(backend, steps, **hosts):
+        status = SupervisorStatus(phase="running", reason="", attempt=1, step=3, hosts=hosts)
+        (tmp_path / "lease.json").write_bytes(b"")
+        run_dir = types.SimpleNamespace(run_id="run-1", lease=tmp_path / "lease.json")
+        lease = types.SimpleNamespace(address=("10.0.0.9", 4000))
+        monkeypatch.setattr(network_hosts, "read_lease", lambda data, me: lease)
+        monkeypatch.setattr(network_hosts.run_registry, "find", lambda name: run_dir)
+        monkeypatch.setattr(network_hosts, "spec_of", lambda run: types.SimpleNamespace(backend=backend))
+        monkeypatch.setattr(network_hosts, "request", lambda run, message: status)
+        monkeypatch.setattr(network_hosts.backends, "load", lambda name: types.SimpleNamespace(steps=steps))
+
+    return given
+
+
+def host(*, connected=True, active=True):
+    return HostStatus(connected=connected, ready=True, active=active, ranks=())
+
+
+def test_nodes_of_a_run_are_reached_by_steps_of_its_job(run_of):
+    step = ["srun", "--jobid=7", "--nodelist=n1"]
+    run_of("slurm", lambda run_id: {"n1": step, "n2": ["srun"], "n3": ["srun"]}, **{"host-0": host()})
+    found, argv, busy = network_hosts.of_run("last", [])
+    assert [place.name for place in found] == ["n1", "n2", "n3"] and busy == "run-1 is running"
+    assert argv(found[0]) == [*step, sys.executable, "-P", "-m", "muster.probe.network", "--peer", "10.0.0.9"]
+    assert [place.name for place in network_hosts.of_run("last", ["n3", "n1"])[0]] == ["n1", "n3"]
+    with pytest.raises(UsageError, match="run-1 has no host n9"):
+        network_hosts.of_run("last", ["n1", "n9"])
+
+
+def test_hosts_of_a_run_on_this_machine_are_processes_here(run_of):
+    idle = {"host-0": host(active=False), "host-1": host(active=False), "host-2": host(connected=False, active=False)}
+    run_of("local", None, **idle)
+    found, argv, busy = network_hosts.of_run("last", [])
+    assert [(place.name, place.address) for place in found] == [("host-0", "127.0.0.1"), ("host-1", "127.0.0.1")]
+    assert argv(found[0])[0] == sys.executable and not busy
+
+
+def test_a_run_whose_hosts_cannot_be_measured(run_of):
+    run_of("local", None, **{"host-0": host()})
+    with pytest.raises(UsageError, match="has 1 host to be measured"):
+        network_hosts.of_run("last", [])
+    run_of("gke", None, **{"host-0": host(), "host-1": host()})
+    with pytest.raises(UsageError, match="does not tell a run's hosts"):
+        network_hosts.of_run("last", [])
+
+
+def test_gpus_that_a_run_trains_on_are_left_alone():
+    hello = (
+        b'{"hello":{"address":"10.0.0.1","port":1,"ranks":8,"device":"NVIDIA H100 80GB HBM3","torch":"2","nccl":"2"}}'
+    )
+    argv = ["sh", "-c", f"echo '{hello.decode()}'; cat > /dev/null"]
+    two = [Place(name="a"), Place(name="b")]
+    with pytest.raises(UsageError, match="run-1 is running: its GPUs are in use"):
+        check_network(two, lambda place: argv, NetworkTest(busy="run-1 is running"))
 
 
 def test_options_that_do_not_go_together(capsys):

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from muster.app.inspect.nccl_tests import launching
 from muster.app.inspect.network import NetworkTest, check_network
-from muster.app.inspect.network_hosts import places, reaching
+from muster.app.inspect.network_hosts import of_run, places, reaching
+from muster.app.inspect.status import spec_of
 from muster.app.inspect.supervisor_client import request
 from muster.app.inspect.why import captured_files
 from muster.catalog.rows import machines
@@ -179,28 +181,43 @@ def check_captures(place: str, run_file: str | None = None, *, hosts: Sequence[s
 
 
 def check_hosts_network(
-    run_file: str | None,
+    target: str | None,
     hosts: Sequence[str],
     *,
     reach: str = "",
     largest_mib: int | None = None,
+    nccl_tests: bool = False,
     say: Callable[[str], object] | None = None,
 ) -> tuple[Checked, list[str]]:
-    """Measure collectives between ``hosts`` (``NAME`` or ``NAME=ADDRESS``); (findings, tables of nccl-tests' form).
+    """Measure collectives between hosts; (findings, tables of nccl-tests' form).
 
-    The run file names the back end, by which hosts are reached unless ``reach`` says how, and the machine's family.
+    ``target``: a live run, whose hosts are measured (``hosts``: only these of them); or a run file, which names the
+    back end, by which ``hosts`` (``NAME`` or ``NAME=ADDRESS``) are reached unless ``reach`` says how, and the machine's
+    family. ``nccl_tests``: all together are measured by NVIDIA's programs, by ``mpirun`` or Slurm.
 
     Raises:
         RunFileError: the run file is wrong.
-        UsageError: fewer than two hosts, or it is not known how to reach them.
+        UsageError: no such run, fewer than two hosts, it is not known how to reach them, or their GPUs are in use.
+        SupervisorUnreachable: nobody holds the run.
     """
-    spec = load(run_file, environment=False).spec if run_file is not None else None
+    run = target is not None and is_run(target)
+    if run and (reach or nccl_tests):
+        raise UsageError(f"{target} is a run: its hosts are reached by its back end", hint="--host, with a run file")
+    busy, spec = "", None
+    if run and target is not None:
+        spec = spec_of(run_registry.find(target))
+        members, argv, busy = of_run(target, hosts)
+    else:
+        spec = load(target, environment=False).spec if target is not None else None
+        argv = reaching(spec.backend if spec is not None else "", reach)
+        members = places(hosts)
     row = machines().get(spec.resources.machine or "") if spec is not None else None
     test = NetworkTest(
         largest_bytes=None if largest_mib is None else largest_mib << 20, family=row.family if row is not None else "",
-        history=run_registry.home() / "network.jsonl", say=say or (lambda text: None),
+        history=run_registry.home() / "network.jsonl", say=say or (lambda text: None), busy=busy,
+        nccl_tests=launching(spec.backend if spec is not None else "", reach) if nccl_tests else None,
     )  # fmt: skip
-    found = check_network(places(hosts), reaching(spec.backend if spec is not None else "", reach), test)
+    found = check_network(members, argv, test)
     commands_ = _commands(found.findings, spec)
     return Checked(findings=found.findings, commands=commands_, whole="network"), list(found.tables)
 

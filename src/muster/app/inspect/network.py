@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from muster.app.inspect.nccl_tests import Launch, measured_by_nccl_tests
 from muster.app.inspect.network_hosts import Crew, Place, Result
+from muster.core.errors import UsageError
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.health.network.expected import Past, judge_history, judge_level
 from muster.health.network.figures import COLLECTIVES, Hello, Rung
@@ -48,6 +50,10 @@ class NetworkTest:
     limit_s: float = 60.0
     collectives: tuple[str, ...] = COLLECTIVES
     family: str = ""
+    nccl_tests: Launch | None = None
+    """All together by NVIDIA's programs, started so; None: by ours."""
+    busy: str = ""
+    """Why the hosts' GPUs are in use; processors are measured all the same."""
     history: Path | None = None
     """A file of former levels, compared with and added to."""
     say: Callable[[str], object] = field(default=lambda text: None)
@@ -55,7 +61,11 @@ class NetworkTest:
 
 
 def check_network(hosts: Sequence[Place], argv: Callable[[Place], list[str]], test: NetworkTest) -> NetworkChecked:
-    """Measure. Takes the GPUs whole: nothing may run there meanwhile."""
+    """Measure. Takes the GPUs whole: nothing may run there meanwhile.
+
+    Raises:
+        UsageError: the GPUs are in use (``test.busy``).
+    """
     with contextlib.ExitStack() as stack:
         crew = Crew(hosts, argv)
         stack.callback(crew.end)
@@ -66,6 +76,10 @@ def check_network(hosts: Sequence[Place], argv: Callable[[Place], list[str]], te
 def _measured(crew: Crew, test: NetworkTest) -> NetworkChecked:
     test.say(f"{len(crew.ready)} of {len(crew.members)} hosts are ready")
     gloo = all(not one.on_gpus for one in crew.ready)
+    if test.busy and not gloo:
+        raise UsageError(
+            f"{test.busy}: its GPUs are in use", hint="--network takes them whole: muster stop RUN, or later"
+        )
     names = [one.place.name for one in crew.ready if gloo or one.on_gpus]
     absent = [
         Finding(
@@ -97,19 +111,24 @@ def _measured(crew: Crew, test: NetworkTest) -> NetworkChecked:
     found = [*absent, *judge_pairs(names, figures, seen, failures=failures)]
     group = [name for name in names if name not in seen.slow]
     largest = test.largest_bytes or (_LARGEST_GLOO if gloo else _LARGEST)
-    together = Result()
+    together, tables = Result(), list[str]()
     if len(group) > 1 and any(figure.busbw for figure in figures):
         test.say(f"{len(group)} hosts together")
         ladder = tuple(_doubling(_LEAST, largest))
-        (together,) = crew.carry([tuple(group)], test.collectives, ladder, test.limit_s)
+        if test.nccl_tests is None:
+            (together,) = crew.carry([tuple(group)], test.collectives, ladder, test.limit_s)
+            tables = list(_tables(crew, group, together.rungs))
+        else:
+            ranks = [(one.place, one.hello.ranks) for one in crew.ready if one.hello and one.place.name in group]
+            together, tables = measured_by_nccl_tests(
+                ranks, test.nccl_tests, collectives=test.collectives, sizes=ladder, limit_s=test.limit_s, say=test.say
+            )
         found += _of_group(together, len(group), test)
         if not gloo:  # a processor that serves several peers is slower, whatever the network
             found += judge_together(together.rungs, seen, hosts=len(group), size_bytes=sizes[0])
         found += _beside_history(together, crew, len(group), test)
     found += judge_values(wrong, sum(rung.wrong for rung in together.rungs))
-    return NetworkChecked(
-        findings=tuple(found), assessment=seen, rounds=number, tables=tuple(_tables(crew, group, together.rungs))
-    )
+    return NetworkChecked(findings=tuple(found), assessment=seen, rounds=number, tables=tuple(tables))
 
 
 def _unlike(hellos: Sequence[Hello]) -> Iterator[Finding]:
@@ -139,8 +158,9 @@ def _beside_history(result: Result, crew: Crew, hosts: int, test: NetworkTest) -
     if test.history is None or not gathered or hello is None:
         return
     rung = max(gathered, key=lambda rung: rung.size_bytes)
+    library = f"NCCL {hello.nccl}" if hello.nccl else "gloo"
     now = Past(
-        family=test.family, hosts=hosts, library=f"NCCL {hello.nccl}" if hello.nccl else "gloo",
+        family=test.family, hosts=hosts, library="nccl-tests" if test.nccl_tests is not None else library,
         collective=rung.collective, size_bytes=rung.size_bytes, busbw=rung.busbw, date=time.strftime("%Y-%m-%d"),
     )  # fmt: skip
     past: list[Past] = []

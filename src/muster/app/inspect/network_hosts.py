@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from muster import backends
+from muster.app.inspect.status import spec_of
+from muster.app.inspect.supervisor_client import request
 from muster.catalog.rows import table
 from muster.core.errors import UsageError
 from muster.core.typed_json import Unreadable, decode, encode
@@ -24,6 +27,9 @@ from muster.health.hang.evidence import Evidence, RankEvidence
 from muster.health.network.figures import Hello, HostLine, Measured, Order, Rung, rungs
 from muster.probe.programs import conversation, network_command
 from muster.probe.stuck import LIMIT_S
+from muster.protocol.client import AskStatus
+from muster.protocol.lease import read_lease
+from muster.storage import run_registry
 
 HELLO_S = 120.0
 START_S = 30.0
@@ -73,6 +79,36 @@ def reaching(backend: str, words: str = "") -> Callable[[Place], list[str]]:
         *(part.replace("{host}", place.name) for part in parts),
         *network_command(place.address, python=row.get("python", "")),
     ]
+
+
+def of_run(reference: str, wanted: Sequence[str]) -> tuple[list[Place], Callable[[Place], list[str]], str]:
+    """(the hosts of a live run, how their programs are started, why its GPUs are not free; empty: they are).
+
+    ``wanted``: of them only these; none: all.
+
+    Raises:
+        UsageError: no such run or host, nothing of it runs, fewer than two, or a back end that does not tell them.
+        SupervisorUnreachable: nobody holds the run.
+    """
+    run = run_registry.find(reference)
+    backend = backends.get(spec_of(run).backend)
+    status = request(run, AskStatus())
+    steps, peer = backends.load(backend.name).steps, ""
+    if steps is not None:  # names of nodes often lead to loopback there: where the supervisor is reached from says it
+        held = read_lease(run.lease.read_bytes(), me="this command").address
+        words, address, peer = steps(run.run_id), "", held[0] if held is not None else ""
+    elif backend.capabilities.uses_this_machine:  # its hosts are processes here
+        words, address = {name: list[str]() for name, host in status.hosts.items() if host.connected}, "127.0.0.1"
+    else:
+        raise UsageError(f"the back end {backend.name!r} does not tell a run's hosts", hint="--host, once for each")
+    for name in wanted:
+        if name not in words:
+            raise UsageError(f"{run.run_id} has no host {name}", hint=f"hosts: {', '.join(sorted(words))}")
+    found = [Place(name=name, address=address) for name in words if name in wanted or not wanted]
+    if len(found) < 2:
+        raise UsageError(f"{run.run_id} has {len(found)} host to be measured, and a network needs two", hint="--host")
+    busy = f"{run.run_id} is {status.phase}" if any(host.active for host in status.hosts.values()) else ""
+    return found, lambda place: [*words[place.name], *network_command(place.address, peer=peer)], busy
 
 
 @dataclass(frozen=True)

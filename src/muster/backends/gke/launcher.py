@@ -58,6 +58,7 @@ class GkeLauncher:
     clock: Clock = field(default_factory=SystemClock)
     options: Options = field(default_factory=Options)
     attach = None
+    steps = None
     revive = None
 
     @property

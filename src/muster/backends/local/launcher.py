@@ -71,6 +71,7 @@ class LocalLauncher:
 
     follow = None
     exec = None
+    steps = None
     remote = None
 
     # ------------------------------------------------------------ before

@@ -216,23 +216,38 @@ class SlurmLauncher:
         Raises:
             UsageError: nothing of the run is running, or it has no such host.
         """
+        job, run_dir, nodes = self._running(run_id)
+        name = f"host-{host or 0}"
+        if name not in nodes:
+            raise UsageError(f"{run_id} has no {name}", hint=f"hosts: {', '.join(nodes) or 'none yet'}")
+        return execute([*_step(job, nodes[name], run_dir), *argv], terminal)
+
+    def steps(self, run_id: str) -> dict[str, list[str]]:
+        """Node -> the step that starts a program on it.
+
+        Raises:
+            UsageError: nothing of the run is running.
+        """
+        job, run_dir, nodes = self._running(run_id)
+        return {node: _step(job, node, run_dir) for node in dict.fromkeys(nodes.values())}
+
+    def _running(self, run_id: str) -> tuple[Job, str, dict[str, str]]:
+        """(the run's job, its folder, host -> node). Raises UsageError: nothing of it is running."""
         handle = self.find(run_id)
         running = [job for job in self.slurm.jobs(run_id) if job.state == "RUNNING"]
         if handle is None or not running:
             raise UsageError(f"{run_id} has no running job", hint=f"muster status {run_id}")
-        job, run_dir = running[-1], handle.run_dir
-        nodes = hosts_of(Path(run_dir), job.id)
-        name = f"host-{host or 0}"
-        if name not in nodes:
-            raise UsageError(f"{run_id} has no {name}", hint=f"hosts: {', '.join(nodes) or 'none yet'}")
-        step = [
-            "srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none",
-            "--no-kill", f"--nodelist={nodes[name]}", f"--chdir={run_dir}",
-        ]  # fmt: skip
-        return execute([*step, *argv], terminal)
+        return running[-1], handle.run_dir, hosts_of(Path(handle.run_dir), running[-1].id)
 
     def _living(self, run_id: str) -> list[Job]:
         return [job for job in self.slurm.jobs(run_id) if not job.ended]
+
+
+def _step(job: Job, node: str, run_dir: str) -> list[str]:
+    return [
+        "srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none",
+        "--no-kill", f"--nodelist={node}", f"--chdir={run_dir}",
+    ]  # fmt: skip
 
 
 def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:

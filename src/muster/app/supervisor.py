@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from muster.app.run.event_writer import EventWriter, JsonLines, Lines
-from muster.app.run.metrics_page import metrics_pages
+from muster.app.run.metrics_page import metrics_sinks
 from muster.app.run.revive import revivals
 from muster.core import environment, processes
 from muster.core.errors import MusterError
@@ -29,7 +29,7 @@ def main() -> None:
         run_dir=arguments.run_dir, bind=given.bind, job=given.jobset, ignore_term=given.term_ignored
     )
     as_json = given.jobset and run_output.json_logs_of(arguments.run_dir)
-    sinks = [(JsonLines if as_json else Lines)(sys.stdout), *revivals(supervisor), *metrics_pages(supervisor)]
+    sinks = [(JsonLines if as_json else Lines)(sys.stdout), *revivals(supervisor), *metrics_sinks(supervisor)]
     writer, said = EventWriter.of(supervisor, sinks), ""
     try:
         code = supervisor.serve()

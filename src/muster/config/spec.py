@@ -269,13 +269,15 @@ class Output(Section):
 
 
 class Metrics(Section):
-    """A page of the run's figures for Prometheus, served by its supervisor. docs/metrics.md lists them."""
+    """The run's figures for other systems, from its supervisor. docs/metrics.md lists them."""
 
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """0: any free one (``muster metrics RUN`` finds it). Default: no page. On GKE the cluster's collector is told to
-    read it (``PodMonitoring``), and 0 is 9464."""
+    """Of a page for Prometheus. 0: any free one (``muster metrics RUN`` finds it). Default: no page. On GKE the
+    cluster's collector is told to read it (``PodMonitoring``), and 0 is 9464."""
     bind: str = "127.0.0.1"
     """Address on which it is served; on GKE always the pod's."""
+    otlp: str | None = None
+    """An OpenTelemetry receiver to which they are sent every 15 s, as in http://collector:4318 (OTLP over HTTP)."""
 
 
 class RunSpec(Section):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -229,6 +230,9 @@ def _places(spec: RunSpec) -> Iterator[Problem]:
         scheme = place.partition("://")[0] if place and "://" in place else None
         if scheme is not None and scheme not in SCHEMES:
             yield Problem(key, f"the scheme {scheme}:// is not known", hint="gs, s3 or a path")
+    receiver = spec.metrics.otlp
+    if receiver is not None and not re.match(r"https?://[^/\s]+\S*$", receiver):
+        yield Problem("metrics.otlp", f"{receiver!r} is no http:// or https:// address", hint="http://collector:4318")
     if spec.checkpoint.replicate_snapshots and spec.checkpoint.snapshot_every_steps == 0:
         message = "has nothing to copy: snapshot_every_steps is 0"
         yield Problem("checkpoint.replicate_snapshots", message, hint="1")

@@ -32,6 +32,9 @@ class Family:
     help: str
 
 
+#: (metric, labels besides the run's, value).
+Sample = tuple[Family, Labels, float]
+
 STEP_SECONDS = Family("muster_step_seconds", "gauge", "Wall time of the newest step.")
 STEP_PART = Family(
     "muster_step_part_seconds", "gauge", "Of the newest step: time waited for data, and held by snapshots and saves."
@@ -119,8 +122,8 @@ class RunMetrics:
         if tier not in self._newest_ns or self._newest_ns[tier][0] != step:
             self._newest_ns[tier] = (step, wall_ns)
 
-    def samples(self, wall_ns: int) -> Iterator[tuple[Family, Labels, float]]:
-        """(metric, labels besides the run's, value) at this moment; what is not known has none."""
+    def samples(self, wall_ns: int) -> Iterator[Sample]:
+        """At this moment; what is not known has none."""
         yield ATTEMPT, {}, self._attempt
         yield RANKS, {}, self._ranks
         yield FINISHED, {}, float(self.finished)
@@ -139,7 +142,7 @@ class RunMetrics:
         yield USD, {}, self._usd + held
 
     @staticmethod
-    def _of_step(number: int, detail: Step) -> Iterator[tuple[Family, Labels, float]]:
+    def _of_step(number: int, detail: Step) -> Iterator[Sample]:
         yield STEP, {}, number
         yield STEP_SECONDS, {}, detail.step_ns / 1e9
         for part, spent_ns in (("data_wait", detail.data_wait_ns), ("checkpoint", detail.stall_ns)):
@@ -156,7 +159,7 @@ class RunMetrics:
         return text_format((family, {"run": self.run_id, **labels}, value) for family, labels, value in given)
 
 
-def text_format(samples: Iterable[tuple[Family, Labels, float]]) -> str:
+def text_format(samples: Iterable[Sample]) -> str:
     """The page of these samples; those of one metric follow each other."""
     lines: list[str] = []
     before: Family | None = None

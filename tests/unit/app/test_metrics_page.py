@@ -13,13 +13,15 @@ import pytest
 from waiting import eventually
 
 from muster.app.run import metrics_page
-from muster.app.run.metrics_page import MOST_CLIENTS, MetricsPage, metrics_pages
+from muster.app.run.metrics_page import MOST_CLIENTS, MetricsPage, metrics_sinks
+from muster.app.run.otlp import OtlpExport
+from muster.app.run.run_figures import RunFigures
 from muster.cli import main
 from muster.config import load
 from muster.config.spec import Metrics
 from muster.core.event_log import EventLog
 from muster.core.events import Event
-from muster.report.exposition import CONTENT_TYPE, RunMetrics
+from muster.report.exposition import CONTENT_TYPE
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 from muster.transport.secure_session import run_token, token_for_pages
@@ -67,7 +69,7 @@ def incident(number: int, wall_ns: int) -> Event:
 
 @pytest.fixture
 def page(run: RunDir):
-    (found,) = metrics_pages(supervisor(run))  # type: ignore[arg-type]
+    (found,) = metrics_sinks(supervisor(run))  # type: ignore[arg-type]
     yield found
     found.end(0)
 
@@ -84,7 +86,7 @@ def get(page: MetricsPage, path: str = "/metrics", token: str | None = None) -> 
 
 
 def port_of(page: MetricsPage) -> int:
-    return int(json.loads((page.run_dir / "metrics.json").read_text())["port"])
+    return int(json.loads((page.figures.run_dir / "metrics.json").read_text())["port"])
 
 
 def test_earlier_and_present_events_are_in_it_once(run: RunDir, page: MetricsPage) -> None:
@@ -122,14 +124,21 @@ def test_nobody_reads_it_without_the_token_and_the_token_is_not_the_runs(run: Ru
 def test_a_page_of_a_run_of_no_port_costs_nothing(run: RunDir) -> None:
     without = load.loads(RUN_FILE.replace("metrics: {port: 0}\n", "")).spec
     run.resolved.write_text(without.model_dump_json())
-    assert metrics_pages(supervisor(run)) == ()  # type: ignore[arg-type]
+    assert not metrics_sinks(supervisor(run))  # type: ignore[arg-type]
+
+
+def test_a_receiver_is_sent_to_where_the_run_file_names_one(run: RunDir) -> None:
+    named = load.loads(RUN_FILE.replace("{port: 0}", "{otlp: 'http://there:4318'}")).spec
+    run.resolved.write_text(named.model_dump_json())
+    (export,) = metrics_sinks(supervisor(run))  # type: ignore[arg-type]
+    assert isinstance(export, OtlpExport) and export.url == "http://there:4318/v1/metrics"
 
 
 def test_a_port_that_is_taken_stops_no_run(run: RunDir) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         boss = supervisor(run)
-        page = MetricsPage(run.path, Metrics(port=port), RunMetrics("demo-1"), "t", boss)  # type: ignore[arg-type]
+        page = MetricsPage(RunFigures(run.path, "demo-1"), Metrics(port=port), "t", boss)  # type: ignore[arg-type]
         page.event(incident(1, 1))
         page.event(incident(2, 2))
         page.end(0)
@@ -182,7 +191,7 @@ def test_a_page_that_can_no_longer_follow_is_taken_away(page: MetricsPage) -> No
 
 def test_a_mistake_in_the_page_is_told_once(page: MetricsPage, monkeypatch: pytest.MonkeyPatch) -> None:
     page.event(incident(1, 1))
-    monkeypatch.setattr(page.metrics, "page", lambda wall_ns: 1 / 0)
+    monkeypatch.setattr(page.figures.metrics, "page", lambda wall_ns: 1 / 0)
     for _ in range(2):
         with pytest.raises((http.client.HTTPException, OSError)):
             get(page, token=page.token)

@@ -76,6 +76,7 @@ WRONG = {
     "trace after the end": (["training.profile.trace_step=101"], "after the last one, 100"),
     "scheme": (["checkpoint.dir=ftp://x"], "the scheme ftp:// is not known"),
     "remote run_dir": (["run_dir=gs://b/x"], "must be a folder of this machine"),
+    "no receiver": (["metrics.otlp=collector:4318"], "'collector:4318' is no http:// or https:// address"),
     "nothing to copy": (
         ["checkpoint.replicate_snapshots=true", "checkpoint.snapshot_every_steps=0"],
         "nothing to copy",

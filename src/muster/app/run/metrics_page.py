@@ -16,17 +16,17 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from socket import AF_INET, AF_INET6, socket
 
 from muster.app.run.event_writer import Sink
+from muster.app.run.otlp import otlp_export
+from muster.app.run.run_figures import RunFigures
 from muster.config.spec import Metrics
-from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.events import Event
 from muster.core.protocols import Clock
-from muster.report.exposition import CONTENT_TYPE, RunMetrics
+from muster.report.exposition import CONTENT_TYPE
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir, replace_text
 from muster.supervise.process.run_file import read_run_id, read_spec
@@ -44,40 +44,25 @@ MOST_CLIENTS, CLIENT_S = 16, 5.0
 
 @dataclass
 class MetricsPage(Sink):
-    """Serves from the first event on: then this supervisor holds the run, and everything earlier is in its folder.
+    """Serves from the first event on."""
 
-    Where it lagged so far behind that events were left out, it is made from the folder anew: a counter that misses some
-    would mislead.
-    """
-
-    run_dir: Path
+    figures: RunFigures
     settings: Metrics
-    metrics: RunMetrics
     token: str
     supervisor: Supervisor
     clock: Clock = field(default_factory=SystemClock)
     name = "the metrics page"
     _server: _Server | None = None
     _begun: bool = False
-    _whole: bool = False
-    """Everything before the next event is in ``metrics``."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def event(self, event: Event) -> None:
-        if not self._whole:
-            metrics = RunMetrics(self.metrics.run_id)
-            for earlier in event_log.merged(self.run_dir / "events"):
-                if earlier.wall_ns < event.wall_ns:
-                    metrics.add(earlier)
-            self.metrics, self._whole = metrics, True
-        with self._lock:
-            self.metrics.add(event)
+        self.figures.add(event)
         if not self._begun:
             self._begun = True
             self._begin()
 
     def left_out(self, count: int) -> None:
-        self._whole = False
+        self.figures.missed()
 
     def _begin(self) -> None:
         bind, port = self.settings.bind, self.settings.port or 0
@@ -89,12 +74,11 @@ class MetricsPage(Sink):
         threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), name="muster-metrics", daemon=True).start()
         where = {"host": bind, "port": self._server.server_address[1]}
         with contextlib.suppress(OSError):  # a full disk: the page is served all the same
-            replace_text(self.run_dir / ADDRESS, json.dumps(where))
+            replace_text(self.figures.run_dir / ADDRESS, json.dumps(where))
 
     def page(self) -> str:
         """At this moment. From any thread."""
-        with self._lock:
-            return self.metrics.page(self.clock.wall_ns())
+        return self.figures.page(self.clock.wall_ns())
 
     def gone(self, why: str) -> bool:
         """A page that no longer follows the run would mislead: it is taken away."""
@@ -107,7 +91,7 @@ class MetricsPage(Sink):
             server.shutdown()
             server.server_close()
             with contextlib.suppress(OSError):
-                (self.run_dir / ADDRESS).unlink(missing_ok=True)
+                (self.figures.run_dir / ADDRESS).unlink(missing_ok=True)
 
 
 class _Server(ThreadingHTTPServer):
@@ -171,17 +155,20 @@ class _Handler(BaseHTTPRequestHandler):
         """A scrape is no news."""
 
 
-def metrics_pages(supervisor: Supervisor) -> Sequence[Sink]:
-    """The page of this run, where its run file asks for one."""
+def metrics_sinks(supervisor: Supervisor) -> Sequence[Sink]:
+    """What carries this run's figures to where its run file wants them."""
     run_dir = supervisor.run_dir.resolve()
     try:
         run_id, settings = read_run_id(run_dir), read_spec(run_dir).metrics
-        if settings.port is None:
-            return ()
-        token = token_for_pages(run_token(run_dir))
+        token = token_for_pages(run_token(run_dir)) if settings.port is not None else ""
     except (MusterError, OSError, ValueError, KeyError):
         return ()  # ``serve`` says so
-    return [MetricsPage(run_dir, settings, RunMetrics(run_id), token, supervisor)]
+    sinks: list[Sink] = []
+    if settings.port is not None:
+        sinks.append(MetricsPage(RunFigures(run_dir, run_id), settings, token, supervisor))
+    if settings.otlp is not None:
+        sinks.append(otlp_export(settings.otlp, RunFigures(run_dir, run_id), supervisor.note))
+    return sinks
 
 
 def fetch(reference: str) -> str:

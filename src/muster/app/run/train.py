@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from muster import backends
 from muster.app.run import submit
 from muster.app.run.event_writer import EventWriter, Lines, Sink
-from muster.app.run.metrics_page import metrics_pages
+from muster.app.run.metrics_page import metrics_sinks
 from muster.app.run.revive import revivals
 from muster.app.run.submit import Intent
 from muster.backends.protocols import Launcher
@@ -86,7 +86,7 @@ def supervise(
             on_start(intent.run, handle.warnings)
         with processes.open_log(intent.run.logs / "supervisor.log") as log:
             own_log = Lines(processes.forgiving(log.fileno()))
-            writer = EventWriter.of(supervisor, [own_log, *revivals(supervisor), *metrics_pages(supervisor), *sinks])
+            writer = EventWriter.of(supervisor, [own_log, *revivals(supervisor), *metrics_sinks(supervisor), *sinks])
             try:
                 launcher.attach(handle, task="supervisor", pid=os.getpid())
                 code = supervisor.serve()

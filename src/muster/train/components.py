@@ -23,6 +23,7 @@ from muster.data.schedule import num_steps
 from muster.protocol.ranks import AgentClient, RankContext
 from muster.train.baseline import BaselineWindow
 from muster.train.data_feed.batch_reader import ReadAhead, StepWork, plan_work
+from muster.train.distributed.arrivals import Arrivals, StepClock, time_collectives
 from muster.train.distributed.device_mesh import Meshes, make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.pause_consensus import PauseConsensus
@@ -102,6 +103,7 @@ def make_components(
         restored=context.restore is not None,
     )
     reducer = choose_reducer(spec, built, groups, device, context)
+    time_collectives(built.module, reducer, groups.waits, device)
     named = named_without_wrappers(built.named_trainable())
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
     return TrainerComponents(
@@ -124,7 +126,7 @@ def assemble(
 ) -> TrainingRun:
     """Restore the state and open everything else that the loop needs in this world."""
     spec, device, prepared, state = components.spec, components.device, components.prepared, components.state
-    run_dir, every = Path(context.run_dir), spec.checkpoint.snapshot_every_steps
+    run_dir, every, waits = Path(context.run_dir), spec.checkpoint.snapshot_every_steps, components.groups.waits
     saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, agent=agent)
     phases.enter("restore")
     restore(spec, context, state, saves, world, agent)
@@ -156,7 +158,7 @@ def assemble(
         optimizer=components.optimizer,
         reducer=components.reducer,
         reader=ReadAhead(work_of(components, world), first=state.step + 1, last=components.last_step),
-        consensus=StepConsensus(agent, world.control),
+        consensus=StepConsensus(agent, world.control, waits),
         log=log,
         phases=phases,
         evaluator=evaluator,
@@ -172,7 +174,18 @@ def assemble(
         collector=Collector(spec.training.gc_every_steps),
         last_step=components.last_step,
         batch_schedule=components.batch_schedule,
-        pause_consensus=PauseConsensus(agent, replica_group(spec, context)),
+        pause_consensus=PauseConsensus(agent, replica_group(spec, context), waits),
+        arrivals=arrivals_of(components, context),
+    )
+
+
+def arrivals_of(components: TrainerComponents, context: RankContext) -> Arrivals:
+    """Who comes last to the sums, where that can be seen: on the CPU, with a micro-batch of its own on each rank."""
+    return Arrivals(
+        StepClock(components.groups.waits),
+        rank=context.rank,
+        world_size=context.world_size,
+        enabled=components.device.type == "cpu" and context.layout.data_ranks == context.world_size,
     )
 
 

@@ -25,11 +25,12 @@ def train(run: TrainingRun) -> Command | None:
         waited_from = time.monotonic_ns()
         work = run.reader.take(step)
         run.times.data_wait_ns = time.monotonic_ns() - waited_from
+        run.clock.data_ns += run.times.data_wait_ns
         run.profiler.begin(step)
         rate = learning_rate(training.optimizer, step=step, total_steps=run.last_step)
         rate *= run.batch_schedule.at(step).learning_rate_scale
         if step in run.context.skip_steps:
-            run.start_consensus()
+            run.start_consensus(work, skipped=True)
             run.record_skipped_step(work, rate)
         else:
             update(run, work, rate)
@@ -60,8 +61,9 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
         losses.append(loss.detach())
         run.agent.beat(step)
         run.flush_pending_metrics()  # of the previous step, if they are still on the device
-    run.start_consensus()
+    run.start_consensus(work)
     total, norm, fault = run.reducer.finish()
+    run.arrivals.released()
     skip = must_skip(total, norm, fault)
     scale = clip_scale(norm, training.optimizer.max_grad_norm)
     run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from muster.core.typed_json import Json
 from muster.protocol.ranks import AgentClient, Command, RankContext
 from muster.train.baseline import BaselineWindow
 from muster.train.data_feed.batch_reader import ReadAhead, StepWork
+from muster.train.distributed.arrivals import Arrivals, StepClock
 from muster.train.distributed.pause_consensus import PauseConsensus
 from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import GradientReducer
@@ -80,13 +80,19 @@ class TrainingRun:
     batch_schedule: BatchSchedule
     times: StepTimes = field(default_factory=StepTimes)
     pause_consensus: PauseConsensus = field(default_factory=PauseConsensus)
+    arrivals: Arrivals = field(default_factory=lambda: Arrivals(StepClock()))
     pace: SnapshotPace = field(init=False)
     _pending: StepResult | None = None
 
     def __post_init__(self) -> None:
         held = 0 if self.snapshots is None else self.snapshots.size_bytes
         every = self.spec.checkpoint.snapshot_every_steps
+        self.log.clock = self.clock if self.device.type == "cpu" else None
         self.pace = SnapshotPace(every, held, mtbf_s=self.saves.rate.mtbf_s)
+
+    @property
+    def clock(self) -> StepClock:
+        return self.arrivals.clock
 
     def record_step(
         self, work: StepWork, losses: Sequence[Tensor], loss: Tensor, norm: Tensor, fault: Tensor, learning_rate: float
@@ -121,9 +127,9 @@ class TrainingRun:
         self._check_finite(result)
         if snapshot_due and self.snapshots is not None:
             copies_arrived = self.consensus.copies_arrived()
-            began = time.monotonic_ns()
+            self.clock.begin_stall()
             self.snapshots.save(work.step, self.state.local_tensors(), copies_arrived=copies_arrived)
-            self.times.stall_ns = time.monotonic_ns() - began
+            self.times.stall_ns = self.clock.end_stall()
             self.pace.took(self.times.stall_ns / 1e9)
             if work.step < self.last_step:
                 self.agent.beat(work.step + 1)  # the copy starts now, not at the next step's first micro-batch
@@ -181,6 +187,8 @@ class TrainingRun:
         if result.state_hash is not None:
             agent = self.agent if self.world.rank == 0 else None
             extra |= self.hashes.event_detail(result.state_hash, agent, wait=wait_for_hash)
+        if self.world.rank == 0 and (news := self.arrivals.take_news()):
+            extra["pace"] = news
         step, rate = result.work.step, result.learning_rate
         detail = self.log.write(result.work, loss=loss, norm=norm, learning_rate=rate, times=self.times, extra=extra)
         self.times = StepTimes()
@@ -189,11 +197,16 @@ class TrainingRun:
             self.agent.emit("baseline_rate", step=step, phase=None, **rates)
         return step
 
-    def start_consensus(self) -> None:
-        """Start to agree with all ranks on commands, saves, and whether the requested copies have arrived.
+    def start_consensus(self, work: StepWork, *, skipped: bool = False) -> None:
+        """Start to agree with all ranks on commands, saves, whether the requested copies have arrived, and who is late.
 
         Called once a step, after its micro-batches: that is the time a copy has had.
         """
+        if self.arrivals.asked:
+            self.arrivals.learn(self.consensus.figures())
+        if skipped:
+            self.arrivals.interrupt()
+        figures = self.arrivals.arrive(work.step, work.own_tokens)
         copy_is_pending = self.snapshots is not None and self.snapshots.copy_is_pending()
         saving = self.saves.saver.busy
         self.consensus.start(
@@ -201,6 +214,7 @@ class TrainingRun:
             copy_is_pending=copy_is_pending,
             saving=saving,
             snapshot_every=self.pace.wants(),
+            figures=figures,
         )
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -259,6 +273,7 @@ class TrainingRun:
         """An evaluation or a save: a phase of its own, whose time counts in no step."""
         before = self.phases.now
         self.phases.enter(phase, step=step)
+        self.arrivals.interrupt()
         yield
         if before is not None and 0 < step < self.last_step:
             self.phases.enter(before, step=step)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from muster.core.event_detail import Detail, OpenDetail
+from muster.core.typed_json import Count, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,24 @@ class ModelReady(OpenDetail):
     flops_per_token: Annotated[float | None, "CAUSAL, fwd+bwd"] = None
     peak_flops: Annotated[float | None, "per rank that MFU divides by"] = None
     peak_source: Annotated[str | None, "where from"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPace(Record):
+    """One rank's newest steps, by its own clock; medians, in microseconds. ``late``: how long it takes from the end of
+    a step's sums to its arrival at the next ones, waits for other ranks left out."""
+
+    rank: Count
+    steps: Annotated[Count, "steps that these figures are of"]
+    last: Annotated[Count, "in how many of them it came last"]
+    ahead_us: Annotated[Count, "how much earlier than the last one it came"]
+    ahead_spread_us: Annotated[Count, "robust standard deviation of that"]
+    late_us: Annotated[Count, "from the end of the sums to its arrival at the next"]
+    wait_us: Annotated[Count, "of the step, inside collectives"]
+    data_us: Annotated[Count, "of late_us: it waited for its batch"]
+    stall_us: Annotated[Count, "of late_us: a snapshot or save held it"]
+    gap_us: Annotated[Count, "of late_us: its thread was on no processor"]
+    tokens: Annotated[Count, "of its own micro-batches, padding excluded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +90,34 @@ class Step(Detail):
     peer_step: Annotated[
         int | None, "newest step of which every rank knows that another host's memory holds it too"
     ] = None
+    comm_ns: Annotated[int | None, "time rank 0 was inside collectives, others' lateness included; absent: unknown"] = (
+        None
+    )
+    host_gap_ns: Annotated[
+        int | None, "time rank 0's thread was on no processor, other waits left out; absent: unknown"
+    ] = None
+    compute_ns: Annotated[
+        int | None, "processor time of rank 0's thread, snapshots and saves left out; absent: unknown"
+    ] = None
+    pace: Annotated[
+        tuple[RankPace, ...], "where one rank keeps coming last: each rank's newest steps, of more than 64 a choice"
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerNamed(Detail):
+    kind: ClassVar = "straggler.named"
+    doc: ClassVar = (
+        "The supervisor's: one rank makes all others wait, step after step. Written once an attempt for a rank and "
+        "cause; `host` is absent where the work itself is uneven, which is no host's fault."
+    )
+    cause: Annotated[str, "loader, host, processor, snapshot or tokens"]
+    evidence: Annotated[str, "one sentence with values"]
+    lag_ns: Annotated[int, "what it costs a step: the median of how much later than the others it comes"]
+    step_ns: Annotated[int, "a step's time, waits included"]
+    last: Annotated[int, "in how many steps it came last"]
+    steps: Annotated[int, "of how many"]
+    usd_per_day: Annotated[float | None, "what the waiting costs, all hosts; absent: no price is known"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,4 +168,6 @@ class TraceWritten(Detail):
     problem: Annotated[str | None, "why there is none"] = None
 
 
-DETAILS: tuple[type[Detail], ...] = (DataPrepared, ModelReady, Step, BaselineRate, Eval, Generation, TraceWritten)
+DETAILS: tuple[type[Detail], ...] = (
+    DataPrepared, ModelReady, Step, StragglerNamed, BaselineRate, Eval, Generation, TraceWritten,
+)  # fmt: skip

@@ -46,6 +46,8 @@ class StepWork:
     padding_rounds: int
     model_flops: float
     """By the CAUSAL convention; 0.0 on ranks other than 0."""
+    own_tokens: int = 0
+    """Of this rank's rounds, padding excluded."""
 
 
 def plan_work(
@@ -78,9 +80,11 @@ def plan_work(
     chosen = [index for rows in plan.micro_batches for index in rows]
     tokens = supervised = 0
     lengths: list[int] = []
+    tokens_of: dict[int, int] = {}
     for index in chosen:
         sequence = store[index]
         tokens += sequence.tokens
+        tokens_of[index] = sequence.tokens
         supervised += sequence.supervised_tokens
         if count_flops is not None:
             lengths += documents(sequence)
@@ -89,11 +93,12 @@ def plan_work(
             f"step {step}: none of its {tokens} tokens is supervised", hint="see `muster data` for the mask"
         )
     padding_rows = plan.padding_rounds * training.micro_batch_size
+    rounds = tuple(
+        make_round(micro_batch, store, training, device, supervised) for micro_batch in plan.for_rank(data_rank)
+    )
     return StepWork(
         step=step,
-        rounds=tuple(
-            make_round(micro_batch, store, training, device, supervised) for micro_batch in plan.for_rank(data_rank)
-        ),
+        rounds=rounds,
         micro_batches=len(plan.micro_batches),
         rows=len(chosen),
         tokens=tokens,
@@ -101,6 +106,7 @@ def plan_work(
         padding_tokens=(len(chosen) + padding_rows) * training.sequence_length - tokens,
         padding_rounds=plan.padding_rounds,
         model_flops=count_flops(lengths) if count_flops is not None else 0.0,
+        own_tokens=sum(tokens_of[index] for one in rounds for index in one.sequences),
     )
 
 

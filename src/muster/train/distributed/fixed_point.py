@@ -13,6 +13,7 @@ Beyond it the step is refused; integers never wrap around.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from muster.core.errors import UsageError
+from muster.train.distributed.process_groups import Waits
 from muster.train.distributed.reduce import REPLICATE, SHARD, ReduceGroups, axis_sets, local, sharded_axes
 
 GRADIENT_BITS = 40
@@ -41,7 +43,8 @@ class FixedPointReduceScatter(ReduceScatter):
     size 1 FSDP makes no collective: the same conversion then runs as its all-reduce hook.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits | None = None) -> None:
+        self._waits = waits or Waits()
         self.clear()
 
     def clear(self) -> None:
@@ -64,7 +67,9 @@ class FixedPointReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         fixed = self._to_fixed(input_tensor)
         part = torch.empty(output_tensor.numel(), dtype=torch.int64, device=fixed.device)
+        began = time.monotonic_ns()
         dist.reduce_scatter_tensor(part, fixed, group=group, op=dist.ReduceOp.SUM)
+        self._waits.ns += time.monotonic_ns() - began
         self._add(part, output_tensor)
         return None
 
@@ -101,7 +106,7 @@ class FixedPointReducer:
         self.comms: list[FixedPointReduceScatter] = []
         for part in module.modules():
             if isinstance(part, FSDPModule):
-                comm = FixedPointReduceScatter()
+                comm = FixedPointReduceScatter(groups.waits)
                 part.set_custom_reduce_scatter(comm)
                 if groups.size(SHARD) == 1:
                     part.set_all_reduce_hook(comm.alone)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.protocol.ranks import AgentClient
-from muster.train.distributed.process_groups import all_reduce
+from muster.train.distributed.process_groups import Waits, all_reduce
 
 
 @dataclass
@@ -26,6 +26,7 @@ class PauseConsensus:
     agent: AgentClient | None = None
     group: dist.ProcessGroup | None = None
     """The ranks of this replica, with a gloo backend; None: nothing to agree on."""
+    waits: Waits = field(default_factory=Waits)
     _pending: tuple[dist.Work, Tensor] | None = field(default=None, init=False, repr=False)
 
     def start(self) -> None:
@@ -40,5 +41,5 @@ class PauseConsensus:
         if pending is None:
             return False
         work, requested = pending
-        work.wait()
+        self.waits.wait(work)
         return bool(requested.item())

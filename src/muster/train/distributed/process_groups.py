@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +32,19 @@ def all_reduce(
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]  # torch's stub knows only the class
     return group.allreduce([tensor], options)
+
+
+@dataclass
+class Waits:
+    """This rank's time inside collectives: others' lateness and the transfer. On a GPU the host does not wait there."""
+
+    ns: int = 0
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for ``work``. Raises as that."""
+        began = time.monotonic_ns()
+        work.wait()
+        self.ns += time.monotonic_ns() - began
 
 
 def gloo_group(store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

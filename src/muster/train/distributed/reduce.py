@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from muster.train.distributed.process_groups import GroupAborter, all_reduce, confirm_completed
+from muster.train.distributed.process_groups import GroupAborter, Waits, all_reduce, confirm_completed
 
 SHARD, REPLICATE, TENSOR = "dp_shard", "dp_replicate", "tp"
 BUCKET_NUMEL = 8 * 1024 * 1024
@@ -31,6 +31,7 @@ class ReduceGroups:
     by_axis: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     aborter: GroupAborter | None = field(default=None, compare=False)
     """Aborts the group over replicas; None: nothing does."""
+    waits: Waits = field(default_factory=Waits, compare=False)
     _failure: RuntimeError | None = field(default=None, init=False, repr=False, compare=False)
     """Another replica was lost while gradients were summed; raised when this replica's own sums are done."""
 
@@ -42,7 +43,7 @@ class ReduceGroups:
         """Sum ``tensor`` in place over the ranks of one axis. The only collective across replicas."""
         group = self.by_axis.get(axis)
         if group is not None:
-            all_reduce(tensor, group).wait()
+            self.waits.wait(all_reduce(tensor, group))
         return tensor
 
     def sum_everywhere_(self, tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from muster.core.typed_json import Json, JsonObject
 from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch_reader import StepWork
+from muster.train.distributed.arrivals import Mark, StepClock
 from muster.train.measurement.profiling import memory_bytes
 from muster.train.measurement.trackers import Trackers
 
@@ -68,11 +69,15 @@ class StepLog:
     peak: Peak
     trackers: Trackers = field(default_factory=Trackers)
     track_every_steps: int = 1
+    clock: StepClock | None = None
+    """Where the loop's time goes; None: not known (a GPU)."""
+    _since: Mark | None = None
     _since_ns: int = field(default_factory=time.monotonic_ns)
 
     def restart(self) -> None:
         """The next step's time starts now."""
         self._since_ns = time.monotonic_ns()
+        self._since = None if self.clock is None else self.clock.mark()
 
     def write(
         self,
@@ -92,6 +97,7 @@ class StepLog:
         step_ns, self._since_ns = max(1, now - self._since_ns), now
         if self.rank != 0:
             return None
+        extra = {**self._parts(), **(extra or {})}
         if loss is None:
             extra = {**(extra or {}), "skipped": True, "skipped_tokens": work.tokens}
             work = replace(work, tokens=0, supervised_tokens=0, padding_tokens=0, padding_rounds=0, model_flops=0.0)
@@ -120,6 +126,14 @@ class StepLog:
         if work.step % self.track_every_steps == 0:
             self.track(work.step, detail, prefix="train")
         return detail
+
+    def _parts(self) -> JsonObject:
+        """Where the step's time went, as far as it is known."""
+        begin, self._since = self._since, None if self.clock is None else self.clock.mark()
+        if begin is None or self._since is None:
+            return {}
+        parts = begin.until(self._since)
+        return {"compute_ns": parts.compute, "comm_ns": parts.comm, "host_gap_ns": parts.gap}
 
     def track(self, step: int, values: JsonObject, *, prefix: str) -> None:
         """Hand the numbers among ``values`` to the trackers."""

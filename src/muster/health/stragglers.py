@@ -1,0 +1,137 @@
+"""Which rank makes the others wait, step after step, and why; from each rank's own figures. Pure.
+
+A rank is named if it came last to more than half of at least 20 steps, and so late that neither chance nor what is
+usual explains it: its lag is the median of how much earlier the others came, and must exceed 3 % of the step, three
+robust standard deviations of the others' own medians, and five standard errors of the median (1.2533 s / sqrt(n) for
+normal noise). Five, because the latest of many ranks is tested, again and again.
+
+The cause is where its time to the sums exceeds the others' most. Work that is uneven (more tokens than the others, step
+after step) is the batch's fault and never a host's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from muster.core.event_details.training import RankPace
+
+FEWEST_STEPS = 20
+LEAST_SHARE = 0.03
+#: A lag below this is not worth a word: it is what a thread of the process takes now and then.
+LEAST_US = 1000
+_ROBUST, _MEDIAN_ERROR = 1.4826, 1.2533
+_DEVIATIONS, _ERRORS = 3, 5
+#: Fewer others than this have no deviation among them.
+_FEWEST_OTHERS = 3
+#: More tokens cost at least in proportion; attention's part of them grows with their square.
+_TOKENS_COST = 1.25
+
+
+class Cause(StrEnum):
+    """What makes a rank late."""
+
+    LOADER = "loader"  # it waits for its batch
+    SNAPSHOT = "snapshot"  # it is held by a snapshot or save
+    HOST = "host"  # its thread waits for a processor: other load, a quota, a stolen or stopped processor
+    PROCESSOR = "processor"  # the same work takes its processor longer
+    TOKENS = "tokens"  # it has more work
+
+    @property
+    def blames_host(self) -> bool:
+        return self is not Cause.TOKENS
+
+
+_WORDS = {
+    Cause.LOADER: "it waits for its batch",
+    Cause.SNAPSHOT: "snapshots hold it",
+    Cause.HOST: "its thread waits for a processor",
+    Cause.PROCESSOR: "the same work takes its processor longer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """The rank that the others wait for."""
+
+    rank: int
+    cause: Cause
+    lag_us: float
+    """What it costs a step."""
+    step_us: float
+    last: int
+    steps: int
+    evidence: str
+    """One sentence with values."""
+
+
+def find_straggler(paces: Sequence[RankPace]) -> Straggler | None:
+    """The one rank that is slow; None: nobody is, or too little is known. ``paces``: one of each rank."""
+    if len(paces) < 2:
+        return None
+    slow = max(paces, key=lambda one: (one.last, -one.ahead_us))
+    others = [one for one in paces if one is not slow]
+    if slow.steps < FEWEST_STEPS or 2 * slow.last <= slow.steps:
+        return None
+    lag = median(one.ahead_us for one in others) - slow.ahead_us
+    step = median(one.late_us + one.wait_us for one in paces)
+    limit = max(LEAST_US, LEAST_SHARE * step, _DEVIATIONS * _deviation(others), _ERRORS * _error(others))
+    if lag <= limit:
+        return None
+    cause, excess = _cause(slow, others, lag, limit)
+    beside = f"{slow.tokens:,} tokens a step, the others {median(one.tokens for one in others):,.0f}"
+    why = beside if cause is Cause.TOKENS else f"{_WORDS[cause]} ({excess / 1000:,.1f} ms more than theirs)"
+    late = f"rank {slow.rank} came last in {slow.last} of {slow.steps} steps, {lag / 1000:,.1f} ms after the others"
+    return Straggler(
+        rank=slow.rank,
+        cause=cause,
+        lag_us=lag,
+        step_us=step,
+        last=slow.last,
+        steps=slow.steps,
+        evidence=f"{late} ({lag / step:.0%} of a step): {why}",
+    )
+
+
+def usd_per_day(lag_us: float, step_us: float, *, hosts: int, usd_per_host_hour: float | None) -> float | None:
+    """What all hosts cost while they wait for it; None: no price is known."""
+    if usd_per_host_hour is None or step_us <= 0:
+        return None
+    return lag_us / step_us * hosts * usd_per_host_hour * 24
+
+
+def _deviation(others: Sequence[RankPace]) -> float:
+    """Robust standard deviation of the others' medians."""
+    if len(others) < _FEWEST_OTHERS:
+        return 0.0
+    middle = median(one.ahead_us for one in others)
+    return _ROBUST * median(abs(one.ahead_us - middle) for one in others)
+
+
+def _error(others: Sequence[RankPace]) -> float:
+    """Standard error of one of their medians, by their noise from step to step."""
+    return median(_MEDIAN_ERROR * one.ahead_spread_us / math.sqrt(max(1, one.steps)) for one in others)
+
+
+def _cause(slow: RankPace, others: Sequence[RankPace], lag: float, limit: float) -> tuple[Cause, float]:
+    """Where it loses the time, and how much of it there."""
+    usual = median(one.tokens for one in others)
+    if usual and slow.tokens > usual:
+        explained = _TOKENS_COST * (slow.tokens / usual - 1) * median(_compute(one) for one in others)
+        if lag - explained <= limit:
+            return Cause.TOKENS, explained
+    excess = {
+        Cause.LOADER: slow.data_us - median(one.data_us for one in others),
+        Cause.SNAPSHOT: slow.stall_us - median(one.stall_us for one in others),
+        Cause.HOST: slow.gap_us - median(one.gap_us for one in others),
+        Cause.PROCESSOR: _compute(slow) - median(_compute(one) for one in others),
+    }
+    cause = max(excess, key=lambda one: excess[one])
+    return cause, excess[cause]
+
+
+def _compute(one: RankPace) -> int:
+    return max(0, one.late_us - one.data_us - one.stall_us - one.gap_us)

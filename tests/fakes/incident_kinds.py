@@ -3,9 +3,6 @@
 from muster.core import incidents
 from muster.core.incidents import IncidentTraits, Treatment
 
-STRAGGLER = IncidentTraits(
-    kind="straggler", meaning="a rank is slow", blames_host=True, may_be_ignored=True, treatment=Treatment.IGNORE
-)
 LINK_FLAP = IncidentTraits(
     kind="link_flap", meaning="a link loses packets", blames_host=True, may_be_ignored=True,
     treatment=Treatment.REPLACE, quarantine_expires=True,

@@ -1,7 +1,7 @@
 """Faults of the reference's list in virtual time: what the supervisor answers, without a process or a second of sleep.
 
-Link delay, loss, throttling and bit flips (20, 21, 25, 27, 29, 30) have no detector yet: here a detector's verdict
-is injected, and only the answer is tested.
+Link delay, loss, throttling and bit flips (20, 21, 25, 27, 29, 30): here a detector's verdict is injected, and only
+the answer is tested.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from fakes.virtual_run import cluster as cluster_in_virtual_time
 from fakes.virtual_run import machine as machine_of
 from fakes.virtual_run import spec as spec_of
 
-from muster.core.incidents import HOST_UNHEALTHY
+from muster.core.incidents import HOST_UNHEALTHY, STRAGGLER
 from muster.core.types import Action, Decision
 from muster.policy.builtin import SHIPPED
 from muster.policy.load import complete
@@ -50,10 +50,9 @@ def from_host(cluster, host, message):
 
 
 @pytest.mark.parametrize("fault", ["a link 200 ms late (20)", "a rank at 10 % bandwidth (25)", "half a CPU (27)"])
-def test_a_straggler_is_named_and_costs_no_restart(fault, tmp_path, monkeypatch):
-    incident_kinds.install(tmp_path, monkeypatch, straggler="fakes.incident_kinds:STRAGGLER")
+def test_a_straggler_is_named_and_costs_no_restart(fault):
     cluster = cluster_of(spec_of(hosts=3))
-    cluster.at(10.0, lambda: verdict(cluster, incident_kinds.STRAGGLER, "host-1", fault))
+    cluster.at(10.0, lambda: verdict(cluster, STRAGGLER, "host-1", fault))
     assert cluster.run().exit_code == 0
     assert actions(cluster) == ["ignore"]
     assert len(logged(cluster, "attempt.started")) == 1

@@ -117,9 +117,14 @@ HOST_RETURNED = IncidentTraits(
     blames_host=False, may_be_ignored=True, treatment=Treatment.GROW,
 )  # fmt: skip
 
+STRAGGLER = IncidentTraits(
+    kind="straggler", meaning="one rank makes all others wait, step after step",
+    blames_host=False, may_be_ignored=True, treatment=Treatment.IGNORE,
+)  # fmt: skip
+
 _SHIPPED = (
     RANK_EXIT, RANK_EXCEPTION, RANK_HANG, RANK_OOM, GPU_PROGRAM_ERROR, HOST_LOST, HOST_UNHEALTHY, NOT_FINITE,
-    PREEMPTION_NOTICE, CAPACITY, START_UP, HOST_RETURNED,
+    PREEMPTION_NOTICE, CAPACITY, START_UP, HOST_RETURNED, STRAGGLER,
 )  # fmt: skip
 KINDS: Registry[IncidentTraits] = Registry(
     family="incident kind",

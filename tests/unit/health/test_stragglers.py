@@ -86,14 +86,14 @@ STEP = {
 PART = {Cause.LOADER: "data", Cause.SNAPSHOT: "stall", Cause.HOST: "gap", Cause.PROCESSOR: "compute"}
 
 
-def healthy_ms(chance, *, base, noise, common):
-    """Noise of each rank and of all, and now and then something that takes one of them long."""
+def healthy_ms(chance, *, size, base, noise, common):
+    """Noise of each rank and of all; and in one step of five at most something takes one of them long."""
     shared: dict[int, float] = {}
 
     def of(step, rank):
         together = shared.setdefault(step, chance.gauss(0, common))
         own = base * (1 + together + chance.gauss(0, noise))
-        spike = base * chance.uniform(0.2, 2.0) if chance.random() < 0.02 else 0.0
+        spike = base * chance.uniform(0.2, 2.0) if chance.random() < min(0.02, 0.2 / size) else 0.0
         return {"data": 0.05, "compute": own * 0.97, "gap": own * 0.03 + spike, "stall": 0.2}
 
     return of
@@ -105,7 +105,8 @@ def virtual_run(seed):
     kind = ("healthy", "slow", "slow", "imbalance", "uneven")[seed % 5]
     size = chance.choice((2, 3, 4, 8, 16, 32))
     base = chance.uniform(50, 1000)
-    usual = healthy_ms(chance, base=base, noise=chance.uniform(0.0, 0.03), common=chance.uniform(0, 0.1))
+    noise = chance.uniform(0.0, 0.03 if kind in ("slow", "imbalance") else 0.15)
+    usual = healthy_ms(chance, size=size, base=base, noise=noise, common=chance.uniform(0, 0.1))
     culprit, begin = chance.randrange(size), chance.choice((1, chance.randrange(1, STEPS - WITHIN)))
     share, cause = chance.uniform(0.1, 0.5), chance.choice(list(PART))
     tokens = dict.fromkeys(range(size), 4096)

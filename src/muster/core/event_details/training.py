@@ -109,7 +109,7 @@ class StragglerNamed(Detail):
     kind: ClassVar = "straggler.named"
     doc: ClassVar = (
         "The supervisor's: one rank makes all others wait, step after step. Written once an attempt for a rank and "
-        "cause; `host` is absent where the work itself is uneven, which is no host's fault."
+        "cause; it names no host where the work itself is uneven."
     )
     cause: Annotated[str, "loader, host, processor, snapshot or tokens"]
     evidence: Annotated[str, "one sentence with values"]

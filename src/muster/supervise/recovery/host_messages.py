@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from muster.core.incidents import HOST_UNHEALTHY, RANK_HANG, START_UP, traits_of
+from muster.core.event_details import training
+from muster.core.incidents import HOST_UNHEALTHY, RANK_HANG, START_UP, STRAGGLER, traits_of
 from muster.core.typed_json import Json, JsonObject
+from muster.health.stragglers import find_straggler, usd_per_day
 from muster.protocol.client import HealthReport
 from muster.protocol.to_agent import GatherEvidence
 from muster.protocol.to_supervisor import (
@@ -114,6 +116,26 @@ def _step(ctx: SupervisorContext, step: int, detail: JsonObject) -> None:
         _resolve(ctx, step)
     if first and isinstance(phase, Running):
         consider_growth(ctx, phase)
+    if detail.get("pace") and isinstance(phase, Running):
+        _pace(ctx, step, training.Step.of(detail, skip_unknown=True))
+
+
+def _pace(ctx: SupervisorContext, step: int, detail: training.Step) -> None:
+    """One rank keeps coming last: whether it is a straggler, and why. Uneven work is no incident."""
+    state, found = ctx.state, find_straggler(detail.pace)
+    if found is None or (found.rank, found.cause.value) in state.progress.stragglers:
+        return
+    state.progress.stragglers.add((found.rank, found.cause.value))
+    host = state.ranks.get(found.rank) if found.cause.blames_host else None
+    price = ctx.settings.usd_per_host_hour
+    usd = usd_per_day(found.lag_us, found.step_us, hosts=len(state.active), usd_per_host_hour=price)
+    told: dict[str, Json] = {"cause": found.cause.value, "evidence": found.evidence, "last": found.last}
+    told |= {"steps": found.steps, "lag_ns": int(found.lag_us * 1000), "step_ns": int(found.step_us * 1000)}
+    if usd is not None:
+        told["usd_per_day"] = round(usd, 2)
+    ctx.log("straggler.named", told, host=host, rank=found.rank, step=step)
+    if host is not None:
+        report_incident(ctx, STRAGGLER, host=host, evidence=f"{host}: {found.evidence}", step=step)
 
 
 def _resolve(ctx: SupervisorContext, step: int) -> None:

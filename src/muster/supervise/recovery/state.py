@@ -54,6 +54,8 @@ class Progress:
     """Rank -> exit code."""
     blamed: set[int] = field(default_factory=set)
     """Ranks that an incident names."""
+    stragglers: set[tuple[int | None, str]] = field(default_factory=set)
+    """Rank and cause of the ones that were named; each is once an attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)

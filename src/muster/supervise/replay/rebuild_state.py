@@ -20,6 +20,7 @@ from muster.core.event_details.run import (
     StopRequested,
     SupervisorStarted,
 )
+from muster.core.event_details.training import StragglerNamed
 from muster.core.events import Event
 from muster.core.incidents import counts_against_host, traits_of
 from muster.core.layout import Layout
@@ -233,6 +234,10 @@ class _Replay:
         else:  # the log lacks the beginning of its attempt
             self.state.advance(event.step)
 
+    def straggler(self, event: Event, _at_ns: int) -> None:
+        if event.attempt == self.state.attempt:
+            self.state.progress.stragglers.add((event.rank, event.read(StragglerNamed).cause))
+
     def restored(self, event: Event, _at_ns: int) -> None:
         if event.step is not None and event.attempt == self.state.attempt:
             self.state.advance(event.step)
@@ -378,6 +383,7 @@ _FOLDS: Mapping[str, Callable[[_Replay, Event, int], None]] = {
     "run.restarted": _Replay.restarted,
     "run.finished": _Replay.finished,
     "step": _Replay.step,
+    "straggler.named": _Replay.straggler,
     "checkpoint.committed": _Replay.committed,
     "checkpoint.restored": _Replay.restored,
     "checkpoint.failed": _Replay.not_saved,

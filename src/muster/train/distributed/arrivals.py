@@ -31,7 +31,7 @@ from muster.train.distributed.process_groups import Waits
 from muster.train.distributed.reduce import GradientReducer
 
 #: Steps that a rank's figures are of, and how often (in steps) they are sent.
-KEPT_STEPS, SENT_EVERY = 24, 8
+KEPT_STEPS, SENT_EVERY = 20, 8
 #: Fewer steps than this say nothing about who is slow.
 FEWEST_STEPS = 20
 #: Ranks in an event, at most.

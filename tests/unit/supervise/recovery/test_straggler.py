@@ -1,0 +1,84 @@
+"""A rank that keeps coming last is named once, with its host, cause and cost; uneven work blames no host."""
+
+import dataclasses
+
+import pytest
+from fakes.virtual_run import actions, cluster, events_of, kinds, spec
+
+from muster.protocol.values import RankEvent
+from muster.supervise.recovery.inputs import FromHost
+from muster.supervise.replay.rebuild_state import rebuild_state
+
+
+def pace(rank, *, slow, tokens=1000, **more):
+    given = {
+        "rank": rank, "steps": 20, "last": 20 if slow else 0, "ahead_us": 0 if slow else 20_000, "ahead_spread_us": 50,
+        "late_us": 120_000 if slow else 100_000, "wait_us": 1000 if slow else 21_000, "data_us": 0, "stall_us": 0,
+        "gap_us": 20_000 if slow else 0, "tokens": tokens,
+    }  # fmt: skip
+    return given | more
+
+
+def run_with(paces, *, price=None, steps=100):
+    """From step 24 on, every eighth step's event carries ``paces``."""
+    found = cluster(spec(hosts=3), steps=steps)
+    found.machine._ctx.settings = dataclasses.replace(found.machine.settings, usd_per_host_hour=price)
+    handle = found.machine.handle
+
+    def handled(given, now_ns):
+        message = given.message if isinstance(given, FromHost) else None
+        if isinstance(message, RankEvent) and message.kind == "step" and message.step >= 24 and message.step % 8 == 0:
+            detail = {**message.detail, "pace": paces}
+            given = dataclasses.replace(given, message=dataclasses.replace(message, detail=detail))
+        return handle(given, now_ns)
+
+    found.machine.handle = handled
+    return found
+
+
+def test_it_is_named_once_and_training_goes_on():
+    found = run_with([pace(rank, slow=rank == 1) for rank in range(3)], price=10.0)
+    assert found.run().exit_code == 0
+    ((_, named),) = kinds(found, "straggler.named")
+    assert (named.host, named.rank, named.step, named.detail["cause"]) == ("host-1", 1, 24, "host")
+    assert (named.detail["lag_ns"], named.detail["step_ns"]) == (20_000_000, 121_000_000)
+    assert named.detail["usd_per_day"] == pytest.approx(20 / 121 * 3 * 240, abs=0.01)
+    ((_, incident),) = kinds(found, "incident.detected")
+    assert (incident.detail["incident"], incident.host) == ("straggler", "host-1")
+    assert incident.detail["evidence"].startswith("host-1: rank 1 came last in 20 of 20 steps, 20.0 ms after")
+    assert actions(found) == ["ignore"]
+    assert len(kinds(found, "attempt.started")) == 1
+
+
+def test_without_a_price_it_has_no_cost():
+    found = run_with([pace(rank, slow=rank == 1) for rank in range(3)])
+    found.run()
+    ((_, named),) = kinds(found, "straggler.named")
+    assert "usd_per_day" not in named.detail
+
+
+def test_uneven_work_is_no_incident():
+    found = run_with([pace(rank, slow=rank == 1, tokens=1300 if rank == 1 else 1000, gap_us=0) for rank in range(3)])
+    found.run()
+    ((_, named),) = kinds(found, "straggler.named")
+    assert (named.host, named.rank, named.detail["cause"]) == (None, 1, "tokens")
+    assert not kinds(found, "incident.detected")
+
+
+def test_equal_ranks_are_named_by_nobody():
+    found = run_with([pace(rank, slow=False, last=7) for rank in range(3)])
+    found.run()
+    assert not kinds(found, "straggler.named")
+
+
+def test_a_new_supervisor_knows_who_was_named():
+    found = run_with([pace(rank, slow=rank == 1) for rank in range(3)])
+    known = []
+
+    def look():
+        for state in (found.machine.state, rebuild_state(events_of(found))):
+            known.append((state.progress.stragglers, state.hosts["host-1"].failures_ns))
+
+    found.at(60.0, look)
+    found.run()
+    assert known == [({(1, "host")}, [])] * 2

@@ -45,6 +45,8 @@ class Loaded:
     """Where each explicitly given key is; keys that are absent have their defaults."""
     warnings: tuple[Problem, ...] = ()
     """Settings without effect in this combination."""
+    planned_step_s: Mapping[str, float] = field(default_factory=dict)
+    """What the plan it came from foresees: item of a step -> seconds. Empty: no plan."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool = True) -> Loaded:

@@ -134,11 +134,14 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     given = texts(result, "overrides")
     settings = plan_file.settings_as_overrides(child(result, "settings"))
     run_file = Path(text(result, "run_file"))
+    items = child(result, "chosen", "step_s_by_item")
+    planned = {name: float(value) for name, value in items.items() if isinstance(value, int | float)}
     if not run_file.exists():
-        return load.loads(text(result, "run_text"), [*given, *settings], source=f"{source} (its run file is gone)")
+        gone = f"{source} (its run file is gone)"
+        return replace(load.loads(text(result, "run_text"), [*given, *settings], source=gone), planned_step_s=planned)
     now = load.load(run_file, given).spec.model_dump(mode="json")
     plan_file.check_fresh(result, now, source=source)
-    return load.load(run_file, [*given, *settings])
+    return replace(load.load(run_file, [*given, *settings]), planned_step_s=planned)
 
 
 def assumptions(problem: Problem) -> list[str]:

@@ -127,7 +127,7 @@ def _begin(
     intent = Intent(run=run, spec=spec, launcher=launcher, request=request, new=new, running=running)
     if not running:
         run_registry.create(run_id, path, run_file=loaded.text, resolved=resolved)
-        log_intent(run, spec, resolved, argv)
+        log_intent(run, spec, resolved, argv, planned_step_s=loaded.planned_step_s)
     return intent
 
 
@@ -273,7 +273,9 @@ def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
     return priced(launcher.resolve(spec))
 
 
-def log_intent(run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str]) -> None:
+def log_intent(
+    run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str], *, planned_step_s: Mapping[str, float] | None = None
+) -> None:
     """Write ``run.submitted``, to the disk, before anything is done about it."""
     detail: JsonObject = {
         "spec_digest": run_registry.spec_digest(resolved),
@@ -281,6 +283,7 @@ def log_intent(run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str]) -
         "version": __version__,
         "argv": redact_argv(argv),
         "name": spec.name,
+        **({"plan": {"step_s_by_item": planned_step_s}} if planned_step_s else {}),
     }
     log_event(run, "run.submitted", detail)
 

@@ -21,7 +21,7 @@ class RunSubmitted(Detail):
     version: Annotated[str, "of Muster"]
     argv: Annotated[tuple[str, ...] | None, "command line, secrets removed"] = None
     name: Annotated[str | None, "of the run"] = None
-    plan: Annotated[JsonObject | None, "the chosen plan"] = None
+    plan: Annotated[JsonObject | None, "what it was started from: step_s_by_item, item of a step -> seconds"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,14 @@ def cost(ledger: Ledger) -> Cost:
     )
 
 
+def usd_per_hour(ledger: Ledger) -> float | None:
+    """Of the hosts that the newest attempt ran on; None: one's price is unknown."""
+    hosts = ledger.lineage.attempts[-1].hosts if ledger.lineage.attempts else ()
+    prices = [ledger.lanes[host].usd_per_hour for host in hosts if host in ledger.lanes]
+    known = [price for price in prices if price is not None]
+    return sum(known) if known and len(known) == len(hosts) else None
+
+
 def category_usd(ledger: Ledger) -> dict[str, float | None]:
     """Category -> dollars; null where a host that spent time there has no known price."""
     result: dict[str, float | None] = {}

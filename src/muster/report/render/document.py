@@ -12,6 +12,7 @@ from muster.core.event_log import Damage, Verdict
 from muster.core.typed_json import JsonObject
 from muster.report.ledger import figures
 from muster.report.ledger.fold import Ledger
+from muster.report.ledger.step_budget import StepBudget, step_budget
 from muster.report.render.sentences import IncidentRow, incidents
 
 SCHEMA = 1
@@ -104,6 +105,7 @@ class Document:
     host_time: HostTime
     token_counts: figures.TokenCounts
     speed: figures.Speed
+    step_budget: StepBudget | None
     interruptions: int
     incidents: Sequence[IncidentRow]
     incident_kinds: Mapping[str, figures.KindFigures]
@@ -156,6 +158,7 @@ def document(ledger: Ledger, verdicts: Mapping[str, Verdict], damaged: Sequence[
         host_time=_host_time(ledger),
         token_counts=total,
         speed=speed,
+        step_budget=step_budget(ledger.events, ledger.lineage.steps, figures.usd_per_hour(ledger)),
         interruptions=sum(incident.stopped_training for incident in ledger.incident_records.values()),
         incidents=incidents(ledger),
         incident_kinds=figures.incident_kinds(ledger),

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from muster.report.ledger.step_budget import StepBudget
 from muster.report.render.document import Document
 from muster.report.render.sentences import format_duration
 
@@ -31,6 +32,8 @@ def printed(drawn: RenderableType, *, width: int, color: bool) -> str:
 
 def _page(document: Document) -> Group:
     parts: list[RenderableType] = [_heading(document), _figures(document), Text(), _categories(document)]
+    if document.step_budget is not None:
+        parts += [Text(), *_step_budget(document.step_budget)]
     if document.incidents:
         parts += [Text(), Text("Incidents", style="bold"), *_incidents(document)]
     if document.checkpoint_exposure:
@@ -119,6 +122,24 @@ def _categories(document: Document) -> Table:
         bar = Text("█" * max(1, round(share * _BAR)), style="green" if name == "productive" else "yellow")
         table.add_row(name, f"{spent.host_s:,.1f}", f"{share:.2%}", bar, money(spent.usd), spent.meaning)
     return table
+
+
+def _step_budget(budget: StepBudget) -> list[RenderableType]:
+    title = f"A step of {format_duration(budget.step_s)} (rank 0, mean of {budget.steps:,})"
+    planned = budget.planned_step_s is not None
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in ("part", "ms", "share", "planned ms")[: 4 if planned else 3]:
+        table.add_column(name, justify="left" if name == "part" else "right")
+    for part, seconds in budget.parts_s.items():
+        row = [part, f"{seconds * 1e3:,.1f}", f"{seconds / budget.step_s:.1%}"]
+        foreseen = budget.planned_s.get(part)
+        table.add_row(*row, *(["" if foreseen is None else f"{foreseen * 1e3:,.1f}"] if planned else []))
+    if not budget.levers:
+        return [table, Text("nothing but arithmetic is worth 1 % of a step", style=_DIM)]
+    lever = budget.levers[0]
+    worth = f"{lever.worth_share:.0%} of a step at most"
+    worth += "" if lever.usd_per_day is None else f", {money(lever.usd_per_day)} a day"
+    return [table, Text(f"next: {lever.part}, worth {worth}: {lever.advice}")]
 
 
 def _incidents(document: Document) -> list[RenderableType]:

@@ -16,6 +16,7 @@ import pytest
 #: Unit tests that ``check`` leaves out, with the CPU seconds that they take.
 SLOW = {
     "test_analytic.py": 43,
+    "test_stragglers.py::test_a_thousand_virtual_runs_are_judged_right": 14,
     "test_gke_provision.py::test_every_request_may_go_wrong_once": 30,
     "test_reference_case.py": 17,
     "test_gke_provision.py::test_killed_after_every_request_and_run_again": 35,
@@ -109,6 +110,12 @@ NIGHTLY = {
     ),
     "test_network_programs_live.py::test_the_command_line": (
         "test_network_programs_live.py::test_four_collectives_between_three_hosts_and_a_fourth_that_is_not_reached"
+    ),
+    "test_stragglers_live.py::test_ten_percent_is_named_within_thirty_steps_five_times_of_five": (
+        "test_stragglers_live.py::test_a_slow_rank_is_named_and_nobody_before"
+    ),
+    "test_stragglers_live.py::test_nobody_is_named_in_five_healthy_runs": (
+        "test_stragglers_live.py::test_a_slow_rank_is_named_and_nobody_before"
     ),
     "test_agent_full_disk_live.py": "test_weather_live.py::test_a_full_disk_costs_saves_and_nothing_else",
     "test_memory_lost_live.py::test_a_deleted_agent_socket_keeps_no_standby_away": (

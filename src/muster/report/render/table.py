@@ -125,9 +125,9 @@ def _categories(document: Document) -> Table:
 
 
 def _step_budget(budget: StepBudget) -> list[RenderableType]:
-    title = f"A step of {format_duration(budget.step_s)} (rank 0, mean of {budget.steps:,})"
+    title = Text(f"A step of {format_duration(budget.step_s)} (rank 0, mean of {budget.steps:,})", style="bold")
     planned = budget.planned_step_s is not None
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for name in ("part", "ms", "share", "planned ms")[: 4 if planned else 3]:
         table.add_column(name, justify="left" if name == "part" else "right")
     for part, seconds in budget.parts_s.items():
@@ -135,11 +135,11 @@ def _step_budget(budget: StepBudget) -> list[RenderableType]:
         foreseen = budget.planned_s.get(part)
         table.add_row(*row, *(["" if foreseen is None else f"{foreseen * 1e3:,.1f}"] if planned else []))
     if not budget.levers:
-        return [table, Text("nothing but arithmetic is worth 1 % of a step", style=_DIM)]
+        return [title, table, Text("nothing but arithmetic is worth 1 % of a step", style=_DIM)]
     lever = budget.levers[0]
     worth = f"{lever.worth_share:.0%} of a step at most"
     worth += "" if lever.usd_per_day is None else f", {money(lever.usd_per_day)} a day"
-    return [table, Text(f"next: {lever.part}, worth {worth}: {lever.advice}")]
+    return [title, table, Text(f"next: {lever.part}, worth {worth}: {lever.advice}")]
 
 
 def _incidents(document: Document) -> list[RenderableType]:

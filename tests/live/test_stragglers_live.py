@@ -1,0 +1,103 @@
+"""A rank whose processor is slower than the others' is named, and nobody is where all are alike.
+
+Its slowness is a quota of its control group: no code of the run knows of it.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from cluster import LiveRun, spec_of
+
+CPU = Path("/sys/fs/cgroup/cpu")
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not os.access(CPU / "cpu.cfs_quota_us", os.W_OK), reason="needs a cpu controller (cgroup v1) that it may write"
+    ),
+]
+PERIOD_US = 20_000
+#: Steps that a healthy run takes before it is judged, and within which a slow rank is named.
+HEALTHY_STEPS, WITHIN = 45, 30
+
+
+@contextlib.contextmanager
+def quota(pid, share):
+    """All threads of the process together get ``share`` of one processor."""
+    group = CPU / f"muster-slow-{os.getpid()}-{pid}"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(int(PERIOD_US * share)))
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        for left in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):  # it has ended
+                (CPU / "cgroup.procs").write_text(left)
+        group.rmdir()
+
+
+def run_of(place):
+    """Two hosts of one rank, whose step takes a tenth of a second or so."""
+    of = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    changes = {f"model.config.{name}": size for name, size in of.items()}
+    sizes = {"training.steps": 100_000, "training.sequence_length": 256, "training.global_batch_size": 4}
+    return LiveRun(place, spec_of(**changes, **sizes, **{"resources.hosts": 2, "resources.ranks_per_host": 1}))
+
+
+def named(run):
+    return run.events("straggler.named")
+
+
+def told(run):
+    return [(event.rank, event.host, event.step, dict(event.detail)) for event in named(run)]
+
+
+def budget_error(run):
+    """How much of rank 0's steps the parts leave unexplained, as a share."""
+    steps = [event.detail for event in run.events("step") if "comm_ns" in event.detail][5:]
+    parts = ("compute_ns", "comm_ns", "data_wait_ns", "host_gap_ns", "stall_ns")
+    whole = sum(detail["step_ns"] for detail in steps)
+    return abs(whole - sum(detail[part] for detail in steps for part in parts)) / whole
+
+
+def slowed(run, share, *, within):
+    """The second rank has ``share`` of a processor from here on; the steps until it is named."""
+    pid, host = run.ranks()[1]
+    with quota(pid, share):
+        begin = run.step()
+        run.wait_until(lambda: named(run) or run.step() > begin + within + 1, "a name", 180)
+    assert named(run), f"nobody within {within} steps\n{run.story()}"
+    (found,) = named(run)[:1]
+    assert (found.rank, found.host, found.detail["cause"]) == (1, host, "host"), told(run)
+    return found.step - begin
+
+
+def test_a_slow_rank_is_named_and_nobody_before(tmp_path):
+    with run_of(tmp_path / "run") as run:
+        run.start()
+        run.wait_for_step(HEALTHY_STEPS)
+        assert not named(run), told(run)
+        assert budget_error(run) < 0.01
+        slowed(run, 0.6, within=60)
+        assert run.actions() == ["ignore"], run.story()
+
+
+def test_ten_percent_is_named_within_thirty_steps_five_times_of_five(tmp_path):
+    taken = []
+    for number in range(5):
+        with run_of(tmp_path / f"{number}") as run:
+            run.under_way(12)
+            taken.append(slowed(run, 0.9, within=WITHIN))
+    assert max(taken) <= WITHIN, taken
+
+
+def test_nobody_is_named_in_five_healthy_runs(tmp_path):
+    for number in range(5):
+        with run_of(tmp_path / f"{number}") as run:
+            run.start()
+            run.wait_for_step(2 * HEALTHY_STEPS)
+            assert not named(run), told(run)

@@ -144,6 +144,14 @@ def test_submit_makes_the_run_and_logs_the_intent_first(paper: Paper):
     assert len(paper.told) == 1 and paper.told[0].labels["submission"] == "1"
 
 
+def test_a_planned_run_keeps_the_plans_step(paper: Paper):
+    found = submitted()
+    (event,) = event_log.merged(found.run.events)
+    assert "plan" not in event.detail
+    submit.log_intent(found.run, found.spec, "{}", (), planned_step_s={"matrices": 0.5})
+    assert event_log.merged(found.run.events)[-1].detail["plan"] == {"step_s_by_item": {"matrices": 0.5}}
+
+
 def test_the_machine_fills_in_device_and_ranks(paper: Paper):
     assert submitted().spec.resources.ranks_per_host == 1
     paper.gpus = 8

@@ -61,6 +61,8 @@ def test_a_plan_sets_what_the_file_left_open(run_file, home, tmp_path):
     assert loaded.spec.resources.machine == answer["chosen"]["machine"]
     assert loaded.spec.parallelism.dp_shard == answer["chosen"]["layout"]["dp_shard"]
     assert loaded.spec.training.micro_batch_size == answer["chosen"]["micro_batch_size"]
+    assert loaded.planned_step_s == answer["chosen"]["step_s_by_item"]
+    assert sum(loaded.planned_step_s.values()) == pytest.approx(answer["chosen"]["step_s"])
 
 
 def test_a_plan_is_refused_when_its_run_file_changed(run_file, home, tmp_path):

@@ -113,6 +113,18 @@ def test_a_growth_that_waited_for_a_save_comes_after_it_and_a_preemption_comes_b
     assert told is not None and (told.exit_code, told.save) == (75, True)
 
 
+def test_figures_travel_with_the_commands() -> None:
+    """Of each the largest; as many as every rank sent."""
+    found = StepConsensus(Quiet(Command(kind="stop", exit_code=130)), None)  # type: ignore[arg-type]
+    found.start(figures=[3, 0])
+    found._flags = found._flags.maximum(torch.tensor([0, 0, 0, -(1 << 40), 0, 0, 0, 2, 9]))
+    assert list(found.figures()) == [3, 9]
+    told = found.command()
+    assert told is not None and told.exit_code == 130
+    found.start()
+    assert (list(found.figures()), found.command()) == ([], None)
+
+
 def test_a_deadline_ages_until_it_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(step_consensus.time, "monotonic", lambda: now)

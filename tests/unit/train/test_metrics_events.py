@@ -1,5 +1,6 @@
 """A step's event: complete, honest about padding, silent on other ranks."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from muster.core.event_details.kinds import KINDS
 from muster.data.schedule import plan_step
 from muster.train.data_feed.batch_reader import StepWork, documents
 from muster.train.evaluation.evaluate import Verdict, summary
+from muster.train.distributed.arrivals import StepClock
 from muster.train.measurement.metrics import Peak, Pending, Phases, StepLog, StepTimes
 from muster.train.measurement.trackers import Trackers
 
@@ -74,6 +76,33 @@ def test_the_event_fits_the_schema_and_its_figures_agree() -> None:
     assert detail["mfu"] == pytest.approx(2e9 / seconds / (4e9 * 2))
     assert (detail["data_wait_ns"], detail["stall_ns"], detail["padding_rounds"]) == (5, 7, 1)
     assert tracker.values["train/loss"] == 1.5
+
+
+def test_the_parts_of_a_step_sum_to_it() -> None:
+    """From the second event on: of the first one's beginning nothing is known."""
+    agent, clock = Recorder(), StepClock()
+    log = StepLog(agent=agent, rank=0, device=torch.device("cpu"), peak=Peak(flops=None, ranks=2))  # type: ignore[arg-type]
+    log.clock = clock
+    for _ in range(2):
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+        time.sleep(0.05)
+        clock.begin_stall()
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        stall_ns = clock.end_stall()
+        began = time.monotonic_ns()
+        time.sleep(0.03)
+        clock.waits.ns += time.monotonic_ns() - began
+        log.write(WORK, loss=1.0, norm=1.0, learning_rate=1e-3, times=StepTimes(stall_ns=stall_ns))
+    (_, first), (_, second) = agent.events
+    assert "comm_ns" not in first
+    assert second["compute_ns"] == pytest.approx(0.05e9, rel=0.3)
+    assert second["comm_ns"] >= 0.03e9 and second["host_gap_ns"] >= 0.05e9 and second["stall_ns"] >= 0.02e9
+    parts = ("compute_ns", "comm_ns", "data_wait_ns", "host_gap_ns", "stall_ns")
+    assert sum(second[part] for part in parts) == pytest.approx(second["step_ns"], rel=0.01)
 
 
 def test_no_mfu_without_a_peak_and_nothing_from_other_ranks() -> None:

@@ -10,8 +10,8 @@ import torch
 from muster.core.event_details.kinds import KINDS
 from muster.data.schedule import plan_step
 from muster.train.data_feed.batch_reader import StepWork, documents
-from muster.train.evaluation.evaluate import Verdict, summary
 from muster.train.distributed.arrivals import StepClock
+from muster.train.evaluation.evaluate import Verdict, summary
 from muster.train.measurement.metrics import Peak, Pending, Phases, StepLog, StepTimes
 from muster.train.measurement.trackers import Trackers
 

@@ -9,6 +9,11 @@ from muster.protocol.values import RankEvent
 from muster.supervise.recovery.inputs import FromHost
 from muster.supervise.replay.rebuild_state import rebuild_state
 
+STEP = {
+    "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "step_ns": 121_000_000, "tokens": 1, "supervised_tokens": 1,
+    "padding_tokens": 0,
+}  # fmt: skip
+
 
 def pace(rank, *, slow, tokens=1000, **more):
     given = {
@@ -19,20 +24,21 @@ def pace(rank, *, slow, tokens=1000, **more):
     return given | more
 
 
-def run_with(paces, *, price=None, steps=100):
-    """From step 24 on, every eighth step's event carries ``paces``."""
-    found = cluster(spec(hosts=3), steps=steps)
+def run_with(paces, *, price=None):
+    """Rank 0's event of a step carries ``paces`` at 20, 22 and 24 seconds."""
+    found = cluster(spec(hosts=3), steps=100)
     found.machine._ctx.settings = dataclasses.replace(found.machine.settings, usd_per_host_hour=price)
-    handle = found.machine.handle
 
-    def handled(given, now_ns):
-        message = given.message if isinstance(given, FromHost) else None
-        if isinstance(message, RankEvent) and message.kind == "step" and message.step >= 24 and message.step % 8 == 0:
-            detail = {**message.detail, "pace": paces}
-            given = dataclasses.replace(given, message=dataclasses.replace(message, detail=detail))
-        return handle(given, now_ns)
+    def report():
+        state, now_ns = found.machine.state, found.now_ns
+        event = RankEvent(
+            kind="step", attempt=state.attempt, rank=0, step=state.last_applied_step, mono_ns=now_ns, wall_ns=now_ns,
+            detail=STEP | {"pace": paces},
+        )  # fmt: skip
+        found.give(FromHost(host="host-0", message=event))
 
-    found.machine.handle = handled
+    for second in (20.0, 22.0, 24.0):
+        found.at(second, report)
     return found
 
 
@@ -40,7 +46,7 @@ def test_it_is_named_once_and_training_goes_on():
     found = run_with([pace(rank, slow=rank == 1) for rank in range(3)], price=10.0)
     assert found.run().exit_code == 0
     ((_, named),) = kinds(found, "straggler.named")
-    assert (named.host, named.rank, named.step, named.detail["cause"]) == ("host-1", 1, 24, "host")
+    assert (named.host, named.rank, named.detail["cause"]) == ("host-1", 1, "host")
     assert (named.detail["lag_ns"], named.detail["step_ns"]) == (20_000_000, 121_000_000)
     assert named.detail["usd_per_day"] == pytest.approx(20 / 121 * 3 * 240, abs=0.01)
     ((_, incident),) = kinds(found, "incident.detected")
@@ -79,6 +85,6 @@ def test_a_new_supervisor_knows_who_was_named():
         for state in (found.machine.state, rebuild_state(events_of(found))):
             known.append((state.progress.stragglers, state.hosts["host-1"].failures_ns))
 
-    found.at(60.0, look)
+    found.at(25.0, look)
     found.run()
     assert known == [({(1, "host")}, [])] * 2

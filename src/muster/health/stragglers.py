@@ -1,10 +1,10 @@
 """Which rank makes the others wait, step after step, and why; from each rank's own figures. Pure.
 
-A rank is named if it came last to more than half of at least 20 steps (of few ranks one does so by chance: to three
-binomial deviations more than its turn), and so late that neither chance nor what is usual explains it: its lag is the
-median of how much earlier the others came, and must exceed 3 % of the step, three robust standard deviations of the
-others' own medians, and six standard errors of the median (1.2533 s / sqrt(n) for normal noise). Six, because the
-latest of many ranks is tested, again and again.
+The ranks have found by then that one of them comes last too often for chance (``train.distributed.last_arrivals``: less
+than one false alarm in 10,000 steps, whatever the noise). It is named if it came last in more than half of at least 20
+steps, and if its lag matters: the median of how much earlier the others came must exceed 3 % of the step by three of its
+standard errors (1.2533 s / sqrt(n) for a median of normal noise), and three robust standard deviations of the others' own
+medians: who is one of many that differ is no straggler.
 
 The cause is where its time to the sums exceeds the others' most. Work that is uneven (more tokens than the others, step
 after step) is the batch's fault and never a host's.
@@ -25,7 +25,7 @@ LEAST_SHARE = 0.03
 #: A lag below this is not worth a word: it is what a thread of the process takes now and then.
 LEAST_US = 1000
 _ROBUST, _MEDIAN_ERROR = 1.4826, 1.2533
-_DEVIATIONS, _ERRORS = 3, 6
+_DEVIATIONS, _ERRORS = 3, 3
 #: Fewer others than this have no deviation among them.
 _FEWEST_OTHERS = 3
 #: More tokens cost at least in proportion; attention's part of them grows with their square.
@@ -75,11 +75,11 @@ def find_straggler(paces: Sequence[RankPace]) -> Straggler | None:
         return None
     slow = max(paces, key=lambda one: (one.last, -one.ahead_us))
     others = [one for one in paces if one is not slow]
-    if slow.steps < FEWEST_STEPS or slow.last <= slow.steps * _often(slow.steps, len(paces)):
+    if slow.steps < FEWEST_STEPS or 2 * slow.last <= slow.steps:
         return None
     lag = median(one.ahead_us for one in others) - slow.ahead_us
     step = median(one.late_us + one.wait_us for one in paces)
-    limit = max(LEAST_US, LEAST_SHARE * step, _DEVIATIONS * _deviation(others), _ERRORS * _error(others))
+    limit = max(LEAST_US, LEAST_SHARE * step + _ERRORS * _error(others), _DEVIATIONS * _deviation(others))
     if lag <= limit:
         return None
     cause, excess = _cause(slow, others, lag, limit)
@@ -102,12 +102,6 @@ def usd_per_day(lag_us: float, step_us: float, *, hosts: int, usd_per_host_hour:
     if usd_per_host_hour is None or step_us <= 0:
         return None
     return lag_us / step_us * hosts * usd_per_host_hour * 24
-
-
-def _often(steps: int, ranks: int) -> float:
-    """Share of steps that a rank is hardly the last in by chance."""
-    turn = 1 / ranks
-    return max(0.5, turn + _DEVIATIONS * math.sqrt(turn * (1 - turn) / steps))
 
 
 def _deviation(others: Sequence[RankPace]) -> float:

@@ -63,7 +63,7 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
         run.flush_pending_metrics()  # of the previous step, if they are still on the device
     run.start_consensus(work)
     total, norm, fault = run.reducer.finish()
-    run.arrivals.released()
+    run.sums_ended()
     skip = must_skip(total, norm, fault)
     scale = clip_scale(norm, training.optimizer.max_grad_norm)
     run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)

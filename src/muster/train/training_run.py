@@ -202,11 +202,9 @@ class TrainingRun:
 
         Called once a step, after its micro-batches: that is the time a copy has had.
         """
-        if self.arrivals.asked:
-            self.arrivals.learn(self.consensus.figures())
         if skipped:
             self.arrivals.interrupt()
-        figures = self.arrivals.arrive(work.step, work.own_tokens)
+        figures = self.arrivals.arrive(work.own_tokens)
         copy_is_pending = self.snapshots is not None and self.snapshots.copy_is_pending()
         saving = self.saves.saver.busy
         self.consensus.start(
@@ -216,6 +214,12 @@ class TrainingRun:
             snapshot_every=self.pace.wants(),
             figures=figures,
         )
+
+    def sums_ended(self) -> None:
+        """The step's sums have ended, on all ranks: learn who came last to them."""
+        self.arrivals.released()
+        if self.arrivals.active:
+            self.arrivals.learn(self.consensus.figures())
 
     def evaluation_is_due(self, step: int) -> bool:
         every = self.spec.evaluation.every_steps

@@ -3,8 +3,9 @@
 All ranks leave a step's sums together, and the next ones begin when the last rank arrives: the time of whole steps is
 the same on every rank and names nobody. So each rank measures, by its own clock, how long it takes from one to the
 other with its waits for others left out. How late the last one comes, and which it is, every rank learns from the
-agreement on commands (``step_consensus``), whose message is sent anyway; each keeps the newest steps, and every few
-steps the same message carries their medians. Clocks of two hosts are never compared.
+agreement on commands (``step_consensus``), whose message is sent anyway. Each keeps its newest steps, and while one
+comes last too often for chance (``last_arrivals``) the same message carries everybody's medians every few steps. Clocks
+of two hosts are never compared.
 
 On the CPU only: a GPU's host does not wait in collectives. Nor with tensor parallel, where ranks wait for each other
 inside the layers.
@@ -27,13 +28,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from muster.core.typed_json import Json
 from muster.train.distributed.fixed_point import FixedPointReducer
+from muster.train.distributed.last_arrivals import LastArrivals
 from muster.train.distributed.process_groups import Waits
 from muster.train.distributed.reduce import GradientReducer
 
-#: Steps that a rank's figures are of, and how often (in steps) they are sent.
-KEPT_STEPS, SENT_EVERY = 20, 8
-#: Fewer steps than this say nothing about who is slow.
-FEWEST_STEPS = 20
+#: Steps that a rank's figures are of (fewer say nothing about who is slow), and how often (in steps) they are sent.
+KEPT_STEPS, SENT_EVERY = 20, 4
+#: A lag below this share of a step is no news; the one that is named must be longer (``health.stragglers``).
+LEAST_SHARE = 0.02
+#: The same rank's figures are told at ever longer intervals (in steps), up to this one.
+MOST_SELDOM = 1000
 #: Ranks in an event, at most.
 MOST_RANKS = 64
 RANK_BITS = 20
@@ -127,30 +131,42 @@ class Arrivals:
     """The same on every rank."""
     _released: Mark | None = field(default=None, init=False)
     """When the last sums ended; None: something else came between, and the next arrival counts as none."""
-    asked: bool = field(default=False, init=False)
-    """There was an ``arrive`` whose answer is not learned yet."""
     _sent: tuple[Parts, int] | None = field(default=None, init=False)
     """What this rank sent with it, and its tokens; None: nothing."""
     _waited_ns: int = field(default=0, init=False)
     """In the sums that followed."""
     _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS), init=False)
     _news: tuple[dict[str, Json], ...] = field(default=(), init=False)
+    _learned: int = field(default=0, init=False)
+    """Steps of which all know who came last. As ``_last`` and ``_sent_at``, the same on every rank."""
+    _last: LastArrivals = field(init=False)
+    _sent_at: int = field(default=0, init=False)
+    _told: tuple[int, int, int] = field(default=(-1, 0, 0), init=False)
+    """The rank that was told of last; of ``_learned`` the first and the newest time."""
 
-    def arrive(self, step: int, tokens: int) -> list[int]:
-        """The sums of ``step`` are next. What to send with the agreement: as many figures on every rank.
+    def __post_init__(self) -> None:
+        self._last = LastArrivals(self.world_size)
+
+    @property
+    def active(self) -> bool:
+        return self.enabled and self.world_size > 1
+
+    def arrive(self, tokens: int) -> list[int]:
+        """The next sums begin. What to send with the agreement: as many figures on every rank.
 
         ``tokens``: of this rank's own micro-batches in this step.
         """
-        if not self.enabled or self.world_size == 1:
+        if not self.active:
             return []
         released, self._sent, code = self._released, None, 0
-        self.asked = True
         if released is not None:
             parts = released.until(self.clock.mark())
             self._sent = parts, tokens
             code = (min(_MOST_US, parts.late // 1000) << RANK_BITS) | self.rank
         figures = [code]
-        if step % SENT_EVERY == 0:
+        enough = self._learned >= max(KEPT_STEPS, self._sent_at + SENT_EVERY)
+        if enough and self._last.accused() is not None:
+            self._sent_at = self._learned
             figures += [0] * (self.world_size * len(FIELDS))
             begin = 1 + self.rank * len(FIELDS)
             figures[begin : begin + len(FIELDS)] = self._figures()
@@ -166,22 +182,37 @@ class Arrivals:
         self._released = None
 
     def learn(self, figures: Sequence[int]) -> None:
-        """What all ranks agreed on at the last ``arrive``: the largest of each figure."""
-        self.asked = False
+        """What all ranks agreed on at the last ``arrive``: the largest of each figure. After ``released``."""
+        latest_us, rank = figures[0] >> RANK_BITS, figures[0] & ((1 << RANK_BITS) - 1)
+        if figures[0]:
+            self._learned += 1
+            self._last.add(rank)
         if self._sent is not None:
             parts, tokens = self._sent
-            latest_us, rank = figures[0] >> RANK_BITS, figures[0] & ((1 << RANK_BITS) - 1)
             late_us = parts.late // 1000
             own = (late_us, self._waited_ns // 1000, parts.data // 1000, parts.stall // 1000, parts.gap // 1000)
             self._steps.append(_Step(max(0, latest_us - late_us), *own, tokens, rank == self.rank))
         self._sent = None
         if self.rank == 0 and len(figures) > 1:
-            self._news = conspicuous(figures[1:])
+            self._consider(figures[1:])
 
     def take_news(self) -> tuple[dict[str, Json], ...]:
         """For rank 0's next event: the figures of the ranks, once, where one of them stands out."""
         news, self._news = self._news, ()
         return news
+
+    def _consider(self, figures: Sequence[int]) -> None:
+        """Whether the ranks' figures are told: at first at every occasion, then ever more seldom."""
+        news, rank = conspicuous(figures)
+        told, first, newest = self._told
+        if not news:
+            return
+        if rank != told:
+            first = self._learned
+        elif self._learned - newest < min(MOST_SELDOM, newest - first):
+            return
+        self._told = rank, first, self._learned
+        self._news = news
 
     def _figures(self) -> list[int]:
         if not self._steps:
@@ -193,19 +224,23 @@ class Arrivals:
         return [len(ahead), sum(last), middle, spread, *(int(median(column)) for column in others)]
 
 
-def conspicuous(figures: Sequence[int]) -> tuple[dict[str, Json], ...]:
-    """The ranks' figures by name, if one of them came last in more than half of enough steps; else nothing.
+def conspicuous(figures: Sequence[int]) -> tuple[tuple[dict[str, Json], ...], int]:
+    """The ranks' figures by name and the rank that came last most often; nothing unless it did so in more than half
+    of enough steps, and late enough to be news.
 
     Of more than ``MOST_RANKS`` that one, and others from all over the world.
     """
     width = len(FIELDS)
-    rows = [figures[at : at + width] for at in range(0, len(figures), width)]
-    worst = max(range(len(rows)), key=lambda rank: rows[rank][1])
-    if rows[worst][0] < FEWEST_STEPS or 2 * rows[worst][1] <= rows[worst][0]:
-        return ()
+    rows = [dict(zip(FIELDS, figures[at : at + width], strict=True)) for at in range(0, len(figures), width)]
+    worst = max(range(len(rows)), key=lambda rank: rows[rank]["last"])
+    slow = rows[worst]
+    lag_us = median(row["ahead_us"] for row in rows if row is not slow) - slow["ahead_us"]
+    step_us = slow["late_us"] + slow["wait_us"]
+    if slow["steps"] < KEPT_STEPS or 2 * slow["last"] <= slow["steps"] or lag_us < LEAST_SHARE * step_us:
+        return (), worst
     apart = max(1, -(-len(rows) // (MOST_RANKS - 1)))
     chosen = sorted({worst, *range(0, len(rows), apart)})
-    return tuple({"rank": rank, **dict(zip(FIELDS, rows[rank], strict=True))} for rank in chosen)
+    return tuple({"rank": rank, **rows[rank]} for rank in chosen), worst
 
 
 class _AllGather(DefaultAllGather):

@@ -4,7 +4,8 @@ The ranks have found by then that one of them comes last too often for chance (`
 than one false alarm in 10,000 steps, whatever the noise). It is named if it came last in more than half of at least 20
 steps, and if its lag matters: the median of how much earlier the others came must exceed 3 % of the step by three of its
 standard errors (1.2533 s / sqrt(n) for a median of normal noise), and three robust standard deviations of the others' own
-medians: who is one of many that differ is no straggler.
+medians: who is one of many that differ is no straggler. Its own clock must show half of that lag at least: until then too
+few of the steps are slow ones to say why.
 
 The cause is where its time to the sums exceeds the others' most. Work that is uneven (more tokens than the others, step
 after step) is the batch's fault and never a host's.
@@ -80,7 +81,7 @@ def find_straggler(paces: Sequence[RankPace]) -> Straggler | None:
     lag = median(one.ahead_us for one in others) - slow.ahead_us
     step = median(one.late_us + one.wait_us for one in paces)
     limit = max(LEAST_US, LEAST_SHARE * step + _ERRORS * _error(others), _DEVIATIONS * _deviation(others))
-    if lag <= limit:
+    if lag <= limit or slow.late_us - median(one.late_us for one in others) < lag / 2:
         return None
     cause, excess = _cause(slow, others, lag, limit)
     beside = f"{slow.tokens:,} tokens a step, the others {median(one.tokens for one in others):,.0f}"

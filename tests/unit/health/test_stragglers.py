@@ -220,8 +220,9 @@ SLOW = {"last": 24, "ahead_us": 0, "late_us": 120_000, "gap_us": 20_000, "wait_u
         {"steps": 19, "last": 19},
         {"last": 12},
         {"ahead_us": 17_000},  # 3 ms of 121: under 3 %
+        {"late_us": 105_000},
     ],
-    ids=["too few steps", "not most of them", "too little"],
+    ids=["too few steps", "not most of them", "too little", "its own clock does not show it"],
 )
 def test_each_condition_is_needed(change):
     others = [pace(rank) for rank in range(1, 4)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from muster.report import api
+from muster.report.ledger.step_budget import Lever, StepBudget
 from muster.report.render.page import render
 
 pytestmark = pytest.mark.live
@@ -99,6 +100,24 @@ def test_no_moment_has_a_sixtieth_second(browser, tmp_path):
     browser.wait("document.documentElement.dataset.ready")
     text = browser.run("return document.getElementById('incidents').innerText")
     assert "at 2:00" in text and "at 1:00:00" in text and ":60" not in text
+
+
+def test_a_step_and_its_parts_are_shown(browser, tmp_path):
+    report = api.load(made_up_run(tmp_path / "run"))
+    lever = Lever(part="data_wait", worth_s=0.03, worth_share=0.3, usd_per_day=72.0, advice="faster storage")
+    parts = {"compute": 0.06, "communication": 0.01, "data_wait": 0.03}
+    budget = StepBudget(
+        steps=10, step_s=0.1, parts_s=parts, planned_step_s=0.05, planned_s={"compute": 0.05}, levers=[lever]
+    )
+    target = tmp_path / "step.html"
+    target.write_text(render(report.ledger, replace(report.document, step_budget=budget)), encoding="utf-8")
+    browser.size(1280, 900)
+    browser.open(target)
+    browser.wait("document.documentElement.dataset.ready")
+    text = browser.run("return document.getElementById('step').innerText")
+    assert "mean of 10" in text and "planned ms" in text and "60.0" in text
+    assert "Next: data wait, worth 30 % of a step at most, $72.00 a day: faster storage." in text
+    assert browser.messages() == []
 
 
 def test_both_themes_draw(opened):

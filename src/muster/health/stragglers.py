@@ -1,11 +1,11 @@
 """Which rank makes the others wait, step after step, and why; from each rank's own figures. Pure.
 
-The ranks have found by then that one of them comes last too often for chance (``train.distributed.last_arrivals``: less
-than one false alarm in 10,000 steps, whatever the noise). It is named if it came last in more than half of at least 20
-steps, and if its lag matters: the median of how much earlier the others came must exceed 3 % of the step by three of its
-standard errors (1.2533 s / sqrt(n) for a median of normal noise), and three robust standard deviations of the others' own
-medians: who is one of many that differ is no straggler. Its own clock must show half of that lag at least: until then too
-few of the steps are slow ones to say why.
+The ranks have found by then that one of them comes last too often for chance (``train.distributed.last_arrivals``:
+less than one false alarm in 10,000 steps, whatever the noise). It is named if it came last in more than half of at
+least 20 steps, and if its lag matters: the median of how much earlier the others came must exceed 3 % of the step by
+three of its standard errors (1.2533 s / sqrt(n) for a median of normal noise), and three robust standard deviations of
+the others' own medians: who is one of many that differ is no straggler. Its own clock must show half of that lag at
+least: until then too few of the steps are slow ones to say why.
 
 The cause is where its time to the sums exceeds the others' most. Work that is uneven (more tokens than the others, step
 after step) is the batch's fault and never a host's.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.hang_captures import ASLEEP, IN_ALL_REDUCE, RAS_TEXT, gloo_dump, spy_dump
 
-from muster.app.inspect.why import why
+from muster.app.inspect.why import IncidentView, Why, why
 from muster.cli import main
 from muster.config import load
 from muster.core.errors import UsageError
@@ -101,6 +101,24 @@ def write(run: RunDir, *events: tuple[str, int | None, dict[str, object]]) -> No
 def test_a_run_without_incidents(run: RunDir) -> None:
     write(run, ("run.message", None, {"text": "all is well"}))
     assert why("demo-1").lines() == ["demo-1: no incident, nothing has gone wrong so far"]
+
+
+def test_the_next_lever_is_the_last_line(run: RunDir) -> None:
+    write(run, ("attempt.started", None, {"world_size": 2, "layout": {"dp_shard": 2}, "hosts": {"host-0": [0, 1]}}))
+    steps = EventLog(run.run_id, run.events, "host-0", 1)
+    for step in range(1, 9):
+        detail = {
+            "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "step_ns": 100_000, "tokens": 10, "padding_tokens": 0,
+            "supervised_tokens": 10, "compute_ns": 60_000, "comm_ns": 10_000, "host_gap_ns": 30_000,
+        }  # fmt: skip
+        steps.append("step", step=step, rank=0, host="host-0", detail=detail)
+    steps.close()
+    found = why("demo-1")
+    assert found.lines()[0] == "demo-1: no incident, nothing has gone wrong so far"
+    assert found.lines()[1].startswith("next: host_gap, worth 30% of a step at most: ")
+    assert json.loads(json.dumps(found.to_json()))["next"]["worth_share"] == pytest.approx(0.3)
+    long = Why(subject="-", incidents=(IncidentView(incident_id="i1", kind="-", evidence="-"),) * 12, lever=found.lever)
+    assert (len(long.lines()), long.lines()[8:]) == (10, ["and 4 lines more: --all", found.lines()[1]])
 
 
 def test_incidents_of_a_run_the_newest_first(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

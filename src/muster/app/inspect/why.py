@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from muster.app.inspect.logs import events
-from muster.core.errors import UsageError
+from muster.app.inspect.report import report
+from muster.core.errors import MusterError, UsageError
 from muster.core.event_details.incidents import (
     EvidenceGathered,
     IncidentDecided,
@@ -20,6 +21,9 @@ from muster.health.hang.analysis import analyse
 from muster.health.hang.captures import evidence_of
 from muster.health.hang.evidence import Analysis, in_words
 from muster.health.hang.flight_recorder import LARGEST_BYTES
+from muster.report.ledger.figures import usd_per_hour
+from muster.report.ledger.step_budget import Lever, step_budget
+from muster.report.render.sentences import lever_in_words
 from muster.storage import run_registry
 
 #: More files than ranks with a few captures each: the wrong folder was named.
@@ -55,6 +59,8 @@ class Why:
     incidents: tuple[IncidentView, ...] = ()
     analysis: Analysis | None = None
     ranks: tuple[str, ...] = ()
+    lever: Lever | None = None
+    """What would make a run's steps shorter; None: not known, or nothing would."""
     damaged: tuple[Damage, ...] = field(default=())
 
     def to_json(self) -> JsonObject:
@@ -65,15 +71,18 @@ class Why:
             "of": self.subject,
             "analysis": analysis,
             "incidents": [asdict(one) for one in self.incidents],
+            "next": None if self.lever is None else asdict(self.lever),
             "damaged": [damage.to_json() for damage in self.damaged],
         }
 
     def lines(self, *, whole: bool = False) -> list[str]:
         """For people: the answer first; at most ten lines unless ``whole``."""
         result = list(self._of_captures() if self.analysis is not None else self._of_run())
-        if whole or len(result) <= 10:
-            return result
-        return [*result[:9], f"and {len(result) - 9} lines more: --all"]
+        last = [] if self.lever is None else [lever_in_words(self.lever)]
+        if whole or len(result) + len(last) <= 10:
+            return result + last
+        shown = 9 - len(last)
+        return [*result[:shown], f"and {len(result) - shown} lines more: --all", *last]
 
     def _of_captures(self) -> Iterator[str]:
         analysis = self.analysis
@@ -153,7 +162,19 @@ def _of_run(reference: str) -> Why:
         elif one := found.get(event.read(IncidentResolved).incident_id):
             one.lost_s = event.read(IncidentResolved).lost_ns / 1e9
     run = run_registry.find(reference)
-    return Why(subject=run.run_id, incidents=tuple(reversed(found.values())), damaged=tuple(damaged))
+    return Why(
+        subject=run.run_id, incidents=tuple(reversed(found.values())), lever=_lever(reference), damaged=tuple(damaged)
+    )
+
+
+def _lever(reference: str) -> Lever | None:
+    """The most valuable one; None as well where a damaged log says nothing about it."""
+    try:
+        ledger = report(reference, brought=True).ledger
+    except MusterError:
+        return None
+    budget = step_budget(ledger.events, ledger.lineage.steps, usd_per_hour(ledger))
+    return budget.levers[0] if budget is not None and budget.levers else None
 
 
 def _of_captures(folder: Path) -> Why:

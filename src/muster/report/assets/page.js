@@ -338,6 +338,11 @@
     const tiers = Object.entries(report.checkpoint_exposure);
     if (tiers.length) sections.push(el("section", { class: "card" }, el("h2", null, "Age of the newest restorable state"), table(["tier", "versions", "newest step", "mean", "greatest", "at the end"],
       tiers.map(([tier, age]) => [tier, number(age.versions), number(age.newest_step), span(age.mean_age_s), span(age.greatest_age_s), span(age.last_age_s)]))));
+    const step = report.step_budget, lever = step && step.levers[0], ms = (value) => (known(value) ? number(value * 1000, 1) : "");
+    if (step) sections.push(el("section", { class: "card", id: "step" }, el("h2", null, `Where a step of ${span(step.step_s)} goes (rank 0, mean of ${number(step.steps)})`),
+      table(["part", "ms", "share", ...(known(step.planned_step_s) ? ["planned ms"] : [])], Object.entries(step.parts_s).map(([part, value]) =>
+        [label(part), ms(value), percent(value / step.step_s, 1), ...(known(step.planned_step_s) ? [ms(step.planned_s[part])] : [])])),
+      lever ? el("p", null, `Next: ${label(lever.part)}, worth ${percent(lever.worth_share, 0)} of a step at most${known(lever.usd_per_day) ? `, ${usd(lever.usd_per_day)} a day` : ""}: ${lever.advice}.`) : null));
     if (report.evals.length) sections.push(el("section", { class: "card" }, el("h2", null, "Evaluations"), table(["step", "held-out loss", "execution accuracy", "query match", "questions"],
       report.evals.map((found) => [number(found.step), number(found.loss, 4), percent(found.execution_accuracy, 1), percent(found.query_match, 1), number(found.questions)]))));
     if (report.attempts.length) sections.push(el("section", { class: "card" }, el("h2", null, "Attempts"), table(["attempt", "from", "ranks", "hosts", "steps", "kept", "state from"],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from muster.core.types import Action
 from muster.report.ledger.fold import Ledger
 from muster.report.ledger.incident_record import IncidentRecord
+from muster.report.ledger.step_budget import Lever
 
 _ACTIONS = {
     "restart": "the ranks were restarted",
@@ -35,6 +36,19 @@ def format_duration(value_s: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def money(usd: float | None) -> str:
+    """Dollars with as many digits as matter; ``unknown`` for None."""
+    if usd is None:
+        return "unknown"
+    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"
+
+
+def lever_in_words(lever: Lever) -> str:
+    """What to change next, what it is worth, and how."""
+    day = "" if lever.usd_per_day is None else f", {money(lever.usd_per_day)} a day"
+    return f"next: {lever.part}, worth {lever.worth_share:.0%} of a step at most{day}: {lever.advice}"
 
 
 def sentence(incident: IncidentRecord, usd: float | None, *, finished: bool) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from muster.report.ledger.step_budget import StepBudget
 from muster.report.render.document import Document
-from muster.report.render.sentences import format_duration
+from muster.report.render.sentences import format_duration, lever_in_words, money
 
 _BAR = 12
 _DIM = "dim"
@@ -91,13 +91,6 @@ def _figures(document: Document) -> Table:
     return table
 
 
-def money(usd: float | None) -> str:
-    """Dollars with as many digits as matter; ``unknown`` for None."""
-    if usd is None:
-        return _UNKNOWN
-    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"
-
-
 def _categories(document: Document) -> Table:
     host_time = document.host_time
     table = Table(
@@ -136,10 +129,7 @@ def _step_budget(budget: StepBudget) -> list[RenderableType]:
         table.add_row(*row, *(["" if foreseen is None else f"{foreseen * 1e3:,.1f}"] if planned else []))
     if not budget.levers:
         return [title, table, Text("nothing but arithmetic is worth 1 % of a step", style=_DIM)]
-    lever = budget.levers[0]
-    worth = f"{lever.worth_share:.0%} of a step at most"
-    worth += "" if lever.usd_per_day is None else f", {money(lever.usd_per_day)} a day"
-    return [title, table, Text(f"next: {lever.part}, worth {worth}: {lever.advice}")]
+    return [title, table, Text(lever_in_words(budget.levers[0]))]
 
 
 def _incidents(document: Document) -> list[RenderableType]:

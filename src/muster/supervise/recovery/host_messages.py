@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from muster.core.event_details import training
 from muster.core.incidents import HOST_UNHEALTHY, RANK_HANG, START_UP, STRAGGLER, traits_of
-from muster.core.typed_json import Json, JsonObject
+from muster.core.typed_json import Json, JsonObject, Unreadable
 from muster.health.stragglers import find_straggler, usd_per_day
 from muster.protocol.client import HealthReport
 from muster.protocol.to_agent import GatherEvidence
@@ -117,12 +117,16 @@ def _step(ctx: SupervisorContext, step: int, detail: JsonObject) -> None:
     if first and isinstance(phase, Running):
         consider_growth(ctx, phase)
     if detail.get("pace") and isinstance(phase, Running):
-        _pace(ctx, step, training.Step.of(detail, skip_unknown=True))
+        _pace(ctx, step, detail)
 
 
-def _pace(ctx: SupervisorContext, step: int, detail: training.Step) -> None:
+def _pace(ctx: SupervisorContext, step: int, detail: JsonObject) -> None:
     """One rank keeps coming last: whether it is a straggler, and why. Uneven work is no incident."""
-    state, found = ctx.state, find_straggler(detail.pace)
+    try:
+        paces = training.Step.of(detail, skip_unknown=True).pace
+    except Unreadable:  # no rank of Muster's own: training goes on
+        return
+    state, found = ctx.state, find_straggler(paces)
     if found is None or (found.rank, found.cause.value) in state.progress.stragglers:
         return
     state.progress.stragglers.add((found.rank, found.cause.value))

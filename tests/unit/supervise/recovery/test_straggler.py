@@ -71,6 +71,13 @@ def test_uneven_work_is_no_incident():
     assert not kinds(found, "incident.detected")
 
 
+@pytest.mark.parametrize("unread", ["no list", [{"rank": 1}], [{**pace(0, slow=True), "steps": "many"}]])
+def test_figures_that_cannot_be_read_name_nobody(unread):
+    found = run_with(unread)
+    assert found.run().exit_code == 0
+    assert not kinds(found, "straggler.named")
+
+
 def test_equal_ranks_are_named_by_nobody():
     found = run_with([pace(rank, slow=False, last=7) for rank in range(3)])
     found.run()

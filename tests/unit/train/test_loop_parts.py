@@ -366,8 +366,9 @@ def test_a_step_asks_every_rank_whether_a_copy_is_pending_before_it_sums() -> No
         pace=SimpleNamespace(wants=lambda: 4),
         saves=SimpleNamespace(saver=SimpleNamespace(busy=False)),
     )
-    run.start_consensus = lambda: TrainingRun.start_consensus(run)  # type: ignore[arg-type]
+    run.arrivals = SimpleNamespace(arrive=lambda tokens: [tokens])
+    run.start_consensus = lambda work: TrainingRun.start_consensus(run, work)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
-        update(run, SimpleNamespace(step=3, rounds=(), micro_batches=0), 0.1)  # type: ignore[arg-type]
-    asked = {"save_now": False, "copy_is_pending": True, "saving": False, "snapshot_every": 4}
+        update(run, SimpleNamespace(step=3, rounds=(), micro_batches=0, own_tokens=7), 0.1)  # type: ignore[arg-type]
+    asked = {"save_now": False, "copy_is_pending": True, "saving": False, "snapshot_every": 4, "figures": [7]}
     assert said == [asked, "finish"]

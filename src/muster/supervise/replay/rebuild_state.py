@@ -227,11 +227,9 @@ class _Replay:
     # ------------------------------------------------------------ training
 
     def step(self, event: Event, _at_ns: int) -> None:
-        if event.step is None or event.attempt < self.state.attempt:
-            return
-        if event.attempt == self.state.attempt:
+        if event.step is not None and event.attempt == self.state.attempt:
             self.state.add_step(event.step, event.detail)
-        else:  # the log lacks the beginning of its attempt
+        elif event.step is not None and event.attempt > self.state.attempt:  # the log lacks its attempt's beginning
             self.state.advance(event.step)
 
     def straggler(self, event: Event, _at_ns: int) -> None:

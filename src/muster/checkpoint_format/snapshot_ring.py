@@ -54,19 +54,24 @@ def file_name(tier: str, layout_key: str, rank: int) -> str:
     return f"{tier}.{layout_key}.{rank}.ring"
 
 
-def refuse(path: Path, reason: str) -> None:
-    """Leave the reason why no ring will be fetched, next to the path where a rank waits for it."""
+def refuse(path: Path, reason: str, *, of_copy: bool) -> None:
+    """Leave the reason why no ring will be fetched, next to the path where a rank waits for it.
+
+    ``of_copy``: the copy is gone or damaged. Otherwise nothing is known of it: its host, or the way there, is at fault,
+    or this host has no room.
+    """
     part = path.with_name(f"{path.name}.saying")
-    part.write_text(reason)
+    part.write_text(f"{_OF_COPY if of_copy else ''}{reason}")
     os.rename(part, _refusal_file(path))
 
 
-def refusal(path: Path) -> str | None:
-    """The reason that ``refuse`` left for ``path``; None: none."""
+def refusal(path: Path) -> tuple[str, bool] | None:
+    """(the reason that ``refuse`` left for ``path``, whether the copy is at fault); None: none."""
     try:
-        return _refusal_file(path).read_text()
+        text = _refusal_file(path).read_text()
     except FileNotFoundError:
         return None
+    return text.removeprefix(_OF_COPY), text.startswith(_OF_COPY)
 
 
 def forget_refusal(path: Path) -> None:
@@ -75,6 +80,9 @@ def forget_refusal(path: Path) -> None:
 
 def _refusal_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.failed")
+
+
+_OF_COPY = "copy: "
 
 
 #: How the text of ``NoRoom`` begins, also where it comes from another process.

@@ -224,7 +224,8 @@ class Replicator:
         except (OSError, MusterError, ValueError) as error:
             log_error(f"fetching {order.file}: {error}")
             with contextlib.suppress(OSError):  # a full tmpfs: the rank waits until its timeout
-                refuse(self.memory / order.target, str(error) or type(error).__name__)
+                of_copy = isinstance(error, CheckpointError) and not isinstance(error, NoRoom)
+                refuse(self.memory / order.target, str(error) or type(error).__name__, of_copy=of_copy)
 
     def _fetch_with_retries(self, order: FetchVersion) -> None:
         until = time.monotonic() + RESTART_S

@@ -16,8 +16,8 @@ from muster.checkpoint.peer_slices import PeerMemory
 from muster.checkpoint_format.decoding import damage_as
 from muster.checkpoint_format.reader import Shard
 from muster.checkpoint_format.shards import Chunk, ShardHeader
-from muster.checkpoint_format.snapshot_ring import NO_ROOM, Ring, Version, refusal
-from muster.core.errors import CheckpointError
+from muster.checkpoint_format.snapshot_ring import Ring, Version, refusal
+from muster.core.errors import BackendError, CheckpointError
 from muster.core.snapshots import SnapshotNotIntact
 from muster.protocol.held_snapshots import replica_peers
 from muster.protocol.ranks import RankContext, Restore, ShardSource
@@ -35,9 +35,10 @@ def open_shard(
     ``verify``: compare its checksum, which reads all its bytes.
 
     Raises:
-        SnapshotNotIntact: it did not arrive (the replicator reports a failed fetch at once), it is not in the file, its
-            checksum is wrong, or it is of another run, layout or rank. ``copies`` is ``source``'s.
-        CheckpointError: this host has no room for it.
+        SnapshotNotIntact: its host has it no longer or found it damaged, it is not in the file, its checksum is wrong,
+            or it is of another run, layout or rank. ``copies`` is ``source``'s.
+        BackendError: it did not arrive, which says nothing about the copy (the replicator reports a failed fetch at
+            once): its host cannot be reached, or this one has no room.
     """
     path = Path(source.path)
     try:
@@ -47,8 +48,6 @@ def open_shard(
                 ring.verify(version)
             header = ring.shard_header()
     except CheckpointError as error:
-        if NO_ROOM in str(error):  # here: nothing is wrong with the copy
-            raise
         raise SnapshotNotIntact(str(error), copies=(source.copy,)) from error
     took = {source.copy.rank, *replica_peers(restore.layout, source.copy.rank)}
     if (header.run_id, header.layout) != (run_id, restore.layout) or version.rank not in took:
@@ -58,19 +57,24 @@ def open_shard(
 
 
 def _wait_for(path: Path, restore: Restore) -> tuple[Ring, Version]:
-    deadline = time.monotonic() + (_FETCH_TIMEOUT_S if path.name.startswith("fetched.") else 0.0)
+    fetched = path.name.startswith("fetched.")
+    deadline = time.monotonic() + (_FETCH_TIMEOUT_S if fetched else 0.0)
     while True:
         waits = time.monotonic() < deadline
-        if path.exists() or not waits:
+        if path.exists() or not fetched:
             ring = Ring.open(path, writable=True)
             version = ring.find(restore.step, restore.attempt)
             if version is not None:
                 return ring, version
-        reason = refusal(path)
-        if reason is not None:
-            raise CheckpointError(f"{path.name} of step {restore.step} could not be fetched: {reason}")
+            if not waits:
+                raise CheckpointError(f"{path.name} does not hold step {restore.step} of attempt {restore.attempt}")
+        refused = refusal(path)
+        if refused is not None:
+            reason, of_copy = refused
+            text = f"{path.name} of step {restore.step} could not be fetched: {reason}"
+            raise CheckpointError(text) if of_copy else BackendError(text)
         if not waits:
-            raise CheckpointError(f"{path.name} does not hold step {restore.step} of attempt {restore.attempt}")
+            raise BackendError(f"{path.name} of step {restore.step} was not fetched within {_FETCH_TIMEOUT_S:g} s")
         time.sleep(0.005)
 
 

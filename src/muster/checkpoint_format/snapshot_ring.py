@@ -46,6 +46,7 @@ _HEADER_AT = _FIXED.size + (_MARKS + MAX_SLOTS) * _STAMP.size
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _PAGE = 4096
 _PIECE = 1 << 20
+_OF_COPY = "copy: "
 _NAME = re.compile(rf"^(?P<tier>own|peer|fetched)\.(?P<layout>{KEY_PATTERN})\.(?P<rank>\d+)\.ring$")
 
 
@@ -57,8 +58,7 @@ def file_name(tier: str, layout_key: str, rank: int) -> str:
 def refuse(path: Path, reason: str, *, of_copy: bool) -> None:
     """Leave the reason why no ring will be fetched, next to the path where a rank waits for it.
 
-    ``of_copy``: the copy is gone or damaged. Otherwise nothing is known of it: its host, or the way there, is at fault,
-    or this host has no room.
+    ``of_copy``: the copy is gone or damaged; otherwise nothing is known of it.
     """
     part = path.with_name(f"{path.name}.saying")
     part.write_text(f"{_OF_COPY if of_copy else ''}{reason}")
@@ -82,19 +82,12 @@ def _refusal_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.failed")
 
 
-_OF_COPY = "copy: "
-
-
-#: How the text of ``NoRoom`` begins, also where it comes from another process.
-NO_ROOM = "no room for snapshots"
-
-
 class NoRoom(CheckpointError):
     """Not enough memory for snapshots; existing snapshots are intact."""
 
     def __init__(self, requested: int, free: int, folder: Path) -> None:
         super().__init__(
-            f"{NO_ROOM} in memory: {_size(requested)} wanted, {_size(free)} free in {folder}",
+            f"no room for snapshots in memory: {_size(requested)} wanted, {_size(free)} free in {folder}",
             hint="checkpoint.replicate_snapshots: false needs less, checkpoint.snapshot_every_steps: 0 none",
         )
 

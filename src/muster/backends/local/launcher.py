@@ -132,6 +132,10 @@ class LocalLauncher:
         run_registry.make_folder(run_dir / "logs")
         number = int(request.labels.get(SUBMISSION, "1"))
         with job_record.locked(run_dir):
+            if not processes.labelled(request.run_id):  # whatever it says, it is about nothing that lives
+                job_record.set_damaged_aside(
+                    run_dir, _Job, backend=self.name
+                )  # it says nothing about anything that lives
             record = job_record.read(run_dir, _Job, backend=self.name)
             if record and record.run_id != request.run_id:
                 raise ConflictError(f"{run_dir} holds the run {record.run_id}", hint="choose another run_dir")
@@ -220,9 +224,13 @@ class LocalLauncher:
         run_dir = Path(handle.run_dir)
         try:
             record = job_record.read(run_dir, _Job, backend=self.name)
-        except BackendError as error:  # damaged: living processes are still found by their label
-            state = JobState.RUNNING if processes.labelled(handle.run_id) else JobState.FAILED
-            return JobStatus(state=state, reason=f"{error}; muster down ends what runs")
+        except BackendError as error:  # damaged: living processes are still found by their label, a result in the log
+            verdict = run_output.verdict(run_dir, 0)
+            if processes.labelled(handle.run_id):
+                return JobStatus(state=JobState.RUNNING, reason=f"{error}; muster down ends what runs")
+            if verdict is not None:
+                return JobStatus(state=JobState(verdict.outcome), reason=verdict.reason, exit_code=verdict.exit_code)
+            return JobStatus(state=JobState.FAILED, reason=f"{error}; muster recover begins a new one")
         if not record:
             return JobStatus(state=JobState.ABSENT, reason=f"no job of {handle.run_id} on this machine")
         living = {name: processes.lives(task.pid, task.start_ticks) for name, task in record.tasks.items()}

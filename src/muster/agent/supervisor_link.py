@@ -14,7 +14,7 @@ from muster.protocol.codec import reader_of
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_agent import TO_AGENT, ToAgent
 from muster.protocol.to_supervisor import FromAgent, HostFault, StartFailed
-from muster.protocol.values import Address
+from muster.protocol.values import Address, RankEvent
 from muster.protocol.version import OtherVersion
 from muster.transport.connections import Connection, ConnectionPool
 
@@ -23,8 +23,8 @@ LEASE_CHECK_S = 1.0
 
 
 class SupervisorLink:
-    """At most one connection. For a supervisor that is absent a failed start and the hardware's fault are kept: a hello
-    tells the rest."""
+    """At most one connection. For a supervisor that is absent a failed start, the hardware's fault and the newest
+    checkpoint are kept: a hello tells the rest."""
 
     def __init__(
         self,
@@ -45,6 +45,9 @@ class SupervisorLink:
         self._lease: tuple[int, int, int] | None = None
         """The lease's file when it was last read."""
         self._kept: dict[str, StartFailed] = {}
+        self._committed: RankEvent | None = None
+        """A checkpoint of which no supervisor was told: ranks say again what a dead agent may not have heard, before
+        its successor looks for one. Unaware of it, a supervisor would start from an older version in memory."""
         self.fault: Callable[[], HostFault | None] = lambda: None
         """What is wrong with the hardware: told again to each supervisor that is found."""
 
@@ -67,6 +70,8 @@ class SupervisorLink:
         """To the supervisor, where one is connected."""
         if self._peer is not None:
             self._hub.send(self._peer, message)
+        elif isinstance(message, RankEvent) and message.kind == "checkpoint.committed":
+            self._committed = message
 
     def keep(self, what: str, failure: StartFailed | None) -> None:
         """What this host cannot start: for the supervisor, and for each one that connects later. None: it is mended."""
@@ -92,6 +97,9 @@ class SupervisorLink:
         self.greet()
         for failure in self._kept.values():
             self.send(failure)
+        if self._committed is not None:
+            self.send(self._committed)
+            self._committed = None
         fault = self.fault()
         if fault is not None:
             self.send(fault)

@@ -127,7 +127,7 @@ def damage(strike: Strike, run_dir: Path, data_dir: Path, later: Later) -> str:
     at = _write_over(path, data, broken)
     if strike.target in trials.PUT_BACK:
         later.after(2 + 4 * strike.amount, lambda: _put_back(path, data, broken))
-    return f"{path.name} of {len(data)} bytes, at {at}"
+    return f"{path.relative_to(folder)} of {len(data)} bytes, at {at}"
 
 
 def _write_over(path: Path, data: bytes, broken: bytes) -> int:

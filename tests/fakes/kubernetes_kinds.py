@@ -18,7 +18,12 @@ KINDS = {
     },
     "apis/apps/v1": {"DaemonSet": ("daemonsets", True), "Deployment": ("deployments", True)},
     "apis/monitoring.googleapis.com/v1": {"PodMonitoring": ("podmonitorings", True)},
-    "apis/rbac.authorization.k8s.io/v1": {"Role": ("roles", True), "RoleBinding": ("rolebindings", True)},
+    "apis/rbac.authorization.k8s.io/v1": {
+        "Role": ("roles", True),
+        "RoleBinding": ("rolebindings", True),
+        "ClusterRole": ("clusterroles", False),
+        "ClusterRoleBinding": ("clusterrolebindings", False),
+    },
     "apis/batch/v1": {"Job": ("jobs", True)},
     "apis/policy/v1": {"PodDisruptionBudget": ("poddisruptionbudgets", True)},
     "apis/scheduling.k8s.io/v1": {"PriorityClass": ("priorityclasses", False)},
@@ -42,6 +47,7 @@ KINDS = {
 IMMUTABLE = {
     "Job": ("spec.selector", "spec.template", "spec.completions", "spec.completionMode", "spec.podFailurePolicy"),
     "RoleBinding": ("roleRef",),
+    "ClusterRoleBinding": ("roleRef",),
     "Deployment": ("spec.selector",),
     "DaemonSet": ("spec.selector",),
     "Service": ("spec.clusterIP",),

@@ -83,6 +83,7 @@ class Environment:
     pod: str
     place: Place
     """Of this host."""
+    node: str
     jobset: str
     model_copies: Path | None
     """A folder of complete copies of models from the hub (``core.model_copies``)."""
@@ -116,6 +117,7 @@ def read(environ: Mapping[str, str]) -> Environment:
         nice=int(environ.get("MUSTER_NICE") or 0),
         drill=environ.get("MUSTER_DRILL") == "1",
         pod=environ.get("MUSTER_POD", ""),
+        node=environ.get("MUSTER_NODE", ""),
         place=Place(block=environ.get("MUSTER_BLOCK", ""), rack=environ.get("MUSTER_RACK", "")),
         jobset=environ.get("MUSTER_JOBSET", ""),
         model_copies=Path(environ["MUSTER_MODEL_COPIES"]) if environ.get("MUSTER_MODEL_COPIES") else None,

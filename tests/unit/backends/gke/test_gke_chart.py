@@ -48,8 +48,10 @@ def named(objects):
 
 
 def plain(of):
+    """Without the role that reads nodes: it is the cluster's own, and Helm lets one release own it."""
     where = placement(of)
-    return named([*cluster_objects(where), *run_manifests(where)])
+    objects = named([*cluster_objects(where), *run_manifests(where)])
+    return {name: one for name, one in objects.items() if not one["kind"].startswith("ClusterRole")}
 
 
 def without_networks(objects):

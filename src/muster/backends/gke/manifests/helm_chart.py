@@ -197,6 +197,10 @@ def _run_template(placement: Placement) -> str:
     return _indented(dump(objects))
 
 
+#: Of these Helm lets one release be the owner: the chart makes the first if asked to, and never the others.
+CLUSTERS_OWN = ("PriorityClass", "ClusterRole", "ClusterRoleBinding")
+
+
 def _queue_templates(placement: Placement, modes: list[str]) -> str:
     """One set of queue objects for each mode; the value ``mode`` picks one."""
     parts = []
@@ -211,7 +215,7 @@ def _queue_templates(placement: Placement, modes: list[str]) -> str:
                 manifest["spec"]["nodeLabels"] = _block("$selector")
         condition = f'and .Values.createQueue (eq .Values.mode "{mode}")'
         parts.append(f"{{{{- if {condition} }}}}\n---\n{dump(objects)}{{{{- end }}}}\n")
-    account = [row for row in account_objects(_stand_in(placement)) if row["kind"] != "PriorityClass"]
+    account = [row for row in account_objects(_stand_in(placement)) if row["kind"] not in CLUSTERS_OWN]
     parts.append(f"{{{{- if .Values.createServiceAccount }}}}\n---\n{dump(_with_expressions(account))}{{{{- end }}}}\n")
     # Apart from the account, which every namespace has: of a cluster's own object Helm lets one release be the owner.
     rank = dump([changed(priority_class(), Expression("{{ .Values.supervisorPriority | quote }}"), "metadata", "name")])

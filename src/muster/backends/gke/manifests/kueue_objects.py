@@ -14,6 +14,7 @@ API = "kueue.x-k8s.io/v1beta2"
 RBAC = "rbac.authorization.k8s.io/v1"
 CHECK = "muster-dws"
 CPU_FLAVOR = "muster-cpu"
+READS_NODES = "muster-reads-nodes"
 COVERED = ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu")
 """Every resource that pods request: one left out keeps the job waiting ("resource cpu unavailable in ClusterQueue")."""
 SUPERVISORS_AT_ONCE = 32
@@ -77,7 +78,7 @@ def _quantity(value: Json) -> float:
 
 
 def account_objects(placement: Placement) -> list[Manifest]:
-    """The identity of a run's pods, what it may do here (queue the rest of its own run), and its supervisor's priority.
+    """The identity of a run's pods, what it may do (queue the rest of its run, read its node), its supervisors' rank.
 
     Buckets are bound to it by Workload Identity's principal, so it needs no annotation.
     """
@@ -91,6 +92,20 @@ def account_objects(placement: Placement) -> list[Manifest]:
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
         {"apiVersion": RBAC, "kind": "Role", "metadata": metadata, "rules": [jobsets]},
         {"apiVersion": RBAC, "kind": "RoleBinding", "metadata": metadata, "roleRef": role, "subjects": [subject]},
+        *(_reading_nodes(namespace, subject) if placement.family.topology else ()),
+    ]
+
+
+def _reading_nodes(namespace: str, subject: JsonObject) -> list[Manifest]:
+    """What a host needs to learn its node's block and sub-block. Nodes are of no namespace, so neither is the role."""
+    labels: JsonObject = {"app.kubernetes.io/managed-by": "muster"}
+    rules = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
+    named: JsonObject = {"name": READS_NODES, "labels": labels}
+    bound: JsonObject = {"name": f"{READS_NODES}-{namespace}", "labels": labels}
+    role: JsonObject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": READS_NODES}
+    return [
+        {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": named, "rules": rules},
+        {"apiVersion": RBAC, "kind": "ClusterRoleBinding", "metadata": bound, "roleRef": role, "subjects": [subject]},
     ]
 
 

@@ -137,7 +137,8 @@ def _agent(placement: Placement) -> Manifest:
     fabric = placement.machine.fabric
     host = "host-$(MUSTER_HOST_INDEX)"
     command = [
-        "python", "-m", "muster.backends.gke.pod.main", HOST, "--run-dir", placement.local_dir, "--host", host, "--",
+        "python", "-m", "muster.backends.gke.pod.main", HOST, "--run-dir", placement.local_dir, "--host", host,
+        *(["--node-labels"] if placement.family.topology else []), "--",
         "python", "-m", "muster.agent.watchdog", "--run-dir", placement.local_dir,
         "--run-id", placement.run_id, "--host", host,
     ]  # fmt: skip

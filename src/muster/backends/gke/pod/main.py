@@ -36,6 +36,7 @@ from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.log_forwarder import LogForwarder
 from muster.backends.gke.pod.own_jobset import OwnJobSet
+from muster.backends.gke.pod.own_node import place_of_node
 from muster.backends.gke.pod.run_state import RunState
 from muster.core import environment, processes
 from muster.core.clock import SystemClock
@@ -326,6 +327,7 @@ def main() -> int:
     parser.add_argument("role", choices=["host", "supervisor"])
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--host", default="")
+    parser.add_argument("--node-labels", action="store_true", help="learn from the node's labels where it stands")
     parser.add_argument("--leave-after-s", type=float, default=0.0, help="save then, and queue the rest; 0: never")
     parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
@@ -352,7 +354,9 @@ def _host(given: argparse.Namespace, argv: Sequence[str]) -> int:
     host, argv = name_after_pod(given.host, argv, own_name)
     if not host:
         return Pod(argv=argv, role=given.role).run()
-    state = RunState(run_dir=given.run_dir)
+    state, node = RunState(run_dir=given.run_dir), environment.current().node
+    if given.node_labels and node:
+        os.environ.update(place_of_node(node, _own_cluster, ANSWER_S))
     writer = host if state.home.is_folder else own_name or host
     forwarder = LogForwarder(run_dir=given.run_dir, host=host, writer=writer)
     forwarder.start()

@@ -60,9 +60,6 @@ CORE = {
     ),
     # Nothing shared but a bucket: "GKE" has a killed pod's events on one, the contract suite both kinds of homes.
     "recovery: replicas": ("test_replicas_live.py::test_a_lost_rank_leaves_the_other_replica_alone[killed]",),
-    "recovery: a user's policy": (
-        "test_policy_live.py::test_a_users_policy_makes_the_batch_smaller_in_a_smaller_world",
-    ),
     "drills, watch": ("test_drill_live.py",),
     "limits": ("test_limits_live.py",),
     "strangers on every socket": ("test_strangers_live.py",),

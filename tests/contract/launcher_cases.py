@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from fakes.slurm import FakeSlurm
 
 from muster.backends.local.launcher import LocalLauncher
@@ -17,7 +18,7 @@ from muster.backends.slurm.script import SCRIPT
 from muster.config.spec import RunSpec
 from muster.core import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError, UsageError
-from muster.core.types import JobRequest, TaskSpec
+from muster.core.types import JobHandle, JobRequest, TaskSpec
 from muster.storage import run_registry
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
@@ -55,6 +56,15 @@ class LocalCase:
         rendered = self.launcher.render(self.spec(name), run_id=run_id, run_dir=str(self.folder / run_id))
         tasks = tuple(TaskSpec(name=f"task{index}", argv=argv) for index, argv in enumerate(argvs or (SLEEP,)))
         return dataclasses.replace(rendered, tasks=tasks)
+
+
+def local_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCase]:
+    """For a fixture: this machine, with nothing left of its jobs afterwards."""
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    found = LocalCase(tmp_path)
+    yield found
+    for folder in tmp_path.iterdir():
+        found.launcher.cancel(JobHandle(run_id=folder.name, backend="local", job_id="", run_dir=str(folder)))
 
 
 class SlurmCase:

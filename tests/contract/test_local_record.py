@@ -5,25 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launcher_cases import LocalCase
+from launcher_cases import LocalCase, local_case
 from waiting import eventually
 
 from muster.core.errors import BackendError
 from muster.core.events import Event
 from muster.core.types import JobHandle, JobRequest, JobState
 
-
-@pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCase]:
-    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    found = LocalCase(tmp_path)
-    yield found
-    for folder in tmp_path.iterdir():
-        found.launcher.cancel(JobHandle(run_id=folder.name, backend="local", job_id="", run_dir=str(folder)))
+case = pytest.fixture(local_case)
 
 
 @pytest.fixture

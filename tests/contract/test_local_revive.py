@@ -7,11 +7,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launcher_cases import SLEEP, LocalCase
+from launcher_cases import SLEEP, LocalCase, local_case
 from waiting import eventually
 
 from muster.core import processes
@@ -22,13 +21,7 @@ KEEPER = (sys.executable, "-c", "import time; time.sleep(60)", "muster.agent.wat
 AGENT = (sys.executable, "-c", "import time; time.sleep(60)", "muster.agent.host_agent", *NAMES)
 
 
-@pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCase]:
-    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    found = LocalCase(tmp_path)
-    yield found
-    for folder in tmp_path.iterdir():
-        found.launcher.cancel(JobHandle(run_id=folder.name, backend="local", job_id="", run_dir=str(folder)))
+case = pytest.fixture(local_case)
 
 
 @pytest.fixture

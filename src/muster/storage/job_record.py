@@ -67,23 +67,20 @@ def read(run_dir: Path, kind: type[_JobRecord], *, backend: str) -> _JobRecord |
         raise BackendError(f"cannot read {path}: {error}", hint="muster down ends what runs") from error
 
 
-def set_damaged_aside(run_dir: Path, kind: type[JobRecord], *, backend: str) -> None:
-    """Rename a record whose text is damaged to ``job.json.damaged``, so that a new one can be begun.
+def set_damaged_aside(run_dir: Path, error: BackendError) -> None:
+    """Rename the record that ``read`` has refused to ``job.json.damaged``, so that a new one can be begun.
 
     Raises:
-        BackendError: it cannot be read, or not be renamed.
+        BackendError: its text is not what ``read`` refused (``error`` itself), or it cannot be renamed.
     """
+    if not isinstance(error.__cause__, Unreadable):
+        raise error
     path = run_dir / "job.json"
+    print(f"note: {error}: kept as {path.name}.damaged, a new one is begun", file=sys.stderr)
     try:
-        read(run_dir, kind, backend=backend)
-    except BackendError as error:
-        if not isinstance(error.__cause__, Unreadable):
-            raise
-        print(f"note: {error}: kept as {path.name}.damaged, a new one is begun", file=sys.stderr)
-        try:
-            os.replace(path, path.with_name(f"{path.name}.damaged"))
-        except OSError as failed:
-            raise BackendError(f"cannot rename {path}: {failed.strerror}") from failed
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
+    except OSError as failed:
+        raise BackendError(f"cannot rename {path}: {failed.strerror}") from failed
 
 
 def write(run_dir: Path, record: JobRecord) -> None:

@@ -132,11 +132,7 @@ class LocalLauncher:
         run_registry.make_folder(run_dir / "logs")
         number = int(request.labels.get(SUBMISSION, "1"))
         with job_record.locked(run_dir):
-            if not processes.labelled(request.run_id):  # whatever it says, it is about nothing that lives
-                job_record.set_damaged_aside(
-                    run_dir, _Job, backend=self.name
-                )  # it says nothing about anything that lives
-            record = job_record.read(run_dir, _Job, backend=self.name)
+            record = self._readable_record(request.run_id, run_dir)
             if record and record.run_id != request.run_id:
                 raise ConflictError(f"{run_dir} holds the run {record.run_id}", hint="choose another run_dir")
             if not record or number > record.submission:
@@ -190,6 +186,16 @@ class LocalLauncher:
             return JobHandle(run_id=run_id, backend=self.name, job_id=str(process.pid), run_dir=process.run_dir)
         return None
 
+    def _readable_record(self, run_id: str, run_dir: Path) -> _Job | None:
+        """The record; a damaged one is set aside once nothing lives that it could be about. Raises BackendError."""
+        try:
+            return job_record.read(run_dir, _Job, backend=self.name)
+        except BackendError as error:
+            if processes.labelled(run_id):
+                raise
+            job_record.set_damaged_aside(run_dir, error)
+            return None
+
     def _new_record(self, request: JobRequest, number: int) -> _Job:
         return _Job(
             run_id=request.run_id, backend=self.name, submission=number, submitted_wall_ns=self.clock.wall_ns(),
@@ -225,9 +231,9 @@ class LocalLauncher:
         try:
             record = job_record.read(run_dir, _Job, backend=self.name)
         except BackendError as error:  # damaged: living processes are still found by their label, a result in the log
-            verdict = run_output.verdict(run_dir, 0)
             if processes.labelled(handle.run_id):
                 return JobStatus(state=JobState.RUNNING, reason=f"{error}; muster down ends what runs")
+            verdict = run_output.verdict(run_dir, 0)
             if verdict is not None:
                 return JobStatus(state=JobState(verdict.outcome), reason=verdict.reason, exit_code=verdict.exit_code)
             return JobStatus(state=JobState.FAILED, reason=f"{error}; muster recover begins a new one")

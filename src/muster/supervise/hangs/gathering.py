@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from muster.core.typed_json import Json, JsonObject, Unreadable, decode
@@ -36,16 +36,22 @@ class Gathering:
 
     def conclude(self, world: int) -> tuple[Analysis, tuple[RankEvidence, ...]]:
         """Who holds the others up, from what has come."""
-        missing = [f"{host} has not answered" for host in sorted(self.waiting)]
-        ranks: list[RankEvidence] = []
-        for host, answer in sorted(self.answers.items()):
-            for text in answer.ranks:
-                try:
-                    ranks.append(decode(RankEvidence, text))
-                except Unreadable as error:
-                    missing.append(f"{host}: {error}")
+        ranks, missing = read_answers(self.answers, self.waiting)
         evidence = Evidence(ranks=tuple(ranks), world=world, missing=tuple(missing))
         return analyse(evidence), evidence.ranks
+
+
+def read_answers(answers: Mapping[str, EvidenceReady], waiting: Iterable[str]) -> tuple[list[RankEvidence], list[str]]:
+    """(what hosts told of their ranks, a sentence for each host of ``waiting`` and each text that is unreadable)."""
+    missing = [f"{host} has not answered" for host in sorted(waiting)]
+    ranks: list[RankEvidence] = []
+    for host, answer in sorted(answers.items()):
+        for text in answer.ranks:
+            try:
+                ranks.append(decode(RankEvidence, text))
+            except Unreadable as error:
+                missing.append(f"{host}: {error}")
+    return ranks, missing
 
 
 def event_of(analysis: Analysis, ranks: Iterable[RankEvidence], *, incident_id: str, took_ns: int) -> JsonObject:

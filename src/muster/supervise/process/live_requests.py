@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from muster.core.protocols import Clock
-from muster.core.typed_json import Record, Unreadable, decode, encode
-from muster.health.hang.evidence import RankEvidence
+from muster.core.typed_json import Record, encode
 from muster.health.hang.stack_groups import MOST_GROUPS, grouped, ranges
 from muster.protocol.client import AskStacks, FromClient, SupervisorStatus, TraceRun
 from muster.protocol.to_agent import GatherEvidence, TraceRanks
 from muster.protocol.to_supervisor import EvidenceReady
 from muster.protocol.values import TraceSteps
+from muster.supervise.hangs.gathering import read_answers
 from muster.supervise.recovery.phases import Running
 from muster.supervise.recovery.state import State
 from muster.transport.connections import Connection
@@ -122,14 +122,7 @@ class LiveRequests:
             self._send(look.client, self._told(look))
 
     def _told(self, look: _Look) -> SupervisorStatus:
-        missing = [f"{host} has not answered" for host in sorted(look.waiting)]
-        ranks: list[RankEvidence] = []
-        for host, answer in sorted(look.answers.items()):
-            for text in answer.ranks:
-                try:
-                    ranks.append(decode(RankEvidence, text))
-                except Unreadable as error:
-                    missing.append(f"{host}: {error}")
+        ranks, missing = read_answers(look.answers, look.waiting)
         missing += [
             f"rank {one.rank} on {one.host}: {sentence}" for one in ranks if not one.threads for sentence in one.missing
         ]

@@ -59,7 +59,7 @@ def read_nvlink(text: str) -> LinkReport:
         missing = "not every GPU shows as many links"
     elif not gpus:
         missing = "there is no GPU in it"
-    elif short := next((one for one in gpus if 0 < len(one.gb_s) < _links(one.name)), None):
+    elif short := next((one for one in gpus if not one.errors and len(one.gb_s) < _links(one.name)), None):
         missing = f"GPU {short.gpu} shows {len(short.gb_s)} of {_links(short.name)} links"
     return LinkReport(gpus=tuple(gpus), missing=missing)
 

@@ -2,7 +2,7 @@
 
 import pytest
 from hardware_captures import ALL_GATHER, ALL_REDUCE, IBSTAT_ACTIVE, IBSTAT_DOWN, capture
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from muster.health.hardware.fabric_manager import judge_fabric_manager
@@ -186,6 +186,7 @@ LINKS = status(FULL, FULL, FULL)
 
 
 @given(st.integers(0, len(LINKS) - 2))
+@example(LINKS.index("\n") + 1)  # the first GPU's name alone
 def test_link_states_that_are_cut_are_never_healthy(end):
     if not end or not LINKS[end:].startswith(("GPU ", "\nGPU ")):
         assert worst(links(LINKS[:end])) is not Verdict.HEALTHY

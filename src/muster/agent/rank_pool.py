@@ -13,7 +13,7 @@ from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.hang_detector import Limits, due_s, find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
 from muster.agent.ranks.pool_calls import Forks, Snapshots
-from muster.agent.ranks.rank_exit import exit_report, last_reasons
+from muster.agent.ranks.rank_exit import exit_report, last_reasons, last_words
 from muster.agent.ranks.rank_process import Worker, kill, open_pidfd, parent_of
 from muster.agent.ranks.retained_ranks import RetainedRanks
 from muster.agent.ranks.standbys import Standby, Standbys
@@ -229,7 +229,7 @@ class RankPool:
         del self.workers[worker.pid]
         if worker.peer is not None:
             self._hub.drain(worker.peer)  # its last message may still be in the socket
-        last = worker.last
+        last = worker.last = last_words(worker, self._identity.run_dir)
         if last is not None and worker.orphaned:  # a rank that sent its last message was not killed
             worker.exit_code = 1 if last.left is None else last.left
         self._log.write("rank.exited", {"exit_code": worker.exit_code, **last_reasons(last)}, rank=worker.rank)

@@ -30,10 +30,10 @@ KEPT = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED",
 )  # fmt: skip
 KEPT_PREFIXES = (
-    "LC_", "XDG_", "MUSTER_", "LD_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "OMP_",
-    "MKL_", "HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TRACKIO_", "GOOGLE_", "CLOUDSDK_",
-    "GCSFS_", "AWS_", "SSL_CERT_", "REQUESTS_CA_", "STORAGE_EMULATOR_", "http_proxy", "https_proxy", "no_proxy",
-    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+    "LC_", "XDG_", "MUSTER_", "LD_", "CUDA_", "CUBLAS_", "FLASH_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_",
+    "TRITON_", "OMP_", "MKL_", "HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TRACKIO_",
+    "GOOGLE_", "CLOUDSDK_", "GCSFS_", "AWS_", "SSL_CERT_", "REQUESTS_CA_", "STORAGE_EMULATOR_", "http_proxy",
+    "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 )  # fmt: skip
 
 

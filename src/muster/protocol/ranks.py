@@ -17,7 +17,8 @@ from muster.protocol.values import Address, CommandRanks, TraceSteps
 #: Messages of a rank whose peer died: a consequence, never the cause.
 LOST_PEER = re.compile(
     r"Connection (reset|closed|refused)|connection closed|Broken pipe|gloo.*(transport|peer|timed out)|NCCL.*abort"
-    r"|Timed out waiting|recvValue|Socket closed|DistNetworkError|Socket operation|Transport endpoint",
+    r"|Timed out waiting|recvValue|Socket closed|DistNetworkError|Socket operation|Transport endpoint"
+    r"|ncclRemoteError|remote process exited",
     re.IGNORECASE,
 )
 

@@ -49,7 +49,7 @@ from muster.protocol.rank_agent import (
 )
 from muster.protocol.ranks import RankContext
 from muster.protocol.values import LastWords, StoreAddress
-from muster.rank import interface
+from muster.rank import fork_check, interface
 from muster.rank.agent_connection import AgentAddress, AgentConnection, SocketAgentClient
 from muster.transport.listening import listen_on
 from muster.transport.secure_session import run_token
@@ -84,6 +84,11 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the parent's objects stay out of every child's collections, and their pages stay shared
     _assert_single_threaded()
+    try:
+        fork_check.check()
+    except MusterError as error:
+        print(f"error: {error} ({error.hint})", file=sys.stderr)
+        sys.exit(error.exit_code)
     ForkServer(
         AgentAddress(arguments.agent_socket, token, arguments.orphan_s, arguments.beat_every_s),
         bind=arguments.bind,

@@ -15,19 +15,23 @@ from collections.abc import Collection, Iterator
 from muster.core.errors import UsageError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+#: One of these: somebody has told NCCL which network to use.
+NCCL_NETWORK = {"NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_CONF_FILE"}
 
 
 def variables(address: str, *, named: Collection[str]) -> dict[str, str]:
-    """What tells gloo, and on one machine NCCL too, where to listen; what the user has ``named`` stays his.
+    """What tells gloo and NCCL where to listen; what the user has ``named`` stays his, and where the image or the place
+    configures NCCL's network it stays as that has it.
 
-    NCCL takes loopback only when it is told to ("=": this very name). Between hosts its interfaces are those of the
-    fabric. Raises UsageError: gloo would take another address.
+    NCCL meets its peers there too ("=": this very name), since the other hosts reach this one by that address; left
+    to itself it takes the first interface that is up, of a container bridge for example. Its bulk data goes through
+    InfiniBand, RoCE or a plugin where there is one, whatever this says; plain sockets use this interface alone.
+    Raises UsageError: gloo would take another address.
     """
     if VARIABLE in named:
         return {}
     name = interface_for(address)
-    local = name == "lo" and "NCCL_SOCKET_IFNAME" not in named
-    return {VARIABLE: name, **({"NCCL_SOCKET_IFNAME": "=lo"} if local else {})}
+    return {VARIABLE: name} | ({} if NCCL_NETWORK & set(named) else {"NCCL_SOCKET_IFNAME": f"={name}"})
 
 
 def interface_for(address: str) -> str:

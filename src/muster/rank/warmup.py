@@ -20,7 +20,7 @@ from muster.rank import heap, worker
 from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
-from muster.train.distributed.process_setup import fix_workspace
+from muster.train.distributed.process_setup import fix_libraries
 from muster.train.distributed.reduce import FloatReducer, GradientReducer, ReduceGroups
 from muster.train.model.causal_lm import build_ahead, build_model, read_config
 from muster.train.model.loss import loss_sum
@@ -101,7 +101,7 @@ def open_context(spec: RunSpec, gpu: int) -> None:
     Not yet run on a GPU; tests replace ``torch.cuda``.
     """
     assert spec.model is not None
-    fix_workspace(spec)  # cuBLAS reads the variable once
+    fix_libraries(spec)  # cuBLAS reads the variable once
     torch.cuda.set_device(gpu)
     square = torch.ones(SQUARE, SQUARE, device=device_of(gpu), dtype=getattr(torch, spec.model.dtype))
     (square @ square).sum().item()

@@ -44,10 +44,11 @@ def test_where_gloo_would_take_another_address_it_is_named(address, sentence, hi
     assert sentence in str(raised.value) and hint in str(raised.value.hint)
 
 
-def test_on_one_machine_nccl_is_told_to_stay_there(monkeypatch):
+def test_nccl_is_told_the_same_unless_somebody_has_told_it(monkeypatch):
     monkeypatch.setattr(interface, "interface_addresses", lambda: iter(KNOWN))
     assert variables("127.0.0.1", named=()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    assert variables("10.0.0.5", named=()) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert variables("10.0.0.5", named=()) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+    assert variables("10.0.0.5", named=["NCCL_NET", "PATH"]) == {"GLOO_SOCKET_IFNAME": "eth0"}
     assert variables("127.0.0.1", named=["NCCL_SOCKET_IFNAME"]) == {"GLOO_SOCKET_IFNAME": "lo"}
     assert variables("127.0.0.1", named=["GLOO_SOCKET_IFNAME"]) == {}
 

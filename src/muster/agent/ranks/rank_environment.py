@@ -7,14 +7,19 @@ from pathlib import Path
 
 from muster.config.spec import RunSpec
 
-#: Lets a rank of a healthy replica survive the abort of the groups that cross replicas. Names and meanings from
-#: ProcessGroupNCCL.hpp of torch 2.13 and its watchdog's run loop; never run on a GPU.
-SURVIVE_ABORTS = {
+#: A rank says itself why it ends. Otherwise NCCL's watchdog ends it by SIGABRT, without last words: a broken GPU would
+#: look like a crash of the program, and a survivor of a lost host like a failure of its own. Nothing waits for the
+#: watchdog: the agents detect lost and silent ranks. Names and meanings from ProcessGroupNCCL.hpp of torch 2.13 and its
+#: watchdog's run loop; never run on a GPU.
+SPEAK_FOR_THEMSELVES = {
     # 0: the watchdog notes an error and leaves it. Its default (3) takes the process down; 2 would abort by itself,
     # before the breaker is asked.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # The watchdog rethrows CUDA errors in a thread that catches nothing: the process would end.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+#: Beside these: lets a rank of a healthy replica survive the abort of the groups that cross replicas.
+SURVIVE_ABORTS = {
     # A thread that ends the process where the watchdog is stuck. The agent detects hangs itself.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # On an error the watchdog asks every group of the process for a dump, and then sleeps four times the wait below,
@@ -22,6 +27,15 @@ SURVIVE_ABORTS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
+
+#: For Muster's own trainer on GPUs. Supervised tokens differ in number from batch to batch, and with them the sizes of
+#: what is allocated: segments that grow are not left in pieces that fit nothing (torchtitan sets it too).
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_OLDER_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # still obeyed
+
+#: ``torch.cuda.is_available()`` asks the driver's library instead of opening CUDA, in a process that will fork: others
+#: ask while they are imported (transformers does where flash-attn is installed), and a fork could not use CUDA then.
+ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 #: Calls of collectives that torch's flight recorder holds, for the evidence of a hang. Of one all_reduce on gloo it
 #: takes 2 to 6 microseconds of processor time (13 to 18 without it; torch 2.13, one rank).
@@ -35,7 +49,9 @@ def fork_server_environment(
     ranks_here = (spec.resources.ranks_per_host or 1) * hosts_here
     threads = spec.resources.threads_per_rank or max(1, cores // ranks_here)
     return {
-        **survive_aborts(spec, given),
+        **_nccl(spec, given),
+        **_allocator(spec, given),
+        **ASK_NVML,
         "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
         **given,
         "OMP_NUM_THREADS": str(threads),
@@ -49,17 +65,23 @@ def opens_contexts(spec: RunSpec) -> bool:
 
     By the device files: neither torch nor the driver is touched here.
     """
+    return _on_gpus(spec) and spec.recovery.warm_standby is True and spec.command is None
+
+
+def _on_gpus(spec: RunSpec) -> bool:
     device = spec.resources.device
-    on_gpus = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
-    return on_gpus and spec.recovery.warm_standby is True and spec.command is None
+    return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
-def survive_aborts(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
-    """NCCL settings for ranks that outlive another replica; empty where there is one replica.
-
-    Elsewhere NCCL's own handling stays: a rank that shares a group with a lost one is replaced anyway.
-    """
-    if spec.command is not None or spec.parallelism.dp_replicate < 2:
+def _nccl(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
+    """NCCL's settings for Muster's own trainer; a user's program keeps torch's defaults."""
+    if spec.command is not None:
         return {}
-    older = {name.removeprefix("TORCH_") for name in SURVIVE_ABORTS} & given.keys()  # NCCL_..., still obeyed
-    return {name: value for name, value in SURVIVE_ABORTS.items() if name.removeprefix("TORCH_") not in older}
+    settings = SPEAK_FOR_THEMSELVES | (SURVIVE_ABORTS if spec.parallelism.dp_replicate > 1 else {})
+    older = {name.removeprefix("TORCH_") for name in settings} & given.keys()  # NCCL_..., still obeyed
+    return {name: value for name, value in settings.items() if name.removeprefix("TORCH_") not in older}
+
+
+def _allocator(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
+    wanted = spec.command is None and _on_gpus(spec) and _OLDER_ALLOCATOR not in given
+    return ALLOCATOR if wanted else {}

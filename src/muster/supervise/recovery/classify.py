@@ -56,7 +56,8 @@ def classify_rank_exit(
     """(kind, evidence, detail) for a rank that left without being asked to. ``own``: Xids that the run file judges."""
     code, last = message.code, message.last
     where = f"rank {message.rank} on {host}"
-    if code < 0:
+    # One that a library of the GPU or the network aborted has left its words in its log: they are judged as its own.
+    if code < 0 and (last is None or code != -signal.SIGABRT):
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         return RANK_EXIT, f"{where} was killed by {name}", {"signal": -code}
     if last is None:

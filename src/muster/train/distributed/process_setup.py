@@ -65,7 +65,7 @@ def set_numerics(spec: RunSpec, context: RankContext, device: torch.device) -> N
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = not (spec.training.deterministic or spec.training.exact)
         torch.backends.cudnn.benchmark = False
-    fix_workspace(spec)
+    fix_libraries(spec)
     if spec.training.deterministic or spec.training.exact:
         torch.use_deterministic_algorithms(True)
         # Filling costs a pass over every new tensor.
@@ -73,10 +73,16 @@ def set_numerics(spec: RunSpec, context: RankContext, device: torch.device) -> N
         torch.backends.cudnn.deterministic = True
 
 
-def fix_workspace(spec: RunSpec) -> None:
-    """Make cuBLAS deterministic on every stream, for deterministic runs. Takes effect only before its first use."""
+def fix_libraries(spec: RunSpec) -> None:
+    """Make cuBLAS and flash-attn deterministic, for deterministic runs.
+
+    cuBLAS on every stream, if before its first use. flash-attn's backward pass sums in no fixed order unless it is told
+    to, and transformers learns of it by this variable alone (``modeling_flash_attention_utils``); torch's own kernels
+    (``varlen``) obey ``use_deterministic_algorithms``.
+    """
     if spec.training.deterministic or spec.training.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
 
 
 def default_threads(spec: RunSpec, context: RankContext, device: torch.device) -> int:

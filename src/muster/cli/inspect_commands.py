@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from muster.app import api
 from muster.cli import output
 from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE
-
-if TYPE_CHECKING:
-    from muster.app.inspect.status import RunStatus
 
 KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
 RUNS = typer.Argument(..., metavar="RUN...", help="A run's id, its folder, or `last`; several: side by side.")
@@ -22,8 +17,11 @@ def status(
     run: str | None = typer.Argument(None, metavar="[RUN]", help="A run; default: all of this machine."),
     json: bool = JSON,
 ) -> None:
-    """Show where a run is and why, or list this machine's runs."""
+    """Show where a run is and why, or list this machine's runs, newest first."""
+    import time
+
     from muster.app.inspect import status as use_case
+    from muster.cli import tables
 
     if run is not None:
         result = use_case.status(run)
@@ -31,7 +29,8 @@ def status(
         if json:
             output.as_json(result.to_json())
         else:
-            _print_status(result)
+            for line in tables.one_run(result, time.time_ns()):
+                output.result(line)
         return
     unreadable: list[str] = []
     every = use_case.all_runs(
@@ -43,28 +42,11 @@ def status(
         output.info("no runs on this machine")
     for status_row in every:
         output.damaged(status_row.damaged)
-    for status_row in [] if json else every:
-        step, phase = status_row.summary.last_step, status_row.live.phase if status_row.live else "run"
-        doing = "" if phase == "run" else f"  ({phase})"
-        output.result(
-            f"{status_row.run.run_id:<52} {status_row.status.state:<10} step {step if step is not None else '-'}{doing}"
-        )
+    if every and not json:
+        for line in tables.runs(every, time.time_ns(), output.width()):
+            output.result(line)
     for line in unreadable:
         output.info(line)
-
-
-def _print_status(result: RunStatus) -> None:
-    shown = result.to_json()
-    output.result(f"{shown['run_id']}: {shown['state']}: {shown['reason']}")
-    for key in (
-        "now", "name", "run_dir", "backend", "phase", "attempt", "step", "loss", "tokens_per_s", "snapshots",
-        "incidents",
-    ):  # fmt: skip
-        value = shown[key]
-        if value not in (None, 0) or key == "step":
-            output.result(f"  {key:<13} {f'{value:,.4g}' if isinstance(value, float) else value}")
-    for name, word in result.status.tasks.items():
-        output.result(f"  {name:<13} {word}")
 
 
 def logs(

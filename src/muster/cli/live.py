@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from muster.app import api
 from muster.app.api import Event, RunDir, RunSpec, RunView
 from muster.app.inspect.event_format import Narrator, step_figures
+from muster.app.inspect.status import total_steps
 from muster.cli import output, tables
 
 if TYPE_CHECKING:
@@ -92,10 +92,7 @@ class Display(api.Sink):
 
     def total(self) -> int | None:
         """Steps of the whole run, as soon as they are known."""
-        training = self.spec.training
-        if training.steps is not None or training.epochs is None or self.summary.data is None:
-            return training.steps
-        return math.ceil(self.summary.data.sequences * training.epochs / training.global_batch_size)
+        return total_steps(self.spec, self.summary)
 
     def close(self) -> None:
         """Nothing moves any more."""

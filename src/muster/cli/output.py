@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -66,6 +67,11 @@ def doubts(sentences: Iterable[str]) -> None:
 def damaged(places: Iterable[api.Damage]) -> None:
     """What had to be left out of an event log: a line for each file."""
     doubts(api.damage_in_words(places))
+
+
+def width() -> int | None:
+    """Columns of the terminal that stdout is; None: it is none."""
+    return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
 
 
 def age(seconds: float | None) -> str:

@@ -1,15 +1,121 @@
-"""Before and after, and a run's checkpoints, as plain text."""
+"""Runs, one run, before and after, and a run's checkpoints, as plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from muster.app.api import RunView
+from muster.app.api import RunDir, RunView
 from muster.app.inspect.checkpoints import Catalogue, Version
 from muster.app.inspect.event_format import eval_figures, sample_lines
+from muster.app.inspect.status import RunStatus
 from muster.cli import output
 
 SHOWN_SAMPLES = 5
+
+
+def runs(found: Sequence[RunStatus], now_ns: int, width: int | None) -> Iterator[str]:
+    """A line a run, in at most ``width`` columns: where it would be longer, its folder moves to a line of its own, then
+    its id does. None: as long as it takes. A column that says nothing of any run is left out."""
+    head = ("run", "state", "age", "step", "ETA", "loss", "cost")
+    rows = [head, *((each.run.run_id, *_figures(each, now_ns)) for each in found)]
+    shown = [
+        column
+        for column in range(len(head))
+        if column < 4 or any(row[column] not in ("-", "$0.00") for row in rows[1:])
+    ]
+    rows = [tuple(row[column] for column in shown) for row in rows]
+    folders = ["folder", *(_folder(each.run) for each in found)]
+    whole = aligned([(*row, folder) for row, folder in zip(rows, folders, strict=True)], left=(0, 1, len(shown)))
+    if width is None or max(map(len, whole)) <= width:
+        yield from whole
+        return
+    short = aligned(rows, left=(0, 1))
+    beside = max(map(len, short)) <= width
+    if not beside:
+        short = aligned([row[1:] for row in rows], left=(0,))
+        yield f"  {short[0]}"
+    else:
+        yield short[0]
+    for each, line, folder in zip(found, short[1:], folders[1:], strict=True):
+        if not beside:
+            yield each.run.run_id
+        yield line if beside else f"  {line}"
+        if folder != "-":
+            yield f"  {folder}"
+
+
+def _figures(found: RunStatus, now_ns: int) -> tuple[str, ...]:
+    """State, age, step of total, ETA, loss, cost."""
+    said, phase = found.summary, found.live.phase if found.live else "run"
+    step = "-" if said.last_step is None else f"{said.last_step:,}"
+    return (
+        found.status.state.value + ("" if phase == "run" else f" ({phase})"),
+        "-" if said.began_ns is None else output.age((now_ns - said.began_ns) / 1e9),
+        f"{step}/{said.total_steps:,}" if said.total_steps else step,
+        "-" if found.eta_s is None else output.age(found.eta_s),
+        "-" if said.final_loss is None else f"{said.final_loss:.4f}",
+        "-" if said.usd is None else money(said.usd),
+    )
+
+
+def _folder(run: RunDir) -> str:
+    """Where it is, if that does not follow from its id."""
+    return "-" if run.is_at_home else short_path(run.path)
+
+
+def short_path(path: Path) -> str:
+    """``path``, with ``~`` for the user's home."""
+    home = os.path.expanduser("~").rstrip("/")
+    return f"~{str(path)[len(home) :]}" if home and str(path).startswith(home + "/") else str(path)
+
+
+def one_run(found: RunStatus, now_ns: int) -> Iterator[str]:
+    """Where a run is, and why. What is unknown, and what says nothing, is left out."""
+    said, live = found.summary, found.live
+    yield f"{found.run.run_id}: {found.status.state.value}: {found.status.reason}"
+    steps = None if said.last_step is None else f"{said.last_step:,}"
+    eta = f", {output.age(found.eta_s)} to go" if found.eta_s is not None else ""
+    began = f"{output.age((now_ns - said.began_ns) / 1e9)} ago" if said.began_ns is not None else None
+    rows: list[tuple[str, str | None]] = [
+        ("now", live.reason if live else None),
+        ("step", (steps and said.total_steps and f"{steps} of {said.total_steps:,}{eta}") or steps),
+        ("loss", None if said.final_loss is None else f"{said.final_loss:.4f}"),
+        ("tokens/s", None if said.tokens_per_s is None else f"{said.tokens_per_s:,.0f}"),
+        ("tokens", f"{said.tokens:,}" if said.tokens else None),
+        ("cost so far", money(said.usd) if said.usd else None),
+        ("incidents", str(said.incident_count) if said.incident_count else None),
+        ("submitted", began),
+        ("name", said.name),
+        ("attempt", str(said.attempt) if said.attempt else None),
+        ("phase", live.phase if live else None),
+        ("back end", found.backend),
+        ("folder", str(found.run.path)),
+        ("snapshots", said.snapshots.removeprefix("snapshots ") if said.snapshots else None),
+        *found.status.tasks.items(),
+    ]
+    width = max(13, *(len(name) for name, _ in rows))
+    for name, value in rows:
+        if value:
+            yield f"  {name:<{width}} {value}"
+
+
+def money(usd: float) -> str:
+    """``$0.42``, ``$1,204.10``."""
+    return f"${usd:,.2f}" if usd >= 0.005 or not usd else "<$0.01"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """The rows as lines with columns two spaces apart, the columns of ``left`` to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            word.ljust(width) if column in left else word.rjust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def before_and_after(result: RunView) -> Iterator[str]:
@@ -43,14 +149,7 @@ def catalogue(result: Catalogue) -> Iterator[str]:
         rows.append((">" if version.used else "", str(version.step), f"a{version.attempt}", version.tier, *rest))
     if len(rows) == 1:
         return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = (1, 4, 5)
-    for row in rows:
-        cells = [
-            word.rjust(width) if column in right else word.ljust(width)
-            for column, (word, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+    yield from aligned(rows, left=(0, 2, 3, 6, 7, 8))
 
 
 def _whole(version: Version) -> str:

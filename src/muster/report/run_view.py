@@ -23,6 +23,9 @@ _HOST_STATES = {
     hosts.HostReleased.kind: "released",
 }
 
+RECENT_STEPS = 50
+"""Steps that say how fast a run is now."""
+
 
 @dataclass(kw_only=True)
 class RankView:
@@ -41,6 +44,18 @@ class HostView:
     state: str = "ready"
     """training, spare, ready, lost, quarantined, released."""
     ranks: dict[int, RankView] = field(default_factory=dict)
+
+
+@dataclass
+class _Held:
+    """A host's time that is paid for."""
+
+    usd_per_hour: float | None = None
+    since_ns: int | None = None
+    before_ns: int = 0
+
+    def ns(self, now_ns: int) -> int:
+        return self.before_ns + (max(0, now_ns - self.since_ns) if self.since_ns is not None else 0)
 
 
 @dataclass(kw_only=True)
@@ -69,9 +84,16 @@ class RunView:
     _final: dict[int, Step] = field(default_factory=dict)
     _durable: int = 0
     """Newest step that a disk or bucket checkpoint ever held."""
+    began_ns: int | None = None
+    """Wall clock of the first event."""
+    newest_ns: int = 0
+    """Wall clock of the newest event."""
+    _held: dict[str, _Held] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
         """Take one event, in order."""
+        self.began_ns = event.wall_ns if self.began_ns is None else self.began_ns
+        self.newest_ns = max(self.newest_ns, event.wall_ns)
         handler = _HANDLERS.get(event.kind)
         if handler is not None:
             handler(self, event)
@@ -112,6 +134,23 @@ class RunView:
         """Median over clean steps that have one."""
         shares = [step.detail.mfu for step in self._typical() if step.detail.mfu is not None]
         return statistics.median(shares) if shares else None
+
+    @property
+    def step_every_s(self) -> float | None:
+        """From step to step, evaluations and saves included: over the newest attempt's last 50; None: not yet known."""
+        recent = [step for step in self._taken[-RECENT_STEPS:] if step.attempt == self.attempt]
+        gaps = len(recent) - 1
+        return (recent[-1].end_ns - recent[0].end_ns) / 1e9 / gaps if gaps > 0 else None
+
+    def usd(self, now_ns: int | None = None) -> float | None:
+        """Price of the hosts' time, those still held until ``now_ns``, or the newest event; None: a price is unknown.
+
+        What the ledger says, too: from allocation to release.
+        """
+        end_ns = max(self.newest_ns, now_ns or 0)
+        if not self._held or any(host.usd_per_hour is None for host in self._held.values()):
+            return None
+        return sum(host.ns(end_ns) / 3.6e12 * (host.usd_per_hour or 0.0) for host in self._held.values())
 
     def applied_ns(self, step: int | None) -> int | None:
         """Wall clock of the step's end; None: it was never applied."""
@@ -187,6 +226,14 @@ class RunView:
         host.state = _HOST_STATES[event.kind]
         if event.kind != hosts.HostAllocated.kind:
             host.ranks.clear()
+        if event.kind == hosts.HostAllocated.kind:
+            price = event.read(hosts.HostAllocated).usd_per_hour
+            held = self._held.setdefault(event.host, _Held())
+            held.usd_per_hour = held.usd_per_hour if price is None else price
+            held.since_ns = event.wall_ns if held.since_ns is None else held.since_ns
+        elif event.kind == hosts.HostReleased.kind and event.host in self._held:
+            held = self._held[event.host]
+            held.before_ns, held.since_ns = held.ns(event.wall_ns), None
 
     def _on_rank_started(self, event: Event) -> None:
         if event.rank is not None and event.attempt == self.attempt:

@@ -89,6 +89,11 @@ class RunDir:
     logs = _Inside("logs")
     checkpoints = _Inside("checkpoints")
 
+    @property
+    def is_at_home(self) -> bool:
+        """Whether its folder follows from its id."""
+        return self.path == place(self.run_id, None)
+
 
 def place(run_id: str, run_dir: str | None) -> Path:
     """Where the run lives."""
@@ -194,7 +199,7 @@ def _remove_empty(folder: Path, *, made: bool) -> None:
 
 
 def find(reference: str) -> RunDir:
-    """The run that ``reference`` names: an id, the beginning of one id, a folder, or ``last``.
+    """The run that ``reference`` names: an id, the beginning of one id, a folder, its last name, or ``last``.
 
     Raises:
         UsageError: none, several, or one that was written in another format.
@@ -209,11 +214,20 @@ def find(reference: str) -> RunDir:
     if reference == "last" and known:
         newest = max(known, key=lambda run_id: _made(known[run_id]))
         return _readable(known[newest], newest)
-    matching = [reference] if reference in known else [run_id for run_id in known if run_id.startswith(reference)]
+    matching = (
+        [run_id for run_id in known if run_id == reference]
+        or [run_id for run_id, path in known.items() if path.name == reference]
+        or [run_id for run_id in known if run_id.startswith(reference)]
+    )
     if len(matching) == 1:
         return _readable(known[matching[0]], matching[0])
     if len(matching) > 1:
-        raise UsageError(f"{reference!r} names {len(matching)} runs: {', '.join(sorted(matching)[:5])}")
+        newest = sorted(matching, key=lambda run_id: _made(known[run_id]), reverse=True)
+        more = ", ..." if len(newest) > 5 else ""
+        raise UsageError(
+            f"{reference!r} names {len(matching)} runs: {', '.join(newest[:5])}{more}",
+            hint="newest first: give one's id, or `last` for the newest of all",
+        )
     if is_folder:
         raise UsageError(f"{reference} holds no run", hint="muster status lists the runs of this machine")
     if os.path.isfile(as_path):

@@ -13,6 +13,7 @@ import pytest
 from fakes import supervisor_words
 
 from muster.app.inspect import event_format, logs, status, supervisor_client
+from muster.app.inspect.report import report as report_of
 from muster.app.run import recover, stop, submit
 from muster.backends.local.resolve import resolve
 from muster.config import load
@@ -213,6 +214,19 @@ def test_runs_are_found_by_id_beginning_folder_and_last(paper: Paper, monkeypatc
         run_registry.find("one")
 
 
+def test_a_run_elsewhere_is_found_by_its_folders_name_from_anywhere(
+    paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    there = submitted(f"run_dir={tmp_path / 'work' / 'first-run'}").run
+    submitted("name=first-run-too")
+    (tmp_path / "first").mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    assert run_registry.find("first-run") == there
+    submitted(f"run_dir={tmp_path / 'other' / 'first-run'}")
+    with pytest.raises(UsageError, match="'first-run' names 2 runs"):
+        run_registry.find("first-run")
+
+
 @pytest.mark.parametrize("name", ["a", "Ünï cödé", "-", "9 lives", "x" * 63, "../..", "a--b", "🚀"])
 def test_run_ids_are_dns_labels(name: str):
     import re
@@ -250,6 +264,31 @@ def test_status_is_for_programs_too(paper: Paper):
     assert (found["state"], found["step"], found["loss"], found["reason"]) == ("running", 1, 2.0, "so it is")
     json.dumps(found)
     assert [each.run.run_id for each in status.all_runs()] == [run.run_id]
+
+
+def test_the_newest_run_comes_first(paper: Paper):
+    runs = [submitted(f"name={name}").run.run_id for name in ("b", "a", "c")]
+    assert [each.run.run_id for each in status.all_runs()] == runs[::-1]
+
+
+def test_status_knows_pace_and_money_as_the_ledger_does(paper: Paper):
+    run = submitted("training.steps=10").run
+    log = EventLog(run.run_id, run.events, "host-0", 1)
+    begun = log.append("host.allocated", detail={"gpus": 2, "role": "active", "usd_per_hour": 36.0})
+    log.append("attempt.started", detail={"world_size": 2, "layout": {"dp_shard": 2}, "hosts": {"host-0": [0, 1]}})
+    steps = [log.append("step", step=n, rank=0, detail=STEP) for n in (1, 2, 3)]
+    found = status.status(run.run_id)
+    assert found.summary.total_steps == 10
+    pace = (steps[2].wall_ns - steps[0].wall_ns) / 2e9
+    assert found.summary.step_every_s == pytest.approx(pace) and found.eta_s == pytest.approx(7 * pace)
+    view = run_view(event_log.merged(run.events))
+    assert view.usd(begun.wall_ns + 100 * 10**9) == pytest.approx(1.0), "it is still held"
+    released = log.append("host.released", detail={"reason": "over"})
+    log.close()
+    paid = status.status(run.run_id).summary.usd
+    assert paid == pytest.approx((released.wall_ns - begun.wall_ns) / 1e9 / 100)
+    assert paid == pytest.approx(report_of(str(run.path)).document.cost.usd, rel=1e-3)
+    assert status.status(run.run_id).summary.usd == paid
 
 
 def test_logs_of_one_rank_are_not_those_of_rank_ten(paper: Paper):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from muster import backends
 from muster.app.inspect.home_view import as_of_now, fetch, home_of, status_in
@@ -16,7 +18,7 @@ from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.event_log import Damage
 from muster.core.typed_json import JsonObject
-from muster.core.types import JobHandle, JobStatus
+from muster.core.types import JobHandle, JobState, JobStatus
 from muster.protocol.client import AskStatus, SupervisorStatus
 from muster.protocol.lease import HomeStatus
 from muster.report.run_view import RunView, run_view
@@ -37,9 +39,18 @@ class Summary:
     incident_count: int
     snapshots: str | None = None
     """How often the ranks take snapshots in memory, and why; None: not said yet, or not known here."""
+    total_steps: int | None = None
+    began_ns: int | None = None
+    """Wall clock of its submission."""
+    ended_ns: int | None = None
+    step_every_s: float | None = None
+    """From step to step, lately, evaluations and saves included."""
+    usd: float | None = None
+    """So far; None: not known."""
 
     @staticmethod
-    def of_events(view: RunView) -> Summary:
+    def of_events(view: RunView, spec: RunSpec, now_ns: int) -> Summary:
+        """``now_ns``: until then hosts that it holds are paid for."""
         return Summary(
             name=view.name,
             attempt=view.attempt,
@@ -49,12 +60,24 @@ class Summary:
             tokens_per_s=view.tokens_per_s,
             incident_count=view.incident_count,
             snapshots=view.snapshots.reason if view.snapshots else None,
+            total_steps=total_steps(spec, view),
+            began_ns=view.began_ns,
+            ended_ns=view.newest_ns if view.outcome else None,
+            step_every_s=view.step_every_s,
+            usd=view.usd(None if view.outcome else now_ns),
         )
 
     @staticmethod
-    def of_home(said: HomeStatus, name: str) -> Summary:
+    def of_home(said: HomeStatus, run: RunDir, spec: RunSpec) -> Summary:
+        """What it costs is not in there: it is in its events (``muster report``)."""
+        try:
+            began_ns = run.token.stat().st_mtime_ns  # written once, by the submission
+        except OSError:
+            began_ns = None
         return Summary(
-            name=name,
+            name=spec.name,
+            total_steps=spec.training.steps,
+            began_ns=began_ns,
             attempt=said.status.attempt,
             last_step=said.status.step or None,
             final_loss=said.loss,
@@ -77,6 +100,14 @@ class RunStatus:
     damaged: tuple[Damage, ...] = ()
     """Places of the event log that were left out."""
 
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that its steps still take at the pace of the last ones; None: it does not train, or is too new."""
+        made, total = self.summary.last_step, self.summary.total_steps
+        pace = self.summary.step_every_s
+        trains = self.status.state is JobState.RUNNING and (self.live is None or self.live.phase == "run")
+        return max(0, total - made) * pace if trains and made and total and pace is not None else None
+
     def to_json(self) -> JsonObject:
         summary = self.summary
         return {
@@ -92,6 +123,11 @@ class RunStatus:
             "phase": self.live.phase if self.live else None,
             "attempt": summary.attempt,
             "step": summary.last_step,
+            "total_steps": summary.total_steps,
+            "eta_s": self.eta_s,
+            "began": _moment(summary.began_ns),
+            "ended": _moment(summary.ended_ns),
+            "usd": summary.usd,
             "loss": summary.final_loss,
             "tokens": summary.tokens,
             "tokens_per_s": summary.tokens_per_s,
@@ -114,25 +150,35 @@ def status(reference: str) -> RunStatus:
     said = status_in(home) if home is not None else None
     live: SupervisorStatus | None = None
     damaged: list[Damage] = []
+    now_ns, spec = SystemClock().wall_ns(), spec_of(run)
     if said is not None:  # a run in a bucket is not read event by event for one look
-        summary = Summary.of_home(said, spec_of(run).name)
-        live = None if result.state.ended else as_of_now(said, SystemClock().wall_ns())
+        summary = Summary.of_home(said, run, spec)
+        live = None if result.state.ended else as_of_now(said, now_ns)
     else:
         mirror(launcher, run, damaged.append)
-        summary = Summary.of_events(run_view(event_log.merged(run.events, on_damage=damaged.append)))
+        view = run_view(event_log.merged(run.events, on_damage=damaged.append))
+        summary = Summary.of_events(view, spec, now_ns)
         live = None if result.state.ended else supervisor_status(run)
     return RunStatus(run=run, backend=launcher.name, status=result, summary=summary, live=live, damaged=tuple(damaged))
 
 
 def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, reason: None) -> list[RunStatus]:
-    """Every run of this user on this machine, by id; ``on_unreadable`` gets (id, reason) of the others."""
+    """Every run of this user on this machine, newest first; ``on_unreadable`` gets (id, reason) of the others."""
     result = []
     for run_id, _ in run_registry.registry():
         try:
             result.append(status(run_id))
         except MusterError as error:
             on_unreadable(run_id, str(error))
-    return result
+    return sorted(result, key=lambda found: found.summary.began_ns or 0, reverse=True)
+
+
+def total_steps(spec: RunSpec, view: RunView) -> int | None:
+    """Steps of the whole run, as soon as they are known."""
+    training = spec.training
+    if training.steps is not None or training.epochs is None or view.data is None:
+        return training.steps
+    return math.ceil(view.data.sequences * training.epochs / training.global_batch_size)
 
 
 def supervisor_status(run: RunDir, *, timeout_s: float = 1.0) -> SupervisorStatus | None:
@@ -178,6 +224,12 @@ def spec_of(run: RunDir) -> RunSpec:
         raise MusterError(
             f"{run.resolved} was not written by this version of Muster: {first_problem(error)}"
         ) from error
+
+
+def _moment(wall_ns: int | None) -> str | None:
+    if wall_ns is None:
+        return None
+    return datetime.fromtimestamp(wall_ns / 1e9, tz=UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def first_problem(error: ValueError) -> str:

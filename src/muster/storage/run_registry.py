@@ -222,10 +222,10 @@ def find(reference: str) -> RunDir:
     if len(matching) == 1:
         return _readable(known[matching[0]], matching[0])
     if len(matching) > 1:
-        newest = sorted(matching, key=lambda run_id: _made(known[run_id]), reverse=True)
-        more = ", ..." if len(newest) > 5 else ""
+        named = sorted(matching, key=lambda run_id: _made(known[run_id]), reverse=True)
+        more = ", ..." if len(named) > 5 else ""
         raise UsageError(
-            f"{reference!r} names {len(matching)} runs: {', '.join(newest[:5])}{more}",
+            f"{reference!r} names {len(matching)} runs: {', '.join(named[:5])}{more}",
             hint="newest first: give one's id, or `last` for the newest of all",
         )
     if is_folder:

@@ -56,7 +56,8 @@ def job(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def environment(ranks: int, device: str) -> dict[str, str]:
-    found = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(SOURCE)}
+    paths = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH"))))
+    found = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
     if ranks > 1 and device == "cpu":
         found["GLOO_SOCKET_IFNAME"] = "lo"
     return found

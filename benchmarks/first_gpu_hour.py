@@ -1,0 +1,223 @@
+"""The first hour on a GPU: fifteen commands in six bundles, each bundle within ten minutes, without a network.
+
+    python benchmarks/first_gpu_hour.py --pack WHEELS [--python 3.12]   # with a network: brings what an image lacks
+    python benchmarks/first_gpu_hour.py --bundle A --out OUT --wheels WHEELS   # on one H100 or H200; then B to F
+    python benchmarks/first_gpu_hour.py --list
+    python benchmarks/first_gpu_hour.py --smoke --out OUT [--only varlen ...]  # tiny, on the CPU: does it run?
+
+A and B decide whether the rest is worth starting. Each command is a process with a time limit of its own; one that
+fails, or is ended at its limit, costs nothing but itself. OUT/hour.json is written after each one (figures, claims, how
+it ended), and the output of each is in OUT/NN-NAME.log; another bundle adds to the same file. Every result is said as
+what it proves, refutes or leaves open. Needs torch of the image and what WHEELS brings. It has never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from gpu_hour.finding import Findings, line  # noqa: E402
+from gpu_hour.wheels import install, pack  # noqa: E402
+
+#: A call on a lent machine may last ten minutes, the installation of wheels included.
+BUNDLE_S = 570
+
+
+@dataclass(frozen=True)
+class Command:
+    """``program``: a benchmark with its arguments; none: the probe of this name."""
+
+    name: str
+    bundle: str
+    limit_s: int
+    about: str
+    program: tuple[str, ...] = ()
+    smoke: tuple[str, ...] = ()
+
+
+ONE_B = ("trainer_gpu.py", "--only", "1b", "--micro", "8", "4", "--systems", "muster", "muster_compiled")
+COMMANDS = (
+    Command("machine", "A", 60, "versions, limits, what torch's own attention takes"),
+    Command("fork", "A", 150, "a fork beside flash-attn: clean with NVML's answer, poisoned without"),
+    Command("nccl", "A", 120, "NCCL with one rank: sums, bytes of a communicator, abort"),
+    Command("varlen", "B", 120, "attention over packed documents is right, and bit for bit"),
+    Command("padding", "B", 150, "what empty documents cost"),
+    Command("loss", "B", 200, "the chunked loss: eager, compiled, larger chunks"),
+    Command("whole", "C", 260, "the whole stack, twice, to one state"),
+    Command("exact", "C", 300, "fixed-point sums on one GPU"),
+    Command(
+        "trainer-1b", "D", 330, "tokens/s and MFU of 1B beside a bare loop",
+        (*ONE_B, "bare_compiled", "bare"), ("--only", "1b", "--systems", "muster", "bare"),
+    ),
+    Command(
+        "trainer-8b-lora", "D", 240, "MFU of 8B LoRA, to compare with 40.7 % (Automodel, one H100)",
+        ("trainer_gpu.py", "--only", "8b-lora", "--micro", "2", "--systems", "muster_compiled", "bare_compiled"),
+        ("--only", "8b-lora", "--systems", "muster"),
+    ),
+    Command("trace", "E", 200, "gaps, copies and waits of a compiled step"),
+    Command("snapshots", "E", 180, "what a snapshot each step costs, the first ones apart"),
+    Command("memory", "E", 180, "the plan's bytes beside the driver's"),
+    Command(
+        "recovery", "F", 380, "seconds by stage after a kill, a device assert, out of memory",
+        ("recovery_gpu.py", "--shape", "300m", "--trials", "3", "--settle-s", "8", "--only",
+         "rank_kill", "device_assert", "out_of_memory"), ("--only", "rank_kill"),
+    ),
+    Command(
+        "recovery-imports", "F", 180, "what a standby's context is worth",
+        ("recovery_gpu.py", "--shape", "300m", "--trials", "2", "--settle-s", "8", "--only", "rank_kill_imports"),
+        ("--only", "rank_kill_imports"),
+    ),
+)  # fmt: skip
+
+
+def argv(command: Command, out: Path, *, smoke: bool) -> list[str]:
+    """The program of ``command``; its result goes to ``out``."""
+    if not command.program:
+        return [sys.executable, str(HERE / "gpu_hour"), command.name, str(out), *(["--smoke"] if smoke else [])]
+    program, *given = command.program
+    arguments = ["--smoke", *command.smoke] if smoke else given
+    return [sys.executable, str(HERE / program), *arguments, "--json", str(out)]
+
+
+def play(command: Command, number: int, out: Path, env: dict[str, str], *, limit_s: float, smoke: bool) -> Any:
+    """Run one command to its end or its limit. Never raises for what the command does."""
+    name = f"{number:02d}-{command.name}"
+    result, log = out / f"{name}.json", out / f"{name}.log"
+    result.unlink(missing_ok=True)
+    began = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            argv(command, result, smoke=smoke), env=env, stdout=file, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            ended = f"exit code {process.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            ended = f"ended at its limit of {limit_s:.0f} s"
+            process.kill()
+            process.wait()
+    end_children()
+    said = json.loads(result.read_text()) if result.exists() else {}
+    found = said if not command.program else judged(command, said, smoke=smoke).to_json()
+    why = "" if ended == "exit code 0" else "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    return {"about": command.about, "ended": ended, "seconds": round(time.monotonic() - began, 1), "why": why, **found}
+
+
+def adopt_orphans() -> None:
+    """Processes whose parent dies become children of this one: agents and ranks have sessions of their own."""
+    ctypes.CDLL(None, use_errno=True).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+
+
+def end_children() -> None:
+    """End whatever a command left: nothing may hold the GPU while the next one measures."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        children = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        if not children:
+            return
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)  # its own children are ours then
+
+
+def judged(command: Command, said: dict[str, Any], *, smoke: bool) -> Findings:
+    """The claims that a benchmark's figures decide."""
+    found = Findings(figures=said)
+    if smoke or not said:
+        return found
+    if command.name.startswith("trainer"):
+        (rows,) = said["shapes"].values()
+        fast, bare = (rows.get(each, {}).get("tokens_per_s") for each in ("muster_compiled", "bare_compiled"))
+        both = fast is not None and bare is not None
+        found.claim("Muster is at most 3 % slower than a bare compiled loop", fast >= 0.97 * bare if both else None,
+                    f"{fast} and {bare} tokens/s")  # fmt: skip
+        mfu = (rows.get("muster_compiled", {}).get("mfu") or {}).get("causal")
+        least = EXPECTED[command.name]
+        found.claim(f"MFU is at least {least:.0%} (docs/plan.md)", None if mfu is None else mfu >= least, mfu)
+    else:
+        for case, figures in said["cases"].items():
+            again = figures["steps_again"]
+            found.claim(f"{case}: no applied step is redone", again <= 0, f"L {figures['l_s']} s, {again} again")
+    return found
+
+
+#: The lower end of what docs/plan.md expects of the first measurement, by the CAUSAL convention.
+EXPECTED = {"trainer-1b": 0.25, "trainer-8b-lora": 0.30}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--pack", type=Path, metavar="WHEELS", help="download what an image may lack; needs a network")
+    parser.add_argument("--python", nargs="*", default=[".".join(map(str, sys.version_info[:2]))], help="the image's")
+    parser.add_argument("--wheels", type=Path, help="folder made by --pack")
+    parser.add_argument("--bundle", choices=sorted({each.bundle for each in COMMANDS}))
+    parser.add_argument("--only", nargs="*", choices=[each.name for each in COMMANDS])
+    parser.add_argument("--out", type=Path, help="folder of results")
+    parser.add_argument("--list", action="store_true", help="what would run")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
+    options = parser.parse_args()
+    chosen = [
+        (number, each) for number, each in enumerate(COMMANDS, 1)
+        if (options.bundle in (None, each.bundle)) and (options.only is None or each.name in options.only)
+    ]  # fmt: skip
+    if options.list:
+        for number, each in chosen:
+            print(f"{each.bundle} {number:2d} {each.name:17s} {each.limit_s:4d} s  {each.about}")
+        return 0
+    if options.pack:
+        print(pack(options.pack, options.python))
+        return 0
+    if options.out is None:
+        parser.error("--out: a folder for the results")
+    return hour(chosen, options)
+
+
+def hour(chosen: list[tuple[int, Command]], options: argparse.Namespace) -> int:
+    """Run the chosen commands; 1 where one did not end well."""
+    began = time.monotonic()
+    adopt_orphans()
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = options.out / "hour.json"
+    results: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
+    paths = [str(HERE.parent / "src")]
+    if options.wheels:
+        print(install(options.wheels, options.out / "site"), flush=True)
+        paths.append(str(options.out / "site"))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (*paths, os.environ.get("PYTHONPATH"))))}
+    env.setdefault("HF_HUB_OFFLINE", "1")
+    bad = 0
+    for number, command in chosen:
+        left = BUNDLE_S - (time.monotonic() - began) if options.bundle else command.limit_s
+        if options.bundle and left < 20:
+            results[command.name] = {"ended": "not started: the bundle's time is over", "about": command.about}
+        else:
+            limit_s = min(command.limit_s, left)
+            results[command.name] = play(command, number, options.out, env, limit_s=limit_s, smoke=options.smoke)
+        done = results[command.name]
+        bad += done["ended"] != "exit code 0"
+        record.write_text(json.dumps(results, indent=1) + "\n")  # as far as it got: a lent GPU may be taken back
+        print(f"{number:2d} {command.name}: {done['ended']}, {done.get('seconds', 0)} s ({command.about})")
+        for each in done.get("claims", []):
+            print(f"     {line(each)}")
+        if done.get("why"):
+            print("     " + done["why"].replace("\n", "\n     "))
+        sys.stdout.flush()
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

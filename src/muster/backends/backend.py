@@ -8,12 +8,13 @@ Another package adds one by an entry point (see ``muster.core.registry``)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from muster.backends.cluster import OpenCluster, Rehearse
 from muster.backends.protocols import Launcher
+from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 from muster.core.typed_json import JsonObject
@@ -51,6 +52,10 @@ def _no_keys(spec: RunSpec) -> Iterable[tuple[str, str]]:
     return ()
 
 
+def _everything(options: Sequence[Option]) -> Sequence[Option]:
+    return options
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """One back end. Importing it must be cheap: ``launcher`` imports what it needs when it is called."""
@@ -69,6 +74,8 @@ class Backend:
     """Keys of its own that a correction on held hosts cannot change: the hosts were started with them."""
     formats: Mapping[str, Render] = field(default_factory=dict)
     """Formats of ``muster render``, the default one first."""
+    rents: Callable[[Sequence[Option]], Sequence[Option]] = _everything
+    """The catalogue's options as they are to be had here: fewer, or at another price. Pure."""
     cluster: OpenCluster | None = None
     """None: hosts are not created or removed from here."""
     rehearse: Rehearse | None = None

@@ -15,6 +15,7 @@ from muster.config.resources import Resources
 from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
 from muster.config.slurm import Slurm
 from muster.config.sources import SOURCE_TYPES, Source
+from muster.config.vertex import Vertex
 from muster.core.layout import AXES
 from muster.core.optimizers import OPTIMIZERS, OptimizerTraits
 
@@ -300,5 +301,6 @@ class RunSpec(Section):
     output: Output = Output()
     metrics: Metrics = Metrics()
     slurm: Slurm = Slurm()
+    vertex: Vertex = Vertex()
     command: list[str] | None = None
     """Instead of ``model`` and ``data``: run this torchrun-style script under the same agents."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from muster.backends.bucket_paths import as_uri, is_bucket, with_mounted_inputs
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.catalog import gke as catalogue
 from muster.catalog.gke import Family, Machine
@@ -192,7 +193,7 @@ def resolved(placement: Placement) -> RunSpec:
     """The run file with what the machine and the home decide: ranks a host, device, how long hosts are waited for,
     and paths as the pods see them (checkpoints by URI, weights below their mount)."""
     spec = placement.spec
-    resources, recovery, checkpoint, model = spec.resources, spec.recovery, spec.checkpoint, spec.model
+    resources, recovery, checkpoint = spec.resources, spec.recovery, spec.checkpoint
     gpus = placement.machine.gpus
     machine = {
         "ranks_per_host": resources.ranks_per_host or gpus or 1,
@@ -210,17 +211,7 @@ def resolved(placement: Placement) -> RunSpec:
     if placement.metrics_port is not None:  # the collector comes from another pod
         page = {"port": placement.metrics_port, "bind": "0.0.0.0"}
         changes["metrics"] = spec.metrics.model_copy(update=page)
-    if model is not None:
-        named = {key: getattr(model, key) for key in ("source", "tokenizer")}
-        paths = {key: mounted(value) for key, value in named.items() if isinstance(value, str)}
-        changes["model"] = model.model_copy(update=paths)
-    if (data := spec.data) is not None:
-        sources = [
-            one.model_copy(update={key: mounted(path) for key, path in one.files.items()}) for one in data.sources
-        ]
-        cache = mounted(data.cache_dir) if data.cache_dir else None
-        changes["data"] = data.model_copy(update={"sources": sources, "cache_dir": cache})
-    return spec.model_copy(update=changes)
+    return with_mounted_inputs(spec).model_copy(update=changes)
 
 
 def checkpoints_at_home(placement: Placement) -> str | None:
@@ -273,21 +264,6 @@ def object_name(run_id: str) -> str:
     head = re.sub(r"[^a-z0-9-]+", "-", run_id.lower()).strip("-0123456789") or "run"
     digest = hashlib.sha256(run_id.encode()).hexdigest()[:8]
     return f"{head[: LONGEST_RUN_NAME - 9].strip('-')}-{digest}"
-
-
-def as_uri(path: str) -> str:
-    """``/gcs/bucket/x`` as ``gs://bucket/x``: what is committed or shared goes to the bucket itself, never through a
-    mount, which has no conditional write; other paths as they are."""
-    return "gs://" + path.removeprefix("/gcs/").rstrip("/") if path.startswith("/gcs/") else path.rstrip("/")
-
-
-def mounted(path: str) -> str:
-    """``gs://bucket/x`` as a file below its mount, ``/gcs/bucket/x``; other paths as they are."""
-    return "/gcs/" + path.removeprefix("gs://").rstrip("/") if path.startswith("gs://") else path
-
-
-def is_bucket(path: str) -> bool:
-    return path.startswith(("gs://", "s3://"))
 
 
 def _by_default(recovery: Recovery) -> bool:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement, as_uri, is_bucket
+from muster.backends.bucket_paths import as_uri, is_bucket
+from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement
 from muster.catalog import gke as catalogue
 from muster.core.errors import Problem, RunFileError
 

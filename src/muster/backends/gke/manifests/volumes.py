@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 
-from muster.backends.gke.manifests.placement import CLAIM_FOLDER, LOCAL_FOLDER, Placement, as_uri, mounted
+from muster.backends.bucket_paths import as_uri, mounted
+from muster.backends.gke.manifests.placement import CLAIM_FOLDER, LOCAL_FOLDER, Placement
 from muster.catalog import rows
 from muster.core.typed_json import Json, JsonObject
 

@@ -1,0 +1,174 @@
+"""What is sent to Vertex AI, exactly: one pure function from a run file to a request for each region.
+
+A job's pools: 0 the chief, 1 the other hosts, 2 Google's Reduction Server. Every host runs the same program, which
+finds its place in ``CLUSTER_SPEC``. Whoever may read a job reads its arguments: they name secrets and hold none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from muster.backends.backend import RenderedFiles
+from muster.backends.vertex.placement import Placement, nonce, place, resolved
+from muster.backends.vertex.run_file_rules import rules, warnings
+from muster.catalog.vertex import FLEX_START, RESERVATION, SPOT
+from muster.config.spec import RunSpec
+from muster.core.errors import Problem, RunFileError
+from muster.core.typed_json import Json, JsonObject
+
+Body = dict[str, Json]
+
+HOST_PROGRAM = "muster.backends.vertex.host"
+RUN_LABEL, NONCE_LABEL = "muster-run", "muster-nonce"
+REDUCER_MACHINE = "n1-highcpu-16"
+REDUCER_IMAGE = "{where}-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
+"""Google documents no other tag."""
+NEAREST = {"europe": "europe", "me": "europe", "africa": "europe", "asia": "asia", "australia": "asia"}
+NCCL_SCRIPT = "/usr/local/gib/scripts/set_nccl_env.sh"
+"""To be sourced before the program on machines with RDMA (Google's page on compute resources)."""
+# A constant program: what varies arrives as "$0" and "$@", so nothing is ever quoted into it. Without the script it
+# goes on over plain TCP, and says so: an end with an error would end all hosts.
+SOURCE_AND_RUN = """\
+if [[ -r $0 ]]; then words=("$@"); source "$0"; set -- "${words[@]}"
+else echo "warning: no $0: NCCL will use plain TCP" >&2; fi
+exec "$@"
+"""
+NOT_SENT = Problem("backend", "vertex: these requests are made and checked, and cannot be submitted yet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request: a custom job in one region."""
+
+    region: str
+    url: str
+    body: JsonObject
+
+    def text(self) -> str:
+        shown: JsonObject = {"method": "POST", "url": self.url, "body": self.body}
+        return json.dumps(shown, indent=2) + "\n"
+
+
+def rendered(spec: RunSpec, *, run_id: str, run_dir: str | None) -> RenderedFiles:
+    """A file for each region, in the order in which they are tried.
+
+    Raises:
+        RunFileError: rules across keys are broken, each with its reason.
+    """
+    if problems := list(rules(spec)):
+        raise RunFileError(problems)
+    placement = place(spec, run_id=run_id, run_dir=run_dir)
+    files = {f"custom-job.{request.region}.json": request.text() for request in requests(placement)}
+    return RenderedFiles(files=files, warnings=(*warnings(placement), NOT_SENT))
+
+
+def requests(placement: Placement, *, submission: int = 1, turn: int = 1) -> list[Request]:
+    """What creates the job, by region; one at a time is sent."""
+    project, run = placement.spec.resources.project, placement.run_id
+    mark = nonce(run, submission, turn)
+    return [
+        Request(
+            region=region,
+            url=f"https://{region}-aiplatform.googleapis.com/v1/projects/{project}/locations/{region}/customJobs",
+            body={
+                "displayName": run,
+                "labels": {RUN_LABEL: run, NONCE_LABEL: mark},
+                "jobSpec": _job(placement, region, mark, submission),
+            },
+        )
+        for region in placement.regions
+    ]
+
+
+def run_file(placement: Placement) -> bytes:
+    """The resolved run file as it is put into the home, where hosts fetch it; its digest is in their arguments."""
+    return (resolved(placement).model_dump_json(indent=1) + "\n").encode()
+
+
+def _job(placement: Placement, region: str, mark: str, submission: int) -> JsonObject:
+    asked = placement.spec.vertex
+    job: Body = {
+        "workerPoolSpecs": _pools(placement, region, mark, submission),
+        "scheduling": _scheduling(placement),
+    }
+    if asked.service_account:
+        job["serviceAccount"] = asked.service_account
+    if asked.network:
+        job["network"] = asked.network
+    if asked.network_attachment:
+        job["pscInterfaceConfig"] = {"networkAttachment": asked.network_attachment}
+    if asked.web_access:
+        job["enableWebAccess"] = True
+    if asked.tensorboard:  # what is shown is read from the folder that the second one makes
+        job["tensorboard"] = asked.tensorboard
+        job["baseOutputDirectory"] = {"outputUriPrefix": f"{placement.home}/vertex"}
+    return job
+
+
+def _scheduling(placement: Placement) -> JsonObject:
+    """Vertex restarts no worker and no job for one that does: what is lost inside a job is Muster's to replace."""
+    strategy = {FLEX_START: "FLEX_START", SPOT: "SPOT"}.get(placement.mode, "STANDARD")
+    scheduling: Body = {
+        "strategy": strategy,
+        "timeout": f"{placement.timeout_s}s",
+        "restartJobOnWorkerRestart": False,
+        "disableRetries": False,
+    }
+    if placement.mode == FLEX_START:  # the only mode that knows it
+        scheduling["maxWaitDuration"] = f"{placement.max_wait_s}s"
+    return scheduling
+
+
+def _pools(placement: Placement, region: str, mark: str, submission: int) -> list[JsonObject]:
+    host: Body = {
+        "machineSpec": _machine(placement),
+        "diskSpec": {
+            "bootDiskType": placement.spec.vertex.boot_disk_type or placement.machine.boot_disk,
+            "bootDiskSizeGb": placement.boot_disk_gb,
+        },
+        "containerSpec": _container(placement, mark, submission),
+    }
+    pools: list[JsonObject] = [{**host, "replicaCount": "1"}]
+    if placement.hosts > 1:
+        pools.append({**host, "replicaCount": str(placement.hosts - 1)})
+    if reducers := placement.spec.vertex.reduction_servers:
+        where = NEAREST.get(region.partition("-")[0], "us")
+        pools.append(
+            {
+                "machineSpec": {"machineType": REDUCER_MACHINE},
+                "containerSpec": {"imageUri": REDUCER_IMAGE.format(where=where)},
+                "replicaCount": str(reducers),
+            }
+        )
+    return pools
+
+
+def _machine(placement: Placement) -> JsonObject:
+    machine, named = placement.machine, placement.spec.resources.reservation
+    spec: Body = {"machineType": machine.name}
+    if machine.accelerator is not None:
+        spec |= {"acceleratorType": machine.accelerator.name, "acceleratorCount": machine.gpus}
+    if placement.mode == RESERVATION and named:
+        key = "compute.googleapis.com/reservation-name"
+        spec["reservationAffinity"] = {
+            "reservationAffinityType": "SPECIFIC_RESERVATION", "key": key, "values": [named],
+        }  # fmt: skip
+    return spec
+
+
+def _container(placement: Placement, mark: str, submission: int) -> JsonObject:
+    chip, secret = placement.machine.accelerator, placement.spec.vertex.hugging_face_secret
+    program = ["python", "-m", HOST_PROGRAM]
+    words = [
+        "--run-id", placement.run_id, "--home", placement.home, "--submission", str(submission), "--nonce", mark,
+        "--run-file-sha256", hashlib.sha256(run_file(placement)).hexdigest(),
+        "--token-secret", placement.token_secret,
+        *(["--hugging-face-secret", secret] if secret else []),
+    ]  # fmt: skip
+    if chip is not None and chip.network == "script":
+        command, arguments = ["/bin/bash", "-c", SOURCE_AND_RUN, NCCL_SCRIPT], [*program, *words]
+    else:
+        command, arguments = program, words
+    return {"imageUri": placement.spec.resources.image or "", "command": [*command], "args": [*arguments]}

@@ -1,0 +1,127 @@
+"""Where a run goes on Vertex AI and what its machines are: the run file's words turned into a job's limits. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from muster.backends.bucket_paths import as_uri, with_mounted_inputs
+from muster.catalog import rows
+from muster.catalog import vertex as catalogue
+from muster.catalog.vertex import FLEX_START, ON_DEMAND, Machine
+from muster.config.spec import Recovery, RunSpec
+
+SEVEN_DAYS_S = 604_800
+"""A custom job's running time where nothing is asked (API, ``Scheduling.timeout``), and flex-start's longest."""
+LEAD_S = 1800
+"""What is asked beyond the run's own hours: Vertex ends a job at its timeout without notice."""
+WAIT_HOURS: Mapping[str, float] = {FLEX_START: 24.0}
+OTHER_WAIT_HOURS = 2.0
+"""A stock-out is tried up to three times by Vertex, in minutes to tens of minutes, before the job fails for it."""
+START_TIMEOUT_S = 3600.0
+"""Each host's program starts when its machine is there: minutes to a quarter of an hour apart."""
+IMAGE_AND_FILES_GB, STEP_GB = 200, 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Everything that a request depends on, in addition to the run file itself."""
+
+    spec: RunSpec
+    run_id: str
+    home: str
+    """Where the run lives: ``gs://BUCKET/...`` (anything else is refused)."""
+    machine: Machine
+    mode: str
+
+    @property
+    def regions(self) -> list[str]:
+        """Tried in order."""
+        return self.spec.resources.locations
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that train plus spares: what a job has is fixed when it is created."""
+        return self.spec.resources.hosts + self.spec.resources.spare_hosts
+
+    @property
+    def max_wait_s(self) -> int:
+        """How long a region may keep the request waiting; never 0, which would be for ever."""
+        hours = self.spec.vertex.max_wait_hours or WAIT_HOURS.get(self.mode, OTHER_WAIT_HOURS)
+        return max(1, math.ceil(hours * 3600))
+
+    @property
+    def timeout_s(self) -> int:
+        """The job's longest running time."""
+        hours = self.spec.limits.max_hours
+        return SEVEN_DAYS_S if hours is None else min(SEVEN_DAYS_S, math.ceil(hours * 3600) + LEAD_S)
+
+    @property
+    def boot_disk_gb(self) -> int:
+        """As asked; else room for the image, temporary files and the model's weights twice, in steps of 100 GB."""
+        model = self.spec.model
+        weights = rows.weights_bytes(model.source) if model is not None and model.source else None
+        needed = IMAGE_AND_FILES_GB + 2 * (weights or 0) / 1e9
+        return self.spec.vertex.boot_disk_gb or math.ceil(needed / STEP_GB) * STEP_GB
+
+    @property
+    def token_secret(self) -> str:
+        """The secret by which supervisor and agents know each other: made for this run alone, so its first version."""
+        return f"projects/{self.spec.resources.project}/secrets/muster-{self.run_id}/versions/1"
+
+
+def place(spec: RunSpec, *, run_id: str, run_dir: str | None) -> Placement:
+    """Find the machine; no checks beyond that (``run_file_rules`` has them).
+
+    Raises:
+        UsageError: Vertex rents no such machine, or the run file names none.
+    """
+    machine = machine_of(spec)
+    mode = spec.resources.provisioning_model or (FLEX_START if FLEX_START in machine.modes else ON_DEMAND)
+    return Placement(spec=spec, run_id=run_id, home=home_of(spec, run_id, run_dir), machine=machine, mode=mode)
+
+
+def machine_of(spec: RunSpec) -> Machine:
+    """The run file's machine. Raises UsageError as ``catalog.vertex.find``."""
+    return catalogue.find(spec.resources.machine, spec.resources.accelerator)
+
+
+def home_of(spec: RunSpec, run_id: str, run_dir: str | None) -> str:
+    """In a bucket as given, else next to the checkpoints where those are in one; empty where nothing names one."""
+    for given in (spec.run_dir, run_dir):
+        if given and as_uri(given).startswith("gs://"):
+            return as_uri(given)
+    directory = as_uri(spec.checkpoint.dir or "")
+    return "/".join([*directory.split("/")[:3], "muster-runs", run_id]) if directory.startswith("gs://") else ""
+
+
+def resolved(placement: Placement) -> RunSpec:
+    """The run file with what the machine and the home decide: ranks a host, device, how long hosts are waited for, and
+    paths as hosts see them (checkpoints by URI, weights and data below ``/gcs``)."""
+    spec, gpus = placement.spec, placement.machine.gpus
+    checkpoint, recovery, resources = spec.checkpoint, spec.recovery, spec.resources
+    late = recovery.start_timeout_s
+    start_s = max(late, START_TIMEOUT_S) if late == Recovery().start_timeout_s else late
+    machine = {
+        "ranks_per_host": resources.ranks_per_host or gpus or 1,
+        "device": ("cuda" if gpus else "cpu") if resources.device == "auto" else resources.device,
+    }
+    changes: dict[str, object] = {
+        "run_dir": as_uri(spec.run_dir) if spec.run_dir else None,
+        "resources": resources.model_copy(update=machine),
+        "recovery": recovery.model_copy(update={"start_timeout_s": start_s}),
+        "checkpoint": checkpoint.model_copy(
+            update={"dir": as_uri(checkpoint.dir) if checkpoint.dir else f"{placement.home}/checkpoints"}
+        ),
+    }
+    return with_mounted_inputs(spec).model_copy(update=changes)
+
+
+def nonce(run_id: str, submission: int = 1, turn: int = 1) -> str:
+    """The label by which a job is found whose creation was not answered: Vertex takes no name and no request id.
+
+    The same submission of a run has the same one everywhere; ``turn`` counts the requests that were ended unserved.
+    """
+    return hashlib.sha256(f"{run_id}/{submission}/{turn}".encode()).hexdigest()[:16]

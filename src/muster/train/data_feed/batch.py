@@ -12,8 +12,6 @@ from torch import Tensor
 from muster.data.sequences import SequenceStore
 
 IGNORED = -100
-#: With static shapes, space for one document per this many tokens, so that all bounds have one shape.
-STATIC_TOKENS_PER_DOCUMENT = 16
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,8 @@ class Batch:
     position_ids: Tensor
     """int64[B, S], from 0 in each document."""
     cu_seqlens: Tensor
-    """int32[documents + 1], cumulative document lengths over the flattened B * S tokens; with static shapes padded
-    with empty documents at the end."""
+    """int32[documents + 1], cumulative document lengths over the flattened B * S tokens; with static shapes its size is
+    marked as one that changes, for torch.compile."""
     max_seqlen: int
     """Longest document; S with static shapes."""
     targets: Tensor
@@ -77,21 +75,24 @@ def make_batch(
     assert bounds[-1] == count * length, f"documents hold {bounds[-1]} tokens, the batch {count * length}"
     longest = max(document_lengths)
     if static_shapes:
-        room = count * max(1, length // STATIC_TOKENS_PER_DOCUMENT) + 1
-        if len(bounds) > room:
-            room = count * length + 1  # many tiny documents: one more shape, and no others
-        bounds += [bounds[-1]] * (room - len(bounds))
         longest = length
     on_cpu = device.type == "cpu"
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor if on_cpu else tensor.pin_memory().to(device, non_blocking=True)
 
+    cu_seqlens = moved(torch.tensor(bounds, dtype=torch.int32))
+    if static_shapes:
+        from torch._dynamo import maybe_mark_dynamic  # slow to import, and only compiled runs need it
+
+        # One graph for any number of documents. Empty ones as padding would cost a kernel its launches, and flash
+        # attention's backward pass 128 rows of workspace for each.
+        maybe_mark_dynamic(cu_seqlens, 0)
     return Batch(
         input_ids=moved(input_ids),
         labels=moved(labels),
         position_ids=moved(position_ids),
-        cu_seqlens=moved(torch.tensor(bounds, dtype=torch.int32)),
+        cu_seqlens=cu_seqlens,
         max_seqlen=longest,
         targets=moved((labels != IGNORED).flatten().nonzero().squeeze(1)),
     )

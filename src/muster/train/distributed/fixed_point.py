@@ -74,7 +74,13 @@ class FixedPointReduceScatter(ReduceScatter):
         return None
 
     def alone(self, output: Tensor) -> None:
-        """The hook for world size 1: ``output`` holds the micro-batch's gradients."""
+        """The hook for world size 1: ``output`` holds the micro-batch's gradients.
+
+        FSDP calls it on its all-reduce stream, drops the output and goes on with its own: without a record the
+        allocator could give the memory to the next layer's gradients before the kernels here have read and cleared it.
+        """
+        if output.is_cuda:
+            output.record_stream(torch.cuda.current_stream(output.device))
         self._add(self._to_fixed(output), output)
 
     def _to_fixed(self, values: Tensor) -> Tensor:

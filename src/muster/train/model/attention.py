@@ -8,7 +8,11 @@ where no attention mask and no cache is passed: an attention mask of ones would 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +53,7 @@ MODULES = {
 }
 #: Head dimensions up to which flash attention kernels work.
 FLASH_HEAD_DIM = 256
+FA4_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Attention:
 
     kernel: str
     reason: str
+    flash: str | None = None
+    """What torch's own switch puts in the place of its flash attention, under ``varlen`` (``FA3``, ``FA4``)."""
 
     @property
     def implementation(self) -> str:
@@ -64,7 +71,11 @@ class Attention:
         return IMPLEMENTATIONS[self.kernel]
 
     def __str__(self) -> str:
-        return f"{self.kernel} ({self.reason})"
+        return f"{self.name} ({self.reason})"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} with {self.flash}" if self.flash else self.kernel
 
 
 @dataclass(frozen=True)
@@ -100,13 +111,54 @@ def choose_attention(requested: str, needs: Needs, device: torch.device, dtype: 
                 hint=f"use auto{', or ' + ' or '.join(fits) if fits else ''}",
             )
         return Attention(requested, "requested")
-    order = ["flash_attention_3", "flash_attention_2", "varlen", "flex"] if device.type == "cuda" else ["document"]
+    # varlen first: flash-attn's kernels too, torch's switch brings its newer ones, they obey torch's own switch for
+    # determinism, and the host waits for nothing (for flash_attention_*, transformers reads the positions each time).
+    order = ["varlen", "flash_attention_3", "flash_attention_2", "flex"] if device.type == "cuda" else ["document"]
     passed: list[str] = []
     for kernel in [*order, "sdpa", "eager"]:
         if not objections[kernel]:
-            return Attention(kernel, "; ".join(passed) if passed else f"the best available on {device.type}")
+            flash = switched_flash(needs, device) if kernel == "varlen" else None
+            return Attention(kernel, "; ".join(passed) if passed else f"the best available on {device.type}", flash)
         passed.append(f"no {kernel}: {objections[kernel]}")
     raise UsageError("no attention kernel fits this model: " + "; ".join(passed))
+
+
+def newer_flash(needs: Needs, *, major: int, deterministic: bool) -> str | None:
+    """The implementation that torch could put in the place of its flash attention 2, on a GPU of this compute
+    capability; None: none. FA4 (beta) is left out where its backward pass has gaps: windows, large heads, determinism.
+
+    Never run on a GPU.
+    """
+    if major == 9 and installed("flash_attn_interface"):
+        return "FA3"
+    plain = needs.window is None and needs.head_dim <= FA4_HEAD_DIM and not deterministic
+    if major == 10 and plain and installed("flash_attn.cute"):
+        return "FA4"
+    return None
+
+
+def switched_flash(needs: Needs, device: torch.device) -> str | None:
+    """Have torch use ``newer_flash`` from here on, in this process; None: it uses its own."""
+    if not torch.cuda.is_available():
+        return None
+    major = torch.cuda.get_device_capability(device)[0]
+    flash = newer_flash(needs, major=major, deterministic=torch.are_deterministic_algorithms_enabled())
+    if flash is None:
+        return None
+    try:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(flash)
+    except Exception as error:  # noqa: BLE001 (another package's import; only speed is at stake)
+        print(f"note: torch's own flash attention is used, {flash} cannot be: {error}", file=sys.stderr, flush=True)
+        return None
+    return flash
+
+
+def installed(module: str) -> bool:
+    with suppress(ImportError):  # of the package that would hold it
+        return importlib.util.find_spec(module) is not None
+    return False
 
 
 def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -120,7 +172,7 @@ def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtyp
         "cpu": (device.type != "cpu", "it is for CPU"),
         "cuda": (device.type != "cuda", f"it needs CUDA, the device is {device.type}"),
         "hopper": (not hopper, "it needs a Hopper GPU"),
-        "installed": (importlib.util.find_spec(module) is None, absent),
+        "installed": (not installed(module), absent),
         "half": (not half, f"it needs bfloat16, the model computes in {str(dtype).removeprefix('torch.')}"),
         "sdpa": (not needs.sdpa, "the model does not support it"),
         "flash": (not needs.flash, "the model does not support it"),
@@ -177,17 +229,15 @@ def attention_arguments(batch: Batch, attention: Attention) -> dict[str, Tensor 
 
 
 def register() -> None:
-    """Register our kernels with transformers; idempotent."""
+    """Register our kernels with transformers; idempotent.
+
+    Not a function for their mask: without one transformers makes none and does not look at the positions, which would
+    make the host wait for the device in every micro-batch (``_preprocess_mask_arguments``).
+    """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     for name, kernel in (("muster_document", _document), ("muster_varlen", _varlen)):
         AttentionInterface.register(name, kernel)
-        AttentionMaskInterface.register(name, _no_mask)
-
-
-def _no_mask(*_: object, **__: object) -> None:
-    return None
 
 
 def _document(
@@ -238,9 +288,21 @@ def _varlen(
         max_length_q,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouped(query.shape[1], key.shape[1]),
     )
     return torch.unflatten(output, 0, (query.shape[0], query.shape[2])), None
+
+
+def _grouped(query_heads: int, key_heads: int) -> dict[str, bool]:
+    """What says that keys and values have fewer heads; torch 2.11 takes them without being told."""
+    return {"enable_gqa": query_heads != key_heads} if _varlen_names_groups() else {}
+
+
+@functools.cache
+def _varlen_names_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _tokens(tensor: Tensor) -> Tensor:

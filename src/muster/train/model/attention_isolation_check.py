@@ -115,7 +115,7 @@ def subject(module: ModelWithLoss, device: torch.device) -> str:
     """What a proof applies to: kernel, device, type, torch, and the model's configuration."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     config = hashlib.sha256(json.dumps(module.model.config.to_dict(), sort_keys=True, default=str).encode())
-    parts = (module.attention.kernel, name, module.compute_dtype, torch.__version__, config.hexdigest()[:16])
+    parts = (module.attention.name, name, module.compute_dtype, torch.__version__, config.hexdigest()[:16])
     return " ".join(str(part) for part in parts)
 
 

@@ -1,7 +1,7 @@
 """torch.compile, one decoder layer at a time: layers share their code, so it is compiled once.
 
-Shapes are static (packed sequences have one length, document bounds are padded to one); FSDP's hooks stay
-outside the graphs.
+Shapes are static but for the number of documents (packed sequences have one length; ``batch.make_batch`` marks the
+bounds): one graph in training and one in evaluation. FSDP's hooks stay outside the graphs.
 """
 
 from __future__ import annotations

@@ -73,3 +73,21 @@ def test_what_cannot_be_held_is_noticed(bad: float) -> None:
 def test_a_model_outside_fsdp_is_refused() -> None:
     with pytest.raises(UsageError, match="FSDP"):
         check_covered(nn.Linear(2, 2), [])
+
+
+def test_memory_that_fsdp_drops_on_another_stream_is_kept_until_it_was_read(monkeypatch):
+    """FSDP calls the hook on its all-reduce stream and frees the output at once (``foreach_reduce``)."""
+    recorded = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def record_stream(self, stream):
+            recorded.append((stream, float(self[0])))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: "all-reduce stream")
+    output = torch.tensor([0.5, -2.0]).as_subclass(OnGpu)
+    comm = FixedPointReduceScatter()
+    comm.alone(output)
+    assert recorded == [("all-reduce stream", 0.5)], "before anything else touches it"
+    assert output.tolist() == [0.0, 0.0]

@@ -7,7 +7,8 @@ import torch
 from fakes.small_model import LLAMA
 
 from muster.core.errors import UsageError
-from muster.train.model.attention import Needs, choose_attention, needs_of
+from muster.train.model import attention
+from muster.train.model.attention import Needs, choose_attention, needs_of, newer_flash
 
 PLAIN = Needs(
     window=None,
@@ -44,10 +45,8 @@ def test_auto_on_cpu(needs, kernel, said):
 @pytest.mark.parametrize(
     ("needs", "dtype", "kernel"),
     [
-        (PLAIN, torch.bfloat16, "varlen"),
         (PLAIN, torch.float32, "flex"),
         (replace(PLAIN, head_dim=512), torch.bfloat16, "flex"),
-        (replace(PLAIN, window=64), torch.bfloat16, "varlen"),
         (replace(PLAIN, softcap=True), torch.bfloat16, "flex"),
         (replace(PLAIN, flex=False), torch.float32, "sdpa"),
     ],
@@ -56,6 +55,76 @@ def test_auto_on_cuda_without_flash_attention_packages(needs, dtype, kernel):
     chosen = choose_attention("auto", needs, CUDA, dtype)
     assert chosen.kernel == kernel
     assert "flash_attn is not installed" in chosen.reason
+
+
+@pytest.mark.parametrize("needs", [PLAIN, replace(PLAIN, window=64)])
+def test_auto_on_cuda_takes_torchs_own_kernel_whatever_is_installed(needs, monkeypatch):
+    monkeypatch.setattr(attention, "installed", lambda module: True)
+    assert choose_attention("auto", needs, CUDA, torch.bfloat16).kernel == "varlen"
+    capped = choose_attention("auto", replace(needs, softcap=True), CUDA, torch.bfloat16)
+    assert capped.kernel == "flash_attention_2" and "caps its attention scores" in capped.reason
+
+
+@pytest.mark.parametrize(
+    ("major", "there", "needs", "deterministic", "flash"),
+    [
+        (9, ["flash_attn_interface", "flash_attn.cute"], PLAIN, True, "FA3"),
+        (9, ["flash_attn.cute"], PLAIN, False, None),
+        (10, ["flash_attn_interface", "flash_attn.cute"], PLAIN, False, "FA4"),
+        (10, ["flash_attn.cute"], PLAIN, True, None),
+        (10, ["flash_attn.cute"], replace(PLAIN, window=64), False, None),
+        (10, ["flash_attn.cute"], replace(PLAIN, head_dim=192), False, None),
+        (8, ["flash_attn_interface", "flash_attn.cute"], PLAIN, False, None),
+        (9, [], PLAIN, False, None),
+    ],
+)
+def test_the_flash_attention_that_torch_is_switched_to(monkeypatch, major, there, needs, deterministic, flash):
+    monkeypatch.setattr(attention, "installed", there.__contains__)
+    assert newer_flash(needs, major=major, deterministic=deterministic) == flash
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(attention, "installed", lambda module: module != "flash_attn")
+
+
+def test_the_switch_is_torchs_own_and_said(hopper, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", given.append)
+    chosen = choose_attention("auto", PLAIN, CUDA, torch.bfloat16)
+    assert given == ["FA3"] and chosen.name == "varlen with FA3" and str(chosen).startswith("varlen with FA3 (")
+    assert choose_attention("varlen", PLAIN, CUDA, torch.bfloat16).flash is None, "what is asked for stays as it is"
+    assert given == ["FA3"]
+
+
+def test_a_package_that_torch_cannot_switch_to_costs_only_speed(hopper, capsys):
+    chosen = choose_attention("auto", PLAIN, CUDA, torch.bfloat16)  # no such module is there
+    assert chosen.kernel == "varlen" and chosen.flash is None
+    assert "FA3 cannot be: No module named 'flash_attn_interface'" in capsys.readouterr().err
+
+
+def older_varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """As torch 2.11 has it: heads that share keys need no word."""
+    return torch.zeros_like(query)
+
+
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_varlen_attention_of_a_torch_that_knows_no_groups(monkeypatch, key_heads):
+    import torch.nn.attention.varlen
+
+    attention._varlen_names_groups.cache_clear()
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", older_varlen_attn)
+    query, key = torch.ones(1, 4, 6, 8), torch.ones(1, key_heads, 6, 8)
+    bounds = torch.tensor([0, 6], dtype=torch.int32)
+    output, _ = attention._varlen(None, query, key, key, None, cu_seq_lens_q=bounds, max_length_q=6)
+    assert output.shape == (1, 6, 4, 8)
+    attention._varlen_names_groups.cache_clear()
+    monkeypatch.undo()
+    assert attention._grouped(4, 2) == {"enable_gqa": True} and attention._grouped(4, 4) == {"enable_gqa": False}
 
 
 @pytest.mark.parametrize("wanted", ["flash_attention_3", "flash_attention_2", "varlen", "flex"])

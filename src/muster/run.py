@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.checkpoint_format.shards import owner_of
 from muster.config.spec import RunSpec
+from muster.core import resolved_file
 from muster.core.errors import UsageError
 from muster.protocol.ranks import RESIZE_EXIT_CODE, AgentClient, Command, RankContext, Restore
 from muster.train.user_state import (
@@ -111,7 +112,7 @@ _rank: _Rank | None = None
 def enter(context: RankContext, agent: AgentClient) -> None:
     """Called by the fork server: from now on this process is a rank of a run."""
     global _rank
-    spec = RunSpec.model_validate_json((Path(context.run_dir) / "resolved.json").read_text())
+    spec = RunSpec.model_validate_json(resolved_file.read(Path(context.run_dir), patient=True))
     _rank = _Rank(context, agent, spec)
 
 

@@ -13,6 +13,8 @@ import pytest
 from chaos import Judged
 from cluster import spec_of
 
+from muster.core import resolved_file
+
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
 CHECKER = Path(__file__).parents[2] / "tools" / "check_invariants.py"
 
@@ -42,9 +44,9 @@ def test_a_replay_agrees_with_what_happened_and_differs_from_another_seeds_run(t
     assert not Path(folder).exists(), "a replay that agrees is not kept"
 
     shutil.copytree(run.dir, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
-    spec = json.loads((tmp_path / "other" / "resolved.json").read_text())
+    spec = json.loads(resolved_file.read(tmp_path / "other"))
     spec["training"]["seed"] += 1
-    (tmp_path / "other" / "resolved.json").write_text(json.dumps(spec))
+    resolved_file.write(tmp_path / "other", json.dumps(spec))
     code, batch_schedule, told = judge(tmp_path / "other", "--ranks", "1")
     (folder,) = re.findall(r"kept in (/\S+)$", told)
     assert code == 1 and "step 1 has two states" in batch_schedule["problems"][0], batch_schedule

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from muster.config.spec import RunSpec
-from muster.core import environment
+from muster.core import environment, resolved_file
 from muster.core.processes import open_log
 from muster.core.types import Place
 from muster.storage.memory_dir import MemoryDir
@@ -63,7 +63,7 @@ class HostIdentity:
 
     def read_spec(self) -> RunSpec:
         """The run file as it is now: a restart may have changed it."""
-        return RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+        return RunSpec.model_validate_json(resolved_file.read(self.run_dir, patient=True))
 
     def log_path(self, program: str) -> Path:
         return self.run_dir / "logs" / f"{program}-{self.host}.log"

@@ -21,7 +21,8 @@ from muster.agent.heartbeat import HeartbeatSender
 from muster.agent.host_event_log import writer_of
 from muster.agent.host_home import ship_rest
 from muster.config.spec import RunSpec
-from muster.core import environment, processes
+from muster.core import environment, processes, resolved_file
+from muster.core.errors import MusterError
 from muster.protocol.hello import MAX_BEAT_S
 from muster.protocol.version import OtherVersion
 from muster.storage.home import open_home
@@ -41,7 +42,12 @@ def main() -> None:
     arguments = parse_arguments("run one host of a Muster run")
     raise_soft_limit()  # of everything on this host: all of it is started from here
     run_dir = arguments.run_dir
-    spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
+    try:
+        held = resolved_file.read(run_dir, patient=True)
+    except (MusterError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    spec = RunSpec.model_validate_json(held)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, nice - 10)  # a heartbeat must not wait for the ranks' work

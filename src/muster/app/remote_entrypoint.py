@@ -18,6 +18,7 @@ from pathlib import Path
 
 from muster.app.inspect.supervisor_client import request_here
 from muster.backends import code_bundle
+from muster.core import resolved_file
 from muster.core.errors import MusterError
 from muster.core.typed_json import Unreadable
 from muster.protocol.client import FROM_CLIENT
@@ -48,7 +49,7 @@ def answer(run: RunDir, question: ToPod) -> FromPod:
     if question.code is not None:
         code_bundle.unpack(base64.b64decode(question.code), run.path)
     if question.resolved is not None:
-        run_registry.replace_text(run.resolved, question.resolved)
+        resolved_file.write(run.path, question.resolved)
     return request_here(run, message, timeout_s=question.timeout_s)
 
 

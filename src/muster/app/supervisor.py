@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
 from muster.app.run.event_writer import EventWriter, JsonLines, Lines
+from muster.app.run.mend import mend_run_file
 from muster.app.run.metrics_page import metrics_sinks
 from muster.app.run.revive import revivals
-from muster.core import environment, processes
+from muster.core import environment, processes, resolved_file
 from muster.core.errors import MusterError
+from muster.core.resolved_file import DamagedRunFile
 from muster.storage import run_output
+from muster.storage.run_registry import RunDir
 from muster.supervise.process.server import Supervisor
 from muster.transport.listening import raise_soft_limit
 
@@ -28,6 +32,8 @@ def main() -> None:
     supervisor = Supervisor(
         run_dir=arguments.run_dir, bind=given.bind, job=given.jobset, ignore_term=given.term_ignored
     )
+    if (mended := _mended(RunDir(path=arguments.run_dir, run_id=arguments.run_id))) is not None:
+        supervisor.note(mended)
     as_json = given.jobset and run_output.json_logs_of(arguments.run_dir)
     sinks = [(JsonLines if as_json else Lines)(sys.stdout), *revivals(supervisor), *metrics_sinks(supervisor)]
     writer, said = EventWriter.of(supervisor, sinks), ""
@@ -39,6 +45,20 @@ def main() -> None:
     if writer.close(code) and said:  # not into a pipe that nobody reads
         print(said, file=sys.stderr)
     sys.exit(code)
+
+
+def _mended(run: RunDir) -> str | None:
+    """Where a scheduler has started this one, nobody has looked at the run's file. ``serve`` says what stays wrong."""
+    try:
+        resolved_file.read(run.path)
+    except DamagedRunFile:
+        from muster.app.run import submit  # and all that submits
+
+        with contextlib.suppress(MusterError):
+            return mend_run_file(run, submit.resolve_again)
+    except OSError:
+        pass
+    return None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.unused_settings import no_effect
 from muster.config.yaml import KeyPath, dotted, key_path, parse, scalar
+from muster.core import resolved_file
 from muster.core.errors import Problem, RunFileError, UsageError
 from muster.core.typed_json import Json
 
@@ -69,6 +70,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool =
         raise UsageError(f"cannot read {source}: {error.strerror}") from error
     if len(data) > MAX_BYTES:
         raise UsageError(f"{source} is not a run file: {len(data)} bytes")
+    if Path(path).name == resolved_file.NAME:  # of another run's folder
+        data = resolved_file.unsealed(data, source).encode()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

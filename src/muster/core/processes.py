@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,18 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) 
         raise BackendError(f"cannot start {argv[0]}: {error.strerror}", hint=f"see {log}") from error
     # Gone already: no running process has the recorded start time.
     return look(child.pid) or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write the whole file, for this user alone, or leave the old one: never a half one."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def open_log(path: Path) -> BinaryIO:

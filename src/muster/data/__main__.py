@@ -27,9 +27,11 @@ def main() -> None:
     try:
         # Here, so that a package that is missing is said in the result: nobody looks into this program's output first.
         from muster.config.spec import RunSpec
+        from muster.core import resolved_file
         from muster.data.prepare import prepare
 
-        result = prepare(RunSpec.model_validate_json((run_dir / "resolved.json").read_text()), run_dir=run_dir)
+        held = resolved_file.read(run_dir, patient=True)
+        result = prepare(RunSpec.model_validate_json(held), run_dir=run_dir)
     except MusterError as error:
         sys.exit(_fail(DataFailed(error=str(error), hint=error.hint, exit_code=error.exit_code)))
     except ModuleNotFoundError as error:

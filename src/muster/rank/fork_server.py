@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.config.spec import RunSpec
-from muster.core import environment, typed_json
+from muster.core import environment, resolved_file, typed_json
 from muster.core.errors import AccessError, MusterError
 from muster.core.processes import forgive_outputs, open_log
 from muster.core.snapshots import SnapshotNotIntact
@@ -76,10 +76,11 @@ def main() -> None:
     try:
         token = run_token(arguments.run_dir)
         os.environ.update(interface.variables(arguments.bind, named=os.environ.keys()))
+        held = resolved_file.read(Path(arguments.run_dir), patient=True)
     except MusterError as error:  # the agent tells the user the last line of this program's log
         print(f"error: {error}" + (f" ({error.hint})" if error.hint else ""), file=sys.stderr)
         sys.exit(error.exit_code)
-    spec = RunSpec.model_validate_json((Path(arguments.run_dir) / "resolved.json").read_text())
+    spec = RunSpec.model_validate_json(held)
     _import_everything(spec)
     gc.collect()
     gc.freeze()  # the parent's objects stay out of every child's collections, and their pages stay shared
@@ -303,7 +304,7 @@ def _first_assignment(connection: AgentConnection[ToRank], spec: RunSpec, *, loc
 
 def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool) -> int:
     try:
-        command = json.loads((Path(context.run_dir) / "resolved.json").read_text()).get("command")
+        command = json.loads(resolved_file.read(Path(context.run_dir), patient=True)).get("command")
         if command:
             from muster.rank.user_script import run_command
 

@@ -19,10 +19,11 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from muster.config.spec import Model, RunSpec
-from muster.core import environment
+from muster.core import environment, resolved_file
 from muster.core.errors import MusterError, UsageError
 from muster.core.layout import layout_for
 from muster.core.processes import forgive_outputs
+from muster.core.resolved_file import DamagedRunFile
 from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Command, RankContext
 from muster.rank import fault_injection, heap
 from muster.rank.standalone_client import StandaloneClient
@@ -123,10 +124,12 @@ def run_phases(run: TrainingRun) -> Command | None:
 
 
 def read_spec(run_dir: Path) -> RunSpec:
-    """The resolved run file. Raises UsageError if the folder has none."""
+    """The resolved run file. Raises DamagedRunFile, or UsageError if the folder has none."""
     path = run_dir / "resolved.json"
     try:
-        return RunSpec.model_validate_json(path.read_text())
+        return RunSpec.model_validate_json(resolved_file.read(run_dir, patient=True))
+    except DamagedRunFile:
+        raise
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is not a resolved run file: {error}") from error
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.core import resolved_file
 from muster.core.errors import MusterError
 from muster.core.event_details.run import RunFinished
 from muster.core.event_log.names import LogName, files_of
@@ -113,7 +114,7 @@ def of_json_line(line: str) -> tuple[str, str] | None:
 def json_logs_of(run_dir: Path) -> str:
     """The run's id where its file asks for JSON lines (``output.json_logs``); else empty."""
     try:
-        asked = at(parse_object((run_dir / "resolved.json").read_bytes()), "output", "json_logs") is True
+        asked = at(parse_object(resolved_file.read(run_dir)), "output", "json_logs") is True
         return (run_dir / "run_id").read_text().strip() if asked else ""
     except (OSError, ValueError):
         return ""

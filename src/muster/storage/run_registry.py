@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import secrets
@@ -28,8 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from muster.core import environment, processes
+from muster.core import environment, processes, resolved_file
 from muster.core.errors import AccessError, UsageError
+from muster.core.processes import replace_text as replace_text  # of every file of a run's folder
 
 MAX_ID = 50
 #: Layout of a run's folder, with its keys and kinds of events. Older formats and the last version that reads each:
@@ -81,7 +81,7 @@ class RunDir:
     run_id: str
 
     run_file = _Inside("run.yaml")
-    resolved = _Inside("resolved.json")
+    resolved = _Inside(resolved_file.NAME)
     token = _Inside("token")
     job = _Inside("job.json")
     lease = _Inside("lease.json")
@@ -122,7 +122,7 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
         replace_text(path / "format", f"{FORMAT}\n")  # before the id: a folder with an id and no format is of 0.1.0
         replace_text(path / "run_id", run_id + "\n")
         replace_text(run.run_file, run_file)
-        replace_text(run.resolved, resolved)
+        resolved_file.write(path, resolved)
         make_folder(run.logs)
         _make_token(run.token)
         if path != home() / "runs" / run_id:
@@ -267,23 +267,6 @@ def _readable(path: Path, run_id: str) -> RunDir:
     return RunDir(path=path, run_id=run_id)
 
 
-def spec_digest(resolved: str) -> str:
-    """SHA-256 of the resolved run file."""
-    return hashlib.sha256(resolved.encode()).hexdigest()
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write the whole file, for this user alone, or leave the old one: never a half one."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def make_folder(path: Path) -> None:
     """Make ``path`` and what is missing above it, for this user alone; a folder that exists keeps its readers.
 
@@ -334,5 +317,5 @@ def _make_token(path: Path) -> None:
 
 def _made(path: Path) -> float:
     with contextlib.suppress(OSError):
-        return (path / "resolved.json").stat().st_mtime
+        return (path / resolved_file.NAME).stat().st_mtime
     return 0.0

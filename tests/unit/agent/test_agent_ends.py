@@ -12,6 +12,7 @@ from muster.agent.host_agent import HostAgent
 from muster.agent.host_identity import SOCKET, HostIdentity
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.config.spec import RunSpec
+from muster.core import resolved_file
 from muster.core.errors import UsageError
 from muster.protocol.codec import encode
 from muster.protocol.fork_server import ForkServerHello, SpawnStandbys
@@ -39,6 +40,18 @@ def agent(tmp_path):
     if made.exit_reason is None:
         made.hub.shutdown()
     memory.remove()
+
+
+def test_a_keeper_that_reads_a_damaged_run_file_ends_with_one_line(tmp_path):
+    resolved_file.write(tmp_path, RunSpec.model_validate({"name": "case", "command": ["train.py"]}).model_dump_json())
+    path = tmp_path / "resolved.json"
+    path.write_text(path.read_text().replace("train.py", "trail.py"))
+    code = (
+        "from muster.core import resolved_file as f; f.PATIENCE_S = 0; from muster.agent.watchdog import main; main()"
+    )
+    argv = ["--run-dir", str(tmp_path), "--run-id", "run", "--host", "host-0"]
+    done = subprocess.run([sys.executable, "-c", code + "main()", *argv], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"error: {path} is damaged: it does not fit its checksum\n")
 
 
 @pytest.fixture

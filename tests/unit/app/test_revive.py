@@ -115,6 +115,19 @@ def test_one_that_ends_at_once_is_started_three_times_a_minute_and_named_once(ru
     assert len([text for text in run.said if "3 times" in text]) == 1
 
 
+def test_that_it_was_started_again_is_said_once_while_the_run_waits(run: Run):
+    run.hosts.lame = True
+    run.hosts.end("agent-host-0")
+    run.see("run.waiting")
+    run.pass_time(3 * WITHIN_S)
+    again = [text for text in run.said if "it was started again" in text]
+    assert len(run.hosts.started) > MOST and len(again) == 1
+    run.see("attempt.started")
+    run.see("run.waiting")
+    run.pass_time(WITHIN_S)
+    assert [text for text in run.said if "it was started again" in text] == again * 2, "it waits anew"
+
+
 def test_a_host_that_cannot_be_started_is_said_once(run: Run):
     run.hosts.broken = True
     run.hosts.end("agent-host-0")

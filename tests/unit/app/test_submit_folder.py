@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from test_verbs import RUN_FILE, STEP, Paper, submitted
 
-from muster.app.run import recover, submit
+from muster.app.inspect import status
+from muster.app.run import recover, stop, submit
 from muster.config import load
+from muster.core import event_log
 from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.event_log import EventLog
+from muster.core.resolved_file import DamagedRunFile
 from muster.core.types import JobHandle, JobRequest, JobState
 from muster.storage import run_registry
 
@@ -137,6 +140,77 @@ def test_a_run_that_nothing_identifies_is_refused_in_one_line(paper: Paper, ther
     with pytest.raises(UsageError, match=r"neither resolved\.json .* nor run\.yaml .* can be read") as caught:
         submit.submit(given(there, RUN_FILE))
     assert "\n" not in str(caught.value) and state(there) == before
+
+
+def flipped(folder: Path) -> None:
+    """Valid JSON still, and another run."""
+    before = (folder / "resolved.json").read_text()
+    assert '"steps": 5' in before
+    (folder / "resolved.json").write_text(before.replace('"steps": 5', '"steps": 7'))
+
+
+def said(folder: Path) -> list[str]:
+    return [str(event.detail["text"]) for event in event_log.merged(folder / "events") if event.kind == "run.message"]
+
+
+WORDS = ("model.config.hidden_size=64", "training.global_batch_size=4")
+#: What is left of the file -> how.
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "a digit": lambda data: data.replace(b'"steps": 5', b'"steps": 7'),
+    "its checksum": lambda data: data.replace(b"sha256:", b"sha256;"),
+    "emptied": lambda data: b"",
+    "torn": lambda data: data[:300],
+}
+
+
+@pytest.fixture
+def typed(paper: Paper, tmp_path: Path) -> Path:
+    """A run that has ended, of which part was given on the command line."""
+    overrides = (f"run_dir={tmp_path}/typed", *WORDS)
+    submit.submit(load.loads(RUN_FILE, overrides), argv=["muster", "submit", "x.yaml", *overrides])
+    paper.state = JobState.STOPPED
+    return tmp_path / "typed"
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_recover_writes_a_damaged_run_file_anew_as_it_was_submitted(paper: Paper, typed: Path, harm: str):
+    whole = (typed / "resolved.json").read_bytes()
+    damaged = HARMS[harm](whole)
+    assert damaged != whole
+    (typed / "resolved.json").write_bytes(damaged)
+    recover.recover(str(typed), argv=["muster", "recover", str(typed)])
+    assert (typed / "resolved.json").read_bytes() == whole and paper.told[-1].labels["submission"] == "2"
+    assert (typed / "resolved.json.damaged").read_bytes() == damaged
+    (text,) = said(typed)
+    assert "resolved.json is damaged" in text and "resolved.json.damaged" in text and "as it was submitted" in text
+
+
+def test_a_run_file_that_nothing_tells_is_refused(paper: Paper, typed: Path):
+    (typed / "run.yaml").write_text(RUN_FILE.replace("steps: 5", "steps: 6"))
+    flipped(typed)
+    before = state(typed)
+    with pytest.raises(UsageError, match=r"is damaged: .*, and .*run\.yaml gives another one today") as caught:
+        recover.recover(str(typed))
+    assert "\n" not in str(caught.value) and "muster submit" in str(caught.value.hint) and state(typed) == before
+
+
+def test_submit_writes_a_damaged_run_file_anew_and_says_so(paper: Paper, typed: Path):
+    """The model is known to be the same, though the file as given says another one."""
+    whole = (typed / "resolved.json").read_bytes()
+    flipped(typed)
+    submit.submit(load.loads(RUN_FILE, (f"run_dir={typed}", *WORDS)))
+    assert (typed / "resolved.json").read_bytes() == whole
+    assert b'"steps": 7' in (typed / "resolved.json.damaged").read_bytes()
+    (text,) = said(typed)
+    assert "is damaged" in text and "this submit writes it anew" in text
+
+
+def test_a_damaged_run_file_is_told_by_status_and_keeps_nobody_from_ending_the_run(paper: Paper, typed: Path):
+    flipped(typed)
+    with pytest.raises(DamagedRunFile, match="does not fit its checksum") as caught:
+        status.status(str(typed))
+    assert "muster recover demo-run" in str(caught.value.hint)
+    assert stop.down(str(typed)).left == () and paper.cancelled
 
 
 def test_a_submit_that_was_killed_before_the_resolved_file_goes_on(paper: Paper, there: Path):

@@ -18,7 +18,7 @@ from muster.app.run import recover, stop, submit
 from muster.backends.local.resolve import resolve
 from muster.config import load
 from muster.config.spec import RunSpec
-from muster.core import event_log
+from muster.core import event_log, resolved_file
 from muster.core.errors import AccessError, BackendError, ConflictError, RunFileError, UsageError
 from muster.core.event_details.training import Step
 from muster.core.event_log import EventLog
@@ -140,7 +140,7 @@ def test_submit_makes_the_run_and_logs_the_intent_first(paper: Paper):
     assert oct(found.run.token.stat().st_mode & 0o777) == "0o600" and len(found.run.token.read_text()) == 64
     (event,) = event_log.merged(found.run.events)
     assert event.kind == "run.submitted" and event.detail["name"] == "Demo run"
-    assert event.detail["spec_digest"] == run_registry.spec_digest(found.run.resolved.read_text())
+    assert event.detail["spec_digest"] == resolved_file.digest(resolved_file.read(found.run.path))
     assert "hunter2" not in json.dumps(event.to_json())
     assert len(paper.told) == 1 and paper.told[0].labels["submission"] == "1"
 
@@ -188,12 +188,12 @@ def test_the_same_folder_is_the_same_run(paper: Paper, tmp_path: Path):
 
 
 def test_a_token_of_a_killed_submit_is_made_whole(paper: Paper, tmp_path: Path):
-    run = run_registry.create("a-1", tmp_path / "r", run_file="", resolved="")
+    run = run_registry.create("a-1", tmp_path / "r", run_file="", resolved="{}")
     token = run.token.read_text()
-    run_registry.create("a-1", tmp_path / "r", run_file="", resolved="")
+    run_registry.create("a-1", tmp_path / "r", run_file="", resolved="{}")
     assert run.token.read_text() == token, "agents may hold it already"
     run.token.write_text("")
-    run_registry.create("a-1", tmp_path / "r", run_file="", resolved="")
+    run_registry.create("a-1", tmp_path / "r", run_file="", resolved="{}")
     assert len(run.token.read_text()) == 64
 
 

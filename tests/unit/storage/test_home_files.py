@@ -10,7 +10,9 @@ from fakes.objects import Objects
 from test_home_stream import HOME, home_at
 
 from muster.app.inspect import home_view
+from muster.core import resolved_file
 from muster.core.errors import BackendError
+from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import parse_object
 from muster.storage.home import files
 
@@ -40,6 +42,17 @@ def test_run_files_of_this_submission_are_fetched(store, tmp_path):
     (home.local / "submission").write_text("2\n")
     assert home.fetch()
     assert parse_object((home.local / "resolved.json").read_bytes()) == {"later": 1}
+
+
+def test_a_run_file_that_was_damaged_there_is_not_taken(store, tmp_path):
+    home = home_at(tmp_path / "a", store)
+    whole = resolved_file.sealed('{\n "steps": 5\n}\n').encode()
+    home.publish_run_file("1", {"resolved.json": whole})
+    assert home.fetch()
+    home.publish_run_file("1", {"resolved.json": whole.replace(b"5\n}", b"7\n}")})
+    with pytest.raises(DamagedRunFile, match=r"run/1/resolved\.json is damaged"):
+        home.fetch()
+    assert (home.local / "resolved.json").read_bytes() == whole
 
 
 def test_only_run_files_and_code_are_taken(store, tmp_path):

@@ -120,7 +120,7 @@ def check_run(reference: str) -> Checked:
 
 def check_hosts_of(run: RunDir) -> Checked:
     """The same, of a run whose folder is known."""
-    spec = RunSpec.model_validate_json(run.resolved.read_text())
+    spec = spec_of(run)
     question, until = CheckHosts(number=1 + secrets.randbelow(1 << 31)), time.monotonic() + HOSTS_LIMIT_S
     while True:
         answer = request(run, question)

@@ -13,10 +13,11 @@ from muster.app.inspect.home_view import as_of_now, fetch, home_of, status_in
 from muster.app.inspect.supervisor_client import request
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
-from muster.core import event_log
+from muster.core import event_log, resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.event_log import Damage
+from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobState, JobStatus
 from muster.protocol.client import AskStatus, SupervisorStatus
@@ -189,9 +190,9 @@ def supervisor_status(run: RunDir, *, timeout_s: float = 1.0) -> SupervisorStatu
         return None
 
 
-def job(run: RunDir) -> tuple[Launcher, JobHandle]:
-    """The run's back end and its handle there."""
-    launcher = backends.load(spec_of(run).backend)
+def job(run: RunDir, backend: str | None = None) -> tuple[Launcher, JobHandle]:
+    """The run's back end (by name, or as its run file says) and its handle there. Raises as ``spec_of``."""
+    launcher = backends.load(backend or spec_of(run).backend)
     handle = launcher.find(run.run_id) or JobHandle(
         run_id=run.run_id, backend=launcher.name, job_id="", run_dir=str(run.path)
     )
@@ -217,9 +218,11 @@ def spec_of(run: RunDir) -> RunSpec:
         MusterError: it is absent or of another version.
     """
     try:
-        return RunSpec.model_validate_json(run.resolved.read_text())
+        return RunSpec.model_validate_json(resolved_file.read(run.path))
     except OSError as error:
         raise MusterError(f"{run.path} holds no resolved.json", hint="was the submit interrupted?") from error
+    except DamagedRunFile as error:
+        raise DamagedRunFile(str(error), hint=f"muster recover {run.run_id} writes it anew") from error
     except ValueError as error:
         raise MusterError(
             f"{run.resolved} was not written by this version of Muster: {first_problem(error)}"

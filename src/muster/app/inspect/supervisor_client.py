@@ -5,18 +5,18 @@ Where the run's folder cannot be reached (pods in a cluster), the launcher's ``r
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 
 from muster import backends
+from muster.core import resolved_file
 from muster.core.errors import BackendError, MusterError
 from muster.core.event_details.run import RunFinished
 from muster.core.event_log.names import files_of
-from muster.core.typed_json import Unreadable
+from muster.core.typed_json import Unreadable, parse_object, text
 from muster.protocol.client import FromClient, SupervisorStatus
 from muster.protocol.lease import read_lease
 from muster.protocol.values import Address
-from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 from muster.transport.client import ask_supervisor
 from muster.transport.secure_session import run_token
@@ -40,14 +40,14 @@ def request(
         OtherVersion: it is of another version of Muster.
         AccessError: the token cannot be read, or does not prove us.
     """
-    remote = backends.load(_backend(run)).remote
+    remote = backends.load(backend_of(run)).remote
     if remote is not None:
         try:
             return remote.ask(run.run_id, message, timeout_s=timeout_s, resolved=resolved)
         except BackendError as error:
             raise SupervisorUnreachable(str(error), hint=error.hint) from error
     if resolved is not None:
-        run_registry.replace_text(run.resolved, resolved)
+        resolved_file.write(run.path, resolved)
     return request_here(run, message, timeout_s=timeout_s)
 
 
@@ -97,8 +97,10 @@ def _goes_on(run: RunDir) -> bool:
         return False
 
 
-def _backend(run: RunDir) -> str:
-    try:
-        return str(json.loads(run.resolved.read_text()).get("backend", "local"))
-    except (OSError, ValueError):
-        return "local"
+def backend_of(run: RunDir) -> str:
+    """By its run file or, where that is damaged or gone, by the record of its job."""
+    with contextlib.suppress(OSError, ValueError):
+        return text(parse_object(resolved_file.read(run.path)), "backend", default="local")
+    with contextlib.suppress(OSError, ValueError):
+        return text(parse_object(run.job.read_bytes()), "backend", default="local")
+    return "local"

@@ -14,7 +14,7 @@ from muster.catalog import offers, rows
 from muster.catalog.offers import Option
 from muster.catalog.rows import Accelerator
 from muster.config.spec import RunSpec
-from muster.core import event_log
+from muster.core import event_log, resolved_file
 from muster.core.errors import UsageError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.event_details.training import ModelReady, Step
@@ -84,7 +84,7 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
     home = home or run_registry.home()
     path = Path(run_dir)
     try:
-        spec = RunSpec.model_validate_json((path / "resolved.json").read_text())
+        spec = RunSpec.model_validate_json(resolved_file.read(path))
     except OSError as error:
         raise UsageError(f"{path} is not a run: {error.strerror}", hint="give a run's id or its folder") from error
     except ValueError as error:

@@ -9,10 +9,11 @@ from muster import backends
 from muster.app.inspect.status import job, spec_of
 from muster.app.run import submit, train
 from muster.app.run.event_writer import Sink
+from muster.app.run.mend import mend_run_file
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
 from muster.app.run.train import Ended
 from muster.config import load
-from muster.core import event_log
+from muster.core import event_log, resolved_file
 from muster.core.errors import ConflictError, UsageError
 from muster.core.event_log import Damage
 from muster.core.types import JobState
@@ -27,7 +28,8 @@ def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str
 
     Raises:
         ConflictError: a supervisor holds the run.
-        UsageError: the run has succeeded and nothing in it was changed.
+        UsageError: the run has succeeded and nothing in it was changed; its resolved run file is damaged, and nothing
+            tells what it was.
     """
     intent = _intent(reference, overrides, argv)
     damaged: list[Damage] = []
@@ -52,6 +54,7 @@ def recover_here(
         UsageError: the run is on another back end.
     """
     run = run_registry.find(reference)
+    _mend(run)
     backend = backends.get(spec_of(run).backend)
     if not backend.capabilities.supervised_in_terminal:
         raise UsageError(
@@ -63,6 +66,7 @@ def recover_here(
 
 def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> Intent:
     run = run_registry.find(reference)
+    _mend(run)
     launcher, handle = job(run)
     status = launcher.poll(handle)
     if status.tasks.get("supervisor", "").startswith("running"):
@@ -78,18 +82,23 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
         raise ConflictError(f"agents of {run.run_id} still run with the old file", hint=f"muster down {run.run_id}")
     spec = spec_of(run)
     if overrides:
-        spec = load.loads(run.resolved.read_text(), overrides, source=str(run.resolved)).spec
+        spec = load.loads(resolved_file.read(run.path), overrides, source=str(run.resolved)).spec
         submit.check_same_run(run, spec)
     if launcher.remote is None:
         _check_folder(run)
         load_policy(spec.recovery.policy)
     resolved = spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, spec, resolved, argv)
-    run_registry.replace_text(run.resolved, resolved)
+    resolved_file.write(run.path, resolved)
     request = launcher.render(spec, run_id=run.run_id, run_dir=str(run.path))
     number = submit.submission(run) + 1
     request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
     return Intent(run=run, spec=spec, launcher=launcher, request=request, new=False)
+
+
+def _mend(run: RunDir) -> None:
+    if (said := mend_run_file(run, submit.resolve_again)) is not None:
+        submit.log_event(run, "run.message", {"text": said})
 
 
 def _check_folder(run: RunDir) -> None:

@@ -37,6 +37,8 @@ class HostRevival(Sink):
     tend_every_s: float | None = None
     _starts: dict[str, list[float]] = field(default_factory=dict)
     """When each host was started here."""
+    _told: set[str] = field(default_factory=set)
+    """Those that were said to be started again since the run waits."""
     _named: set[str] = field(default_factory=set)
     """Those that were said to end again and again."""
     _failure: str = ""
@@ -49,6 +51,7 @@ class HostRevival(Sink):
         elif event.kind in (AttemptStarted.kind, StopRequested.kind, RunEnding.kind, RunFinished.kind):
             self.tend_every_s = None
             self._named.clear()
+            self._told.clear()
 
     def tend(self) -> None:
         if self.over():
@@ -67,6 +70,9 @@ class HostRevival(Sink):
             self._failure = ""
         for name in started:
             self._starts.setdefault(name, []).append(self.now_s())
+            if name in self._told:
+                continue
+            self._told.add(name)
             self.say(f"{name} had ended while the run waits for hosts: it was started again")
 
     def _fail(self, text: str) -> None:

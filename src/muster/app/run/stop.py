@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from muster import backends
 from muster.app.inspect.status import job, mirror, spec_of
-from muster.app.inspect.supervisor_client import SupervisorUnreachable, request
+from muster.app.inspect.supervisor_client import SupervisorUnreachable, backend_of, request
 from muster.app.run import submit
 from muster.config import load
 from muster.config.spec import RunSpec
-from muster.core import event_log
+from muster.core import event_log, resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Clock
@@ -76,12 +76,12 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
             f"{run.run_id} holds no hosts: it is in phase {held.phase}",
             hint=f"muster recover {run.run_id} starts an ended run again",
         )
-    loaded = load.loads(run.resolved.read_text(), overrides, source=str(run.resolved))
+    loaded = load.loads(resolved_file.read(run.path), overrides, source=str(run.resolved))
     _check_correction(run, spec_of(run), loaded.spec, held)
     resolved = loaded.spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, loaded.spec, resolved, ("muster", "restart", reference, *overrides))
     request(run, RestartRun(), resolved=resolved)
-    run_registry.replace_text(run.resolved, resolved)
+    resolved_file.write(run.path, resolved)
     return run
 
 
@@ -126,7 +126,7 @@ def down(reference: str) -> Down:
         BackendError: something could not be ended.
     """
     run = run_registry.find(reference)
-    launcher, handle = job(run)
+    launcher, handle = job(run, backend_of(run))  # a damaged run file keeps nobody from ending it
     before = launcher.poll(handle)
     before_wall_ns = SystemClock().wall_ns()
     launcher.cancel(handle)

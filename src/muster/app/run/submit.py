@@ -15,13 +15,15 @@ from muster import __version__, backends
 from muster.app.inspect.home_view import home_of
 from muster.app.inspect.status import spec_of
 from muster.app.planning.prices import priced
+from muster.app.run.mend import as_submitted
 from muster.backends.protocols import Launcher
 from muster.config.load import Loaded, loads
 from muster.config.spec import RunSpec
-from muster.core import event_log
+from muster.core import event_log, resolved_file
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
 from muster.core.redact import redact_argv
-from muster.core.typed_json import Json, JsonObject, Unreadable, child, children, parse_object, text, texts
+from muster.core.resolved_file import DamagedRunFile
+from muster.core.typed_json import Json, JsonObject, child, children, parse_object, text, texts
 from muster.core.types import JobHandle, JobRequest
 from muster.policy.load import load_policy
 from muster.storage import run_registry
@@ -126,7 +128,10 @@ def _begin(
     request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
     intent = Intent(run=run, spec=spec, launcher=launcher, request=request, new=new, running=running)
     if not running:
+        damaged = None if new else _set_damaged_aside(run)
         run_registry.create(run_id, path, run_file=loaded.text, resolved=resolved)
+        if damaged is not None:
+            log_event(run, "run.message", {"text": f"{damaged}; this submit writes it anew"})
         log_intent(run, spec, resolved, argv, planned_step_s=loaded.planned_step_s)
     return intent
 
@@ -174,14 +179,17 @@ def _held(run: RunDir) -> tuple[JsonObject, Mapping[str, Json]]:
     """The run in the folder, and its identity: by its run file as given where ``resolved.json`` is damaged; empty where
     that was never written (a submit was killed)."""
     try:
-        held = parse_object(run.resolved.read_bytes())
+        held = parse_object(resolved_file.read(run.path))
         return held, _identity(held)
     except FileNotFoundError:
         return {}, {}
-    except (OSError, Unreadable) as error:
+    except (OSError, DamagedRunFile) as error:
         problem: Exception = error
     try:
-        held = parse_object(loads(run.run_file.read_text(), environment=False).spec.model_dump_json())
+        if (found := as_submitted(run, resolve_again)) is not None:
+            held = parse_object(found)
+        else:
+            held = parse_object(loads(run.run_file.read_text(), environment=False).spec.model_dump_json())
         return held, _identity(held)
     except (OSError, ValueError, MusterError) as error:
         both = f"resolved.json ({problem}) nor run.yaml ({str(error).partition(chr(10))[0]})"
@@ -189,6 +197,18 @@ def _held(run: RunDir) -> tuple[JsonObject, Mapping[str, Json]]:
             f"{run.path} holds {run.run_id}, of which neither {both} can be read: it may be another run",
             hint="choose another run_dir, or bring one of the two files back",
         ) from error
+
+
+def _set_damaged_aside(run: RunDir) -> str | None:
+    """What is wrong with ``resolved.json``, of which a copy is kept then; None: nothing, or it is not there."""
+    try:
+        resolved_file.read(run.path)
+    except DamagedRunFile as error:
+        resolved_file.set_aside(run.path)
+        return f"{error} (kept as {resolved_file.DAMAGED})"
+    except OSError:
+        pass
+    return None
 
 
 def _identity(resolved: JsonObject) -> Mapping[str, Json]:
@@ -232,8 +252,8 @@ def _own_folder(spec: RunSpec, launcher: Launcher) -> tuple[Path | None, str | N
         path = run_registry.place("", spec.run_dir)
         return path, run_registry.existing_id(path)
     for run_id, path in run_registry.registry():
-        with contextlib.suppress(OSError, ValueError):
-            held = json.loads((path / "resolved.json").read_text())
+        with contextlib.suppress(OSError, ValueError, MusterError):
+            held, _ = _held(RunDir(path=path, run_id=run_id))
             if (held.get("backend"), held.get("run_dir")) == (spec.backend, spec.run_dir):
                 return path, run_id
     return None, None
@@ -273,12 +293,17 @@ def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
     return priced(launcher.resolve(spec))
 
 
+def resolve_again(spec: RunSpec) -> RunSpec:
+    """``resolve``, of a run that was submitted before."""
+    return resolve(spec, backends.load(spec.backend))
+
+
 def log_intent(
     run: RunDir, spec: RunSpec, resolved: str, argv: Sequence[str], *, planned_step_s: Mapping[str, float] | None = None
 ) -> None:
     """Write ``run.submitted``, to the disk, before anything is done about it."""
     detail: JsonObject = {
-        "spec_digest": run_registry.spec_digest(resolved),
+        "spec_digest": resolved_file.digest(resolved),
         "backend": spec.backend,
         "version": __version__,
         "argv": redact_argv(argv),
@@ -325,7 +350,10 @@ def _standing(launcher: Launcher, run: RunDir, resolved: str) -> tuple[int, bool
     status = launcher.poll(handle) if handle else None
     if status is None or number == 0 or status.state.ended:
         return number + 1, False
-    same = run.resolved.exists() and run.resolved.read_bytes() == resolved.encode()
+    try:
+        same = resolved_file.read(run.path) == resolved
+    except (OSError, DamagedRunFile):  # its supervisor writes it anew
+        same = False
     if not same:
         raise ConflictError(
             f"{run.path} holds the run {run.run_id}, which is {status.state}",

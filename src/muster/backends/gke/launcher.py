@@ -31,6 +31,7 @@ from muster.backends.gke.pod.continuation import newest
 from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
+from muster.core import resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, UsageError
 from muster.core.protocols import Clock, Store
@@ -300,9 +301,9 @@ class GkeLauncher:
 
     def _remembered(self, run_id: str) -> RunSpec | None:
         local = _local_dir(run_id)
-        if local is None or not (local / "resolved.json").exists():
+        if local is None or not (local / resolved_file.NAME).exists():
             return None
-        return RunSpec.model_validate_json((local / "resolved.json").read_text())
+        return RunSpec.model_validate_json(resolved_file.read(local))
 
     def _known(self, run_id: str) -> Cluster | None:
         """The cluster that the run's folder on this machine names; None where there is none."""

@@ -28,7 +28,7 @@ from muster.backends.slurm.container import inside, make_places, step_environmen
 from muster.backends.slurm.resubmit import resubmit
 from muster.backends.slurm.script import program, python_of
 from muster.config.spec import RunSpec
-from muster.core import environment, processes
+from muster.core import environment, processes, resolved_file
 from muster.core.errors import MusterError, UsageError
 from muster.protocol.client import AskStatus, StopRun
 from muster.storage import run_output, run_registry
@@ -69,7 +69,7 @@ class Batch:
     stop_sent: bool = False
 
     def __post_init__(self) -> None:
-        self.spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+        self.spec = RunSpec.model_validate_json(resolved_file.read(self.run_dir, patient=True))
         self.job_id = self.environ["SLURM_JOB_ID"]
         self.began_wall_ns = time.time_ns()
 

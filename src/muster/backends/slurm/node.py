@@ -30,7 +30,7 @@ from muster.backends.slurm.nccl_settings import with_nccl_settings
 from muster.backends.slurm.resubmit import resubmit
 from muster.backends.slurm.script import program
 from muster.config.spec import RunSpec
-from muster.core import environment, processes
+from muster.core import environment, processes, resolved_file
 from muster.core.errors import ConflictError, MusterError
 from muster.protocol.client import StopRun
 from muster.protocol.lease import LeaseRecord, read_lease, write_lease
@@ -65,7 +65,7 @@ class Node:
     slurm: Slurm = field(default_factory=Slurm)
 
     def __post_init__(self) -> None:
-        self.spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+        self.spec = RunSpec.model_validate_json(resolved_file.read(self.run_dir, patient=True))
         self.index = int(self.host.rpartition("-")[2])
         self.began_wall_ns = _job_began_wall_ns(self.run_dir, self.environ["SLURM_JOB_ID"])
         self.began_s = time.monotonic()
@@ -331,7 +331,7 @@ def main() -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        spec = RunSpec.model_validate_json((arguments.run_dir / "resolved.json").read_text())
+        spec = RunSpec.model_validate_json(resolved_file.read(arguments.run_dir, patient=True))
         address = locate.address_of_this_node(_peers(arguments.run_dir, environ), interface=spec.slurm.interface)
         environ |= {"MUSTER_BIND": address, "MUSTER_HOST": arguments.host, **locate.place_of_this_node(environ)}
         _log(f"{arguments.host} is {environ.get('SLURMD_NODENAME', socket.gethostname())} at {address}")

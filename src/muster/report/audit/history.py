@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muster.core import resolved_file
 from muster.core.event_log import EventReader
 from muster.core.typed_json import JsonObject
 
@@ -76,9 +77,11 @@ def load(run_dir: Path, log: Finding) -> History:
     """Read every event file, following its chain; what breaks it goes to ``log``."""
     spec: Mapping[str, Any] = {}
     try:
-        spec = json.loads((run_dir / "resolved.json").read_text())
-    except (OSError, ValueError):
-        log.problems.append("resolved.json is missing or not JSON")
+        spec = json.loads(resolved_file.read(run_dir))
+    except OSError:
+        log.problems.append("resolved.json is missing")
+    except ValueError as error:
+        log.problems.append(str(error))
     spec = spec if isinstance(spec, dict) else {}
     files: dict[str, list[Line]] = {}
     heads: dict[str, set[str]] = {}

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from muster.core import resolved_file
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Store
 from muster.storage import uris
@@ -50,6 +51,9 @@ def fetch_run_file(store: Store, home: str, local: Path) -> bool:
 
     Files of ``RUN_FILES`` and below ``code/``, nothing else; the code is replaced whole. Nothing is brought while the
     first one is still being published (its ``resolved.json`` comes last).
+
+    Raises:
+        DamagedRunFile: the home's ``resolved.json`` is not what was published; the one here stays.
     """
     try:
         submission = (local / SUBMISSION_FILE).read_text().strip() or "1"
@@ -65,6 +69,8 @@ def fetch_run_file(store: Store, home: str, local: Path) -> bool:
     for name in sorted(wanted, key=lambda name: (name == "resolved.json", name)):
         with suppress(FileNotFoundError):
             data = store.get(wanted[name]).data
+            if name == resolved_file.NAME:
+                resolved_file.unsealed(data, wanted[name])
             path = local / name
             if not (path.is_file() and path.read_bytes() == data):
                 replace_bytes(path, data)

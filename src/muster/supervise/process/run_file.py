@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from muster.config.spec import RunSpec
+from muster.core import resolved_file
 from muster.core.errors import MusterError, UsageError
+from muster.core.resolved_file import DamagedRunFile
 from muster.policy.load import load_policy
 from muster.supervise.recovery.inputs import RestartRequest, Settings
 
@@ -21,7 +24,31 @@ def read_run_id(run_dir: Path) -> str:
 
 def read_spec(run_dir: Path) -> RunSpec:
     """As it is now: a restart may have changed it. Raises OSError, ValueError."""
-    return RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
+    return RunSpec.model_validate_json(resolved_file.read(run_dir))
+
+
+def mend(run_dir: Path, spec: RunSpec, say: Callable[[str], None]) -> None:
+    """Write ``resolved.json`` anew where it is damaged or gone, and ``say`` so: ``spec`` is what it holds.
+
+    A disk that does not answer, or takes nothing, is no damage: the next look finds out.
+    """
+    try:
+        resolved_file.read(run_dir)
+        return
+    except DamagedRunFile as error:
+        found = f"{error} (kept as {resolved_file.DAMAGED})"
+    except FileNotFoundError:
+        found = f"{run_dir / resolved_file.NAME} is gone"
+    except OSError:
+        return
+    if not (run_dir / "job.json").exists():  # not the file but the folder, or its disk, is away
+        return
+    try:
+        resolved_file.set_aside(run_dir)
+        resolved_file.write(run_dir, spec.model_dump_json(indent=1) + "\n")
+    except OSError:
+        return
+    say(f"{found}: it was written anew from what this supervisor holds")
 
 
 def corrected(run_dir: Path, run_id: str) -> tuple[RunSpec, RestartRequest]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, UsageError
+from muster.core.event_details.attempts import AttemptStarted
 from muster.core.events import Event
 from muster.core.typed_json import JsonObject, Unreadable
 from muster.policy.load import load_policy
@@ -36,7 +37,7 @@ from muster.supervise.process.limits import LimitsGuard, LimitsTimer
 from muster.supervise.process.live_requests import LiveRequests
 from muster.supervise.process.liveness import HostLiveness
 from muster.supervise.process.refusals import NEW, Refusals
-from muster.supervise.process.run_file import corrected, read_run_id, read_spec, settings_of
+from muster.supervise.process.run_file import corrected, mend, read_run_id, read_spec, settings_of
 from muster.supervise.process.signals import caught
 from muster.supervise.recovery.inputs import End, FromHost, HostDown, HostUp, Input, Log, Send, StopRequest
 from muster.supervise.recovery.phases import Adopting, Held
@@ -174,6 +175,7 @@ class Supervisor:
                 wait_s = LEASE_S / 3 if self.lease.renew() else RETRY_S
                 next_renewal = now + int(wait_s * 1e9)
                 self.heartbeats.listen()
+                mend(self.run_dir, self.machine.settings.spec, self.journal.say)
             self.journal.tend()
             if now >= next_offset:
                 self._ping()
@@ -365,6 +367,8 @@ class Supervisor:
     # ------------------------------------------------------------ effects
 
     def _log_decided(self, effect: Log) -> None:
+        if effect.kind == AttemptStarted.kind:
+            mend(self.run_dir, self.machine.settings.spec, self.journal.say)
         self.journal.append(
             effect.kind, effect.detail, host=effect.host, rank=effect.rank, step=effect.step, phase=effect.phase
         )

@@ -15,8 +15,10 @@ from muster.checkpoint.load import newest_valid
 from muster.checkpoint.shards import ShardReader, read_tensor
 from muster.checkpoint_format.manifest import Manifest, committed, damage, missing
 from muster.config.spec import RunSpec
+from muster.core import resolved_file
 from muster.core.errors import CheckpointError, UsageError
 from muster.core.protocols import Store
+from muster.core.resolved_file import DamagedRunFile
 from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.model import lora, pretrained, weights
@@ -60,7 +62,9 @@ class ExportSources:
 def read_spec(run_dir: Path) -> RunSpec:
     path = run_dir / "resolved.json"
     try:
-        spec = RunSpec.model_validate_json(path.read_text())
+        spec = RunSpec.model_validate_json(resolved_file.read(run_dir))
+    except DamagedRunFile:
+        raise
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}", hint="give a run's folder") from error
     if spec.model is None:

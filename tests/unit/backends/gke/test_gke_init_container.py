@@ -9,9 +9,11 @@ from cases import spec
 from muster.backends import code_bundle
 from muster.backends.gke.pod import init_container
 from muster.backends.gke.pod.init_container import place
+from muster.core import resolved_file
 from muster.core.errors import AccessError, UsageError
 from muster.storage import run_registry
 
+SUBMITTED, CORRECTED = '{\n "name": "llama"\n}\n', '{\n "name": "corrected"\n}\n'
 EVERYTHING = ["format", "run.yaml", "resolved.json", "run_id", "job.json", "submission"]
 
 
@@ -20,8 +22,8 @@ def placed(tmp_path):
     """The run folder, and a function that does what a pod's init container does."""
     files, run = tmp_path / "files", tmp_path / "bucket" / "run"
     files.mkdir()
-    for name in ("run.yaml", "resolved.json"):
-        (files / name).write_text(name)
+    (files / "run.yaml").write_text("name: llama")
+    (files / "resolved.json").write_text(SUBMITTED)
     return run, lambda **home: place(run, run_id="llama", run_files=files, **home)
 
 
@@ -31,9 +33,21 @@ def test_places_once(placed):
     assert stat.S_IMODE((run / "resolved.json").stat().st_mode) == 0o600
     assert not (run / "token").exists(), "it comes from the Secret alone"
     assert run_registry.existing_id(run) == "llama" and json.loads((run / "job.json").read_text())["run_id"] == "llama"
-    (run / "resolved.json").write_text("what a restart made of it")
+    assert resolved_file.read(run) == SUBMITTED and "checksum" in (run / "resolved.json").read_text()
+    resolved_file.write(run, CORRECTED)
     assert again() == []
-    assert (run / "resolved.json").read_text() == "what a restart made of it"
+    assert resolved_file.read(run) == CORRECTED, "what a restart made of it"
+
+
+def test_a_damaged_run_file_gives_way_to_the_submitted_one(placed, capsys):
+    run, again = placed
+    again()
+    (run / "resolved.json").write_text((run / "resolved.json").read_text().replace("llama", "llamb"))
+    assert again() == ["resolved.json"] and resolved_file.read(run) == SUBMITTED
+    assert "llamb" in (run / "resolved.json.damaged").read_text() and "is damaged" in capsys.readouterr().err
+    resolved_file.write(run, CORRECTED)
+    (run / "resolved.json").write_text((run / "resolved.json").read_text().replace("corrected", "corrupted"))
+    assert again() == [], "what a restart wrote is known to the supervisor alone"
 
 
 def test_a_folder_of_another_format_is_left_alone(placed):
@@ -49,8 +63,8 @@ def test_another_submission_brings_its_own_run_file(placed, tmp_path):
     run, again = placed
     again()
     (tmp_path / "files" / "submission").write_text("2")
-    (tmp_path / "files" / "resolved.json").write_text("corrected")
-    assert again() == ["resolved.json", "submission"] and (run / "resolved.json").read_text() == "corrected"
+    (tmp_path / "files" / "resolved.json").write_text(CORRECTED)
+    assert again() == ["resolved.json", "submission"] and resolved_file.read(run) == CORRECTED
     assert again() == []
 
 

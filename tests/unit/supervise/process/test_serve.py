@@ -8,10 +8,11 @@ import pytest
 from fakes.idle_supervisor import idle_supervisor
 from fakes.virtual_run import spec
 
+from muster.core import resolved_file
 from muster.core.errors import ConflictError
 from muster.core.event_log import EventLog, check_directory, read
 from muster.protocol.client import RestartRun
-from muster.supervise.recovery.inputs import End, RestartRequest, Tick
+from muster.supervise.recovery.inputs import End, Log, RestartRequest, Tick
 from muster.supervise.recovery.phases import Held
 
 
@@ -110,6 +111,51 @@ def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
     assert isinstance(order, RestartRequest) and type(order.policy).__name__ == "NoRecovery"
     assert supervisor.liveness.timeout_s == 9.0 and supervisor.limits.guard.limits.max_hours == 2.0
     assert not supervisor.limits.asked
+
+
+def texts(folder):
+    return [event.detail["text"] for _, event in read(folder / "events") if event.kind == "run.message"]
+
+
+HARMS = {
+    "flipped": lambda path: path.write_text(path.read_text().replace('"name": "', '"name": "q', 1)),
+    "emptied": lambda path: path.write_bytes(b""),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_run_file_is_written_anew_before_an_attempt_begins(supervisor, tmp_path, harm):
+    held = supervisor.machine.settings.spec
+    (tmp_path / "job.json").write_text("{}")
+    resolved_file.write(tmp_path, held.model_dump_json(indent=1) + "\n")
+    whole = (tmp_path / "resolved.json").read_bytes()
+    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    assert not texts(tmp_path), "there is nothing to mend"
+    HARMS[harm](tmp_path / "resolved.json")
+    supervisor._log_decided(Log(kind="run.waiting", detail={}))
+    assert not texts(tmp_path)
+    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    assert (tmp_path / "resolved.json").read_bytes() == whole
+    assert (tmp_path / "resolved.json.damaged").exists() == (harm != "gone")
+    (text,) = texts(tmp_path)
+    assert ("is gone" if harm == "gone" else "is damaged") in text and "written anew" in text
+    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    assert len(texts(tmp_path)) == 1
+
+
+def test_nothing_is_written_where_the_whole_folder_is_away(supervisor, tmp_path):
+    (tmp_path / "resolved.json").unlink()
+    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    assert not (tmp_path / "resolved.json").exists() and not texts(tmp_path)
+
+
+def test_what_a_restart_wrote_is_no_damage(supervisor, tmp_path):
+    (tmp_path / "job.json").write_text("{}")
+    corrected(supervisor)
+    before = (tmp_path / "resolved.json").read_bytes()
+    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    assert (tmp_path / "resolved.json").read_bytes() == before and not texts(tmp_path)
 
 
 def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, tmp_path):

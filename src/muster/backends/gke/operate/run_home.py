@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from muster.core import resolved_file
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import JsonObject, Unreadable, children, decode, texts
@@ -96,7 +97,7 @@ def holder_of(home: Home) -> str | None:
 
 def publish(home: Home, resolved: str, code: bytes | None) -> None:
     """Put a corrected run file, and the code with it, where pods that start or start anew find it."""
-    named = {"resolved.json": resolved.encode()}
+    named = {resolved_file.NAME: resolved_file.sealed(resolved).encode()}
     if code is not None:
         with tarfile.open(fileobj=io.BytesIO(code)) as archive:
             for entry in archive:

@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 
 from muster.backends import code_bundle
+from muster.core import resolved_file
 from muster.core.errors import AccessError, BackendError, MusterError
+from muster.core.resolved_file import DamagedRunFile
 from muster.storage import run_registry
 from muster.storage.home import HOME_FILE, open_home
 
@@ -42,7 +44,9 @@ def place(run_dir: Path, *, run_id: str, home: str | None = None, run_files: Pat
     if run_registry.existing_id(run_dir) is not None:
         run_registry.check_format(run_dir)
     files = {"format": f"{run_registry.FORMAT}\n".encode()}
-    files |= {name: (run_files / name).read_bytes() for name in ("run.yaml", "resolved.json")}
+    files["run.yaml"] = (run_files / "run.yaml").read_bytes()
+    submitted = resolved_file.sealed((run_files / resolved_file.NAME).read_text())
+    files[resolved_file.NAME] = submitted.encode()
     if home is not None:
         files[HOME_FILE] = f"{home}\n".encode()
     files["run_id"] = f"{run_id}\n".encode()
@@ -53,7 +57,9 @@ def place(run_dir: Path, *, run_id: str, home: str | None = None, run_files: Pat
     newer = _read(run_dir / SUBMISSION) != number
     if newer and (run_files / CODE).exists():
         code_bundle.unpack((run_files / CODE).read_bytes(), run_dir)
-    written = [name for name, data in files.items() if _written(run_dir / name, data, replace=newer)]
+    # Of a claim's file that a restart wrote the supervisor alone knows the contents; it writes a damaged one anew.
+    damaged = {resolved_file.NAME} if _is_damaged(run_dir, None if home is not None else submitted) else set()
+    written = [name for name, data in files.items() if _written(run_dir / name, data, replace=newer or name in damaged)]
     return [*written, "what a restart changed"] if _fetched(run_dir) else written
 
 
@@ -83,6 +89,22 @@ def _fetched(run_dir: Path) -> bool:
                 raise
             print(f"waiting for the bucket: {error}", file=sys.stderr, flush=True)
             time.sleep(RETRY_S)
+
+
+def _is_damaged(run_dir: Path, only: str | None) -> bool:
+    """``only``: where it had this text's checksum, if given."""
+    try:
+        resolved_file.read(run_dir)
+    except DamagedRunFile as error:
+        data = _read(run_dir / resolved_file.NAME) or b""
+        if only is not None and not resolved_file.names(data, resolved_file.unsealed(only.encode())):
+            return False
+        print(f"{error}: the submitted one takes its place", file=sys.stderr)
+        resolved_file.set_aside(run_dir)
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _written(target: Path, data: bytes, *, replace: bool) -> bool:

@@ -1,4 +1,7 @@
-"""Small records that a run reads again, damaged while it runs: lease.json, fence.json. No step and no save is lost."""
+"""Small records that a run reads again, damaged while it runs: lease.json, fence.json, resolved.json.
+
+No step and no save is lost.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def flip(path: Path) -> bytes:
     return bytes(data)
 
 
-def test_a_lost_lease_and_a_flipped_bit_in_the_fence(shell: Shell) -> None:
+def test_a_lost_lease_and_a_flipped_bit_in_the_fence_and_in_the_run_file(shell: Shell) -> None:
     run_id = shell.run("submit", "run.yaml", "run_dir=there", "checkpoint.every_steps=1").stdout.strip()
     there = shell.folder / "there"
     seen = Watched(there)
@@ -59,15 +62,29 @@ def test_a_lost_lease_and_a_flipped_bit_in_the_fence(shell: Shell) -> None:
     assert (there / "checkpoints" / "fence.damaged.json").read_bytes() == broken
     assert not seen.events("checkpoint.failed")
 
+    whole = (there / "resolved.json").read_bytes()
+    broken = flip(there / "resolved.json")
+    keeper = json.loads((there / "job.json").read_text())["tasks"]["agent-host-0"]["pid"]
+    os.kill(keeper, signal.SIGKILL)  # the next one reads the file
+    eventually(lambda: (there / "resolved.json").read_bytes() == whole, 30)
+    assert (there / "resolved.json.damaged").read_bytes() == broken
+    eventually(lambda: len({event.attempt for event in seen.events("rank.started")}) > 1, 60)
+    step = seen.step()
+    eventually(lambda: seen.step() > step, 60)
+
     os.kill(first.pid, signal.SIGKILL)
+    flip(there / "resolved.json")
     (there / "lease.json").write_bytes(b"")
     for name in ("fence.json", "fence.previous.json"):
         flip(there / "checkpoints" / name)
     assert shell.run("recover", run_id).stdout.strip() == run_id
+    assert (there / "resolved.json").read_bytes() == whole, "as it was submitted"
     eventually(lambda: (found := lease(there)) is not None and found.term == 2, 60)
     step = seen.step()
     eventually(lambda: any((event.step or 0) > step for event in seen.events("checkpoint.committed")), 60)
     said = [str(event.detail["text"]) for event in seen.events("run.message")]
+    assert any("resolved.json is damaged" in text and "this supervisor holds" in text for text in said)
+    assert any("resolved.json is damaged" in text and "as it was submitted" in text for text in said)
     assert any("lease.json was gone: written again" in text for text in said)
     assert any("lease.json was damaged" in text and "this is term 2" in text for text in said)
     assert json.loads(shell.run("checkpoints", run_id, "--json").stdout)["skipped"] == []

@@ -117,6 +117,8 @@ def texts(folder):
     return [event.detail["text"] for _, event in read(folder / "events") if event.kind == "run.message"]
 
 
+BEGINS = Log(kind="attempt.started", detail={"world_size": 1, "layout": {}, "hosts": {"host-0": [0]}})
+WAITS = Log(kind="run.waiting", detail={"hosts": [], "needed_hosts": 1})
 HARMS = {
     "flipped": lambda path: path.write_text(path.read_text().replace('"name": "', '"name": "q', 1)),
     "emptied": lambda path: path.write_bytes(b""),
@@ -130,23 +132,23 @@ def test_a_damaged_run_file_is_written_anew_before_an_attempt_begins(supervisor,
     (tmp_path / "job.json").write_text("{}")
     resolved_file.write(tmp_path, held.model_dump_json(indent=1) + "\n")
     whole = (tmp_path / "resolved.json").read_bytes()
-    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    supervisor._log_decided(BEGINS)
     assert not texts(tmp_path), "there is nothing to mend"
     HARMS[harm](tmp_path / "resolved.json")
-    supervisor._log_decided(Log(kind="run.waiting", detail={}))
+    supervisor._log_decided(WAITS)
     assert not texts(tmp_path)
-    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    supervisor._log_decided(BEGINS)
     assert (tmp_path / "resolved.json").read_bytes() == whole
     assert (tmp_path / "resolved.json.damaged").exists() == (harm != "gone")
     (text,) = texts(tmp_path)
     assert ("is gone" if harm == "gone" else "is damaged") in text and "written anew" in text
-    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    supervisor._log_decided(BEGINS)
     assert len(texts(tmp_path)) == 1
 
 
 def test_nothing_is_written_where_the_whole_folder_is_away(supervisor, tmp_path):
     (tmp_path / "resolved.json").unlink()
-    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    supervisor._log_decided(BEGINS)
     assert not (tmp_path / "resolved.json").exists() and not texts(tmp_path)
 
 
@@ -154,7 +156,7 @@ def test_what_a_restart_wrote_is_no_damage(supervisor, tmp_path):
     (tmp_path / "job.json").write_text("{}")
     corrected(supervisor)
     before = (tmp_path / "resolved.json").read_bytes()
-    supervisor._log_decided(Log(kind="attempt.started", detail={}))
+    supervisor._log_decided(BEGINS)
     assert (tmp_path / "resolved.json").read_bytes() == before and not texts(tmp_path)
 
 

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[3] / "src" / "muster"
-#: What writes an event: the kind is the first argument.
+#: What writes an event: the kind is the first argument, or the second after the run.
 WRITERS = {"append", "emit", "log", "write", "log_event", "_append", "_emit", "_on_event"}
 #: What shows events to a person.
 SHOWN_BY = {"app/inspect/event_format.py", "cli/watch.py"}
@@ -16,8 +16,8 @@ DEFINED_BY = "core/event_details/run.py"
 def written(syntax: ast.AST) -> set[int]:
     """Constants that are the kind of an event being written."""
     calls = (node for node in ast.walk(syntax) if isinstance(node, ast.Call) and node.args)
-    names = ((getattr(call.func, "attr", None) or getattr(call.func, "id", None), call.args[0]) for call in calls)
-    return {id(kind) for name, kind in names if name in WRITERS}
+    names = ((getattr(call.func, "attr", None) or getattr(call.func, "id", None), call.args[:2]) for call in calls)
+    return {id(argument) for name, arguments in names if name in WRITERS for argument in arguments}
 
 
 def readers(text: str) -> list[int]:

@@ -46,9 +46,7 @@ def test_a_keeper_that_reads_a_damaged_run_file_ends_with_one_line(tmp_path):
     resolved_file.write(tmp_path, RunSpec.model_validate({"name": "case", "command": ["train.py"]}).model_dump_json())
     path = tmp_path / "resolved.json"
     path.write_text(path.read_text().replace("train.py", "trail.py"))
-    code = (
-        "from muster.core import resolved_file as f; f.PATIENCE_S = 0; from muster.agent.watchdog import main; main()"
-    )
+    code = "from muster.core import resolved_file as f; f.PATIENCE_S = 0; from muster.agent.watchdog import main; "
     argv = ["--run-dir", str(tmp_path), "--run-id", "run", "--host", "host-0"]
     done = subprocess.run([sys.executable, "-c", code + "main()", *argv], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, f"error: {path} is damaged: it does not fit its checksum\n")

@@ -419,7 +419,7 @@ def test_recover_submits_again_but_not_beside_a_living_supervisor(paper: Paper):
 
 def test_recover_in_the_foreground_is_for_runs_of_this_machine(paper: Paper):
     run = submitted().run
-    run.resolved.write_text(run.resolved.read_text().replace('"backend": "local"', '"backend": "slurm"'))
+    resolved_file.write(run.path, resolved_file.read(run.path).replace('"backend": "local"', '"backend": "slurm"'))
     with pytest.raises(UsageError, match="backend: slurm does not have"):
         recover.recover_here(run.run_id)
     assert [event.kind for event in event_log.merged(run.events)] == ["run.submitted"], "nothing was written"

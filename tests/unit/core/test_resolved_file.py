@@ -77,6 +77,20 @@ def test_who_is_patient_gets_what_is_written_meanwhile(tmp_path: Path, monkeypat
         resolved_file.read(tmp_path, patient=True)
 
 
+def test_one_that_is_gone_is_waited_for_in_a_run_s_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+
+    def written_meanwhile(seconds: float) -> None:
+        waits.append(seconds)
+        resolved_file.write(tmp_path, TEXT)
+
+    monkeypatch.setattr("time.sleep", written_meanwhile)
+    with pytest.raises(FileNotFoundError):
+        resolved_file.read(tmp_path, patient=True)
+    (tmp_path / "job.json").write_text("{}")
+    assert not waits and resolved_file.read(tmp_path, patient=True) == TEXT and len(waits) == 1
+
+
 def test_a_damaged_one_is_kept_where_it_is_and_beside_it(tmp_path: Path):
     resolved_file.set_aside(tmp_path)
     (tmp_path / NAME).write_bytes(b"\xff{")

@@ -82,7 +82,7 @@ def unsealed(data: bytes, source: object = NAME) -> str:
 def read(run_dir: Path, *, patient: bool = False) -> str:
     """The resolved run file of the run in ``run_dir``, verified, as JSON text without its checksum.
 
-    ``patient``: a damaged one is waited for, which the run's supervisor writes anew.
+    ``patient``: one that is damaged, or gone from a run's folder, is waited for: the run's supervisor writes it anew.
 
     Raises:
         DamagedRunFile: it is not what was written.
@@ -92,8 +92,9 @@ def read(run_dir: Path, *, patient: bool = False) -> str:
     while True:
         try:
             return unsealed((run_dir / NAME).read_bytes(), run_dir / NAME)
-        except DamagedRunFile:
-            if time.monotonic() >= until:
+        except (DamagedRunFile, FileNotFoundError) as error:
+            no_run = isinstance(error, FileNotFoundError) and not (run_dir / "job.json").exists()
+            if no_run or time.monotonic() >= until:
                 raise
         time.sleep(_AGAIN_S)
 

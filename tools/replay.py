@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.core import resolved_file
 from muster.report.audit.history import Finding, History, load
 
 LOOK_EVERY_S = 0.1
@@ -75,7 +74,7 @@ def replay(wanted: Replay, folder: Path) -> None:
         CannotReplay: its data is gone or has changed, or a rank failed before the last step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    resolved_file.write(folder, json.dumps(wanted.spec))
+    (folder / "resolved.json").write_text(json.dumps(wanted.spec))
     _prepare(wanted, folder)
     address = ("127.0.0.1", _free_port())
     ranks: list[subprocess.Popen[bytes]] = []

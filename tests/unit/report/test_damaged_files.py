@@ -15,6 +15,7 @@ from fakes.event_details import random_detail
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from muster.core import resolved_file
 from muster.core.event_details.kinds import KINDS
 from muster.core.event_log import EventLog, EventReader, check_directory
 from muster.report.audit.history import Finding, _chain, load
@@ -213,3 +214,15 @@ def test_time_grows_with_bad_lines_not_with_their_square(tmp_path: Path, how: st
     assert read_s < 3 and audit_s < 3, f"{read_s:.2f} and {audit_s:.2f} s; 0.2 to 0.6 where this was written"
     assert len(events) >= 7998
     assert reader.damaged and finding.problems[: len(reader.damaged)] == [str(damage) for damage in reader.damaged]
+
+
+def test_the_audit_verifies_the_run_file_itself(tmp_path: Path):
+    written(tmp_path)
+    resolved_file.write(tmp_path, '{\n "steps": 5\n}\n')
+    whole, flipped = Finding(), Finding()
+    assert load(tmp_path, whole).spec == {"steps": 5} and not whole.problems
+    path = tmp_path / "resolved.json"
+    path.write_bytes(path.read_bytes().replace(b"5\n}", b"7\n}"))
+    assert load(tmp_path, flipped).spec == {}
+    (problem,) = flipped.problems
+    assert problem.startswith("resolved.json is damaged: its checksum is sha256:") and "\n" not in problem

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.core import resolved_file
 from muster.core.event_log import EventReader
 from muster.core.typed_json import JsonObject
 
@@ -77,12 +76,11 @@ def load(run_dir: Path, log: Finding) -> History:
     """Read every event file, following its chain; what breaks it goes to ``log``."""
     spec: Mapping[str, Any] = {}
     try:
-        spec = json.loads(resolved_file.read(run_dir))
+        spec = _spec((run_dir / "resolved.json").read_bytes())
     except OSError:
         log.problems.append("resolved.json is missing")
     except ValueError as error:
-        log.problems.append(str(error))
-    spec = spec if isinstance(spec, dict) else {}
+        log.problems.append(f"resolved.json is damaged: {error}")
     files: dict[str, list[Line]] = {}
     heads: dict[str, set[str]] = {}
     found: dict[str, list[str]] = {}
@@ -110,6 +108,20 @@ def load(run_dir: Path, log: Finding) -> History:
             whole = name in named or (isinstance(head, str) and head in heads.get(name, set()))
             log.expect(whole, f"a cited head of {name} is not in that file: cut or changed")
     return history
+
+
+def _spec(data: bytes) -> Line:
+    """The resolved run file, whose second line is the checksum of all the others. Raises ValueError."""
+    held = json.loads(data)
+    if not isinstance(held, dict):
+        raise ValueError("it is no object")
+    named = held.pop("checksum", None)  # not there: an earlier version wrote it
+    if named is not None:
+        first, _, rest = data.split(b"\n", 2)
+        found = hashlib.sha256(first + b"\n" + rest).hexdigest()
+        if named != f"sha256:{found}":
+            raise ValueError(f"its checksum is {named}, it holds sha256:{found}")
+    return held
 
 
 def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias, get_args
 
 from muster.core.typed_json import Count, Record, Step
@@ -70,7 +71,13 @@ class RankCaptured(Record):
     """The answer to ``CaptureRank``, from a thread of its own."""
 
     stacks: Annotated[str, "of all threads, in the form of Python's faulthandler, the main thread last"]
-    recorder: Annotated[str | None, "PyTorch's flight recorder, JSON; None: this process has none"] = None
+    recorders: Annotated[
+        tuple[str, ...], "PyTorch's flight recorders, JSON; of a build with NCCL first NCCL's, then gloo's"
+    ] = ()
+    groups: Annotated[
+        Mapping[str, tuple[Count, ...]], "the process groups of this attempt by their names in the recorders: ranks"
+    ] = field(default_factory=dict)
+    problems: Annotated[tuple[str, ...], "why a recorder is not there, a sentence each"] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 
 from muster.protocol.rank_agent import RankCaptured
@@ -13,9 +13,18 @@ from muster.protocol.rank_agent import RankCaptured
 MOST_FRAMES = 40
 
 
-def captured() -> RankCaptured:
-    """Stacks and flight recorder; about a millisecond. Code in C that keeps Python's lock keeps this from answering."""
-    return RankCaptured(stacks="\n\n".join(_stacks()), recorder=_recorder())
+def captured(rank: int) -> RankCaptured:
+    """Stacks and flight recorders of the run's ``rank``; about a millisecond.
+
+    Code in C that keeps Python's lock keeps this from answering.
+    """
+    problems: list[str] = []
+    return RankCaptured(
+        stacks="\n\n".join(_stacks()),
+        recorders=tuple(_recorders(problems)),
+        groups=_groups(rank),
+        problems=tuple(problems),
+    )
 
 
 def _stacks() -> Iterator[str]:
@@ -38,11 +47,37 @@ def _lines(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def _recorder() -> str | None:
-    """Never with stacks: to name their lines takes tens of seconds the first time. Only where torch is loaded."""
+def _recorders(problems: list[str]) -> Iterator[str]:
+    """Only where torch is loaded, and never with stacks: to name their lines takes tens of seconds the first time.
+
+    A build of torch with NCCL records NCCL's operations apart from those of gloo.
+    """
     distributed = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(distributed, "_dump_fr_trace_json", None)
-    if dump is None:
-        return None
-    found = dump(onlyActive=False)
-    return found.decode() if isinstance(found, bytes) else str(found)
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(distributed, name, None)
+        if dump is None:
+            continue
+        try:
+            found = dump(onlyActive=False)
+        except (RuntimeError, TypeError) as error:
+            problems.append(f"torch's {name} failed: {str(error)[:200]}")
+        else:
+            yield found.decode(errors="replace") if isinstance(found, bytes) else str(found)
+
+
+def _groups(rank: int) -> Mapping[str, tuple[int, ...]]:
+    """Ranks of the run, in each group's order. Where the default group spans one replica, torch counts within that."""
+    torch_groups = sys.modules.get("torch.distributed.distributed_c10d")
+    own_groups = sys.modules.get("muster.train.distributed.process_groups")
+    found = dict[str, tuple[int, ...]](getattr(own_groups, "ranks_of_groups", {}))
+    try:
+        world = getattr(torch_groups, "_world", None)
+        default = getattr(world, "default_pg", None)
+        if world is None or default is None:
+            return found
+        first = max(0, rank - default.rank())
+        for group, ranks in list(world.pg_group_ranks.items()):
+            found[str(world.pg_names[group])] = tuple(first + int(one) for one in sorted(ranks, key=ranks.get))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        pass  # the main thread ends its groups at this moment, or torch keeps them otherwise: the recorders say less
+    return found

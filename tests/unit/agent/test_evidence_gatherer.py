@@ -75,7 +75,7 @@ def test_a_stopped_process_is_told_within_the_limit(hub, child):
 def test_a_rank_tells_its_own_stack_and_what_is_no_recorder_is_named(hub, child, monkeypatch):
     monkeypatch.setattr("muster.agent.evidence.gatherer.program", lambda name: None)
     one = worker(child.pid)
-    answer, _ = gather(hub, one, captured=RankCaptured(stacks=OWN_WORDS, recorder="[]"))
+    answer, _ = gather(hub, one, captured=RankCaptured(stacks=OWN_WORDS, recorders=("[]",)))
     found = decode(RankEvidence, answer.ranks[0])
     assert found.answers and found.threads is not None and found.threads[0].frames[0].place == "/home/u/train.py:9"
     assert found.recorder is None and "not a JSON object" in found.missing[0]

@@ -156,13 +156,17 @@ def _recorder(worker: Worker, limit_s: float, missing: list[str]) -> flight_reco
     if worker.captured is None:
         missing.append(f"its own thread did not answer within {limit_s:g} s")
         return None
-    if worker.captured.recorder is None:
+    missing += worker.captured.problems
+    found = []
+    for text in worker.captured.recorders:
+        try:
+            found.append(flight_recorder.parse(text))
+        except Unreadable as error:
+            missing.append(str(error))
+    if not found:
         return None
-    try:
-        return flight_recorder.shortened(flight_recorder.parse(worker.captured.recorder))
-    except Unreadable as error:
-        missing.append(str(error))
-        return None
+    placed = flight_recorder.placed(flight_recorder.merged(found), worker.captured.groups)
+    return flight_recorder.shortened(placed)
 
 
 def _threads(worker: Worker, spy: _Spy | None, missing: list[str]) -> tuple[stacks.Thread, ...] | None:

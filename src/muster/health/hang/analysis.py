@@ -117,11 +117,11 @@ def _why(one: RankEvidence, graph: WaitGraph, wait: Wait) -> Culprit:
         why = f"{late}; its process lives and no thread of Python answers: code in C keeps Python's lock"
         return _culprit(one, Kind.GIL, Confidence.MEDIUM, why)
     if main is None:
-        if within and recorder is not None and recorder.backend == "nccl":
+        if within and recorder is not None and recorder.unfinished[0].backend.startswith("nccl"):
             return _culprit(one, Kind.GPU, Confidence.MEDIUM, f"{late}: called, but its GPU does not complete it")
         return _culprit(one, Kind.UNKNOWN, Confidence.MEDIUM, late)
     if within and recorder is not None and main.in_collective and not main.blocked_in_c:
-        kind = Kind.GPU if recorder.backend == "nccl" else Kind.UNKNOWN
+        kind = Kind.GPU if recorder.unfinished[0].backend.startswith("nccl") else Kind.UNKNOWN
         return _culprit(one, kind, Confidence.MEDIUM, late, place=_place(one))
     mute = recorder is None and bool(graph.recorders)
     confidence = Confidence.MEDIUM if wait.behind is None and not mute else Confidence.HIGH

@@ -11,8 +11,8 @@ watchdog leaves out what has ended, and ``pg_status`` is keyed by the rank's own
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from muster.core.typed_json import Json, JsonObject, Record, Unreadable, at, child, children, parse_object, text, whole
 from muster.health.hang.plain_pickle import read_plain
@@ -20,6 +20,8 @@ from muster.health.hang.plain_pickle import read_plain
 #: More than any ring of operations that torch keeps by default; a larger file is none.
 LARGEST_BYTES = 256 * 2**20
 
+#: Of the part of a group that another library than the first recorder's has.
+_OTHER = "+"
 _P2P = re.compile(r"^(send|recv) (\d+)(?:->|<-)(\d+)$")
 
 
@@ -32,6 +34,8 @@ class Operation(Record):
     """Among the group's collectives, or among its sends and receives."""
     name: str
     """Without the library's prefix: ``all_reduce``."""
+    backend: str = ""
+    """The library: ``nccl``, ``gloo``; empty: the dump does not say."""
     order: int = 0
     done: bool = False
     peer: int | None = None
@@ -59,7 +63,8 @@ class Group(Record):
 
     @property
     def words(self) -> str:
-        return self.description if self.description not in ("", "undefined") else f"group {self.name or 'default'}"
+        told = self.name.partition("@")[0]
+        return self.description if self.description not in ("", "undefined") else f"group {told or 'default'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +72,6 @@ class Recorder(Record):
     """What one rank's recorder holds: operations in the order of their calls."""
 
     version: str
-    backend: str = ""
-    """``nccl`` or ``gloo``; empty: no operation was recorded."""
     groups: Mapping[str, Group] = field(default_factory=dict)
     operations: tuple[Operation, ...] = ()
 
@@ -112,16 +115,61 @@ def shortened(recorder: Recorder, *, keep: int = 8) -> Recorder:
         ended[key] = ended.get(key, 0) + one.done
         if not one.done or ended[key] <= keep:
             kept.append(one)
-    return Recorder(
-        version=recorder.version, backend=recorder.backend, groups=recorder.groups, operations=tuple(reversed(kept))
-    )
+    return replace(recorder, operations=tuple(reversed(kept)))
+
+
+def merged(recorders: Sequence[Recorder]) -> Recorder:
+    """What one process recorded apart for each library, as one: NCCL's first.
+
+    A group of torch's may have both libraries, each with its own count: gloo's part of it is another group.
+    A build that keeps all operations in one recorder tells that one twice.
+    """
+    first, *others = recorders
+    groups, operations = dict(first.groups), list(first.operations)
+    seen = {_call(one) for one in operations}
+    for other in others:
+        new = [one for one in other.operations if _call(one) not in seen]
+        called = {one.group for one in new}
+        for name, group in other.groups.items():
+            if name in called:
+                groups[f"{name}{_OTHER}"] = replace(group, name=f"{name}{_OTHER}")
+        operations += [replace(one, group=f"{one.group}{_OTHER}") for one in new]
+    operations.sort(key=lambda one: one.created_ns)
+    ordered = tuple(replace(one, order=order) for order, one in enumerate(operations))
+    return replace(first, groups=groups, operations=ordered)
+
+
+def placed(recorder: Recorder, ranks: Mapping[str, Iterable[int]]) -> Recorder:
+    """The same with the run's ranks in its groups. ``ranks``: of each group that exists, as the process itself says.
+
+    In a dump the groups of each replica have the same names, and gloo's no members; NCCL's are counted within the
+    replica. Groups that ``ranks`` does not have were ended: what is unfinished in them nobody waits for. Without any
+    (the process could not say) nothing changes.
+    """
+    known = {name: tuple(members) for name, members in ranks.items() if members}
+    if not known:
+        return recorder
+    names: dict[str, str] = {}
+    groups: dict[str, Group] = {}
+    for name, group in recorder.groups.items():
+        members = known.get(name.removesuffix(_OTHER))
+        if members is not None:
+            names[name] = f"{name}@{min(members)}"
+            groups[names[name]] = replace(group, name=names[name], members=members)
+        elif not name.removesuffix(_OTHER):  # made by the program outside torch's registry
+            names[name], groups[name] = name, group
+    operations = tuple(replace(one, group=names[one.group]) for one in recorder.operations if one.group in names)
+    return replace(recorder, groups=groups, operations=operations)
+
+
+def _call(one: Operation) -> tuple[str, int, str, bool, int]:
+    return one.group, one.number, one.name, one.p2p, one.created_ns
 
 
 def _recorder(dump: JsonObject, version: str) -> Recorder:
     rows = children(dump, "entries")
     names = {text(row, "pg_id"): _group_name(row) for row in rows}
     operations = [_operation(row, order) for order, row in enumerate(rows)]
-    backends = {text(row, "profiling_name").partition(":")[0] for row in rows if ":" in text(row, "profiling_name")}
     descriptions = {_group_name(row): text(row, "process_group", 1) for row in rows}
     config = {name: child(dump, "pg_config", name) for name in child(dump, "pg_config") if name}
     status = _by_name(child(dump, "pg_status"), names, list(config))
@@ -137,13 +185,13 @@ def _recorder(dump: JsonObject, version: str) -> Recorder:
         )
         for name in {**config, **descriptions}
     }
-    return Recorder(
-        version=version, backend=min(backends, default=""), groups=groups, operations=tuple(operations)
-    )  # fmt: skip
+    return Recorder(version=version, groups=groups, operations=tuple(operations))
 
 
 def _operation(row: JsonObject, order: int) -> Operation:
-    name = text(row, "profiling_name").partition(":")[2] or text(row, "profiling_name")
+    backend, colon, name = text(row, "profiling_name").partition(":")
+    if not colon:
+        backend, name = "", backend
     found = _P2P.match(name)
     is_p2p = row.get("is_p2p") is True and found is not None
     number = whole(row, "p2p_seq_id" if is_p2p else "collective_seq_id")
@@ -151,6 +199,7 @@ def _operation(row: JsonObject, order: int) -> Operation:
         group=_group_name(row),
         number=number,
         name=found[1] if found else name,
+        backend=backend,
         order=order,
         done=row.get("retired") is True or text(row, "state") == "completed",
         peer=int(found[3]) if is_p2p and found else None,

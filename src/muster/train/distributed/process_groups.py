@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import GroupName
 
 
 def all_reduce(
@@ -45,6 +46,25 @@ class Waits:
         began = time.monotonic_ns()
         work.wait()
         self.ns += time.monotonic_ns() - began
+
+
+#: Ranks of the run in each group that was named, by its name: what torch's registry does not know.
+ranks_of_groups: dict[str, tuple[int, ...]] = {}
+
+
+def named(group: dist.ProcessGroup, *, attempt: int, what: str, ranks: Iterable[int]) -> dist.ProcessGroup:
+    """Name a group for the flight recorder, which would take all groups without a name for one.
+
+    A rank that stays in its process for another attempt has the operations of both in its recorder: the name says of
+    which they are, and ``ranks_of_groups`` holds those of the newest attempt.
+    """
+    prefix = f"a{attempt}/"
+    for other in [name for name in ranks_of_groups if not name.startswith(prefix)]:
+        del ranks_of_groups[other]
+    ranks_of_groups[prefix + what] = tuple(ranks)
+    group._set_group_name(GroupName(prefix + what))
+    group._set_group_desc(what)
+    return group
 
 
 def gloo_group(store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

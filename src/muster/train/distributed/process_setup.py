@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, UsageError
 from muster.protocol.ranks import RankContext
-from muster.train.distributed.process_groups import GroupAborter, gloo_group, nccl_group
+from muster.train.distributed.process_groups import GroupAborter, gloo_group, named, nccl_group
 
 #: Time-out of collectives; the agents detect a lost peer much earlier.
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -142,12 +142,15 @@ def join_replicas(context: RankContext, device: torch.device, store: Store) -> W
 
     def over_all(name: str) -> dist.ProcessGroup | None:
         keys = PrefixStore(f"a{context.attempt}/{name}", store)
-        return gloo_group(keys, rank=context.rank, size=context.world_size, timeout=timeout)
+        group = gloo_group(keys, rank=context.rank, size=context.world_size, timeout=timeout)
+        return named(group, attempt=context.attempt, what=name, ranks=range(context.world_size))
 
     def over_replicas() -> dist.ProcessGroup | None:
         make = nccl_group if device.type == "cuda" else gloo_group
         keys = PrefixStore(f"a{context.attempt}/shard{inner}", store)
-        return make(keys, rank=replica, size=layout.dp_replicate, timeout=timeout)
+        group = make(keys, rank=replica, size=layout.dp_replicate, timeout=timeout)
+        ranks = range(inner, context.world_size, layout.ranks_per_replica)
+        return named(group, attempt=context.attempt, what=f"replicas of shard {inner}", ranks=ranks)
 
     with _join_errors(context):
         # Saves need a gloo group even on GPUs, and one of their own: they overlap with training.

@@ -98,6 +98,57 @@ def test_other_versions_of_the_dump(version):
     assert [one.rank for one in analyse(Evidence(ranks=tuple(ranks))).culprits] == [9, 14]
 
 
+@captured
+def test_the_capture_as_the_second_of_two_replicas():
+    """Its ranks are counted within the replica; the first replica waits for it in the sums over both."""
+    numbered, found = {}, []
+    for number, one in enumerate(megatron()):
+        assert one.recorder is not None
+        local = {name: [16 + member for member in group.members] for name, group in one.recorder.groups.items()}
+        recorder = flight_recorder.placed(one.recorder, local)
+        found.append(replace(one, rank=16 + number, recorder=recorder))
+        across = f"a1/replicas of shard {number}"
+        first = flight_recorder.parse(nccl_dump({"0": [*range(16)]}, [], {"0": 13996}))
+        ours = flight_recorder.Group(name=across, members=(number, 16 + number), posted=8, completed=7)
+        waits = flight_recorder.Operation(group=across, number=8, name="all_reduce", backend="nccl")
+        first = replace(first, groups={**first.groups, across: ours}, operations=(*first.operations, waits))
+        numbered[number] = flight_recorder.placed(first, {"0": range(16), across: (number, 16 + number)})
+    found += [RankEvidence(rank=number, recorder=recorder) for number, recorder in numbered.items()]
+    analysis = analyse(Evidence(ranks=tuple(found)))
+    assert [(one.rank, one.kind) for one in analysis.culprits] == [(25, Kind.GPU), (30, Kind.GPU)]
+    assert analysis.victims == 30
+
+
+def test_replicas_whose_groups_have_the_same_name():
+    """Rank 3 has not come; in its replica's dumps the ranks are 0 and 1, as in the other's, which has ended more."""
+    first = nccl_dump({"0": [0, 1]}, [("0", 9, "all_reduce")], {"0": 8})
+    dumps = {
+        0: first,
+        1: first,
+        2: nccl_dump({"0": [0, 1]}, [("0", 5, "all_reduce")], {"0": 4}),
+        3: nccl_dump({"0": [0, 1]}, [], {"0": 4}),
+    }
+    ranks = []
+    for number, dump in dumps.items():
+        members = (0, 1) if number < 2 else (2, 3)
+        ranks.append(
+            RankEvidence(rank=number, recorder=flight_recorder.placed(flight_recorder.parse(dump), {"0": members}))
+        )
+    assert [one.rank for one in analyse(Evidence(ranks=tuple(ranks), world=4)).culprits] == [3]
+
+
+def test_a_group_that_an_earlier_attempt_ended_with_something_unfinished():
+    old = nccl_dump({"7": [0, 1]}, [("7", 3, "all_reduce")], {"7": 2})
+    placed = flight_recorder.placed(flight_recorder.parse(old), {"0": (0, 1)})
+    assert not placed.unfinished and not placed.groups
+    assert flight_recorder.placed(flight_recorder.parse(old), {}) == flight_recorder.parse(old)
+
+
+def test_one_recorder_of_both_libraries_told_twice():
+    one = flight_recorder.parse(gloo_dump(RUNS, done=3))
+    assert flight_recorder.merged([one, one]) == one
+
+
 def test_stopped():
     culprit = only(analyse(Evidence(ranks=(waiting(0), late(1, spy_dump(ASLEEP), "T"), waiting(2)))))
     assert (culprit.rank, culprit.host, culprit.kind, culprit.confidence) == (

@@ -31,7 +31,7 @@ def test_a_dump_of_gloo_says_what_ended_though_its_states_do_not():
         (2, "broadcast", True),
         (3, "all_reduce", False),
     ]
-    assert (recorder.backend, recorder.version) == ("gloo", "2.10")
+    assert (recorder.operations[0].backend, recorder.version) == ("gloo", "2.10")
     assert recorder.operations[1].sizes == "2x3 -> 2x3"
     group = recorder.groups["0"]
     assert (group.posted, group.completed, group.members) == (3, 2, ())

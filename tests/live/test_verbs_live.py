@@ -73,7 +73,7 @@ def test_train_in_a_pipe_stops_on_ctrl_c_and_goes_on_bit_for_bit(shell: Shell) -
     out, err = train.communicate(timeout=60)
     assert train.returncode == 130, err
     assert "recover --watch" in err
-    assert re.search(r"^step 1  loss \d", out, re.MULTILINE)
+    assert re.search(r"^step +1/\d+  loss +\d", out, re.MULTILINE)
     assert "\x1b[" not in out, "plain lines in a pipe"
     run_id = (shell.folder / "there" / "run_id").read_text().strip()
     eventually(lambda: not shell.left(run_id), 15)

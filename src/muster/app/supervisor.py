@@ -7,6 +7,7 @@ import contextlib
 import sys
 from pathlib import Path
 
+from muster.app.inspect.event_format import Narrator
 from muster.app.run.event_writer import EventWriter, JsonLines, Lines
 from muster.app.run.mend import mend_run_file
 from muster.app.run.metrics_page import metrics_sinks
@@ -35,7 +36,8 @@ def main() -> None:
     if (mended := _mended(RunDir(path=arguments.run_dir, run_id=arguments.run_id))) is not None:
         supervisor.note(mended)
     as_json = given.jobset and run_output.json_logs_of(arguments.run_dir)
-    sinks = [(JsonLines if as_json else Lines)(sys.stdout), *revivals(supervisor), *metrics_sinks(supervisor)]
+    own_log = (JsonLines if as_json else Lines)(sys.stdout, Narrator(arguments.run_dir))
+    sinks = [own_log, *revivals(supervisor), *metrics_sinks(supervisor)]
     writer, said = EventWriter.of(supervisor, sinks), ""
     try:
         code = supervisor.serve()

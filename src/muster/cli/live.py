@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from muster.app import api
 from muster.app.api import Event, RunDir, RunSpec, RunView
-from muster.app.inspect.event_format import Narrator, step_figures
-from muster.app.inspect.status import total_steps
+from muster.app.inspect.event_format import Narrator, line, short_time, step_figures, total_steps
 from muster.cli import output, tables
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
+
+    from muster.cli.runs.region import Region
 
 
 class Display(api.Sink):
@@ -39,6 +40,7 @@ class Display(api.Sink):
     def started(self, run: RunDir, doubts: tuple[str, ...] = ()) -> None:
         """The run has a folder and is about to start. Prints nothing yet: it may be called from any thread."""
         self.run, self.doubts = run, doubts
+        self.line = Narrator(run.path)
 
     def open(self) -> None:
         """Say which run this is, and how to leave it."""
@@ -78,10 +80,7 @@ class Display(api.Sink):
         return True
 
     def scroll(self, event: Event) -> None:
-        """Print the event's line, of steps every ``log_every_steps``-th and the last."""
-        every = self.spec.output.log_every_steps
-        if event.kind == "step" and event.step is not None and event.step % every and event.step != self.total():
-            return
+        """Print the event's line."""
         text = self.line(event)
         if text is not None:
             self.print(text)
@@ -92,7 +91,7 @@ class Display(api.Sink):
 
     def total(self) -> int | None:
         """Steps of the whole run, as soon as they are known."""
-        return total_steps(self.spec, self.summary)
+        return total_steps(self.spec, self.summary.data)
 
     def close(self) -> None:
         """Nothing moves any more."""
@@ -136,15 +135,11 @@ def show_cursor() -> None:
 
 
 class LiveDisplay(Display):
-    """The same on a terminal: events scroll, the step's numbers are below them.
-
-    ``progress`` must not refresh itself: its own thread would hold, in a terminal that is stopped, the lock that every
-    ``update`` takes.
-    """
+    """The same on a terminal: events scroll, the step's numbers and the last incident are below them."""
 
     tend_every_s = 0.2
 
-    def __init__(self, spec: RunSpec, progress: Progress) -> None:
+    def __init__(self, spec: RunSpec, progress: Region) -> None:
         super().__init__(spec)
         self.progress = progress
         self.task = progress.add_task("starting", total=None, numbers="")
@@ -172,11 +167,14 @@ class LiveDisplay(Display):
                 description="training",
                 total=self.total(),
                 completed=event.step,
-                numbers="  ".join(step_figures(self.summary.numbers)),
+                numbers=self.numbers(event.step),
             )
             if time.monotonic() > self._drawn + self.tend_every_s:
                 self.tend()
             return
+        if event.kind in ("incident.detected", "incident.resolved"):
+            count = self.summary.incident_count
+            self.progress.incident = f"{count} incident{'s' * (count != 1)}; {line(event)}"
         sentence = {
             "host.allocated": "preparing data, importing torch",
             "attempt.started": "starting ranks",
@@ -188,6 +186,15 @@ class LiveDisplay(Display):
         if sentence is not None:
             self.progress.update(self.task, description=sentence)
         self.scroll(event)
+
+    def numbers(self, step: int) -> str:
+        """``12/400  ETA 3 min  loss 2.3451  8,812 tokens/s  MFU 35.5%``: what is known, and fits."""
+        total, pace = self.total(), self.summary.step_every_s
+        eta = [] if total is None or pace is None else [f"ETA {short_time((total - step) * pace)}"]
+        parts = [f"{step}/{total}" if total else f"step {step}", *eta, *step_figures(self.summary.numbers)]
+        while len(text := "  ".join(parts)) > self.progress.room and len(parts) > 1:
+            parts.pop()
+        return text
 
     def print(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -201,17 +208,9 @@ def display_of(spec: RunSpec) -> Display:
     """The display of a run, chosen by what stdout is."""
     if not sys.stdout.isatty():
         return Display(spec)
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+    from muster.cli.runs.region import Region
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-    )
-    return LiveDisplay(spec, Progress(*columns, auto_refresh=False, redirect_stdout=False, redirect_stderr=False))
+    return LiveDisplay(spec, Region())
 
 
 @contextmanager

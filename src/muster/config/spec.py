@@ -98,11 +98,16 @@ class Optimizer(Section):
     """Let ``weight_decay`` act on parameters of one dimension too: norms' scales and biases. torch.optim.AdamW without
     groups does that; most recipes do not."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: NotNegative = 0
+    warmup_steps: NotNegative | Annotated[float, Field(gt=0, lt=1)] = 0
+    """Steps until the learning rate is at its peak, or the share of all steps that this takes: 0.1."""
     min_lr_fraction: Fraction = 0.1
     """Learning rate at the last step, as a share of the peak."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip to this global norm; null: no clipping (the norm is still reported)."""
+
+    def warmup_of(self, total_steps: int) -> int:
+        """Steps of the warm-up in a run of so many: a share is rounded."""
+        return self.warmup_steps if isinstance(self.warmup_steps, int) else round(self.warmup_steps * total_steps)
 
     @property
     def traits(self) -> OptimizerTraits:

@@ -162,9 +162,10 @@ def _training(spec: RunSpec) -> Iterator[Problem]:
     warmup = training.optimizer.warmup_steps
     if training.steps is not None and warmup > training.steps:
         yield Problem(
-            "training.optimizer.warmup_steps", f"{warmup} is more than steps = {training.steps}",
-            hint="the learning rate would never reach its peak",
-        )  # fmt: skip
+            "training.optimizer.warmup_steps",
+            f"{warmup} is more than steps = {training.steps}: the learning rate would never reach its peak",
+            hint="as a share of the steps it fits any number of them: training.optimizer.warmup_steps=0.1",
+        )
     for index, beta in enumerate(training.optimizer.betas):
         if not 0 <= beta < 1:
             yield Problem("training.optimizer.betas", f"item {index} must be in [0, 1), got {beta}")

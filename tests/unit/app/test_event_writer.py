@@ -265,7 +265,7 @@ def test_the_log_of_a_supervisor_has_the_lines_that_people_see() -> None:
     for each in (event(text="so it is"), event(kind="clock.offset"), event(step=7)):
         writer.put(each)
     assert writer.close(0)
-    assert text.getvalue() == "note: so it is\nstep 7  loss 2.5000  time 0.100 s\n"
+    assert text.getvalue() == "note: so it is\nstep 7  loss  2.5000    0.100 s\n"
 
 
 def test_output_that_a_full_disk_did_not_take_is_lost_and_its_size_is_said(tmp_path: Path) -> None:

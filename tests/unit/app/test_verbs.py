@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,8 +326,31 @@ def test_following_ends_with_the_run(paper: Paper):
 
 def test_every_step_line_holds_the_fields_terms(paper: Paper):
     text = event_format.step_line(3, Step(**STEP))
-    for words in ("step 3", "loss 2.0000", "time 0.500 s", "200 tokens/s", "MFU 25.0%", "31%/47%/22%"):
+    for words in ("step 3", "loss  2.0000", " 0.500 s", " 200 tokens/s", "MFU 25.0%"):
         assert words in text
+
+
+def test_step_lines_are_columns_of_at_most_120(paper: Paper):
+    run = submitted("training.steps=400", "output.log_every_steps=7").run
+    log, narrate = EventLog(run.run_id, run.events, "host-0", 1), event_format.Narrator(run.path)
+    figures = {**STEP, "grad_norm": 12.5, "learning_rate": 1e-4, "memory_bytes": 2**30, "tokens": 123_456}
+    lines = [narrate(log.append("step", step=n, rank=0, detail={**figures, "loss": n / 30})) for n in range(1, 401)]
+    log.close()
+    shown = [text for text in lines if text]
+    assert [text.split()[1 if "/" in text.split()[1] else 2] for text in shown[:2]] == ["7/400", "14/400"]
+    assert shown[-1].startswith("step 400/400  loss 13.3333") and len(shown) == 400 // 7 + 1, "and the last"
+    assert max(map(len, shown)) <= 120 and all("ETA" in text and "GiB" in text for text in shown)
+    assert len({text.index("tokens/s") for text in shown}) == 1, "aligned"
+
+
+def test_a_corrected_run_file_has_another_number_of_steps(paper: Paper):
+    run = submitted("training.steps=9").run
+    log, narrate = EventLog(run.run_id, run.events, "host-0", 1), event_format.Narrator(run.path)
+    assert narrate(log.append("step", step=1, rank=0, detail=STEP)).startswith("step 1/9  ")
+    run.resolved.write_text(re.sub(r'"steps": *9', '"steps": 77', run.resolved.read_text()))
+    narrate(log.append("attempt.started", detail={"world_size": 2, "layout": {"dp_shard": 2}, "hosts": {"h": [0, 1]}}))
+    assert narrate(log.append("step", step=2, rank=0, detail=STEP)).startswith("step  2/77  ")
+    log.close()
 
 
 def test_a_failed_start_says_its_sentence_once():

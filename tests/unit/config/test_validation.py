@@ -63,6 +63,7 @@ WRONG = {
     "neither steps nor epochs": (["training.steps=null"], "does not say how long"),
     "micro-batch": (["training.global_batch_size=5", "training.micro_batch_size=2"], "2 does not divide"),
     "warm-up": (["training.optimizer.warmup_steps=101"], "101 is more than steps = 100"),
+    "warm-up share": (["training.optimizer.warmup_steps=1.5"], "a number above 0 and below 1"),
     "betas": (["training.optimizer.betas=[0.9, 1.0]"], "item 1 must be in [0, 1)"),
     "coarser master": (["model.master_dtype=bfloat16"], "coarser than dtype"),
     "flash on CPU": (["model.attention=flash_attention_2", "model.dtype=bfloat16"], "needs CUDA"),

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muster.core.event_details import attempts, checkpoints, hosts, incidents, run, training
 from muster.core.events import Event
+
+if TYPE_CHECKING:
+    from muster.config.spec import RunSpec
+
+LINE_WIDTH = 120
+RECENT_STEPS = 50
+"""Steps that say how long the rest will take."""
 
 
 def line(event: Event) -> str | None:
@@ -15,14 +27,30 @@ def line(event: Event) -> str | None:
 
 
 class Narrator:
-    """``line`` for events that follow each other: what a decision or the end of a run says for its reason is not said
-    in full again where the line of its incident has just said it."""
+    """``line`` for the events of one run, as they follow each other.
 
-    def __init__(self) -> None:
+    Of steps every ``log_every_steps``-th of the run file and the last are shown, with the run's number of steps and the
+    time to go. What a decision or the end of a run says for its reason is not said in full again where the line of its
+    incident has just said it. Without ``run_dir`` every step is shown.
+    """
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        self.run_dir = run_dir
+        self._spec: RunSpec | None = None
+        self._data: training.DataPrepared | None = None
+        self._ends_ns: deque[int] = deque(maxlen=RECENT_STEPS)
+        """Of the newest attempt's last steps."""
         self._said = ""
 
     def __call__(self, event: Event) -> str | None:
         """One line about the event, or None."""
+        if event.kind == training.Step.kind:
+            return self._step(event)
+        if event.kind == attempts.AttemptStarted.kind:
+            self._spec = None  # a corrected run file may have another number of steps
+            self._ends_ns.clear()
+        elif event.kind == training.DataPrepared.kind:
+            self._data = event.read(training.DataPrepared)
         text = line(event)
         if event.kind == incidents.IncidentDetected.kind:
             self._said = event.read(incidents.IncidentDetected).evidence
@@ -30,31 +58,69 @@ class Narrator:
             return text.replace(self._said, "as above")
         return text
 
+    def _step(self, event: Event) -> str | None:
+        if self._spec is None and self.run_dir is not None:
+            from muster.config.spec import RunSpec
 
-def step_line(step: int | None, detail: training.Step) -> str:
-    """``step 12  loss 2.3451  time 0.18 s  ...``; what is unknown is left out."""
+            with contextlib.suppress(OSError, ValueError):
+                self._spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+        self._ends_ns.append(event.wall_ns)
+        step, spec = event.step, self._spec
+        total = None if spec is None else total_steps(spec, self._data)
+        if spec is not None and step is not None and step % spec.output.log_every_steps and step != total:
+            return None
+        gaps, eta_s = len(self._ends_ns) - 1, None
+        if total is not None and step is not None and gaps > 0:
+            eta_s = (total - step) * (self._ends_ns[-1] - self._ends_ns[0]) / 1e9 / gaps
+        return step_line(step, event.read(training.Step), total=total, eta_s=eta_s)
+
+
+def total_steps(spec: RunSpec, data: training.DataPrepared | None) -> int | None:
+    """Steps of the whole run, as soon as they are known."""
+    settings = spec.training
+    if settings.steps is not None or settings.epochs is None or data is None:
+        return settings.steps
+    return math.ceil(data.sequences * settings.epochs / settings.global_batch_size)
+
+
+def step_line(step: int | None, detail: training.Step, *, total: int | None = None, eta_s: float | None = None) -> str:
+    """``step  12/400  loss  2.3451    8,812 tokens/s    0.180 s  ...`` in columns.
+
+    What is unknown is left out, and what comes last where there is more than ``LINE_WIDTH`` takes.
+    """
     seconds = detail.step_ns / 1e9
-    parts = [f"step {step}"]
+    count = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
+    parts = [count]
     if detail.loss is not None:
-        parts.append(f"loss {detail.loss:.4f}")
+        parts.append(f"loss {detail.loss:7.4f}")
     if detail.skipped:
         parts.append("left out")
-    parts.append(f"time {seconds:.3f} s")
-    if detail.tflops_per_rank is not None:
-        parts.append(f"{detail.tflops_per_rank:.4g} TFLOP/s/GPU")
     if seconds > 0 and detail.tokens is not None:
-        parts.append(f"{detail.tokens / seconds:,.0f} tokens/s")
+        parts.append(f"{detail.tokens / seconds:7,.0f} tokens/s")
+    parts.append(f"{seconds:7.3f} s")
+    if eta_s is not None:
+        parts.append(f"ETA {short_time(eta_s):>6}")
     if detail.grad_norm is not None:
-        parts.append(f"grad_norm {detail.grad_norm:.3f}")
+        parts.append(f"grad_norm {detail.grad_norm:6.3f}")
     if detail.learning_rate is not None:
         parts.append(f"lr {detail.learning_rate:.2e}")
-    if detail.memory_bytes is not None:
-        parts.append(f"memory {detail.memory_bytes / 2**30:.2f} GiB")
     if detail.mfu is not None:
-        parts.append(f"MFU {detail.mfu:.1%}")
-    if detail.tokens is not None:
-        parts.append(token_split(detail.tokens, detail.supervised_tokens or 0, detail.padding_tokens or 0))
-    return "  ".join(parts)
+        parts.append(f"MFU {detail.mfu:5.1%}")
+    elif detail.tflops_per_rank is not None:
+        parts.append(f"{detail.tflops_per_rank:.4g} TFLOP/s/GPU")
+    if detail.memory_bytes is not None:
+        parts.append(f"{detail.memory_bytes / 2**30:.2f} GiB")
+    while len(text := "  ".join(parts)) > LINE_WIDTH:
+        parts.pop()
+    return text
+
+
+def short_time(seconds: float) -> str:
+    """``12 s``, ``14 min``, ``3.2 h``, ``2.5 d``."""
+    for unit, size, digits in (("d", 86_400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def step_figures(detail: training.Step | None) -> list[str]:
@@ -69,13 +135,6 @@ def step_figures(detail: training.Step | None) -> list[str]:
     if detail.mfu is not None:
         parts.append(f"MFU {detail.mfu:.1%}")
     return parts
-
-
-def token_split(tokens: int, supervised: int, padding: int) -> str:
-    """Shares of the step's positions: supervised / context / padding."""
-    whole = max(1, tokens + padding)
-    shares = (supervised / whole, (tokens - supervised) / whole, padding / whole)
-    return "supervised/context/padding " + "/".join(f"{share:.0%}" for share in shares)
 
 
 def eval_line(step: int | None, detail: training.Eval) -> str:

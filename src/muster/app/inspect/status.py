@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from muster import backends
+from muster.app.inspect.event_format import total_steps
 from muster.app.inspect.home_view import as_of_now, fetch, home_of, status_in
 from muster.app.inspect.supervisor_client import request
 from muster.backends.protocols import Launcher
@@ -61,7 +61,7 @@ class Summary:
             tokens_per_s=view.tokens_per_s,
             incident_count=view.incident_count,
             snapshots=view.snapshots.reason if view.snapshots else None,
-            total_steps=total_steps(spec, view),
+            total_steps=total_steps(spec, view.data),
             began_ns=view.began_ns,
             ended_ns=view.newest_ns if view.outcome else None,
             step_every_s=view.step_every_s,
@@ -172,14 +172,6 @@ def all_runs(*, on_unreadable: Callable[[str, str], None] = lambda run_id, reaso
         except MusterError as error:
             on_unreadable(run_id, str(error))
     return sorted(result, key=lambda found: found.summary.began_ns or 0, reverse=True)
-
-
-def total_steps(spec: RunSpec, view: RunView) -> int | None:
-    """Steps of the whole run, as soon as they are known."""
-    training = spec.training
-    if training.steps is not None or training.epochs is None or view.data is None:
-        return training.steps
-    return math.ceil(view.data.sequences * training.epochs / training.global_batch_size)
 
 
 def supervisor_status(run: RunDir, *, timeout_s: float = 1.0) -> SupervisorStatus | None:

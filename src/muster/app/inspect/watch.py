@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from muster.app.inspect.event_format import total_steps
 from muster.app.inspect.home_view import as_of_now, home_of, once, status_in
 from muster.app.inspect.logs import REMOTE_LOOK_EVERY_S, new_events
 from muster.app.inspect.report import report
-from muster.app.inspect.status import job, mirror, spec_of, supervisor_status, total_steps
+from muster.app.inspect.status import job, mirror, spec_of, supervisor_status
 from muster.checkpoint_format.snapshot_ring import SnapshotInfo, list_snapshots
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
@@ -102,7 +103,7 @@ class Watcher:
         view.damaged = tuple(self._reader.damaged)
         for event in view.news:
             view.add(event)
-        view.total_steps = total_steps(self.spec, view)
+        view.total_steps = total_steps(self.spec, view.data)
         self._ask()
         now_ns = self.clock.wall_ns()
         view.step_age_s = (now_ns - view.newest.end_ns) / 1e9 if view.newest else None

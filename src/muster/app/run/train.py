@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from muster import backends
+from muster.app.inspect.event_format import Narrator
 from muster.app.run import submit
 from muster.app.run.event_writer import EventWriter, Lines, Sink
 from muster.app.run.metrics_page import metrics_sinks
@@ -85,7 +86,7 @@ def supervise(
         if on_start is not None:
             on_start(intent.run, handle.warnings)
         with processes.open_log(intent.run.logs / "supervisor.log") as log:
-            own_log = Lines(processes.forgiving(log.fileno()))
+            own_log = Lines(processes.forgiving(log.fileno()), Narrator(intent.run.path))
             writer = EventWriter.of(supervisor, [own_log, *revivals(supervisor), *metrics_sinks(supervisor), *sinks])
             try:
                 launcher.attach(handle, task="supervisor", pid=os.getpid())

@@ -20,6 +20,12 @@ def test_warmup_ends_at_the_peak_and_the_schedule_at_its_floor() -> None:
     assert found[6] == pytest.approx(0.1 + 0.9 * 0.5)
 
 
+def test_a_share_of_the_steps_is_so_many_of_them() -> None:
+    for total, steps in ((400, 100), (60, 15), (3, 1), (1, 0)):
+        assert rates(total, warmup_steps=0.25) == rates(total, warmup_steps=steps)
+    assert rates(100, warmup_steps=0.07) == rates(100, warmup_steps=7), "0.07 * 100 is a little more than 7 in binary"
+
+
 def test_cosine_is_half_way_at_half_time() -> None:
     found = rates(9, warmup_steps=1, schedule="cosine", min_lr_fraction=0.0)
     assert found[4] == pytest.approx(0.5)

@@ -347,7 +347,7 @@ def test_a_corrected_run_file_has_another_number_of_steps(paper: Paper):
     run = submitted("training.steps=9").run
     log, narrate = EventLog(run.run_id, run.events, "host-0", 1), event_format.Narrator(run.path)
     assert narrate(log.append("step", step=1, rank=0, detail=STEP)).startswith("step 1/9  ")
-    run.resolved.write_text(re.sub(r'"steps": *9', '"steps": 77', run.resolved.read_text()))
+    resolved_file.write(run.path, re.sub(r'"steps": *9', '"steps": 77', resolved_file.read(run.path)))
     narrate(log.append("attempt.started", detail={"world_size": 2, "layout": {"dp_shard": 2}, "hosts": {"h": [0, 1]}}))
     assert narrate(log.append("step", step=2, rank=0, detail=STEP)).startswith("step  2/77  ")
     log.close()

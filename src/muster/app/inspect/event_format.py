@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muster.core import resolved_file
 from muster.core.event_details import attempts, checkpoints, hosts, incidents, run, training
 from muster.core.events import Event
 
@@ -63,7 +64,7 @@ class Narrator:
             from muster.config.spec import RunSpec
 
             with contextlib.suppress(OSError, ValueError):
-                self._spec = RunSpec.model_validate_json((self.run_dir / "resolved.json").read_text())
+                self._spec = RunSpec.model_validate_json(resolved_file.read(self.run_dir))
         self._ends_ns.append(event.wall_ns)
         step, spec = event.step, self._spec
         total = None if spec is None else total_steps(spec, self._data)

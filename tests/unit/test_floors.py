@@ -30,7 +30,7 @@ BELOW: dict[str, set[str]] = {
     "checkpoint": {"core", "storage", "transport", "protocol", "checkpoint_format"},
     "train": {"core", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "data"},
     "run": {"core", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "train"},
-    "rank": {"core", "transport", "protocol", "config", "train", "run"},
+    "rank": {"core", "catalog", "transport", "protocol", "config", "train", "run"},
     "agent": {"core", "storage", "transport", "protocol", "config", "checkpoint_format", "health"},
     "backends": {"core", "storage", "transport", "protocol", "config", "catalog"},
     "supervise": {"core", "storage", "transport", "protocol", "config", "policy", "health"},

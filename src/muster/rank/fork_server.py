@@ -21,6 +21,7 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from muster.catalog import libraries
 from muster.config.spec import RunSpec
 from muster.core import environment, resolved_file, typed_json
 from muster.core.errors import AccessError, MusterError
@@ -76,11 +77,12 @@ def main() -> None:
     try:
         token = run_token(arguments.run_dir)
         os.environ.update(interface.variables(arguments.bind, named=os.environ.keys()))
-        held = resolved_file.read(Path(arguments.run_dir), patient=True)
+        spec = RunSpec.model_validate_json(resolved_file.read(Path(arguments.run_dir), patient=True))
+        if spec.model is not None:  # before anything is imported, which a wrong version fails at
+            libraries.refuse(libraries.installed(), attention=spec.model.attention)
     except MusterError as error:  # the agent tells the user the last line of this program's log
         print(f"error: {error}" + (f" ({error.hint})" if error.hint else ""), file=sys.stderr)
         sys.exit(error.exit_code)
-    spec = RunSpec.model_validate_json(held)
     _import_everything(spec)
     gc.collect()
     gc.freeze()  # the parent's objects stay out of every child's collections, and their pages stay shared

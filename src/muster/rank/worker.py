@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
+from muster.catalog import libraries
 from muster.config.spec import Model, RunSpec
 from muster.core import environment, resolved_file
 from muster.core.errors import MusterError, UsageError
@@ -58,6 +59,8 @@ def run_rank(
     spec = read_spec(Path(context.run_dir))
     phases = Phases(agent)
     phases.enter("start")
+    if context.rank == 0 and context.attempt == 1 and (line := libraries.untested(libraries.installed())):
+        agent.emit("run.message", text=line)
     device = choose_device(spec, context)
     set_numerics(spec, context, device)
     if device.type == "cpu":
@@ -224,6 +227,8 @@ def main() -> int:
     agent = None
     try:
         spec = read_spec(arguments.run_dir)
+        if spec.model is not None:
+            libraries.refuse(libraries.installed(), attention=spec.model.attention)
         context, store = torchrun_context(arguments.run_dir, os.environ, spec)
         agent = StandaloneClient(context)
         agent.obey_signals()

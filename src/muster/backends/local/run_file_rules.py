@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from muster.catalog import libraries
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 from muster.core import environment
@@ -40,6 +41,11 @@ def host_checks(spec: RunSpec) -> Iterator[Problem]:
     if lacking and spec.command is None:
         message = f"trains on this machine and needs {', '.join(lacking)}: not installed"
         yield Problem(key="backend", message=message, value=spec.backend, hint="pip install 'muster[train]'")
+    elif spec.command is None and spec.model is not None:
+        try:
+            libraries.refuse(libraries.installed(), attention=spec.model.attention)
+        except UsageError as error:
+            yield Problem(key="backend", message=str(error), value=spec.backend, hint=error.hint)
     tracker = spec.output.tracker
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
         yield Problem(key="output.tracker", message=f"{tracker} is not installed", hint=f"pip install {tracker}")

@@ -5,6 +5,7 @@
 #   ./setup.sh test [pytest arguments]               every kind of test, live ones for each capability: 10 minutes
 #   ./setup.sh test all [pytest arguments]           everything that CI runs
 #   ./setup.sh nightly [pytest arguments]            what CI leaves out: hours
+#   ./setup.sh gpu-check [torch versions]            the trainer's unit tests on CUDA builds of torch, no GPU; 5 GB each
 #   ./setup.sh install [extras]                      only installs; default train,data
 # Needs Python 3.11 or newer, and git to have cloned this. Variables:
 #   MUSTER_PYTHON   the Python to use
@@ -136,6 +137,27 @@ check() {
   return $code
 }
 
+# CUDA builds of torch on a machine without a driver: what imports, forks, kernels' signatures and NCCL's names come to.
+# Every version has an environment of its own beside the usual one. `===`: no local CPU build is taken for it.
+gpu_check() {
+  local main=$VENV version code=0
+  [ $# -gt 0 ] || set -- 2.11.0 2.12.0 2.13.0
+  for version in "$@"; do
+    VENV=$main-cuda-$version
+    make_venv
+    if ! [ -e "$VENV/.muster-complete" ]; then
+      say "installing the CUDA build of torch $version in $VENV"
+      pip install --quiet "torch===$version"
+      pip install --quiet --no-deps --require-hashes -r requirements/all.lock
+      touch "$VENV/.muster-complete"
+    fi
+    "$VENV/bin/python" -c "import torch; assert torch.version.cuda, f'{torch.__version__} is no CUDA build'" || { code=1; continue; }
+    say "torch $version, CUDA build: unit tests of train and rank"
+    PYTHONPATH=src "$VENV/bin/python" -m pytest -q -p no:cacheprovider tests/unit/train tests/unit/rank || code=1
+  done
+  return $code
+}
+
 mode=${1:-}
 [ $# -gt 0 ] && shift
 case $mode in
@@ -162,12 +184,15 @@ case $mode in
     install all,test
     MUSTER_WORKERS=1 tests soak "$@"
     ;;
+  gpu-check)
+    gpu_check "$@"
+    ;;
   install)
     install "${1:-train,data}"
     say "done: $VENV/bin/muster"
     ;;
   *)
-    sed -n '2,16s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

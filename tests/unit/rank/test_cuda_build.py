@@ -1,4 +1,4 @@
-"""What only a CUDA build of torch can show, without a driver: ``./setup.sh gpu-check`` runs it, other checks skip it."""
+"""What only a CUDA build of torch can show, without a driver: for ``./setup.sh gpu-check``, else skipped."""
 
 import os
 import shutil

@@ -1,0 +1,1 @@
+"""What is drawn of runs, and the commands about several of them."""

@@ -147,8 +147,9 @@ gpu_check() {
     make_venv
     if ! [ -e "$VENV/.muster-complete" ]; then
       say "installing the CUDA build of torch $version in $VENV"
-      pip install --quiet "torch===$version"
+      local arguments="torch===$version"
       pip install --quiet --no-deps --require-hashes -r requirements/all.lock
+      pip install --quiet "$arguments"
       touch "$VENV/.muster-complete"
     fi
     "$VENV/bin/python" -c "import torch; assert torch.version.cuda, f'{torch.__version__} is no CUDA build'" || { code=1; continue; }

@@ -69,11 +69,14 @@ class Discovery:
         self._schemas: dict[str, dict[str, Any]] = {}
         self._common: dict[str, dict[str, Any]] = {}
         self._routes: dict[tuple[str, str, int], list[tuple[str, str, dict[str, Any]]]] = {}
+        self._hosts: dict[str, str] = {}
         for api in apis:
             document = json.loads((documents / f"{api}.json").read_text())
             self._schemas[api] = document["schemas"]
             self._common[api] = document["parameters"]
             host = urllib.parse.urlsplit(document["rootUrl"]).netloc
+            if api.startswith("aiplatform."):  # the one whose resources live behind regional hosts alone
+                self._hosts |= {urllib.parse.urlsplit(one["endpointUrl"]).netloc: host for one in document["endpoints"]}
             for method in _methods(document):
                 template = document["servicePath"] + method.get("flatPath", method["path"])
                 pattern = re.sub(r"\\\{\\?\+?(\w+)\\\}", r"(?P<\1>[^/:]+)", re.escape(template))
@@ -87,7 +90,7 @@ class Discovery:
         self.match = functools.lru_cache(maxsize=None)(self._match)
 
     def _match(self, method: str, host: str, path: str) -> Match | None:
-        path = path.lstrip("/")
+        path, host = path.lstrip("/"), self._hosts.get(host, host)
         for pattern, api, found in self._routes.get((host, method, path.count("/")), []):
             if hit := re.fullmatch(pattern, path):  # most of the thousands of patterns are never needed
                 return Match(api, found, hit.groupdict())

@@ -19,6 +19,7 @@ from fakes import gcp_services
 from fakes.discovery import Discovery, Match
 from fakes.gcp_operations import Operations
 from fakes.gcp_services import error as _error
+from fakes.google_wire import Killed
 from fakes.kubernetes import FakeKubernetes
 from fakes.stream import FakePodStream
 
@@ -29,10 +30,6 @@ from muster.backends.gke.provision.access import MAKING_ACCOUNTS, PERMISSIONS, R
 HOST = "10.0.0.2"
 KNOWN_PERMISSIONS = PERMISSIONS.keys() | MAKING_ACCOUNTS.keys() | ROUTERS.keys()
 ZONES = ("us-central1-b", "europe-west1-b")
-
-
-class Killed(BaseException):
-    """The program died here: nothing of ours catches it."""
 
 
 @dataclass

@@ -13,6 +13,8 @@ from muster.backends.gke.manifests import kueue_configuration
 from muster.backends.gke.operate.exec_stream import exit_code
 from muster.backends.gke.pod.log_forwarder import _names
 from muster.backends.slurm import parse
+from muster.backends.vertex.cluster_spec import seat
+from muster.backends.vertex.job_state import cause, custom_job, sentence, web_links
 from muster.catalog.rows import prices_from
 from muster.config import load
 from muster.core.errors import BackendError, RunFileError, UsageError
@@ -134,6 +136,23 @@ def answers() -> Iterator[Target]:
         raises=(),
         share=2,
     )
+    record = (
+        b'{"name": "projects/1/locations/us-central1/customJobs/7", "state": "JOB_STATE_FAILED", "labels": {"a": "b"},'
+        b' "createTime": "2026-11-18T10:00:00.123Z", "endTime": "2026-11-18T11:00:00Z", "error": {"code": 3, "message":'
+        b' "The replica workerpool1-1 exited with a non-zero status of 1."}, "webAccessUris": {"workerpool0-0": "x"}}'
+    )
+    yield Target(name="Vertex AI's jobs", samples=(record,), read=_custom_job, raises=(), share=0.5)
+    cluster = (
+        b'{"cluster": {"workerpool0": ["cmle-training-workerpool0-ab-0:2222"], "workerpool1": ["b:2222"]},'
+        b' "environment": "cloud", "task": {"type": "workerpool1", "index": 0, "trial": ""}, "job": "{}"}'
+    )
+    yield Target(
+        name="CLUSTER_SPEC",
+        samples=(cluster,),
+        read=lambda data: seat(data.decode("utf-8", "replace"), hosts=2),
+        raises=(BackendError,),
+        share=0.5,
+    )
     event = b"\x01\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x10\x00\x00\x00agent.log\x00\x00\x00\x00\x00\x00\x00"
     yield Target(name="the kernel's file events", samples=(event * 2,), read=_names, raises=())
 
@@ -149,6 +168,14 @@ def _status(data: bytes) -> object:
         found = json.loads(data)
         return exit_code(found) if isinstance(found, dict) else None
     return None
+
+
+def _custom_job(data: bytes) -> None:
+    body = parse_reply(200, data).body
+    job = custom_job(body)
+    web_links(body)
+    assert cause(job, 0.0) is None or job.final
+    assert "\n" not in sentence(job, 0.0)
 
 
 def _slurm(text: str) -> None:

@@ -59,6 +59,25 @@ class ClientHello(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeetingHello(Record):
+    """A host whose peers know it by a name that need not lead to it: to the job's first host, once at its start."""
+
+    version: Version
+    index: Annotated[Count, "among the job's hosts"]
+    boot: Annotated[Name, "of this start of the machine: another one has nothing of the last one's memory and disk"]
+    address: Annotated[Address, "of its own interface, where it answers now"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met(Record):
+    """The answer."""
+
+    reached: Annotated[bool, "the host answered at the address that it gave"]
+    reason: Annotated[str, "why not; empty where it did"] = ""
+    returned: Annotated[bool, "it was here before, in an earlier start"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Refused(Record):
     """The answer to a hello of another version; the connection is then closed."""
 
@@ -84,3 +103,13 @@ def greeting_reader(channel: Channel[Message], *, me: str) -> Callable[[bytes], 
         return Refused(version=MINE, reason=reason.encode(errors="replace").decode())
 
     return greet
+
+
+MEETING: Channel[MeetingHello] = Channel(
+    name="host to the first host", sender="keeper", receiver="keeper of the first host", over="TCP",
+    messages=(MeetingHello,),
+)  # fmt: skip
+MET: Channel[Met | Refused] = Channel(
+    name="first host to host", sender="keeper of the first host", receiver="keeper", over="TCP",
+    messages=(Met, Refused),
+)  # fmt: skip

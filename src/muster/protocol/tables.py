@@ -9,6 +9,7 @@ from muster.protocol.channel import Channel
 from muster.protocol.client import FROM_CLIENT, TO_CLIENT
 from muster.protocol.fork_server import FROM_FORK_SERVER, TO_FORK_SERVER
 from muster.protocol.handover import FROM_WRITER, TO_WRITER
+from muster.protocol.hello import MEETING, MET
 from muster.protocol.lease import EndRecord, HomeStatus, LeaseRecord
 from muster.protocol.pipes import FROM_POD, PREEMPTION_NOTICES, PREPARATION, TO_POD
 from muster.protocol.rank_agent import FROM_RANK, HOST_GREETING, TO_RANK
@@ -40,6 +41,8 @@ CHANNELS: tuple[AnyChannel, ...] = (
     PREEMPTION_NOTICES,
     TO_POD,
     FROM_POD,
+    MEETING,
+    MET,
 )
 FILES: tuple[tuple[str, type[Record]], ...] = (
     ("lease.json in the run's folder", LeaseRecord),

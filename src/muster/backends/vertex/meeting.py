@@ -1,0 +1,148 @@
+"""The hosts of a job meet at the chief's name, and go on by address.
+
+A name in ``CLUSTER_SPEC`` leads to a service that passes on port 2222 and few others, does not resolve before its host
+is up, and may not lead a host to itself. So a host dials the chief by name on 2222 alone, hands over the address of its
+own interface, and the chief calls it back there: what all later connections (supervisor, agents, NCCL) rest on has then
+been seen to work, or the reason is known at the start. Both ends prove that they know the run's token.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from muster.backends.vertex.cluster_spec import Peer
+from muster.core.errors import AccessError, BackendError
+from muster.core.protocols import Clock
+from muster.core.typed_json import Unreadable
+from muster.protocol.codec import reader_of
+from muster.protocol.hello import MEETING, MET, MeetingHello, Met, Refused, greeting_reader
+from muster.protocol.values import Address
+from muster.protocol.version import MINE, OtherVersion
+from muster.transport.listening import listen_on
+from muster.transport.stream import Stream
+from muster.transport.stream_server import serve_streams
+
+METADATA = "169.254.169.254"
+"""Every host has a route to it, over the interface that leads to the others."""
+CALL_S = 5.0
+"""For a connection and its handshake inside one region."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0
+
+
+def own_address(towards: str = METADATA) -> str:
+    """The address of the interface that leads to ``towards``; nothing is sent.
+
+    Raises:
+        BackendError: none does.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((towards, 80))
+        except OSError as error:
+            raise BackendError(f"no interface of this host leads to {towards}: {error}") from error
+        return str(sock.getsockname()[0])
+
+
+@dataclass(kw_only=True)
+class Meeting:
+    """The chief's side. Hosts come when they are up, minutes apart, and again after their machine was replaced."""
+
+    token: bytes
+    log: Callable[[str], None]
+    hosts: dict[int, MeetingHello] = field(default_factory=dict)
+    """Who was met and reached, by index; the newest start of each."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def serve(self, listener: socket.socket) -> None:
+        """Answer until ``listener`` is closed, each host in a thread of its own."""
+        read = greeting_reader(MEETING, me="the first host")
+        serve_streams(listener, self.token, self._answer, decode=read, peer="hosts of this job", log=self.log)
+
+    def _answer(self, stream: Stream[MeetingHello | Refused]) -> None:
+        hello = stream.receive()
+        if isinstance(hello, Refused):
+            stream.send(hello)
+            return
+        reason = self._call(hello.address)
+        with self._lock:
+            before = self.hosts.get(hello.index)
+            if not reason:
+                self.hosts[hello.index] = hello
+        returned = before is not None and before.boot != hello.boot
+        stream.send(Met(reached=not reason, reason=reason, returned=returned))
+        if reason:
+            self.log(f"host {hello.index} cannot be reached at {hello.address[0]}: {reason}")
+
+    def _call(self, address: Address) -> str:
+        """Why the host that gave ``address`` does not answer there; empty: it does."""
+        try:
+            with socket.create_connection(address, timeout=CALL_S) as sock:
+                Stream(sock, self.token, server=False, decode=reader_of(MET), timeout_s=CALL_S)
+        except (OSError, AccessError) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+
+Dial = Callable[[Peer], socket.socket]
+
+
+def dial(peer: Peer) -> socket.socket:
+    """A connection to ``peer`` by its name. Raises OSError."""
+    return socket.create_connection((peer.name, peer.port), timeout=CALL_S)
+
+
+def meet(
+    chief: Peer, token: bytes, *, index: int, own: str, boot: str, clock: Clock, limit_s: float, call: Dial = dial
+) -> Met:
+    """Tell the chief of this host, once it answers; ``own``: the address at which this host is called back.
+
+    Raises:
+        BackendError: it did not answer within ``limit_s``.
+        OtherVersion: it is of another version of Muster.
+    """
+    with listen_on(own) as listener:
+        serve = functools.partial(
+            serve_streams, listener, token, _hang_up, decode=reader_of(MET), peer="the first host", log=_ignore
+        )
+        threading.Thread(target=serve, name="called-back", daemon=True).start()
+        hello = MeetingHello(version=MINE, index=index, boot=boot, address=(own, listener.getsockname()[1]))
+        try:
+            return _until_answered(chief, token, hello, clock=clock, limit_s=limit_s, call=call)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # or its accept would wait on for ever
+
+
+def _until_answered(chief: Peer, token: bytes, hello: MeetingHello, *, clock: Clock, limit_s: float, call: Dial) -> Met:
+    began_ns, pause_s = clock.monotonic_ns(), SHORTEST_PAUSE_S
+    while True:
+        try:
+            with call(chief) as sock:
+                # The answer comes after the chief has called back, in ``CALL_S`` for its connection and its handshake.
+                stream = Stream(sock, token, server=False, decode=reader_of(MET), timeout_s=3 * CALL_S)
+                stream.send(hello)
+                answer = stream.receive()
+        except (OSError, AccessError, Unreadable) as error:
+            waited_s = (clock.monotonic_ns() - began_ns) / 1e9
+            if waited_s + pause_s > limit_s:
+                raise BackendError(
+                    f"the first host did not answer at {chief.name}:{chief.port} in {waited_s:.0f} s: {error}",
+                    hint="muster logs RUN shows whether it has started",
+                ) from error
+            clock.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            continue
+        if isinstance(answer, Refused):
+            raise OtherVersion(answer.reason)
+        return answer
+
+
+def _hang_up(stream: Stream[Met | Refused]) -> None:
+    """Who called knows that this host is there, and whose it is."""
+
+
+def _ignore(_line: str) -> None:
+    """Strangers that connect during a call of seconds."""

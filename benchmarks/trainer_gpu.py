@@ -40,8 +40,6 @@ TINY = {
     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }  # fmt: skip
-#: Dense bf16 peaks of data sheets, TFLOP/s; the first name found in the device's own counts.
-PEAKS = (("H200", 989.5), ("H100 PCIe", 756.0), ("H100", 989.5), ("B200", 2250.0), ("A100", 312.0))
 WARMUP = 4
 PROBE = """
 import sys, torch
@@ -70,8 +68,11 @@ def probe(device: str, smoke: bool) -> tuple[float, str]:
 
 
 def peak_of(name: str) -> float | None:
-    """The data sheet's dense bf16 TFLOP/s; None for a GPU not in the list: no MFU is better than a guessed one."""
-    return next((peak for part, peak in PEAKS if part.lower() in name.lower()), None)
+    """The data sheet's dense bf16 TFLOP/s; None for a GPU not in the catalogue: no MFU is better than a guessed one."""
+    from muster.catalog.devices import bf16_peak
+
+    peak = bf16_peak(name)
+    return None if peak is None else peak / 1e12
 
 
 def play(system: str, job: dict[str, Any], folder: Path) -> jobs.Measured:

@@ -58,7 +58,7 @@ def machine(found: Findings, *, smoke: bool) -> None:
     import torch
     from torch.nn.attention import varlen
 
-    from muster.catalog.devices import accelerator_of
+    from muster.catalog.devices import bf16_peak
 
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else None
@@ -80,8 +80,8 @@ def machine(found: Findings, *, smoke: bool) -> None:
     }
     found.claim("torch sees a GPU", cuda or (None if smoke else False), name)
     if cuda:
-        row = accelerator_of(name or "")
-        found.claim("the catalogue knows this GPU, so that a run has an MFU", row is not None, name)
+        peak = bf16_peak(name or "")
+        found.claim("the catalogue knows this GPU, so that a run has an MFU", peak is not None, name)
         found.claim("Triton has the C compiler that it needs", found.figures["compiler"] is not None)
     found.claim("varlen_attn takes enable_gqa (without it, it must not be passed)", "enable_gqa" in takes)
     found.claim("/dev/shm has 16 GB free: snapshots of a small model", found.figures["dev_shm_gb"] >= 16)

@@ -28,7 +28,7 @@ BELOW: dict[str, set[str]] = {
     "data": {"core", "protocol", "config"},
     "tasks": {"core", "config", "data"},
     "checkpoint": {"core", "storage", "transport", "protocol", "checkpoint_format"},
-    "train": {"core", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "data"},
+    "train": {"core", "catalog", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "data"},
     "run": {"core", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "train"},
     "rank": {"core", "catalog", "transport", "protocol", "config", "train", "run"},
     "agent": {"core", "storage", "transport", "protocol", "config", "checkpoint_format", "health"},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.catalog.devices import accelerator_of
+from muster.catalog.devices import accelerator_of, bf16_peak
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,25 @@ from muster.catalog.devices import accelerator_of
 def test_device_names(name, row):
     found = accelerator_of(name)
     assert (found.name if found else None) == row
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GB300", None),  # the catalogue's own row has no peak
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_the_peak_that_mfu_divides_by(name, tflops):
+    peak = bf16_peak(name)
+    assert (peak and peak / 1e12) == tflops

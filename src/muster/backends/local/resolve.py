@@ -1,8 +1,7 @@
-"""What this machine decides of a run file: device, ranks per host, price, and the peak that MFU divides by."""
+"""What this machine decides of a run file: device, ranks per host, price."""
 
 from __future__ import annotations
 
-from muster.catalog.devices import accelerator_of
 from muster.config import validation
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem, RunFileError
@@ -24,11 +23,6 @@ def resolve(spec: RunSpec, offer: Offer) -> RunSpec:
     usd = resources.usd_per_host_hour or 0.0  # the user's own machine
     resources = resources.model_copy(update={"device": device, "ranks_per_host": ranks, "usd_per_host_hour": usd})
     spec = spec.model_copy(update={"resources": resources})
-    if device == "cuda" and spec.output.peak_tflops is None and spec.model is not None:
-        chip = accelerator_of(offer.accelerator)
-        peak = chip.peak_flops.get("bf16") if chip is not None else None
-        if peak:  # the vendor's dense bf16 peak; float32 runs are measured against it too
-            spec = spec.model_copy(update={"output": spec.output.model_copy(update={"peak_tflops": peak / 1e12})})
     problems = validation.problems(spec)
     if device == "cuda" and ranks * resources.hosts > offer.gpus_per_node:
         needed = f"{resources.hosts} x {ranks} ranks need as many GPUs"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from muster.catalog import devices
 from muster.config.spec import Profile, RunSpec
 from muster.protocol.ranks import AgentClient
 from muster.protocol.values import TraceSteps
@@ -92,13 +93,16 @@ def peak_flops(
 ) -> tuple[float | None, str]:
     """Peak FLOP/s of one rank, for MFU, and the source of the figure. None: unknown, so no MFU.
 
-    On CPU a matmul of the compute type is timed once per run, on all ranks at once; the result is in the run's
-    folder (written by the rank with ``keep``), so that a restarted rank (``probe`` false) need not measure.
+    On a GPU it is the data sheet's dense bf16 rate, whatever the run computes in, so that MFU compares between runs. On
+    CPU a matmul of the compute type is timed once per run, on all ranks at once; the result is in the run's folder
+    (written by the rank with ``keep``), so that a restarted rank (``probe`` false) need not measure.
     """
     if spec.output.peak_tflops is not None:
         return spec.output.peak_tflops * 1e12, "output.peak_tflops of the run file"
     if device.type == "cuda":
-        return None, f"no peak is known for {torch.cuda.get_device_name(device)}: set output.peak_tflops"
+        name = torch.cuda.get_device_name(device)
+        known = devices.bf16_peak(name)
+        return known, f"data sheet of {name}" if known else f"no peak is known for {name}: set output.peak_tflops"
     path = run_dir / "peak.json"
     try:
         return float(json.loads(path.read_text())["peak_flops"]), "matmul measured at this run's start"

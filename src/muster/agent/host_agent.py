@@ -121,7 +121,7 @@ class HostAgent:
     def _make_pool(self) -> None:
         identity, hub, log = self.identity, self.hub, self.log
         self.pool = RankPool(
-            identity=identity, hub=hub, log=log, spec=lambda: self.spec, send=self.link.send,
+            identity=identity, hub=hub, log=log, spec=lambda: self.spec, send=lambda told: self.evidence.report(told),
             is_supervised=lambda: self.link.connected, is_prepared=lambda: self.programs.prepared,
             on_warm=self._check_ready,
             forks=Forks(
@@ -149,15 +149,15 @@ class HostAgent:
             spec=lambda: self.spec, send=self.link.send, is_supervised=lambda: self.link.connected,
             on_over=self._on_checked,
         )  # fmt: skip
-        self.evidence = EvidenceGatherer(hub=hub, host=identity.host, living=self.pool.living, send=self.link.send)
+        self.evidence = EvidenceGatherer(
+            hub=hub, host=identity.host, living=self.pool.living, send=self.link.send,
+            findings=self.kernel_log.since, environ=identity.environ,
+        )  # fmt: skip
         self.preemption = Preemption(
-            spec=lambda: self.spec,
-            has_ranks=lambda: bool(self.pool.workers),
-            is_supervised=lambda: self.link.connected,
-            send=self.link.send,
-            command=self.pool.send_command,
+            spec=lambda: self.spec, has_ranks=lambda: bool(self.pool.workers),
+            is_supervised=lambda: self.link.connected, send=self.link.send, command=self.pool.send_command,
             on_exit=self.request_exit,
-        )
+        )  # fmt: skip
         self.unsupervised = UnsupervisedHost(
             identity=identity, spec=lambda: self.spec, is_working=lambda: bool(self.pool.living()),
             held=self.snapshots.held, on_note=log.note, on_exit=self.request_exit,

@@ -12,6 +12,7 @@ import errno
 import os
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from muster.health.hardware.driver_errors import RECOVERY_ACTION, Burst, finding
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.kernel_log import KernelFault, KernelLogReader, pci_address
 from muster.health.hardware.own_gpus import GPUS, own_gpus
-from muster.health.verdicts import Verdict
+from muster.health.verdicts import Finding, Verdict
 from muster.protocol.to_supervisor import HostFault
 from muster.transport.connections import ConnectionPool
 
@@ -77,6 +78,8 @@ class KernelLogFollower:
         """Errors of closed bursts, each once."""
         self._open: dict[tuple[str, ...], KernelFault] = {}
         """The open burst: each error of a device once, since more of the same change no verdict."""
+        self._recent: deque[tuple[float, KernelFault]] = deque(maxlen=_KEPT)
+        """With the (monotonic) time at which each was read."""
         self._last: KernelFault | None = None
         self._told: Verdict | None = None
         """Of the open burst; None: nothing was told."""
@@ -175,6 +178,7 @@ class KernelLogFollower:
         if self._own is not None and fault.device in self._gpus and fault.device not in self._own:
             self._note_foreign(fault)
             return
+        self._recent.append((time.monotonic(), fault))
         self._note_resets()
         if self._last is not None and not same_burst(self._last, fault):
             self._close()
@@ -213,6 +217,16 @@ class KernelLogFollower:
         """The gravest fault that was told and that no reset has followed."""
         self._note_resets()
         return self._standing
+
+    def since(self, rank: int, since_s: float) -> tuple[Finding, ...]:
+        """What was read since a (monotonic) time of the GPU of ``rank``; where that is not known, of any here."""
+        faults = [fault for read_s, fault in self._recent if read_s >= since_s]
+        here = self._spec().resources.ranks_per_host or 1
+        if here == len(self._gpus) and self._own in (None, frozenset(self._gpus)):  # ranks and GPUs in one order
+            faults = [fault for fault in faults if self._gpus.get(fault.device, rank % here) == rank % here]
+        if not faults:
+            return ()
+        return (finding_of(judge_burst(faults, self._earlier, self._own_numbers()), host=self._host, gpus=self._gpus),)
 
     def _own_numbers(self) -> OwnNumbers:
         check = self._spec().check

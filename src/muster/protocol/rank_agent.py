@@ -109,6 +109,8 @@ class TakePlace(Record):
 class CaptureRank(Record):
     """Say what every thread does, and which operations among ranks were called."""
 
+    recorders: Annotated[bool, "with the flight recorders, which are large"] = True
+
 
 FromRank: TypeAlias = (
     StandbyWarm | StandbyUnfit | RankBeat | RankProgress | RankEvent | LastWords | Paused | RankCaptured

@@ -65,10 +65,13 @@ class RankHang(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceReady(Record):
-    """The answer to ``GatherEvidence``."""
+    """The answer to ``GatherEvidence``; or, beside a rank's exit, what was seen of it and of the others here."""
 
     attempt: Count
     ranks: Annotated[tuple[str, ...], "of each rank: health.hang.evidence.RankEvidence as JSON"] = ()
+    ras: Annotated[str, "the report of NCCL's RAS, from the host of rank 0"] = ""
+    missing: Annotated[tuple[str, ...], "what of the host could not be captured, a sentence each"] = ()
+    exited: Annotated[Count | None, "the rank that has exited; None: the run stands still"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -335,7 +335,7 @@ class SocketAgentClient:
             case TraceSteps():
                 self._traces.append(message)
             case CaptureRank():
-                self._send(captured(self._rank))
+                self._send(captured(self._rank, recorders=message.recorders))
 
     def _reconnect(self) -> AgentConnection[ToRank] | None:
         """Connect to the agent's successor; without one within ``orphan_s`` the process exits."""

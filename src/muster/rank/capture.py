@@ -13,7 +13,7 @@ from muster.protocol.rank_agent import RankCaptured
 MOST_FRAMES = 40
 
 
-def captured(rank: int) -> RankCaptured:
+def captured(rank: int, *, recorders: bool = True) -> RankCaptured:
     """Stacks and flight recorders of the run's ``rank``; about a millisecond.
 
     Code in C that keeps Python's lock keeps this from answering.
@@ -21,8 +21,8 @@ def captured(rank: int) -> RankCaptured:
     problems: list[str] = []
     return RankCaptured(
         stacks="\n\n".join(_stacks()),
-        recorders=tuple(_recorders(problems)),
-        groups=_groups(rank),
+        recorders=tuple(_recorders(problems)) if recorders else (),
+        groups=_groups(rank) if recorders else {},
         problems=tuple(problems),
     )
 

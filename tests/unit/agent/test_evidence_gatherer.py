@@ -17,8 +17,11 @@ from muster.agent.ranks.rank_process import Worker
 from muster.core.typed_json import decode
 from muster.health.hang.evidence import RankEvidence
 from muster.health.hang.process_state import CgroupState
-from muster.protocol.rank_agent import RankCaptured
+from muster.health.verdicts import Finding, Verdict
+from muster.protocol.rank_agent import CaptureRank, RankCaptured
+from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.protocol.to_agent import GatherEvidence, TraceRanks
+from muster.protocol.to_supervisor import RankExit
 from muster.protocol.values import TraceSteps
 from muster.transport.connections import ConnectionPool
 
@@ -154,3 +157,90 @@ def test_a_trace_is_asked_of_the_ranks_that_are_meant():
     gatherer.begin(TraceRanks(attempt=2, ranks=(1, 7), trace=trace))
     gatherer.begin(TraceRanks(attempt=1, ranks=(0,), trace=trace))
     assert told == [("peer 1", trace)]
+
+
+def exit_of(rank=1, code=-9):
+    return RankExit(attempt=2, rank=rank, pid=77, code=code, step=41)
+
+
+def beside(**more):
+    """(gatherer of a host whose rank 1 has exited and whose ranks 0 and 2 live, what it sent, to whom it wrote)."""
+    sent, written = [], []
+    hub = SimpleNamespace(send=lambda peer, message: written.append((peer, message)))
+    living = [Worker(pid=1, rank=rank, attempt=2, peer=f"peer {rank}", pidfd=-1) for rank in (0, 2)]
+    found = EvidenceGatherer(hub=hub, host="host-0", living=lambda: living, send=sent.append, **more)
+    return found, sent, written, living
+
+
+def test_an_exit_is_reported_first_and_its_evidence_follows_without_anything_that_waits():
+    found, sent, written, living = beside()
+    found.report(exit_of())
+    assert sent == [exit_of()] and found.due_s() < time.monotonic() + 1
+    assert written == [(f"peer {rank}", CaptureRank(recorders=False)) for rank in (0, 2)]
+    living[0].captured = RankCaptured(stacks=OWN_WORDS)
+    living[1].exit_code = -9  # it was ended before it could answer
+    found.watch()
+    _, answer = sent
+    gone, other = (decode(RankEvidence, text) for text in answer.ranks)
+    assert (answer.exited, answer.attempt, gone.rank, gone.step) == (1, 2, 1, 41)
+    assert gone.process is not None and gone.process.dead
+    assert other.rank == 0 and other.process is None and other.threads is not None
+    assert found.due_s() == float("inf")
+
+
+def test_who_has_not_answered_when_a_hang_is_reported_is_left_out(monkeypatch):
+    monkeypatch.setattr("muster.agent.evidence.gatherer.program", lambda name: None)
+    found, sent, _, _ = beside()
+    found.report(exit_of())
+    found.begin(GatherEvidence(attempt=2, limit_s=0.0))
+    assert [decode(RankEvidence, text).rank for text in sent[1].ranks] == [1]
+    found.watch()
+    assert sent[2].exited is None and len(sent[2].ranks) == 2
+
+
+def test_memory_that_the_kernel_took_since_the_last_exit_alone_is_told(monkeypatch):
+    kills = iter([7, 8, 8])
+    monkeypatch.setattr(gatherer, "cgroup_state", lambda pid: CgroupState(oom_kills=next(kills)))
+    found, sent, _, living = beside()
+    living.clear()
+    for rank in (1, 2):
+        found.report(exit_of(rank))
+        found.watch()
+    told = [decode(RankEvidence, one.ranks[0]).cgroup for one in sent if not isinstance(one, RankExit)]
+    assert told == [CgroupState(oom_kills=1), CgroupState(oom_kills=0)]
+
+
+def test_errors_of_the_gpu_since_the_others_last_step():
+    asked = []
+    xid = Finding(check="gpu.xid", verdict=Verdict.REPLACE, message="Xid 79 on GPU 1", gpu=1)
+    found, sent, _, living = beside(findings=lambda rank, since_s: asked.append((rank, since_s)) or (xid,))
+    living[0].progress_s, living[1].progress_s = 50.0, 49.0
+    found.report(exit_of())
+    for one in living:
+        one.captured = RankCaptured(stacks="")
+    found.watch()
+    assert asked == [(1, 49.0)] and decode(RankEvidence, sent[1].ranks[0]).findings == (xid,)
+
+
+@pytest.mark.parametrize("code", [0, 75, 130, RESIZE_EXIT_CODE])
+def test_ranks_that_end_as_they_should_are_no_reason_to_look(code):
+    found, sent, written, _ = beside()
+    found.report(exit_of(code=code))
+    assert not written and len(sent) == 1 and found.due_s() == float("inf")
+
+
+def test_ras_is_asked_where_rank_0_is_and_gpus_are(hub, child, monkeypatch, tmp_path):
+    made = []
+
+    def played(of, environ, on_done):
+        made.append(SimpleNamespace(done=True, end=lambda: None, report="Job summary", problem="NCCL's RAS: no end"))
+        return made[-1]
+
+    monkeypatch.setattr(gatherer, "RasQuery", played)
+    one = worker(child.pid)
+    for rank, gpus in ((0, tmp_path / "none"), (3, tmp_path), (0, tmp_path)):
+        one.rank, sent = rank, []
+        found = EvidenceGatherer(hub=hub, host="host-0", living=lambda: [one], send=sent.append, gpus=gpus)
+        found.begin(GatherEvidence(attempt=2, limit_s=0.0))
+        found.watch()
+    assert len(made) == 1 and (sent[0].ras, sent[0].missing) == ("Job summary", ("NCCL's RAS: no end",))

@@ -14,6 +14,7 @@ from muster.agent.kernel_log_follower import KernelLogFollower
 from muster.agent.supervisor_link import SupervisorLink
 from muster.config.spec import Check
 from muster.health.hardware.own_gpus import own_gpus
+from muster.health.verdicts import Verdict
 from muster.protocol.to_supervisor import HostFault, HostReady
 from muster.transport.connections import ConnectionPool
 
@@ -23,7 +24,7 @@ GPUS = ("0000:19:00.0", "0000:3b:00.0", "0000:9b:00.0")
 class Host:
     """A follower with its loop. ``say`` puts a record into a stand-in for /dev/kmsg that keeps records apart."""
 
-    def __init__(self, tmp_path, *, gpus=GPUS, check=None, living=(), environ=None, **sources):
+    def __init__(self, tmp_path, *, gpus=GPUS, check=None, living=(), environ=None, ranks=1, **sources):
         folder = tmp_path / "gpus"
         folder.mkdir()
         for address in gpus:
@@ -33,7 +34,8 @@ class Host:
         self.follower = KernelLogFollower(
             identity=SimpleNamespace(host="host-1", environ=environ or {}), hub=self.hub,
             log=SimpleNamespace(note=self.notes.append),
-            spec=lambda: SimpleNamespace(check=check or Check()), living=lambda: living, send=self.sent.append,
+            spec=lambda: SimpleNamespace(check=check or Check(), resources=SimpleNamespace(ranks_per_host=ranks)),
+            living=lambda: living, send=self.sent.append,
             resets=lambda: self.resets, gpus=folder, **sources,
         )  # fmt: skip
 
@@ -336,3 +338,24 @@ def test_a_gpu_of_another_job_costs_this_host_nothing_and_is_not_reset(on_host, 
     (note,) = host.notes
     assert "Xid 79 on GPU 2" in note and "does not use" in note
     assert [(fault.verdict, fault.resettable) for fault in host.sent] == [("reset", (1,)), ("reset", ())]
+
+
+def test_what_was_read_since_a_ranks_last_step_of_its_own_gpu(on_host, kmsg, monkeypatch):
+    host, say = following(on_host, kmsg, monkeypatch, ranks=3)
+    say("NVRM: Xid (PCI:0000:19:00): 31, MMU fault of an earlier step")
+    host.until(lambda: host.notes)
+    step_s = time.monotonic()
+    say("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus", second=110.0)
+    host.until(lambda: host.sent)
+    assert host.follower.since(0, step_s) == () == host.follower.since(1, time.monotonic())
+    (found,) = host.follower.since(1, step_s)
+    assert (found.verdict, found.gpu, found.host) == (Verdict.REPLACE, 1, "host-1")
+    (found,) = host.follower.since(0, 0.0)
+    assert "Xid 31" in found.message and found.verdict is Verdict.APP
+
+
+def test_where_ranks_and_gpus_are_not_one_to_one_any_error_of_the_host_is_told(on_host, kmsg, monkeypatch):
+    host, say = following(on_host, kmsg, monkeypatch, ranks=2)
+    say("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus")
+    host.until(lambda: host.sent)
+    assert [one.gpu for one in host.follower.since(0, 0.0)] == [1]

@@ -160,6 +160,18 @@ def test_what_was_captured_of_a_hang(run: RunDir) -> None:
     ]
 
 
+def test_what_was_seen_beside_an_exit_comes_after_its_incident(run: RunDir) -> None:
+    seen = {
+        "incident_id": "i1",
+        "summary": "rank 1 is gone; the kernel has killed",
+        "culprit": "dead",
+        "ranks": ["rank 1"],
+    }
+    exited = {"incident_id": "i1", "incident": "rank_exit", "evidence": "rank 1 was killed by SIGKILL"}
+    write(run, ("incident.detected", 9, exited), ("evidence.gathered", None, seen))
+    assert why("demo-1").lines()[1:] == ["  seen beside it: rank 1 is gone; the kernel has killed", "  rank 1"]
+
+
 def test_a_run_and_captures_at_once_are_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["why", "demo-1", "--from", "."]) == 2
     assert "a run and --from were given" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from muster.core.event_details.incidents import (
     IncidentResolved,
 )
 from muster.core.event_log import Damage
+from muster.core.incidents import RANK_HANG
 from muster.core.typed_json import JsonObject
 from muster.health.hang.analysis import analyse
 from muster.health.hang.captures import evidence_of
@@ -106,17 +107,27 @@ class Why:
             if one.last_words is not None and one.last_words not in one.evidence:
                 yield f"  last words: {one.last_words}"
             if one.captured is not None:
-                named = f"{one.captured.culprit}, confidence {one.captured.confidence}"
-                where = f" in {one.captured.operation} of {one.captured.group}" if one.captured.operation else ""
-                waits = f"{one.captured.victims} {'rank waits' if one.captured.victims == 1 else 'ranks wait'}{where}"
-                yield f"  culprit: {named}; {waits}" if one.captured.culprit else f"  {one.captured.summary}"
-                yield from (f"  {line}" for line in one.captured.ranks)
-                yield from (f"  missing: {sentence}" for sentence in one.captured.missing)
+                seen = _seen(one.captured, of_hang=one.kind == RANK_HANG.kind)
+                yield from (f"  {line}" for line in seen)
             if one.hint:
                 yield f"  hint: {one.hint}"
             if one.action is not None:
                 lost = f"; the next new step came {one.lost_s:.2f} s later" if one.lost_s is not None else ""
                 yield f"  decision: {one.action}: {one.reason}{lost}"
+
+
+def _seen(captured: EvidenceGathered, *, of_hang: bool) -> Iterator[str]:
+    """What was captured of a hang, or seen beside an exit."""
+    if not of_hang:
+        yield f"seen beside it: {captured.summary}"
+    elif captured.culprit:
+        where = f" in {captured.operation} of {captured.group}" if captured.operation else ""
+        waits = f"{captured.victims} {'rank waits' if captured.victims == 1 else 'ranks wait'}{where}"
+        yield f"culprit: {captured.culprit}, confidence {captured.confidence}; {waits}"
+    else:
+        yield captured.summary
+    yield from captured.ranks
+    yield from (f"missing: {sentence}" for sentence in captured.missing)
 
 
 def why(reference: str | None, folder: str | None = None) -> Why:
@@ -141,6 +152,8 @@ def _of_run(reference: str) -> Why:
         if event.kind == EvidenceGathered.kind:
             gathered = event.read(EvidenceGathered)
             captured[gathered.incident_id] = gathered
+            if known := found.get(gathered.incident_id):  # beside a rank's exit it comes after the incident
+                known.captured = gathered
         elif event.kind == IncidentDetected.kind:
             begun = event.read(IncidentDetected)
             found[begun.incident_id] = IncidentView(

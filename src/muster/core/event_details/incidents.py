@@ -32,7 +32,10 @@ class IncidentDetected(OpenDetail):
 @dataclass(frozen=True, kw_only=True)
 class EvidenceGathered(Detail):
     kind: ClassVar = "evidence.gathered"
-    doc: ClassVar = "What the ranks did when the run stood still, captured before they were ended."
+    doc: ClassVar = (
+        "What the ranks did when the run stood still, captured before they were ended; or, after its incident, what "
+        "was seen beside a rank's exit."
+    )
     incident_id: Annotated[str, "which incident follows from it"]
     summary: Annotated[str, "who holds the others up and why, or why nobody can be named"]
     culprit: Annotated[
@@ -44,7 +47,7 @@ class EvidenceGathered(Detail):
     group: Annotated[str | None, "of ranks, in which the others wait"] = None
     operation: Annotated[str | None, "in which they wait"] = None
     victims: Annotated[int, "ranks that wait"] = 0
-    took_ns: Annotated[int, "from the report of the hang to the last answer that was awaited"] = 0
+    took_ns: Annotated[int, "from the report of the hang to the last answer that was awaited; 0: beside an exit"] = 0
     ranks: Annotated[tuple[str, ...], "a line for each rank, the first 64"] = ()
     missing: Annotated[tuple[str, ...], "what could not be captured, the first 16"] = ()
 

@@ -53,7 +53,8 @@ def _not_running(ranks: Mapping[int, RankEvidence]) -> list[Culprit]:
         if one.process is not None and one.process.dead:
             oom = one.cgroup is not None and (one.cgroup.oom_kills or 0) > 0
             why = "is gone" + ("; the kernel has killed for memory in its cgroup" if oom else "")
-            found.append(_culprit(one, Kind.DEAD, Confidence.HIGH, why))
+            faulty = _of_hardware(one, why)
+            found.append(faulty or _culprit(one, Kind.DEAD, Confidence.HIGH, why))
         elif one.process is not None and one.process.stopped:
             found.append(_culprit(one, Kind.STOPPED, Confidence.HIGH, one.process.words, place=_place(one)))
     return found

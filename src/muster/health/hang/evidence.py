@@ -137,4 +137,5 @@ def in_words(one: RankEvidence) -> str:
     if main is not None and main.frames:
         frame = main.user_line or main.frames[0]
         parts.append(f"{frame.function} at {frame.place}" + (", holds Python's lock" if main.blocked_in_c else ""))
+    parts += [finding.message for finding in one.findings[:2]]
     return f"rank {one.rank}{host}: {'; '.join(parts) or 'nothing captured'}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from muster.core.typed_json import Json, JsonObject, Unreadable, decode
+from muster.health.hang import ras
 from muster.health.hang.analysis import analyse
 from muster.health.hang.evidence import Analysis, Evidence, RankEvidence, in_words
 from muster.protocol.to_supervisor import EvidenceReady, RankHang
@@ -37,8 +38,33 @@ class Gathering:
     def conclude(self, world: int) -> tuple[Analysis, tuple[RankEvidence, ...]]:
         """Who holds the others up, from what has come."""
         ranks, missing = read_answers(self.answers, self.waiting)
-        evidence = Evidence(ranks=tuple(ranks), world=world, missing=tuple(missing))
+        report = _ras(self.answers, missing)
+        evidence = Evidence(ranks=tuple(ranks), world=world, ras=report, missing=tuple(missing))
         return analyse(evidence), evidence.ranks
+
+
+def of_exit(host: str, answer: EvidenceReady) -> tuple[Analysis, tuple[RankEvidence, ...]]:
+    """What was seen of a rank that has exited and of the others on its host."""
+    ranks, missing = read_answers({host: answer}, ())
+    analysis = analyse(Evidence(ranks=tuple(ranks)))
+    # Who waits is no question where the ranks are ended, nor is what was not asked for.
+    return replace(analysis, victims=0, missing=tuple(missing)), tuple(ranks)
+
+
+def _ras(answers: Mapping[str, EvidenceReady], missing: list[str]) -> ras.Ras | None:
+    """The report of NCCL's RAS, which one host has asked for all."""
+    for host, answer in sorted(answers.items()):
+        if not answer.ras:
+            continue
+        try:
+            found = ras.parse(answer.ras)
+        except Unreadable as error:
+            missing.append(f"{host}: {error}")
+            continue
+        if not found.complete:
+            missing.append(f"{host}: the report of NCCL's RAS is cut")
+        return found
+    return None
 
 
 def read_answers(answers: Mapping[str, EvidenceReady], waiting: Iterable[str]) -> tuple[list[RankEvidence], list[str]]:
@@ -46,6 +72,7 @@ def read_answers(answers: Mapping[str, EvidenceReady], waiting: Iterable[str]) -
     missing = [f"{host} has not answered" for host in sorted(waiting)]
     ranks: list[RankEvidence] = []
     for host, answer in sorted(answers.items()):
+        missing += [f"{host}: {sentence}" for sentence in answer.missing]
         for text in answer.ranks:
             try:
                 ranks.append(decode(RankEvidence, text))

@@ -160,6 +160,9 @@ def _resolve(ctx: SupervisorContext, step: int) -> None:
 def _stands_still(ctx: SupervisorContext, host: Host, message: RankHang | EvidenceReady) -> None:
     """First all hosts capture what their ranks do: once these are ended, nobody can say who held the others up."""
     state, phase, settings = ctx.state, ctx.state.phase, ctx.settings
+    if isinstance(message, EvidenceReady) and message.exited is not None:
+        _seen_beside_exit(ctx, host, message)
+        return
     if message.attempt != state.attempt or not isinstance(phase, Running):
         return
     if isinstance(message, EvidenceReady):
@@ -176,6 +179,14 @@ def _stands_still(ctx: SupervisorContext, host: Host, message: RankHang | Eviden
     ctx.alarm(gathering.ALARM, settings.gather_evidence_s)
     for name in sorted(hosts):
         ctx.send(name, GatherEvidence(attempt=state.attempt))
+
+
+def _seen_beside_exit(ctx: SupervisorContext, host: Host, answer: EvidenceReady) -> None:
+    """What its host has seen of a rank's exit, which is judged already and waits for nothing of this."""
+    incident_id = ctx.state.exits.pop((answer.attempt, answer.exited or 0), None)
+    if incident_id is not None:
+        analysis, ranks = gathering.of_exit(host.name, answer)
+        ctx.log("evidence.gathered", gathering.event_of(analysis, ranks, incident_id=incident_id, took_ns=0))
 
 
 def judge_hang(ctx: SupervisorContext) -> None:

@@ -52,6 +52,9 @@ def _failed(ctx: SupervisorContext, host: str, message: RankExit) -> None:
         detail = {**detail, "snapshot_rejected": True}
     named = detail.get("step")  # the rank may be at the next step by the time it checks the numbers
     step = named if isinstance(named, int) else message.step
+    state = ctx.state
+    state.exits = {of: told for of, told in state.exits.items() if of[0] >= message.attempt - 1}
+    state.exits[message.attempt, message.rank] = f"i{state.next_incident}"
     report_incident(ctx, kind, host=host, rank=message.rank, step=step, evidence=evidence, detail=detail)
 
 

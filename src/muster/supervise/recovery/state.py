@@ -156,6 +156,8 @@ class State:
     hosts: dict[str, Host] = field(default_factory=dict)
     open: OpenIncident | None = None
     next_incident: int = 1
+    exits: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Attempt and rank of an exit -> its incident, until the evidence of it has come."""
     alarms: dict[str, int] = field(default_factory=dict)
     """Deadlines that are not a phase's: name -> time."""
     last_applied_step: int = 0

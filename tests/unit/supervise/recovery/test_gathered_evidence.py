@@ -3,16 +3,18 @@
 import dataclasses
 
 import pytest
-from fakes.hang_captures import ASLEEP, IN_ALL_REDUCE, gloo_dump, spy_dump
+from fakes.hang_captures import ASLEEP, IN_ALL_REDUCE, RAS_TEXT, gloo_dump, spy_dump
 from fakes.virtual_run import actions, cluster, events_of, kinds, spec
 
 from muster.core.typed_json import encode
 from muster.health.hang import flight_recorder, stacks
 from muster.health.hang.evidence import RankEvidence
-from muster.health.hang.process_state import ProcessState
+from muster.health.hang.process_state import GONE, CgroupState, ProcessState
+from muster.health.verdicts import Finding, Verdict
 from muster.protocol.to_agent import GatherEvidence
-from muster.protocol.to_supervisor import EvidenceReady
+from muster.protocol.to_supervisor import EvidenceReady, RankExit, RankHang
 from muster.simulate.faults import hang_rank
+from muster.supervise.hangs.gathering import Gathering
 from muster.supervise.recovery.inputs import Send
 from muster.supervise.replay.rebuild_state import rebuild_state
 
@@ -115,3 +117,61 @@ def test_a_hosts_failures_count_what_another_host_may_mend(state, counted):
     found.run()
     assert len(kinds(found, "incident.detected")) == 2
     assert failures == [counted, counted]
+
+
+def exits_at(found, second, *, after_s, finding=None):
+    """Rank 1 is killed; its host's evidence comes ``after_s`` later."""
+    gone = RankEvidence(
+        rank=1, host="host-1", process=ProcessState(state=GONE), cgroup=CgroupState(oom_kills=1),
+        findings=(finding,) if finding else (),
+    )  # fmt: skip
+
+    def exit_now():
+        host = found.hosts["host-1"]
+        attempt = found.machine.state.attempt
+        found.receive_from(
+            host, RankExit(attempt=attempt, rank=1, pid=9, code=-9, step=found.machine.state.last_applied_step)
+        )
+        ranks = (encode(gone).decode(), encode(captured(0, late=False)).decode())
+        found.receive_later(after_s, host, EvidenceReady(attempt=attempt, ranks=ranks, exited=1))
+
+    found.at(second, exit_now)
+
+
+@pytest.mark.parametrize("after_s", [0.001, 2.0], ids=["before the next attempt", "long after"])
+def test_the_evidence_of_an_exit_follows_its_incident_and_nothing_waits_for_it(after_s):
+    found, plain = gathering(set()), gathering(set())
+    exits_at(found, 10.0, after_s=after_s)
+    exits_at(plain, 10.0, after_s=1e6)
+    assert found.run().exit_code == 0
+    plain.run()
+    ((_, incident),) = kinds(found, "incident.detected")
+    ((_, evidence),) = kinds(found, "evidence.gathered")
+    assert evidence.detail["incident_id"] == incident.detail["incident_id"]
+    assert evidence.detail["culprit"] == "dead" and "killed for memory in its cgroup" in evidence.detail["summary"]
+    assert len(evidence.detail["ranks"]) == 2 and not evidence.detail["missing"] and not evidence.detail["victims"]
+    assert [at for at, _ in kinds(found, "attempt.started")] == [at for at, _ in kinds(plain, "attempt.started")]
+
+
+def test_an_error_of_the_gpu_beside_an_exit_is_named():
+    found = gathering(set())
+    xid = Finding(check="gpu.xid", verdict=Verdict.REPLACE, message="Xid 79 on GPU 1: fallen off the bus", gpu=1)
+    exits_at(found, 10.0, after_s=0.5, finding=xid)
+    found.run()
+    ((_, evidence),) = kinds(found, "evidence.gathered")
+    assert evidence.detail["culprit"] == "gpu" and "Xid 79 on GPU 1" in evidence.detail["summary"]
+
+
+def test_nccls_own_report_names_a_process_of_which_nothing_was_captured():
+    report = RankHang(attempt=1, rank=0, evidence="rank 0: no progress", silent_s=1.0)
+    found = Gathering(host="host-0", report=report, begun_ns=0, waiting={"host-0"})
+    silent = encode(RankEvidence(rank=21, host="host-3", pid=3487984)).decode()
+    assert found.add("host-0", EvidenceReady(attempt=1, ranks=(silent,), ras=RAS_TEXT))
+    analysis, _ = found.conclude(32)
+    assert (21, "does not answer NCCL's RAS") in {(one.rank, one.because) for one in analysis.culprits}
+    found.answers["host-0"] = EvidenceReady(attempt=1, ranks=(silent,), ras="x", missing=("NCCL's RAS: no end",))
+    analysis, _ = found.conclude(32)
+    assert not analysis.culprits
+    assert {"host-0: NCCL's RAS: no end", "host-0: no report of NCCL's RAS: it has no job summary"} <= set(
+        analysis.missing
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 
 from muster.agent.ranks.rank_process import on_exit
@@ -37,13 +39,22 @@ class GpuReset:
         self._on_done(gpus, ok, evidence)
 
 
+#: NVIDIA gives no bound; a reset takes seconds. What holds a GPU besides the ranks (a monitor, a fabric's peers) makes
+#: the tool refuse at once.
+LIMIT_S = 120.0
+
+
 def command(gpus: Sequence[int]) -> list[str]:
-    """NVIDIA's own tool; it refuses while any process uses the GPU, so the ranks must be gone."""
+    """NVIDIA's own tool, with its own numbers; it refuses while any process uses the GPU, so the ranks must be gone."""
     return ["nvidia-smi", "--gpu-reset", "-i", ",".join(str(gpu) for gpu in gpus)]
 
 
-def start(hub: ConnectionPool, gpus: Sequence[int], done: Callable[[bool, str], None]) -> None:
-    """Reset without waiting; ``done(ok, evidence)`` is called from the hub's loop."""
+def start(
+    hub: ConnectionPool, gpus: Sequence[int], done: Callable[[bool, str], None], *, limit_s: float = LIMIT_S
+) -> None:
+    """Reset without waiting; ``done(ok, evidence)`` is called once from the hub's loop, at latest after ``limit_s``.
+
+    A tool that waits for a broken driver cannot always be killed."""
     try:
         child = subprocess.Popen(
             command(gpus), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -51,10 +62,30 @@ def start(hub: ConnectionPool, gpus: Sequence[int], done: Callable[[bool, str], 
     except OSError as error:
         done(False, f"no reset: {error.strerror}: {error.filename}")
         return
+    overdue, alarm = os.pipe()
+    timer = threading.Timer(limit_s, os.write, (alarm, b"."))
+    timer.daemon = True
+    timer.start()
+    answered = []
+
+    def answer(ok: bool, evidence: str) -> None:
+        answered.append(ok)
+        timer.cancel()
+        timer.join()
+        hub.unwatch(overdue)
+        os.close(overdue)
+        os.close(alarm)
+        done(ok, evidence)
 
     def ended() -> None:
         output, _ = child.communicate()
-        last = output.strip().splitlines()[-1] if output.strip() else f"exit code {child.returncode}"
-        done(child.returncode == 0, last[:200])
+        if not answered:
+            last = output.strip().splitlines()[-1] if output.strip() else f"exit code {child.returncode}"
+            answer(child.returncode == 0, last[:200])
 
+    def gave_up() -> None:
+        child.kill()
+        answer(False, f"nvidia-smi --gpu-reset has not ended within {limit_s:.0f} s")
+
+    hub.watch(overdue, gave_up)
     on_exit(hub, child.pid, ended)

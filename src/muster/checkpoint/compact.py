@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.checkpoint import pinned
+
 #: Float32 bytes of a slice.
 SLICE_BYTES = 16 << 20
 
@@ -47,7 +49,7 @@ def copy(to: Tensor, source: Tensor) -> None:
     """``to.copy_(source, non_blocking=True)``, with at most a slice of ``source`` converted at a time."""
     for first, values in slices(source):
         into = to if values is source else to[first : first + values.shape[0]]
-        into.copy_(values, non_blocking=True)
+        pinned.copy(into, values)
 
 
 @torch.no_grad()

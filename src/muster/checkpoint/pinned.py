@@ -12,12 +12,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+#: Bytes registered in one call. For a whole slot the driver would hold its locks for seconds, which launches take too.
+AT_ONCE = 1 << 30
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
 
@@ -39,15 +42,46 @@ def _pin_all(owner: object, buffers: Sequence[torch.Tensor], device: torch.devic
     try:
         torch.cuda.set_device(device)  # a thread begins with GPU 0, and would open a context there
         for buffer in buffers:
-            code = int(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
-            if code != 0:
-                raise RuntimeError(f"CUDA error {code}")
-            # Before the memory is freed, or its address would still count as pinned when it is reused.
-            weakref.finalize(owner, _unpin, buffer.data_ptr()).atexit = False  # the process's end unpins everything
+            for address, length in parts(buffer.data_ptr(), buffer.nbytes):
+                began = time.monotonic()
+                code = int(_runtime().cudaHostRegister(address, length, PORTABLE))
+                if code != 0:
+                    raise RuntimeError(f"CUDA error {code}")
+                # Before the memory is freed, or its address would still count as pinned when it is reused.
+                weakref.finalize(owner, _unpin, address).atexit = False  # the process's end unpins everything
+                # The driver's locks, which launches take too, are free for as long as they were held.
+                time.sleep(time.monotonic() - began)
     except Exception as error:  # noqa: BLE001 (a thread's edge, and only speed is at stake)
         consume_error(device)
         reason = str(error) or type(error).__name__
         print(f"note: {purpose} is not pinned, copies to it are slower: {reason}", file=sys.stderr, flush=True)
+
+
+def parts(address: int, length: int) -> Iterator[tuple[int, int]]:
+    """(address, length) of what is registered together: cut where the address is a multiple of ``AT_ONCE``."""
+    end = address + length
+    while address < end:
+        cut = min(end, (address // AT_ONCE + 1) * AT_ONCE)
+        yield address, cut - address
+        address = cut
+
+
+@torch.no_grad()
+def copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """``to.copy_(source, non_blocking=True)``. From a GPU never across the border of two registered parts: CUDA refuses
+    such a copy (``cudaErrorInvalidValue``)."""
+    if not source.is_cuda or not to.is_contiguous():
+        to.copy_(source, non_blocking=True)
+        return
+    flat, values, begin = to.view(-1), None, 0
+    for _, length in parts(to.data_ptr(), to.nbytes):
+        count = length // to.element_size()
+        if count == to.numel():
+            to.copy_(source, non_blocking=True)
+            return
+        values = source.reshape(-1) if values is None else values
+        flat[begin : begin + count].copy_(values[begin : begin + count], non_blocking=True)
+        begin += count
 
 
 def _unpin(address: int) -> None:

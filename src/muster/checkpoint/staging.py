@@ -115,14 +115,19 @@ class Staging:
             raise CheckpointError("the state's tensors have changed since the first save")
         whole = [state[chunk.name].detach() for chunk in self.local_chunks]
         sources = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in whole]
-        plain = [pair for pair in zip(self._views, sources, strict=True) if not compact.is_compact(pair[1])]
-        if plain:
-            torch._foreach_copy_([view for view, _ in plain], [source for _, source in plain], non_blocking=True)
+        here = [pair for pair in zip(self._views, sources, strict=True) if _on_host(pair[1])]
+        if here:
+            torch._foreach_copy_([view for view, _ in here], [source for _, source in here])
         for view, source in zip(self._views, sources, strict=True):
-            if compact.is_compact(source):
+            if not _on_host(source):
                 compact.copy(view, source)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    """Whether it can be copied as it is: neither on a GPU nor computed on the way."""
+    return not tensor.is_cuda and not compact.is_compact(tensor)
 
 
 def _shared(length: int) -> tuple[torch.Tensor, int] | None:

@@ -34,6 +34,7 @@ from muster.train.evaluation.evaluate import Evaluator
 from muster.train.measurement.metrics import Peak, Phases, StepLog
 from muster.train.measurement.profiling import Collector, Profiler, memory_room_bytes, peak_flops
 from muster.train.measurement.trackers import Trackers, open_trackers
+from muster.train.model import pretrained
 from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.sharding import forget_gradients, reshard
 from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
@@ -49,6 +50,8 @@ from muster.train.training_run import TrainingRun
 LOCAL_GRADIENTS_SHARE = 0.1
 #: How long a part of data preparation counts as progress: training a tokenizer or packing reports none meanwhile.
 PREPARE_LIMIT_S = 1800.0
+#: The same for the download of pretrained weights: 140 GB at 40 MB/s.
+FETCH_LIMIT_S = 3600.0
 
 
 @dataclass
@@ -88,6 +91,7 @@ def make_components(
     If in-memory snapshots are restored next (``context.restore``), trained weights stay undefined until then.
     """
     prepared = open_data(spec, Path(context.run_dir), agent)
+    fetch_weights(spec, agent)
     batch_schedule, last_step = schedule_of(spec, context, prepared)
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
@@ -277,6 +281,19 @@ def open_data(spec: RunSpec, run_dir: Path, agent: AgentClient) -> Prepared:
         )
         agent.progress()
         return prepared
+
+
+def fetch_weights(spec: RunSpec, agent: AgentClient) -> None:
+    """Have the pretrained weights on this machine. A download counts as progress: it may take longer than a start.
+
+    All ranks of a host ask at once; the hub's cache lets one of them load each file. Raises as ``pretrained.fetch``.
+    """
+    assert spec.model is not None
+    if spec.model.source is None or Path(spec.model.source).is_dir():
+        return
+    agent.progress(for_s=FETCH_LIMIT_S)
+    pretrained.fetch(spec.model.source, spec.model.revision)
+    agent.progress()
 
 
 def reduce_groups_of(meshes: Meshes, world: World) -> ReduceGroups:

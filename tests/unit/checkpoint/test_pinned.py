@@ -96,6 +96,48 @@ def test_memory_is_registered_and_given_back_with_its_owner(cuda: Cuda) -> None:
     assert cuda.registered == {}
 
 
+def test_a_large_buffer_is_registered_in_parts_with_pauses(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "AT_ONCE", 4 * mmap.PAGESIZE)
+    pauses: list[float] = []
+    monkeypatch.setattr(pinned.time, "sleep", pauses.append)
+    owner, buffer = Owner(), torch.frombuffer(mmap.mmap(-1, 11 * mmap.PAGESIZE), dtype=torch.uint8)
+    pinned.pin_soon(owner, [buffer], GPU, purpose="memory").join(10)
+    ends = [address + length for address, length in cuda.registered.items()]
+    assert min(cuda.registered) == buffer.data_ptr() and max(ends) == buffer.data_ptr() + buffer.nbytes
+    assert all(end % pinned.AT_ONCE == 0 for end in ends[:-1]) and ends[:-1] == list(cuda.registered)[1:]
+    assert len(pauses) == len(ends) >= 3
+    del owner
+    gc.collect()
+    assert cuda.registered == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_copy_from_a_gpu_crosses_the_border_of_two_parts(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, transposed: bool
+) -> None:
+    """CUDA refuses one: cudaErrorInvalidValue."""
+    monkeypatch.setattr(pinned, "AT_ONCE", mmap.PAGESIZE)
+    memory = mmap.mmap(-1, 8 * mmap.PAGESIZE)
+    source = torch.randn(50, 60).to(dtype)
+    source = (source.t() if transposed else source).as_subclass(OnGpu)
+    count = source.numel()
+    into = torch.frombuffer(memory, dtype=dtype, count=count, offset=64).view(source.shape)
+    copied: list[tuple[int, int]] = []
+    true = torch.Tensor.copy_
+
+    def copy_(to: Any, values: Any, non_blocking: bool = False) -> Any:
+        copied.append((to.data_ptr(), to.data_ptr() + to.nbytes))
+        return true(to, values.as_subclass(torch.Tensor))
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    pinned.copy(into, source)
+    monkeypatch.undo()
+    assert torch.equal(into, source.as_subclass(torch.Tensor))
+    assert len(copied) == -(-(64 + into.nbytes) // mmap.PAGESIZE)
+    assert all(begin // mmap.PAGESIZE == (end - 1) // mmap.PAGESIZE for begin, end in copied)
+
+
 def test_a_refusal_is_one_note_and_its_error_is_consumed(
     cuda: Cuda, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from muster.core.errors import BackendError
@@ -32,6 +32,14 @@ def gpus(shell: Shell, environ: Mapping[str, str]) -> list[Gpu]:
         return []
     all_gpus = [_gpu(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
     return _visible([gpu for gpu in all_gpus if gpu is not None], environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def shares(all_gpus: Sequence[Gpu], hosts: int, each: int) -> list[str]:
+    """``CUDA_VISIBLE_DEVICES`` of every host, where several share this machine: consecutive GPUs, none of them twice.
+
+    By UUID: CUDA may count in another order than ``nvidia-smi``.
+    """
+    return [",".join(gpu.uuid for gpu in all_gpus[host * each : (host + 1) * each]) for host in range(hosts)]
 
 
 def _gpu(line: str) -> Gpu | None:

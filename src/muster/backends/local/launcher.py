@@ -115,9 +115,21 @@ class LocalLauncher:
             run_id=run_id,
             backend=self.name,
             run_dir=run_dir,
-            tasks=(supervisor, agent),
+            tasks=(supervisor, *self._with_gpus(agent, spec)),
             labels={"muster-run": run_id, SUBMISSION: "1"},
         )
+
+    def _with_gpus(self, agent: TaskSpec, spec: RunSpec) -> list[TaskSpec]:
+        """The agents, each with GPUs of its own where several hosts share this machine's."""
+        each = spec.resources.ranks_per_host
+        if spec.resources.device != "cuda" or agent.count == 1 or each is None:
+            return [agent]
+        shares = machine.shares(machine.gpus(self.shell, self.environ), agent.count, each)
+        copies = [_copy(agent, index) for index in range(agent.count)]
+        return [
+            replace(agent, name=name, argv=argv, count=1, env={**agent.env, "CUDA_VISIBLE_DEVICES": visible})
+            for (name, argv), visible in zip(copies, shares, strict=True)
+        ]
 
     # ------------------------------------------------------------ submit and find
 

@@ -18,14 +18,16 @@ def resolve(spec: RunSpec, offer: Offer) -> RunSpec:
     device = resources.device
     if device == "auto":
         device = "cuda" if offer.gpus_per_node else "cpu"
-    gpus_each = max(1, offer.gpus_per_node // resources.hosts)
+    hosts = resources.hosts + resources.spare_hosts  # a spare here takes its GPUs from the same machine
+    gpus_each = max(1, offer.gpus_per_node // hosts)
     ranks = resources.ranks_per_host or (gpus_each if device == "cuda" else 1)
     usd = resources.usd_per_host_hour or 0.0  # the user's own machine
     resources = resources.model_copy(update={"device": device, "ranks_per_host": ranks, "usd_per_host_hour": usd})
     spec = spec.model_copy(update={"resources": resources})
     problems = validation.problems(spec)
-    if device == "cuda" and ranks * resources.hosts > offer.gpus_per_node:
-        needed = f"{resources.hosts} x {ranks} ranks need as many GPUs"
+    if device == "cuda" and ranks * hosts > offer.gpus_per_node:
+        spares = f" (spares: {resources.spare_hosts})" if resources.spare_hosts else ""
+        needed = f"{hosts} hosts{spares} x {ranks} ranks need as many GPUs"
         problems.append(
             Problem(key="resources.ranks_per_host", message=f"{needed}; this machine has {offer.gpus_per_node}")
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import resource
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ PROBE_SIZE = 768
 
 class Profiler:
     """Traces: of the step that the run file names, and of those that ``muster profile`` asks for (``LiveTrace``).
-    Writes ``traces/memory-step-K.rank-R.json`` where the run file asks for it."""
+    Writes ``traces/memory-step-K.rank-R.json``, and ``.pickle`` for pytorch.org/memory_viz, where the run file asks."""
 
     def __init__(
         self, profile: Profile, agent: AgentClient, *, directory: Path, rank: int, device: torch.device
@@ -44,7 +45,9 @@ class Profiler:
         if self.profile.memory_step == step and self.device.type == "cuda":
             self.directory.mkdir(parents=True, exist_ok=True)
             path = self.directory / f"memory-step-{step}.rank-{self.rank}.json"
-            path.write_text(json.dumps(torch.cuda.memory._snapshot(), default=str))
+            snapshot = torch.cuda.memory._snapshot()
+            path.write_text(json.dumps(snapshot, default=str))
+            path.with_suffix(".pickle").write_bytes(pickle.dumps(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def close(self) -> None:

@@ -36,8 +36,10 @@ from muster.train.state.training_state import TrainingState
 PLACE_BY = 0x9E3779B97F4A7C15 - (1 << 64)
 BITS_BY = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIXED_BY = 0x94D049BB133111EB - (1 << 64)
-#: Elements at a time: what goes from one operation to the next stays in a core's cache.
+#: Elements at a time: on the CPU what goes from one operation to the next stays in a core's cache; on a GPU each
+#: operation is a launch, whose cost must not be seen (and a block's temporary memory is 0.4 GB).
 ELEMENTS_AT_ONCE = 1 << 15
+ELEMENTS_AT_ONCE_ON_GPU = 1 << 24
 _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -184,11 +186,12 @@ def pieces(tensor: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
     bits = bits.reshape(1, -1) if whole_rows else bits.reshape(-1, tensor.shape[-1])
     firsts = first_indices(tensor.shape, place, tensor.device)[: bits.shape[0]] * PLACE_BY
     ramp = spread(tensor.device)
-    for at in range(0, bits.shape[1], ELEMENTS_AT_ONCE):
-        columns = bits[:, at : at + ELEMENTS_AT_ONCE]
+    at_once = len(ramp)
+    for at in range(0, bits.shape[1], at_once):
+        columns = bits[:, at : at + at_once]
         width = columns.shape[1]
         starts = firsts + signed(at * PLACE_BY + place.seed)
-        rows = max(1, ELEMENTS_AT_ONCE // width)
+        rows = max(1, at_once // width)
         for block, start in zip(torch.split(columns, rows), torch.split(starts, rows), strict=True):
             yield block, ramp[:width] + start[:, None]
 
@@ -208,8 +211,9 @@ def first_indices(shape: Sequence[int], place: Place, device: torch.device) -> T
 
 @functools.cache
 def spread(device: torch.device) -> Tensor:
-    """0, 1, 2, ... times ``PLACE_BY``, wrapped; computed once per device."""
-    return torch.arange(ELEMENTS_AT_ONCE, dtype=torch.int64, device=device) * PLACE_BY
+    """0, 1, 2, ... times ``PLACE_BY``, wrapped, for a block; computed once per device."""
+    at_once = ELEMENTS_AT_ONCE_ON_GPU if device.type == "cuda" else ELEMENTS_AT_ONCE
+    return torch.arange(at_once, dtype=torch.int64, device=device) * PLACE_BY
 
 
 def signed(number: int) -> int:

@@ -6,8 +6,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from muster.train.state.state_hash import PendingHash, Place, StateHashes, describe_difference, partial_sum, seed_of
+from muster.train.state.state_hash import (
+    PendingHash,
+    Place,
+    StateHashes,
+    describe_difference,
+    mixed_sum,
+    partial_sum,
+    seed_of,
+    spread,
+)
 
 SHAPES = {"model.embed": (37, 24), "model.norm": (24,), "optimizer.exp_avg.embed": (37, 24), "model.cube": (6, 5, 8)}
 
@@ -47,7 +57,23 @@ def test_any_cut_gives_the_same_number(dtype: torch.dtype, dim: int, ends: list[
 def test_how_many_elements_are_taken_at_a_time_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     found = whole(state()), cut(state(), 1, [7])
     monkeypatch.setattr("muster.train.state.state_hash.ELEMENTS_AT_ONCE", 10)
+    spread.cache_clear()
+    blocks: list[int] = []
+
+    def counted(bits: Tensor, key: Tensor) -> Tensor:
+        blocks.append(bits.numel())
+        return mixed_sum(bits, key)
+
+    monkeypatch.setattr("muster.train.state.state_hash.mixed_sum", counted)
     assert (whole(state()), cut(state(), 1, [7])) == found
+    assert max(blocks) == 10
+    spread.cache_clear()
+
+
+def test_on_a_gpu_a_block_is_worth_its_launches() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ramp = spread.__wrapped__(torch.device("cuda"))
+    assert len(ramp) == 1 << 24 and len(spread(torch.device("cpu"))) == 1 << 15
 
 
 def test_one_bit_anywhere_gives_another_number() -> None:

@@ -66,6 +66,7 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
     run.sums_ended()
     skip = must_skip(total, norm, fault)
     scale = clip_scale(norm, training.optimizer.max_grad_norm)
+    run.before_update()
     run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
     run.record_step(work, losses, total, norm, fault, rate)
 

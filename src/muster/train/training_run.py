@@ -94,6 +94,11 @@ class TrainingRun:
     def clock(self) -> StepClock:
         return self.arrivals.clock
 
+    def before_update(self) -> None:
+        """The state is about to change."""
+        if self.snapshots is not None:
+            self.snapshots.before_change()
+
     def record_step(
         self, work: StepWork, losses: Sequence[Tensor], loss: Tensor, norm: Tensor, fault: Tensor, learning_rate: float
     ) -> None:
@@ -128,7 +133,7 @@ class TrainingRun:
         if snapshot_due and self.snapshots is not None:
             copies_arrived = self.consensus.copies_arrived()
             self.clock.begin_stall()
-            self.snapshots.save(work.step, self.state.local_tensors(), copies_arrived=copies_arrived)
+            self.snapshots.save(work.step, self.state.local_tensors(), copies_arrived=copies_arrived, beside=True)
             self.times.stall_ns = self.clock.end_stall()
             self.pace.took(self.times.stall_ns / 1e9)
             if work.step < self.last_step:

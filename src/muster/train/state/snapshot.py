@@ -33,6 +33,7 @@ from muster.core.typed_json import JsonObject
 from muster.protocol.ranks import RankContext, Restore
 from muster.storage.memory_dir import MemoryDir
 from muster.train.distributed.reduce import local
+from muster.train.state.side_stream import SideStream
 
 _ALIGN = 64  # of each tensor in a slot: a cache line, any dtype
 #: A version of this size gets its checksum while the step waits (0.1 ms); a larger one in a thread.
@@ -63,7 +64,8 @@ class Snapshots:
     since the ordered version.
 
     **When a version counts.** Its checksum is computed after the copy, of a large one by a thread while training goes
-    on; the next ``save`` waits for it. A rank that is killed in between costs that step.
+    on; the next ``save`` waits for it. A rank that is killed in between costs that step. From a GPU the copy itself
+    goes on meanwhile too, on a stream of its own (``SideStream``): the next step reads the same state until its update.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Snapshots:
         self._growth_failed = False
         self._pinned = 0
         """Slots that are registered with CUDA, will be soon, or were refused."""
+        self._side: SideStream | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="muster-checksum", initializer=_give_way)
         self._pending: tuple[int, Future[Version]] | None = None
         self._discard_newer(context.restore if context.restore and context.restore.layout == context.layout else None)
@@ -133,10 +136,18 @@ class Snapshots:
         self._agree(replicated_step if held else -1)
         self._order(self._newest if self._copies else None)
 
-    def save(self, step: int, local_tensors: Mapping[str, Tensor], *, copies_arrived: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        local_tensors: Mapping[str, Tensor],
+        *,
+        copies_arrived: bool = False,
+        beside: bool = False,
+    ) -> None:
         """Copy; returns when the tensors may change again. A kill at any point leaves only complete versions.
 
-        ``copies_arrived``: the ranks agreed that every peer holds the ordered version.
+        ``copies_arrived``: the ranks agreed that every peer holds the ordered version. ``beside``: copies from a GPU
+        go on beside what is computed next; the caller calls ``before_change`` before the tensors change.
         Where the host's memory was emptied, nothing is copied until its agent has made the folder anew.
         """
         self.settle()
@@ -150,14 +161,12 @@ class Snapshots:
         if slot not in self._views:
             populate(self._ring.slot(slot))
             self._views[slot] = slot_tensors(self._ring, slot, self._chunks)
-        views = self._views[slot]
-        for name, tensor in local_tensors.items():
-            compact.copy(views[name], tensor)
-        if any(tensor.is_cuda for tensor in local_tensors.values()):
-            torch.cuda.current_stream().synchronize()
+        copied = self._copy(self._views[slot], local_tensors, beside=beside)
         self._newest = Version(step=step, attempt=self._attempt, rank=self._rank, slot=slot)
         commit = partial(self._ring.commit, slot, step=step, attempt=self._attempt, rank=self._rank)
-        if self._ring.slot_bytes <= INLINE_BYTES:
+        if copied is not None:
+            self._pending = step, self._executor.submit(_once, copied, commit)
+        elif self._ring.slot_bytes <= INLINE_BYTES:
             commit()
             self._last = step
         else:
@@ -165,6 +174,29 @@ class Snapshots:
         if copy_next:
             self._order(self._newest)
         self._pin(local_tensors)
+
+    def _copy(
+        self, views: Mapping[str, Tensor], local_tensors: Mapping[str, Tensor], *, beside: bool
+    ) -> torch.cuda.Event | None:
+        """Copy, or from a GPU and ``beside``: begin to; the event that ends these copies."""
+
+        def copy() -> None:
+            for name, tensor in local_tensors.items():
+                compact.copy(views[name], tensor)
+
+        gpu = next((tensor.device for tensor in local_tensors.values() if tensor.is_cuda), None)
+        if gpu is not None and beside:
+            self._side = self._side or SideStream(gpu)
+            return self._side.copy(copy)
+        copy()
+        if gpu is not None:
+            torch.cuda.current_stream(gpu).synchronize()
+        return None
+
+    def before_change(self) -> None:
+        """The tensors are about to change: have the device finish the copies that go on beside it first."""
+        if self._side is not None:
+            self._side.before_change()
 
     @property
     def size_bytes(self) -> int:
@@ -275,6 +307,11 @@ class Snapshots:
                 self._growth_failed = True
         choices: tuple[set[int], ...] = (newest | copied, copied, {self._agreed})
         return next((spare for spare in choices if self._ring.next_slot(spare=spare) is not None), set())
+
+
+def _once(copied: torch.cuda.Event, commit: Callable[[], Version]) -> Version:
+    copied.synchronize()
+    return commit()
 
 
 def populate(memory: memoryview) -> None:

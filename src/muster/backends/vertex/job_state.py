@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from muster.backends.vertex.custom_job import NONCE_LABEL
-from muster.core.typed_json import JsonObject, child, text, whole
+from muster.core.typed_json import JsonObject, at, child, text
 from muster.core.types import JobState
 
 ERROR_LATE_S = 90.0
@@ -105,11 +105,12 @@ class CustomJob:
 
 def custom_job(record: JsonObject) -> CustomJob:
     """``record`` as the API answers; whatever is missing or of another type counts as not said."""
+    code = at(record, "error", "code")
     return CustomJob(
         name=text(record, "name"),
         state=text(record, "state", default="UNSPECIFIED").removeprefix("JOB_STATE_"),
         nonce=text(record, "labels", NONCE_LABEL),
-        code=whole(record, "error", "code"),
+        code=code if isinstance(code, int) and not isinstance(code, bool) else 0,
         error=text(record, "error", "message"),
         created_s=_seconds(text(record, "createTime")),
         # Of states that set no end (EXPIRED) the last change is the end.
@@ -142,9 +143,9 @@ def sentence(job: CustomJob, now_s: float) -> str:
     why = cause(job, now_s)
     if why is not None:
         replica = _REPLICA.search(job.error)
-        at = f": {replica[1]} with {replica[2]}" if replica else ""
+        host = f": {replica[1]} with {replica[2]}" if replica else ""
         said = f" ({_first_line(job.error)})" if job.error and not replica else ""
-        return f"{where} has failed: {why.value}{at}{said}"
+        return f"{where} has failed: {why.value}{host}{said}"
     waited = f" for {_minutes(now_s - job.created_s)}" if job.waits and job.created_s is not None else ""
     words = {
         "QUEUED": f"waits{waited} for quota or machines",
@@ -172,7 +173,7 @@ def _first_line(words: str) -> str:
 def _seconds(stamp: str) -> float | None:
     """Of an RFC 3339 time; None: not said, or not one."""
     try:
-        at = datetime.datetime.fromisoformat(stamp)
+        moment = datetime.datetime.fromisoformat(stamp)
     except ValueError:
         return None
-    return at.timestamp() if at.tzinfo is not None else None
+    return moment.timestamp() if moment.tzinfo is not None else None

@@ -116,6 +116,8 @@ def test_a_record_is_read_whatever_is_missing_or_odd():
     assert custom_job({}).state == "UNSPECIFIED" and sentence(custom_job({}), NOW)
     odd = {"state": 3, "name": None, "labels": [], "error": "no", "createTime": "yesterday", "endTime": 5}
     assert custom_job(odd).created_s is None and not custom_job(odd).final
+    for code in ("eight", "8", 8.0, None, True, {}):
+        assert custom_job({"state": "JOB_STATE_FAILED", "error": {"code": code, "message": "x"}}).code == 0
     nanoseconds = custom_job({"createTime": "2026-11-18T10:00:00.123456789Z", "updateTime": "2026-11-18T11:00:00Z"})
     assert nanoseconds.ended_s - nanoseconds.created_s == pytest.approx(3599.876544, abs=1e-3)
     assert web_links({"webAccessUris": {"workerpool0-0": "https://x", "workerpool1-0": 3}}) == {

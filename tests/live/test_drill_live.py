@@ -41,7 +41,7 @@ def shell(tmp_path):
     return start
 
 
-def test_a_drill_says_what_had_to_happen_and_what_did_while_two_watch(shell):
+def test_a_drill_says_what_had_to_happen_and_what_did_while_two_watch(shell, tmp_path):
     drill = shell("drill", "run.yaml", "--fault", "rank-kill", "--seed", "7", "--json")
     run_id = ""
     while not run_id:
@@ -58,6 +58,7 @@ def test_a_drill_says_what_had_to_happen_and_what_did_while_two_watch(shell):
     assert drill.returncode == 0, out + err
     found = json.loads(out)
     assert found["as_expected"] and found["invariants_broken"] == []
+    assert os.listdir(tmp_path / "home" / "runs") == [], "nothing is left of it"
     assert found["seen"]["noticed"] == ["rank_exit"] and found["seen"]["done"] == ["restart"]
     assert found["seen"]["redone_steps"] <= 1 and 0 < found["seen"]["lost_s"] < 60
     assert "killed by SIGKILL" in found["seen"]["sentences"][0]

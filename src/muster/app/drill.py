@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from muster.app.inspect.report import report
 from muster.app.run import recover, stop, submit
+from muster.app.run.remove import removal, remove
 from muster.chaos import catalog
 from muster.chaos.fault import Fault as Fault
 from muster.chaos.network import Disk, Network
@@ -134,9 +135,12 @@ def drill(
     fault: str,
     at_step: int = 10,
     seed: int = 0,
+    keep: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Run one fault of the menu to its end. Blocks; no process of the run is left in any case.
+
+    Its folder is left with ``keep``, or where the outcome is not as expected.
 
     Raises:
         UsageError, RunFileError: no such fault; the file does not hold; the fault needs root, or Muster's own loop.
@@ -175,6 +179,11 @@ def drill(
             _end(target, tell)
         _judge(target, outcome)
         outcome.damaged = tuple(target.damaged)
+    if outcome.as_expected and not keep:
+        try:
+            _undisturbed(lambda: remove(removal(str(target.run.path))))
+        except MusterError as error:
+            tell(f"its folder is left: {error}")
     return outcome
 
 

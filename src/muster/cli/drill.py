@@ -22,6 +22,7 @@ def drill(
     fault: str | None = typer.Option(None, "--fault", help="What to break; --list names the menu."),
     at_step: int = typer.Option(10, "--at-step", min=1, help="Inject the fault after this step."),
     seed: int = typer.Option(0, "--seed", help="Chooses the target and the times; the same seed, the same faults."),
+    keep: bool = typer.Option(False, "--keep", help="Leave the run's folder, also where all went as expected."),
     listed: bool = typer.Option(False, "--list", help="Print the menu of faults."),
     json: bool = JSON,
 ) -> None:
@@ -38,7 +39,9 @@ def drill(
         raise api.UsageError(
             "no fault given", hint=f"muster drill {run_file} --fault {next(iter(menu))}; --list has the others"
         )
-    outcome = use_case.drill(run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, tell=output.info)
+    outcome = use_case.drill(
+        run_file, overrides or [], fault=fault, at_step=at_step, seed=seed, keep=keep, tell=output.info
+    )
     output.damaged(outcome.damaged)
     if json:
         output.as_json(outcome.to_json())

@@ -20,12 +20,13 @@ from muster.cli import check as check_
 from muster.cli import cloud, drill, image, inspect_commands, plan, preflight, render, run_commands, simulate, watch
 from muster.cli import exec as exec_
 from muster.cli import why as why_
+from muster.cli.runs import remove
 
 HELP = "Train language models on GPUs that come and go. Start: muster train RUN.yaml"
 
 #: The commands of ``muster --help``, by what a person is doing.
 GROUPS = {
-    "Run": ("train", "submit", "stop", "recover", "restart", "down", "export"),
+    "Run": ("train", "submit", "stop", "recover", "restart", "down", "export", "rm", "prune"),
     "Inspect": (
         "status", "watch", "logs", "events", "why", "check", "profile", "metrics", "report", "checkpoints", "exec",
     ),
@@ -78,7 +79,7 @@ for command in (
     inspect_commands.metrics, inspect_commands.report, inspect_commands.checkpoints, inspect_commands.show,
     inspect_commands.data, why_.why, check_.check,
     drill.drill, watch.watch, plan.plan, plan.calibrate, simulate.simulate, cloud.up, image.image, preflight.preflight,
-    render.render,
+    render.render, remove.rm, remove.prune,
 ):  # fmt: skip
     app.command()(command)
 app.command(name="exec", context_settings={"ignore_unknown_options": True})(exec_.exec_)

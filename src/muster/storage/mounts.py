@@ -44,6 +44,15 @@ def uri_of_mounted(path: str | os.PathLike[str], *, mounts: Path | None = None) 
     return f"gs://{'/'.join([mount.source, *shown])}" if _BUCKET.match(mount.source) else None
 
 
+def points(*, mounts: Path | None = None) -> list[str]:
+    """Where something is mounted, as this process sees it; nothing where the system does not say."""
+    try:
+        lines = (mounts or MOUNTS).read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return []
+    return [_plain(fields[4]) for line in lines if len(fields := line.partition(" - ")[0].split(" ")) >= 5]
+
+
 def _mount_of(real: str, mounts: Path) -> _Mount | None:
     """The mount that a path without links lies on; of several at one point, the last one hides the others."""
     try:

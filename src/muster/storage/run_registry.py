@@ -191,6 +191,38 @@ def unlock_submit(folder: Path, *, made: bool) -> None:
             _remove_empty(folder, made=made)
 
 
+def delete(run: RunDir) -> None:
+    """Remove the run's folder and its entry in the registry. Links in it are removed, never followed.
+
+    Raises:
+        AccessError: something in it cannot be deleted.
+    """
+    clear(run.path, made=True)
+    with contextlib.suppress(FileNotFoundError):
+        left = [entry.name for entry in run.path.iterdir()]
+        if left:
+            raise AccessError(f"{len(left)} entries of {run.path} cannot be deleted: {left[0]}", hint="whose are they?")
+    (home() / "index" / run.run_id).unlink(missing_ok=True)
+
+
+def forgotten() -> list[str]:
+    """Entries of the registry whose folder is gone from a place that is there, or holds another run now."""
+    index = home() / "index"
+    result = []
+    for entry in sorted(index.iterdir()) if index.is_dir() else []:
+        with contextlib.suppress(OSError, ValueError):
+            target = Path(entry.read_text().strip())
+            if _ID.match(entry.name) and target.parent.is_dir() and existing_id(target) != entry.name:
+                result.append(entry.name)
+    return result
+
+
+def forget(run_id: str) -> None:
+    """Remove an entry of ``forgotten``."""
+    if run_id in forgotten():
+        (home() / "index" / run_id).unlink(missing_ok=True)
+
+
 def _remove_empty(folder: Path, *, made: bool) -> None:
     with contextlib.suppress(OSError):
         (folder / SUBMIT_LOCK).unlink(missing_ok=True)

@@ -50,7 +50,7 @@ class Summary:
     """So far; None: not known."""
 
     @staticmethod
-    def of_events(view: RunView, spec: RunSpec, now_ns: int) -> Summary:
+    def of_events(view: RunView, run: RunDir, spec: RunSpec, now_ns: int) -> Summary:
         """``now_ns``: until then hosts that it holds are paid for."""
         return Summary(
             name=view.name,
@@ -62,7 +62,7 @@ class Summary:
             incident_count=view.incident_count,
             snapshots=view.snapshots.reason if view.snapshots else None,
             total_steps=total_steps(spec, view.data),
-            began_ns=view.began_ns,
+            began_ns=view.began_ns if view.began_ns is not None else _made_ns(run),
             ended_ns=view.newest_ns if view.outcome else None,
             step_every_s=view.step_every_s,
             usd=view.usd(None if view.outcome else now_ns),
@@ -71,14 +71,10 @@ class Summary:
     @staticmethod
     def of_home(said: HomeStatus, run: RunDir, spec: RunSpec) -> Summary:
         """What it costs is not in there: it is in its events (``muster report``)."""
-        try:
-            began_ns = run.token.stat().st_mtime_ns  # written once, by the submission
-        except OSError:
-            began_ns = None
         return Summary(
             name=spec.name,
             total_steps=spec.training.steps,
-            began_ns=began_ns,
+            began_ns=_made_ns(run),
             attempt=said.status.attempt,
             last_step=said.status.step or None,
             final_loss=said.loss,
@@ -158,7 +154,7 @@ def status(reference: str) -> RunStatus:
     else:
         mirror(launcher, run, damaged.append)
         view = run_view(event_log.merged(run.events, on_damage=damaged.append))
-        summary = Summary.of_events(view, spec, now_ns)
+        summary = Summary.of_events(view, run, spec, now_ns)
         live = None if result.state.ended else supervisor_status(run)
     return RunStatus(run=run, backend=launcher.name, status=result, summary=summary, live=live, damaged=tuple(damaged))
 
@@ -219,6 +215,14 @@ def spec_of(run: RunDir) -> RunSpec:
         raise MusterError(
             f"{run.resolved} was not written by this version of Muster: {first_problem(error)}"
         ) from error
+
+
+def _made_ns(run: RunDir) -> int | None:
+    """Of its token, which is written once, by the submission."""
+    try:
+        return run.token.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _moment(wall_ns: int | None) -> str | None:

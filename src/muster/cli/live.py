@@ -18,7 +18,7 @@ from muster.cli import output, tables
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from muster.cli.runs.region import Region
+    from muster.cli.drawn.region import Region
 
 
 class Display(api.Sink):
@@ -208,7 +208,7 @@ def display_of(spec: RunSpec) -> Display:
     """The display of a run, chosen by what stdout is."""
     if not sys.stdout.isatty():
         return Display(spec)
-    from muster.cli.runs.region import Region
+    from muster.cli.drawn.region import Region
 
     return LiveDisplay(spec, Region())
 

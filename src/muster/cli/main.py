@@ -17,10 +17,21 @@ import typer.core
 from muster import __version__
 from muster.app import api
 from muster.cli import check as check_
-from muster.cli import cloud, drill, image, inspect_commands, plan, preflight, render, run_commands, simulate, watch
+from muster.cli import (
+    cloud,
+    drill,
+    image,
+    inspect_commands,
+    plan,
+    preflight,
+    remove,
+    render,
+    run_commands,
+    simulate,
+    watch,
+)
 from muster.cli import exec as exec_
 from muster.cli import why as why_
-from muster.cli.runs import remove
 
 HELP = "Train language models on GPUs that come and go. Start: muster train RUN.yaml"
 

@@ -34,7 +34,7 @@ def plan(
     And how likely, where, and what would be cheaper.
     """
     from muster.app.planning import plan as use_case
-    from muster.cli import plan_table
+    from muster.cli.drawn import plan_table
 
     if out is not None and not out.endswith(".json"):
         raise api.UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console, Group
 
+from muster.cli.drawn.region import Region
 from muster.cli.live import LiveDisplay
-from muster.cli.runs.region import Region
 from muster.config import load
 from muster.core.events import Event
 

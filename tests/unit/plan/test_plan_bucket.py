@@ -7,7 +7,7 @@ import pytest
 
 from muster.app.planning import plan as use_case
 from muster.catalog import rows
-from muster.cli import plan_table
+from muster.cli.drawn import plan_table
 from muster.plan.bucket import BUCKET_BYTES_PER_S, Weights, advice, requests
 from muster.plan.step_time import DEFAULT
 

@@ -8,7 +8,7 @@ from muster.app.planning import hardware as use_case
 from muster.app.planning.plan import plan
 from muster.backends.local.launcher import LocalLauncher
 from muster.catalog import rows
-from muster.cli import plan_table
+from muster.cli.drawn import plan_table
 from muster.core.errors import NoPlanError
 from muster.core.types import Offer
 

@@ -9,7 +9,7 @@ import pytest
 from muster.app.planning import plan as use_case
 from muster.app.planning import prices
 from muster.app.planning.calibrate import Entry, calibration_for
-from muster.cli import plan_table
+from muster.cli.drawn import plan_table
 from muster.config.load import load
 from muster.core.errors import AccessError, BackendError, NoPlanError, RunFileError, UsageError
 from muster.plan.calibrate import calibrate

@@ -1,0 +1,1 @@
+"""What commands draw: pictures and tables that know nothing of commands."""

@@ -1,1 +1,0 @@
-"""What is drawn of runs, and the commands about several of them."""

@@ -46,6 +46,6 @@ class Timeline:
         self.clock.sleep(seconds)
         self.settle()
 
-    def stamp(self) -> str:
-        """Now, as Google writes it."""
-        return (EPOCH + datetime.timedelta(seconds=self.now_s)).isoformat().replace("+00:00", "Z")
+    def stamp(self, ahead_s: float = 0.0) -> str:
+        """Now, or a moment after now, as Google writes it."""
+        return (EPOCH + datetime.timedelta(seconds=self.now_s + ahead_s)).isoformat().replace("+00:00", "Z")

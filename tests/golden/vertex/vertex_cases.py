@@ -54,7 +54,7 @@ def cases() -> dict[str, Placement]:
             "g2-standard-96", "flex_start", hosts=1, model=lora, locations=["us-central1", "us-east4"]
         ),
         "full-8b-two-machines": spec(
-            "a3-megagpu-8g", "flex_start", limits={"max_hours": 12}, locations=["us-central1", "europe-west4"],
+            "a3-highgpu-8g", "flex_start", limits={"max_hours": 12}, locations=["us-central1", "europe-west4"],
             vertex={"hugging_face_secret": "projects/example-project/secrets/hugging-face/versions/3"},
         ),
         "megatron-5b-eight-machines": spec(
@@ -71,6 +71,7 @@ def cases() -> dict[str, Placement]:
         ),
         "a2-reducers": spec(
             "a2-highgpu-8g", "on_demand", hosts=4, locations=["us-central1", "europe-west4"],
+            parallelism={"dp_replicate": 4},
             vertex={"reduction_servers": 12, "boot_disk_gb": 500, "boot_disk_type": "pd-standard"},
         ),
         "private-watched": spec(

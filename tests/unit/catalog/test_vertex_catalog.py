@@ -47,7 +47,7 @@ def test_quota_metrics(machine, mode, metric):
 def test_flex_start_is_offered_where_google_offers_it():
     able = {one.name for one in vertex.machines().values() if "flex_start" in one.modes}
     assert "a4-highgpu-8g" in able and "g2-standard-96" in able
-    assert not {name for name in able if name.startswith(("g4-", "n1-", "e2-"))}
+    assert not {name for name in able if name.startswith(("g4-", "n1-", "e2-", "a3-mega"))}
 
 
 def test_found_by_machine_by_accelerator_or_refused():

@@ -19,8 +19,9 @@ from muster.core.errors import Problem, UsageError
 REGION = r"[a-z]+-[a-z]+[0-9]+"
 _PROJECT = r"([a-z][a-z0-9.-]*:)?[a-z][-a-z0-9]{4,28}[a-z0-9]|[0-9]+"
 _NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
+_BLOCK = rf"(/reservationBlocks/{_NAME}(/reservationSubBlocks/{_NAME})?)?"
 #: With its zone: unlike anywhere else, a job has none of its own.
-RESERVATION_NAME = rf"projects/({_PROJECT})/zones/({REGION})-[a-z]/reservations/{_NAME}"
+RESERVATION_NAME = rf"projects/({_PROJECT})/zones/({REGION})-[a-z]/reservations/{_NAME}{_BLOCK}"
 #: Settings that another back end has.
 ELSEWHERE = {
     "cluster": "a custom job has no cluster",
@@ -206,6 +207,8 @@ def _reducers(placement: Placement) -> Iterator[Problem]:
         reason = "it serves NCCL, and the hosts have no GPUs"
     elif chip.network in ("configured", "script"):
         reason = f"{placement.machine.name} has GPUDirect, which is faster than what goes through its hosts' TCP"
+    elif placement.spec.command is None and placement.spec.parallelism.dp_replicate % placement.spec.resources.hosts:
+        reason = "gradients are sharded across hosts, and it serves the all-reduce of replicas alone"
     if reason:
         yield Problem(key, f"Reduction Server is not for this run: {reason}", value=count, hint=f"{key}: 0")
 

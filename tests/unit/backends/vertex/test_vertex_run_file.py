@@ -21,7 +21,7 @@ def test_the_examples_are_accepted(name):
     assert problems(cases()[name].spec) == {}
 
 
-FLEX = {"mode": "flex_start"}
+FLEX = {"machine": "a3-highgpu-8g", "mode": "flex_start"}
 ZONAL = "projects/example-project/zones/us-central1-a/reservations/r"
 
 
@@ -35,6 +35,7 @@ ZONAL = "projects/example-project/zones/us-central1-a/reservations/r"
         ({"mode": "calendar"}, "resources.provisioning_model", "reservation"),
         ({"mode": "flex_start_queued"}, "resources.provisioning_model", "flex_start"),
         ({"machine": "g4-standard-48", "mode": "flex_start"}, "resources.provisioning_model", "no flex-start"),
+        ({"mode": "flex_start"}, "resources.provisioning_model", "no flex-start for a3-megagpu-8g"),
         ({**FLEX, "limits": {"max_hours": 169}}, "limits.max_hours", "7 days"),
         ({"mode": "reservation"}, "resources.reservation", "names none"),
         ({**FLEX, "reservation": ZONAL}, "resources.reservation", "cannot use a reservation"),
@@ -69,6 +70,10 @@ ZONAL = "projects/example-project/zones/us-central1-a/reservations/r"
         ({**FLEX, "vertex": {"reduction_servers": 4}}, "vertex.reduction_servers", "same machine for all"),
         ({"vertex": {"reduction_servers": 4}}, "vertex.reduction_servers", "GPUDirect"),
         (
+            {"machine": "a2-highgpu-8g", "vertex": {"reduction_servers": 4}},
+            "vertex.reduction_servers", "sharded across hosts",
+        ),
+        (
             {"machine": "a2-highgpu-8g", "hosts": 1, "vertex": {"reduction_servers": 4}},
             "vertex.reduction_servers", "one host",
         ),
@@ -88,6 +93,11 @@ def test_a_wait_of_nothing_is_no_wait():
     """On Vertex 0 waits for ever; on Compute Engine it fails at once."""
     with pytest.raises(ValueError, match="greater than 0"):
         spec(vertex={"max_wait_hours": 0})
+
+
+@pytest.mark.parametrize("suffix", ["", "/reservationBlocks/b", "/reservationBlocks/b/reservationSubBlocks/s"])
+def test_a_reservation_may_be_narrowed_to_a_block(suffix):
+    assert problems(spec("a4-highgpu-8g", "reservation", reservation=ZONAL + suffix)) == {}
 
 
 def test_a_secret_has_a_version():
@@ -158,5 +168,5 @@ def test_a_run_file_moves_between_places_by_one_key():
     """The same keys; what the other place has besides is said to have no effect, not refused."""
     document = cases()["full-8b-two-machines"].spec.model_dump(mode="json", exclude_defaults=True)
     moved = RunSpec.model_validate({**document, "backend": "gke"})
-    assert moved.resources == spec("a3-megagpu-8g", "flex_start", locations=["us-central1", "europe-west4"]).resources
+    assert moved.resources == spec("a3-highgpu-8g", "flex_start", locations=["us-central1", "europe-west4"]).resources
     assert problems(RunSpec.model_validate({**document, "backend": "vertex"})) == {}

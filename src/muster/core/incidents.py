@@ -136,6 +136,9 @@ KINDS: Registry[IncidentTraits] = Registry(
 #: What holds a run up and would do so on any host (``health.hang``).
 OWN_CAUSES = frozenset({"stopped", "gil", "code", "mismatch", "loader"})
 
+#: What holds a run up and would not on another host.
+HARDWARE_CAUSES = frozenset({"gpu", "link"})
+
 
 def counts_against_host(traits: IncidentTraits, culprit: Json) -> bool:
     """Whether an incident is a failure of its host. ``culprit``: what evidence says that keeps the rank; None: none."""

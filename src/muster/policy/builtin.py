@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muster.core.incidents import Repeats, Treatment
+from muster.core.incidents import HARDWARE_CAUSES, Repeats, Treatment
 from muster.core.types import Action, Decision, Incident
 from muster.policy.cluster_state import Adjust, ClusterState
 
@@ -75,6 +75,9 @@ class DefaultPolicy:
             reason = f"{restarts} restarts without a new step; last: {incident.evidence}"
             return _decision(incident, Action.STOP, reason)
         host = incident.host
+        hardware = incident.detail.get("culprit") in HARDWARE_CAUSES and host in situation.active
+        if hardware and (host in situation.resettable or _sound(situation)):
+            return self._replace(situation, incident)  # in place it would hang again
         failing = host is not None and situation.host_failures.get(host, 0) >= MAX_HOST_FAILURES
         if failing and (situation.spares or len(situation.active) - 1 >= situation.min_hosts):
             return self._replace(situation, incident, failing=True)

@@ -31,9 +31,9 @@ def captured(rank, *, late, state="S"):
     )
 
 
-def gathering(answering, *, late_s=0.1, hosts=3, state="S", **recovery):
+def gathering(answering, *, late_s=0.1, hosts=3, spares=0, state="S", finding=None, **recovery):
     """A run whose hosts in ``answering`` answer; rank 2 is late, and rank 0 is reported."""
-    of = spec(hosts=hosts, recovery=recovery)
+    of = spec(hosts=hosts, spare_hosts=spares, recovery=recovery)
     found = cluster(of)
     found.machine._ctx.settings = dataclasses.replace(found.machine.settings, gather_evidence_s=0.3)
     handle = found.machine.handle
@@ -43,7 +43,10 @@ def gathering(answering, *, late_s=0.1, hosts=3, state="S", **recovery):
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, GatherEvidence) and effect.host in answering:
                 rank = int(effect.host[-1])
-                told = encode(captured(rank, late=rank == 2, state=state if rank == 2 else "S")).decode()
+                seen = captured(rank, late=rank == 2, state=state if rank == 2 else "S")
+                if rank == 2 and finding is not None and effect.host == "host-2":
+                    seen = dataclasses.replace(seen, findings=(finding,))
+                told = encode(seen).decode()
                 answer = EvidenceReady(attempt=effect.message.attempt, ranks=(told,))
                 found.receive_later(late_s, found.hosts[effect.host], answer)
         return effects
@@ -117,6 +120,23 @@ def test_a_hosts_failures_count_what_another_host_may_mend(state, counted):
     found.run()
     assert len(kinds(found, "incident.detected")) == 2
     assert failures == [counted, counted]
+
+
+XID = Finding(check="gpu.xid", verdict=Verdict.DRAIN, message="Xid 79 on GPU 1: fallen off the bus", gpu=1)
+PORT = Finding(check="net.port", verdict=Verdict.REPLACE, message="mlx5_3 is down")
+
+
+@pytest.mark.parametrize(
+    ("finding", "spares", "does"),
+    [(XID, 1, "swap"), (PORT, 1, "swap"), (XID, 0, "restart"), (None, 1, "restart")],
+    ids=["gpu", "link", "gpu without a spare", "code"],
+)
+def test_a_host_is_swapped_at_once_for_its_hardware_alone(finding, spares, does):
+    found = gathering({"host-0", "host-1", "host-2"}, spares=spares, finding=finding)
+    hangs_at(found, 10.0)
+    assert found.run().exit_code == 0
+    ((_, decided),) = kinds(found, "incident.decided")
+    assert (decided.detail["action"], decided.host) == (does, "host-2")
 
 
 def exits_at(found, second, *, after_s, finding=None):

@@ -5,6 +5,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/. A name, once there
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -36,8 +37,11 @@ class Family:
 Sample = tuple[Family, Labels, float]
 
 STEP_SECONDS = Family("muster_step_seconds", "gauge", "Wall time of the newest step.")
-STEP_PART = Family(
-    "muster_step_part_seconds", "gauge", "Of the newest step: time waited for data, and held by snapshots and saves."
+STEP_PART = Family("muster_step_part_seconds", "gauge", "Of the newest step, by rank 0's clocks: where its time went.")
+LAG = Family(
+    "muster_rank_lag_seconds",
+    "gauge",
+    "Behind the other ranks' median arrival at the sums; while one keeps coming last.",
 )
 STEP = Family("muster_step", "gauge", "Newest applied optimizer step.")
 TOKENS = Family("muster_tokens_total", "counter", "Tokens that were trained on and count, padding excluded.")
@@ -64,6 +68,8 @@ class RunMetrics:
     finished: bool = False
     _attempt: int = 0
     _ranks: int = 0
+    _hosts: dict[int, str] = field(default_factory=dict)
+    """Of each rank."""
     _step: tuple[int, Step] | None = None
     _tokens: int = 0
     _counted: int = 0
@@ -83,7 +89,9 @@ class RunMetrics:
         if event.kind == Step.kind and event.step is not None:
             self._on_step(event.step, event.read(Step), event.wall_ns)
         elif event.kind == AttemptStarted.kind:
-            self._attempt, self._ranks = event.attempt, event.read(AttemptStarted).world_size
+            begun = event.read(AttemptStarted)
+            self._attempt, self._ranks = event.attempt, begun.world_size
+            self._hosts = {rank: host for host, ranks in begun.hosts.items() for rank in ranks}
         elif event.kind == CheckpointRestored.kind and event.step is not None and self._step is not None:
             self._step = (min(self._step[0], event.step), self._step[1])
         elif event.kind == CheckpointCommitted.kind and event.step is not None:
@@ -129,6 +137,7 @@ class RunMetrics:
         yield FINISHED, {}, float(self.finished)
         if self._step is not None:
             yield from self._of_step(*self._step)
+            yield from self._lags(self._step[1])
         yield TOKENS, {}, self._tokens
         for kind, count in sorted(self._incidents.items()):
             yield INCIDENTS, {"kind": kind}, count
@@ -145,13 +154,24 @@ class RunMetrics:
     def _of_step(number: int, detail: Step) -> Iterator[Sample]:
         yield STEP, {}, number
         yield STEP_SECONDS, {}, detail.step_ns / 1e9
-        for part, spent_ns in (("data_wait", detail.data_wait_ns), ("checkpoint", detail.stall_ns)):
+        parts = (
+            ("compute", detail.compute_ns), ("comm_exposed", detail.comm_ns), ("data_wait", detail.data_wait_ns),
+            ("host_stall", detail.host_gap_ns), ("checkpoint", detail.stall_ns),
+        )  # fmt: skip
+        for part, spent_ns in parts:
             if spent_ns is not None:
                 yield STEP_PART, {"part": part}, spent_ns / 1e9
         if detail.loss is not None:
             yield LOSS, {}, detail.loss
         if detail.mfu is not None:
             yield MFU, {}, detail.mfu
+
+    def _lags(self, detail: Step) -> Iterator[Sample]:
+        """How ``health.stragglers`` counts: against the others' median, so that one that is early is no lag of all."""
+        for one in detail.pace if len(detail.pace) > 1 else ():
+            others = statistics.median(other.ahead_us for other in detail.pace if other is not one)
+            labels = {"rank": str(one.rank), "host": self._hosts.get(one.rank, "")}
+            yield LAG, labels, max(0.0, others - one.ahead_us) / 1e6
 
     def page(self, wall_ns: int) -> str:
         """What a scrape gets."""

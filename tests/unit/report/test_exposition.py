@@ -71,6 +71,32 @@ def test_steps_and_their_parts():
     assert found["muster_checkpoint_age_seconds", (("tier", "peer"),)] == 1.0
 
 
+def test_parts_that_are_known_have_their_names_and_no_others():
+    found = read(folded(event("step", 2, step=1, **STEP, compute_ns=SECOND, comm_ns=SECOND // 5, host_gap_ns=0)), 3.0)
+    parts = {labels[0][1]: value for (name, labels), value in found.items() if name == "muster_step_part_seconds"}
+    assert parts == {"compute": 1.0, "comm_exposed": 0.2, "data_wait": 0.25, "host_stall": 0.0, "checkpoint": 0.5}
+
+
+def test_how_far_a_rank_is_behind_while_one_keeps_coming_last():
+    def pace(rank: int, ahead_us: int) -> dict[str, int]:
+        names = ("ahead_spread_us", "late_us", "wait_us", "data_us", "stall_us", "gap_us", "tokens")
+        return {"rank": rank, "steps": 20, "last": 0, "ahead_us": ahead_us, **dict.fromkeys(names, 0)}
+
+    ranks = [pace(0, 9000), pace(1, 10000), pace(2, 0), pace(3, 11000)]
+    hosts = {"host-0": [0, 1], "host-1": [2, 3]}
+    events = [
+        event("attempt.started", 1, world_size=4, layout={}, hosts=hosts),
+        event("step", 2, step=1, **STEP, pace=ranks),
+    ]
+    found = read(folded(*events), 3.0)
+    lags = {labels: value for (name, labels), value in found.items() if name == "muster_rank_lag_seconds"}
+    assert lags[("host", "host-1"), ("rank", "2")] == pytest.approx(0.010)
+    assert lags[("host", "host-0"), ("rank", "0")] == pytest.approx(0.001)
+    assert lags[("host", "host-1"), ("rank", "3")] == 0
+    ended = read(folded(*events, event("step", 3, step=2, **STEP)), 4.0)
+    assert not [name for name, _ in ended if name == "muster_rank_lag_seconds"]
+
+
 def test_a_step_that_is_taken_again_counts_once_and_a_counter_never_falls():
     before = [event("step", 1, step=step, **STEP) for step in (1, 2, 3)]
     again = [event("checkpoint.restored", 2, step=1, tier="memory", uri=""), event("step", 3, step=2, **STEP)]

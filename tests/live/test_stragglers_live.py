@@ -3,10 +3,13 @@ with nothing else to do: a neighbour that takes one rank's caches or processor f
 
 Its slowness is a quota of its control group: no code of the run knows of it. All ranks are before other programs of the
 machine (cpu.shares): a rank that gets no processor for seconds because of them is slow, and would rightly be named.
+What that does not keep from them is the processors' caches and clock (or a hypervisor's share), which makes one rank
+slower by more than the tenth that is looked for: where others are at work the two tests of the night are skipped.
 """
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,51 @@ pytestmark = [
 PERIOD_US = 20_000
 #: Steps that a healthy run takes before it is judged, and within which a slow rank is named.
 HEALTHY_STEPS, WITHIN = 45, 30
+
+
+#: Of all processors: what other programs may take. They are given some time to end.
+OTHERS, PATIENCE_S = 0.25, 60.0
+
+
+def busy_s(pids=()):
+    """Processor time of the machine so far, without that of ``pids``."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    found = sum(ticks) - ticks[3] - ticks[4]  # idle, waiting for a disk
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found -= sum(int(word) for word in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+    return found / os.sysconf("SC_CLK_TCK")
+
+
+def share_of(spent_s, seconds):
+    return spent_s / seconds / os.cpu_count()
+
+
+def wait_for_quiet():
+    """Skips the test where other programs do not end."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        begin, begin_s = busy_s(), time.monotonic()
+        time.sleep(2)
+        share = share_of(busy_s() - begin, time.monotonic() - begin_s)
+        if share <= OTHERS:
+            return
+        if time.monotonic() > end:
+            pytest.skip(f"others take {share:.0%} of the processors, load {os.getloadavg()[0]:.1f}")
+
+
+@contextlib.contextmanager
+def judged_when_quiet(run):
+    """A failure counts unless others (Muster's own agents included) took too much of the machine meanwhile."""
+    pids = [pid for pid, _ in run.ranks().values()]
+    begin, begin_s = busy_s(pids), time.monotonic()
+    try:
+        yield
+    except AssertionError as error:
+        share = share_of(busy_s(pids) - begin, time.monotonic() - begin_s)
+        if share <= OTHERS:
+            raise
+        pytest.skip(f"failed while others took {share:.0%} of the processors: {str(error)[:300]}")
 
 
 @contextlib.contextmanager
@@ -108,9 +156,10 @@ def test_a_slow_rank_is_named(tmp_path):
 def test_ten_percent_is_named_within_thirty_steps_five_times_of_five(tmp_path):
     taken = []
     for number in range(5):
+        wait_for_quiet()
         with run_of(tmp_path / f"{number}") as run:
             run.under_way(3)
-            with alone(run) as groups:
+            with judged_when_quiet(run), alone(run) as groups:
                 run.wait_for_step(12)
                 taken.append(slowed(run, groups, 0.9, within=WITHIN))
     assert max(taken) <= WITHIN, taken
@@ -118,8 +167,10 @@ def test_ten_percent_is_named_within_thirty_steps_five_times_of_five(tmp_path):
 
 def test_nobody_is_named_in_five_healthy_runs(tmp_path):
     for number in range(5):
+        wait_for_quiet()
         with run_of(tmp_path / f"{number}") as run:
             run.under_way(3)
-            with alone(run):
-                run.wait_for_step(2 * HEALTHY_STEPS)
-            assert not named(run), told(run)
+            with judged_when_quiet(run):
+                with alone(run):
+                    run.wait_for_step(2 * HEALTHY_STEPS)
+                assert not named(run), told(run)

@@ -30,11 +30,15 @@ SLICES_BYTES = 3 * 16 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOverhead:
-    """Memory besides tensors. CUDA context and NCCL from memory, unchecked; ``calibrate`` replaces them."""
+    """Memory besides the trainer's tensors. What CUDA holds is from memory, unchecked; ``calibrate`` replaces it."""
 
     context_bytes: int = 600 * MIB
     communicator_bytes: int = 400 * MIB
-    """Buffers of NCCL, once there is more than one rank."""
+    """Buffers of one NCCL communicator. A rank has one for all ranks, and one for each axis of more than one."""
+    standby_bytes: int = 0
+    """What a warm standby holds beside each rank: a context, cuBLAS, the first kernels."""
+    attention_workspace: bool = False
+    """Attention's backward pass needs float32 sums and, for grouped heads, whole gradients (flash attention)."""
     fragmentation: float = 0.04
     """Share of the tensors' bytes that the allocator holds and cannot use."""
     expanded_kv: bool = False
@@ -47,7 +51,9 @@ class DeviceOverhead:
     capacity_bytes: int | None = None
 
 
-CUDA = DeviceOverhead()
+CUDA = DeviceOverhead(standby_bytes=750 * MIB, attention_workspace=True)
+#: Rows that flash attention's backward pass adds for each document (flash_api.cpp, mha_varlen_bwd: dq_accum).
+ROWS_PER_DOCUMENT = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,7 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
     gathered = _gathered(work, units, setting.layout.dp_shard, streams=device.streams)
     tokens = setting.micro_batch_size * work.sequence_length
     kept = tokens * _kept(work, setting, device)
-    working = tokens * _working(work, setting, device)
+    working = tokens * _working(work, setting, device) + _workspace(work, setting, tokens, device)
     loss = _loss(work, tokens, wide_product=device.streams)
     # In the first round no gradient exists yet; later the shards' do, or whole ones; the root's comes last.
     later = setting.rounds(work) > 1
@@ -101,9 +107,26 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
     tensors = sum(items.values())
     items["allocator"] = round(tensors * device.fragmentation)
     items["context"] = device.context_bytes
-    if setting.layout.world_size > 1:
-        items["communicators"] = device.communicator_bytes
+    items["standby"] = device.standby_bytes if work.warm_standby else 0
+    items["communicators"] = device.communicator_bytes * communicators(setting.layout)
     return MemoryEstimate(items={name: value for name, value in items.items() if value}, moment=moment)
+
+
+def communicators(layout: Layout) -> int:
+    """NCCL communicators of one rank: that of its replica, one for each axis inside it, one across replicas."""
+    inside = layout.ranks_per_replica > 1
+    return inside + (inside and layout.dp_shard > 1) + (layout.tp > 1) + (layout.dp_replicate > 1)
+
+
+def _workspace(work: Workload, setting: Setting, tokens: int, device: DeviceOverhead) -> float:
+    """Bytes of one layer's attention while its gradients are computed, beyond what ``activations`` counts."""
+    if not device.attention_workspace:
+        return 0.0
+    shape, tp = work.shape, setting.layout.tp
+    documents = tokens / min(work.document_length or work.sequence_length, work.sequence_length)
+    width = shape.attention_width / tp
+    whole = 2 * tokens * width * work.compute_bytes if shape.kv_heads * shape.head_dim < shape.attention_width else 0.0
+    return (tokens + ROWS_PER_DOCUMENT * documents) * width * 4 + whole
 
 
 def held_parameters(work: Workload, layout: Layout) -> float:

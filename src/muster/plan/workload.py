@@ -56,6 +56,8 @@ class Workload:
     checkpoint_every: int | None = None
     """Steps; None: chosen by the plan, 0: only at the end."""
     asynchronous: bool = True
+    warm_standby: bool = True
+    """A standby waits beside each rank, with a context on its GPU."""
     evaluation_every: int = 0
     evaluation_tokens: int = 0
 
@@ -151,6 +153,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         replicate_snapshots=spec.checkpoint.replicate_snapshots,
         checkpoint_every=None if every == "auto" else every,
         asynchronous=spec.checkpoint.asynchronous,
+        warm_standby=spec.recovery.warm_standby is True,
         evaluation_every=spec.evaluation.every_steps,
         evaluation_tokens=spec.evaluation.num_sequences * training.sequence_length,
     )

@@ -8,7 +8,7 @@ from planning import job
 from muster.app.planning.memory_trace import BARE as TRACED_BY
 from muster.core.optimizers import ADAMW_8BIT
 from muster.core.types import Layout
-from muster.plan.memory import DeviceOverhead, memory
+from muster.plan.memory import CUDA, DeviceOverhead, memory
 from muster.plan.workload import Setting
 
 BARE = DeviceOverhead(context_bytes=0, communicator_bytes=0, fragmentation=0.0)
@@ -129,3 +129,31 @@ def test_a_large_product_for_the_heads_gradient_is_wider_on_cuda():
     cpu, cuda = (memory(work, at(shards=128, kind="full"), replace(TRACED_BY, streams=on)) for on in (False, True))
     assert cpu.moment == "loss"
     assert cuda.total_bytes > cpu.total_bytes
+
+
+def test_a_standbys_context_is_counted_where_one_waits_on_a_gpu():
+    held = memory(job(), at(8))
+    without = memory(job(warm_standby=False), at(8))
+    assert held.items["standby"] == held.total_bytes - without.total_bytes == CUDA.standby_bytes > 0
+    assert "standby" not in memory(job(), at(8), BARE).items
+
+
+@pytest.mark.parametrize(("shards", "replicas", "number"), [(1, 1, 0), (8, 1, 2), (1, 2, 1), (8, 2, 3)])
+def test_each_group_of_ranks_has_a_communicator(shards, replicas, number):
+    items = memory(job(global_batch_size=64), at(shards, replicas=replicas)).items
+    assert items.get("communicators", 0) == number * CUDA.communicator_bytes
+
+
+def test_attentions_backward_pass_needs_room_for_many_short_documents():
+    bare = replace(CUDA, attention_workspace=False)
+
+    def more(**changes):
+        work = job("8B", loss_chunk_tokens=64, **changes)
+        with_it, without = (memory(work, at(8, kind="none"), device) for device in (CUDA, bare))
+        assert with_it.moment == without.moment == "backward"
+        return with_it.total_bytes - without.total_bytes
+
+    # 4,096 tokens, 32 heads of 128: float32 sums of each row and of 128 rows a document; whole gradients of k and v.
+    whole = (4096 + 128) * 4096 * 4 + 2 * 4096 * 4096 * 2
+    assert more() == pytest.approx(whole * (1 + CUDA.fragmentation), rel=1e-6)
+    assert more(document_length=64) - more() == pytest.approx(63 * 128 * 4096 * 4 * (1 + CUDA.fragmentation), rel=1e-6)

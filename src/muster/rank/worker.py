@@ -29,6 +29,7 @@ from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Comm
 from muster.rank import fault_injection, heap
 from muster.rank.standalone_client import StandaloneClient
 from muster.train.components import assemble, make_components
+from muster.train.distributed.memory_nearby import stay_near
 from muster.train.distributed.process_setup import (
     choose_device,
     join_replicas,
@@ -63,6 +64,7 @@ def run_rank(
         agent.emit("run.message", text=line)
     device = choose_device(spec, context)
     set_numerics(spec, context, device)
+    stay_near(device)
     if device.type == "cpu":
         heap.keep_freed()
     if store is None:

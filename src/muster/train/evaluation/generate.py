@@ -21,6 +21,8 @@ from muster.train.model.sharding import evaluating
 
 #: A model up to this size, in its compute dtype, is gathered for generation.
 WHOLE_BYTES = {"cpu": 4 << 30, "cuda": 20 << 30}
+#: Of a GPU's free memory; the rest is for the cache of keys and values.
+FREE_SHARE = 0.7
 BATCH = 64
 
 
@@ -43,7 +45,7 @@ def generate(
     group = shard_group(module)
     completions: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    with prepared(module, whole=group is None or fits(module)) as whole:
+    with prepared(module, whole=group is None or bool(agreed(int(fits(module)), group, dist.ReduceOp.MIN))) as whole:
         for start in range(0, len(order), BATCH):
             chosen = order[start : start + BATCH]
             batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
@@ -111,9 +113,18 @@ def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
 
 
 def fits(module: ModelWithLoss) -> bool:
-    """Whether the whole model in its compute dtype is small enough; the same answer on every rank."""
+    """Whether the whole model in its compute dtype is small enough, and fits beside what this rank holds now."""
+    device = next(module.parameters()).device
     size = sum(parameter.numel() for parameter in module.parameters()) * module.compute_dtype.itemsize
-    return size <= WHOLE_BYTES.get(next(module.parameters()).device.type, 0)
+    return size <= min(WHOLE_BYTES.get(device.type, 0), FREE_SHARE * free_bytes(device))
+
+
+def free_bytes(device: torch.device) -> float:
+    """Of a GPU: what the driver has, and what the allocator holds unused; unbounded elsewhere."""
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def shard_group(module: ModelWithLoss) -> dist.ProcessGroup | None:

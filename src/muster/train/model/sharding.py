@@ -58,12 +58,15 @@ def shard(
 ) -> None:
     """Cut ``root``, which holds the transformers ``model``, into FSDP units over ``mesh.shard``.
 
-    One unit for each decoder layer, the rest in the root.
+    One unit for each decoder layer, the rest in the root. Frozen parameters that one rank holds whole stay outside.
     """
     half = compute_dtype != torch.float32
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if half else MixedPrecisionPolicy()
     placement = shard_placement(mesh.layout.dp_shard) if mesh.layout.tp > 1 else None
-    cut = partial(fully_shard, mesh=mesh.shard, mp_policy=policy, shard_placement_fn=placement)
+    outside = kept_outside(root, mesh)
+    cut = partial(
+        fully_shard, mesh=mesh.shard, mp_policy=policy, shard_placement_fn=placement, ignored_params=outside or None
+    )
     if sum(parameter.numel() for parameter in root.parameters()) >= whole_below:
         for layer in layers:
             cut(layer, reshard_after_forward=reshard_layers)
@@ -71,7 +74,8 @@ def shard(
         head = model.get_output_embeddings()
         weight = embedding.weight
         tied = head is not None and head.weight is weight
-        if not tied and isinstance(weight, Tensor) and weight.numel() >= EMBEDDING_UNIT_NUMEL:
+        large = isinstance(weight, Tensor) and weight.numel() >= EMBEDDING_UNIT_NUMEL
+        if not tied and large and weight not in outside:
             cut(embedding, reshard_after_forward=reshard_layers)
     # The backward pass starts with the head, which is in the root: resharding it before would gather it twice.
     cut(root, reshard_after_forward=False)
@@ -80,6 +84,17 @@ def shard(
             # Both are needed: gloo has no pre-multiplied sum, and the loss is already divided by the global tokens.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
+
+
+def kept_outside(root: nn.Module, mesh: Meshes) -> set[nn.Parameter]:
+    """Frozen parameters of a rank that shares its model with nobody.
+
+    FSDP would copy each of them whenever a unit is gathered, in the forward and in the backward pass. They are in the
+    compute type already, and have no gradients to sum.
+    """
+    if mesh.layout.dp_shard > 1 or mesh.layout.tp > 1:
+        return set()
+    return {parameter for parameter in root.parameters() if not parameter.requires_grad}
 
 
 def reshard(module: nn.Module) -> None:

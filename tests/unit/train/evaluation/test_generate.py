@@ -1,10 +1,12 @@
 """Greedy generation on one rank against a loop that forgets everything between tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fakes.small_model import LLAMA, build, process_group, spec_of
 
-from muster.train.evaluation.generate import generate
+from muster.train.evaluation.generate import fits, generate
 
 PROMPTS = [[5, 6, 7], [9], [8, 7, 6, 5, 4, 3, 2, 1], [5, 6, 7]]
 
@@ -60,3 +62,19 @@ def test_the_model_is_left_as_it_was(built):
     assert built.module.model.config._attn_implementation == before == "muster_document"
     held = built.module.model.model.embed_tokens.weight
     assert type(held.data).__name__ == "DTensor", "units are sharded again"
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "unused_gib", "whole"), [(30, 0, True), (20, 0, False), (10, 20, True), (300, 0, True)]
+)
+def test_a_model_is_gathered_for_generation_only_where_the_gpu_has_room(monkeypatch, free_gib, unused_gib, whole):
+    gib = 1 << 30
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (unused_gib + 5) * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * gib)
+    parameter = SimpleNamespace(numel=lambda: 8 * gib, device=gpu)
+    module = SimpleNamespace(parameters=lambda: iter([parameter]), compute_dtype=torch.bfloat16)
+    assert fits(module) is whole, "16 GiB"
+    too_large = SimpleNamespace(parameters=lambda: iter([parameter, parameter]), compute_dtype=torch.bfloat16)
+    assert fits(too_large) is False, "32 GiB: over the limit whatever is free"

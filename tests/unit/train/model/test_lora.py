@@ -1,11 +1,16 @@
 """Adapters: what is trained, where they start, in which precision."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fakes.small_model import CPU, LLAMA, build, spec_of
+from torch.distributed.tensor import DTensor
 
 from muster.core.errors import UsageError
+from muster.core.types import Layout
 from muster.train.data_feed.batch import make_batch
+from muster.train.model import sharding
 from muster.train.model.loss import loss_sum
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -56,3 +61,37 @@ def test_targets_that_are_not_there():
     with pytest.raises(UsageError, match="no_such_proj") as caught:
         build(spec_of(lora={"targets": ["no_such_proj"]}))
     assert "\n" not in str(caught.value)
+
+
+def test_frozen_weights_of_a_lone_rank_stay_outside_fsdp_and_change_no_bit(monkeypatch):
+    """FSDP copies what it gathers even where one rank holds all of it."""
+    found = []
+    for outside in (sharding.kept_outside, lambda root, mesh: set()):
+        monkeypatch.setattr(sharding, "kept_outside", outside)
+        built = build(spec_of(lora={"rank": 4}, dtype="bfloat16"))
+        for name, parameter in built.named_trainable().items():
+            if ".lora_B." in name:
+                torch.nn.init.constant_(parameter, 0.01)
+        loss = loss_sum(built.module, batch(), chunk_tokens=8, scale=1.0)
+        loss.backward()
+        gradients = {name: p.grad.full_tensor() for name, p in built.named_trainable().items()}
+        frozen = [p for p in built.module.model.parameters() if not p.requires_grad]
+        found.append((loss.detach(), gradients, {isinstance(p, DTensor) for p in frozen}))
+    (loss, gradients, kinds), (same_loss, same_gradients, all_in_fsdp) = found
+    assert kinds == {False} and all_in_fsdp == {True}
+    assert torch.equal(loss, same_loss)
+    assert gradients.keys() == same_gradients.keys()
+    assert all(torch.equal(gradient, same_gradients[name]) for name, gradient in gradients.items())
+    assert any(gradient.abs().max() > 0 for gradient in gradients.values())
+
+
+def test_only_frozen_weights_that_nobody_shares_stay_outside(monkeypatch):
+    root = torch.nn.Linear(2, 2)
+    root.bias.requires_grad_(False)
+    for layout, outside in [
+        ({}, {root.bias}),
+        ({"dp_replicate": 2}, {root.bias}),
+        ({"dp_shard": 2}, set()),
+        ({"tp": 2}, set()),
+    ]:
+        assert sharding.kept_outside(root, SimpleNamespace(layout=Layout(**layout))) == outside

@@ -41,7 +41,12 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         elif not isinstance(found, dict):
             self.answer(200, found, found, "application/json" if path.endswith("/token") else "application/text")
         elif asked.get("recursive") == ["true"] and asked.get("alt", ["json"]) == ["json"]:
-            self.answer(200, json.dumps(nested(found)), found, "application/json")
+            self.answer(
+                200,
+                json.dumps(found if path.rstrip("/").endswith("attributes") else nested(found)),
+                found,
+                "application/json",
+            )
         else:
             names = {name.partition("/")[0] + "/" * ("/" in name) for name in found}
             self.answer(200, "\n".join(sorted(names)) + "\n", found)
@@ -95,7 +100,7 @@ class Server(http.server.ThreadingHTTPServer):
         found = {name.removeprefix(below): value for name, value in self.values.items() if name.startswith(below)}
         if path == "instance":
             found = {name: value for name, value in found.items() if not name.startswith("project/")}
-        return found or None
+        return found or ({} if path in ("instance/attributes", "project/attributes") else None)
 
 
 def nested(flat):

@@ -1,0 +1,144 @@
+"""A machine of namespaces: network, mounts, processes and an overlay root of its own, started as root.
+
+The first process sets the root up, runs the start-up scripts as on every boot, and stays. Inside there is loopback with
+the metadata server at its usual address, and nothing else: no internet, no way to or from outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from fakes.compute_engine import script_runner
+from fakes.metadata import Server
+
+METADATA = "169.254.169.254"
+PYTHONS = ("/usr/bin/python3.11", "/usr/bin/python3.12", "/usr/bin/python3.13", "/usr/local/bin/python3")
+Made = TypeVar("Made")
+
+
+class MachineRoot:
+    """``folder`` holds its disk and its output (``serial.log``); give it a file system of its own (tmpfs)."""
+
+    def __init__(self, folder: Path, values: dict[str, str], hidden: tuple[str, ...] = ()) -> None:
+        self.folder, self.values, self.hidden = folder, values, hidden
+        """``hidden``: programs of this computer's that the machine shall not have."""
+        self.server: Server | None = None
+        self.first: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "serial.log"
+
+    @property
+    def disk(self) -> Path:
+        """What was written to its disk."""
+        return self.folder / "upper"
+
+    def boot(self) -> None:
+        """Power on: the disk is as it was left."""
+        ready_in, ready_out = os.pipe()
+        go_in, go_out = os.pipe()
+        program = [sys.executable, "-m", "fakes.compute_engine.machine_root", str(self.folder), str(ready_out),
+                   str(go_in), *self.hidden]  # fmt: skip
+        tests = Path(__file__).parents[2]
+        command = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", *program]
+        with self.log.open("ab") as log:
+            self.first = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(ready_out, go_in),
+                env={**os.environ, "PYTHONPATH": str(tests)}, start_new_session=True,
+            )  # fmt: skip
+        os.close(ready_out)
+        os.close(go_in)
+        said = os.read(ready_in, 1)
+        os.close(ready_in)
+        assert said == b"1", f"the machine did not boot: {self.log.read_text()}"
+        self.server = self.inside(lambda: Server((METADATA, 80), self.values))
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        os.write(go_out, b"1")
+        os.close(go_out)
+
+    def power_off(self) -> None:
+        """No warning: everything in it ends."""
+        if self.first is not None:
+            os.killpg(self.first.pid, signal.SIGKILL)
+            self.first.wait()
+            self.first = None
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
+            self.server = None
+
+    def reboot(self) -> None:
+        self.power_off()
+        self.boot()
+
+    def replace(self) -> None:
+        """Another machine under the same name: its disk is new."""
+        self.power_off()
+        shutil.rmtree(self.disk)
+        self.boot()
+
+    def inside(self, make: Callable[[], Made]) -> Made:
+        """The result of ``make`` in the machine's network: a socket that is made there stays there."""
+        assert self.first is not None
+        children = Path(f"/proc/{self.first.pid}/task/{self.first.pid}/children").read_text().split()
+        found: list[Made] = []
+
+        def enter() -> None:
+            with open(f"/proc/{children[0]}/ns/net", "rb") as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), "setns")
+            found.append(make())
+
+        thread = threading.Thread(target=enter)  # a namespace is a thread's
+        thread.start()
+        thread.join()
+        assert found, "it could not be made in there"
+        return found[0]
+
+    def serial(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def _first_process(folder: Path, ready: int, go: int, hidden: list[str]) -> None:
+    def call(*command: str) -> None:
+        subprocess.run(command, check=True)
+
+    root = folder / "root"
+    for path in (folder / "upper", folder / "work", root):
+        path.mkdir(exist_ok=True)
+    call("mount", "--make-rprivate", "/")
+    layers = f"lowerdir=/,upperdir={folder}/upper,workdir={folder}/work"
+    call("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
+    call("mount", "-t", "proc", "proc", f"{root}/proc")
+    call("mount", "--rbind", "/dev", f"{root}/dev")
+    for volatile in ("tmp", "run"):
+        call("mount", "-t", "tmpfs", "tmpfs", f"{root}/{volatile}")
+    for path in hidden:
+        if (root / path.lstrip("/")).is_file():
+            call("mount", "--bind", "/dev/null", f"{root}{path}")
+    hosts = root / "etc/hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{METADATA} metadata.google.internal\n")
+    call("ip", "link", "set", "lo", "up")
+    call("ip", "addr", "add", f"{METADATA}/32", "dev", "lo")
+    os.write(ready, b"1")
+    os.close(ready)
+    os.read(go, 1)
+    os.close(go)
+    script_runner.run_all(f"http://{METADATA}", root, sys.stdout)
+    while True:  # process 1: it buries what is left to it, and never ends
+        try:
+            os.wait()
+        except ChildProcessError:
+            signal.pause()
+
+
+if __name__ == "__main__":
+    _first_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

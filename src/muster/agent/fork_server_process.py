@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 
 from muster.agent.host_identity import SOCKET, HostIdentity
@@ -23,14 +24,15 @@ from muster.protocol.fork_server import (
     NewStore,
     SpawnStandbys,
 )
+from muster.protocol.to_supervisor import StartFailed
 from muster.protocol.values import Address, StoreAddress
 from muster.transport.connections import Connection, ConnectionPool
 
 MODULE = "muster.rank.fork_server"
 #: In the host's folder in memory: its pid, and when it started in the kernel's ticks.
 PID_FILE = "forkserver.pid"
-#: One that died this often before it connected will die again.
-DEATHS = 3
+#: One that died this often before it connected will die again, for a while: it is said, and tried again later.
+DEATHS, AGAIN_S = 3, 15.0
 
 
 def beat_every_s(recovery: Recovery) -> float:
@@ -51,11 +53,11 @@ class ForkServer:
         hub: ConnectionPool,
         spec: Callable[[], RunSpec],
         is_ending: Callable[[], bool],
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[StartFailed | None], None],
         on_exited: Callable[[int, int], None],
         on_store: Callable[[StoreAddress], None],
     ) -> None:
-        """``on_failure``: it cannot be started; the reason. ``on_exited``: a child's pid and exit code."""
+        """``on_failure``: why it cannot be started, None: it is. ``on_exited``: a child's pid and exit code."""
         self._identity, self._hub, self._spec, self._is_ending = identity, hub, spec, is_ending
         self._on_failure, self._on_exited, self._on_store = on_failure, on_exited, on_store
         self.store: Address | None = None
@@ -65,6 +67,8 @@ class ForkServer:
         self._socket = str(identity.memory.path(SOCKET))
         """Where it looks for an agent."""
         self._deaths = 0
+        self._again_s = math.inf
+        """When one is started that could not be before."""
         self._spawning: set[int] = set()
         """Local ranks whose standbys were ordered and have not registered yet."""
         self._registered: set[int] = set()
@@ -130,9 +134,25 @@ class ForkServer:
             with contextlib.suppress(OSError, IndexError):
                 log = self._identity.log_path("forkserver").read_text(errors="replace")
                 tail = log.strip().splitlines()[-1]
-            self._on_failure(f"the fork server on {self._identity.host} died with code {code}: {tail}")
+            limit = processes.memory_limit()
+            tail += f" (it may have {limit >> 20} MiB of addresses, RLIMIT_AS: ulimit -v)" if limit else ""
+            self._again_s = time.monotonic() + AGAIN_S
+            self._fail(f"the fork server on {self._identity.host} died with code {code}: {tail}")
             return
         self._start()
+
+    def _fail(self, reason: str) -> None:
+        self._on_failure(StartFailed(reason=reason))
+
+    def due_s(self) -> float:
+        """When ``watch`` is to be called."""
+        return self._again_s
+
+    def watch(self) -> None:
+        """What kept one from starting may be over: room in memory, a library that is there again."""
+        if time.monotonic() >= self._again_s:
+            self._again_s = math.inf
+            self._start()
 
     def shutdown(self) -> None:
         """End it, and with it the stores; never waits."""
@@ -152,7 +172,8 @@ class ForkServer:
         """It has imported everything, or has found this agent after the death of another one."""
         peer.expect(reader_of(FROM_FORK_SERVER), self._on_message)
         self._peer, self._pid, self.store = peer, hello.pid, hello.store
-        self._deaths = 0
+        self._deaths, self._again_s = 0, math.inf
+        self._on_failure(None)
         self._spawning.clear()
         self._registered = set(hello.children)
 
@@ -176,7 +197,7 @@ class ForkServer:
             self.spawn(ordered)
         else:
             host = self._identity.host
-            self._on_failure(f"standbys on {host} end before they reach their agent, the last one with code {code}")
+            self._fail(f"standbys on {host} end before they reach their agent, the last one with code {code}")
 
     def on_lost(self) -> None:
         """The connection is closed."""

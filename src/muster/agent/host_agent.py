@@ -106,7 +106,7 @@ class HostAgent:
         )  # fmt: skip
         self.fork_server = ForkServer(
             identity=identity, hub=hub, spec=lambda: self.spec, is_ending=lambda: self.exit_reason is not None,
-            on_failure=lambda reason: self.link.keep("fork server", to_supervisor.StartFailed(reason=reason)),
+            on_failure=lambda failure: self.link.keep("fork server", failure),
             on_exited=lambda pid, code: self.pool.on_exit_code(pid, code), on_store=self.link.send,
         )  # fmt: skip
         self.readiness = Readiness(
@@ -186,7 +186,7 @@ class HostAgent:
         self._start()
         mine = (
             self.memory_watch, self.link, self.preemption, self.programs, self.pool, self.evidence, self.replicator,
-            self.host_check,
+            self.host_check, self.fork_server,
         )  # fmt: skip
         while self.exit_reason is None:
             search_s = math.inf if self.link.connected else time.monotonic() + SEARCH_S

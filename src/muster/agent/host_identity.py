@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from muster.config.spec import RunSpec
-from muster.core import environment, resolved_file
+from muster.core import environment, processes, resolved_file
 from muster.core.processes import open_log
 from muster.core.types import Place
 from muster.storage.memory_dir import MemoryDir
@@ -21,6 +21,9 @@ from muster.storage.memory_dir import MemoryDir
 SOCKET = "agent.sock"
 #: Compute Engine's; only its machines resolve the name.
 METADATA_URL = "http://metadata.google.internal"
+#: Exit code of an agent whose resource limits were lowered for good: its keeper starts another one (EX_OSERR of
+#: sysexits.h; none that says that the host's end has come).
+LIMITED = 71
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class HostIdentity:
     pod: str = ""
     """What names this machine's share of the run alone, where a back end gives such a name."""
     place: Place = field(default_factory=Place)
+    limits: Mapping[int, tuple[int, int]] = field(default_factory=processes.limits)
+    """This process's resource limits when it began."""
     metadata_url: str | None = None
     """The cloud's metadata server, which announces the end of this host; None: no cloud machine."""
 
@@ -80,7 +85,14 @@ class HostIdentity:
         """Start ``python -m module arguments``, in a session of its own; it writes to ``logs/{log}-HOST.log``.
 
         ``streams``: stdin, stdout where they are others, and what else ``Popen`` takes.
+
+        It would inherit limits that somebody has lowered since this agent began: they are put back, or else this agent
+        ends here, and its keeper starts one that has its own. Ranks and the fork server outlive that.
         """
+        low = processes.restore_limits(self.limits)
+        if low:
+            print(f"error: {low}: this agent ends, and its keeper starts another one", file=sys.stderr)
+            sys.exit(LIMITED)
         # -P: a module in the current folder, an image's for example, never shadows the library's.
         with self._open_log(log) as output:
             given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **streams}

@@ -87,9 +87,12 @@ def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: Heartbe
     So it does where the supervisor is of another version.
     A child that dies young three times in a row will die again: give up with its code.
     """
-    young_deaths = 0
+    young_deaths, limits = 0, processes.limits()
     while True:
         started = time.monotonic()
+        low = processes.restore_limits(limits)  # the agent, and all that it starts, would inherit them
+        if low:
+            print(f"warning: {low}, and this process may not raise it: root may (prlimit --pid)", file=sys.stderr)
         pid = os.posix_spawn(argv[0], argv, dict(environ))
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, functools.partial(_forward, pid))

@@ -104,6 +104,9 @@ def stop(
     result = api.stop(run, force=force, wait=wait)
     if not result.was_running:
         output.info(f"{result.run.run_id} had already ended: {result.status.state} ({result.status.reason})")
+    elif result.again:
+        output.info(f"{result.run.run_id} has ended, and was started again meanwhile: it is {result.status.state}")
+        output.info(f"hint: muster stop {result.run.run_id} again ends that, too")
     elif wait:
         output.info(f"{result.run.run_id}: {result.status.state}: {result.status.reason}")
         output.info(f"hint: muster recover {result.run.run_id} continues from here")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -211,6 +212,54 @@ def send(processes: Sequence[Process], number: signal.Signals) -> None:
         if lives(process.pid, process.start_ticks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+
+
+#: What may be limited, by number. Two names of one number are one limit.
+_LIMITS = {getattr(resource, name): name for name in reversed(dir(resource)) if name.startswith("RLIMIT_")}
+
+
+def limits() -> dict[int, tuple[int, int]]:
+    """This process's resource limits by number, soft and hard: what it starts inherits them (getrlimit(2))."""
+    return {number: resource.getrlimit(number) for number in _LIMITS}
+
+
+def restore_limits(before: Mapping[int, tuple[int, int]]) -> str:
+    """Raise to what they were those limits of this process that somebody has lowered since (prlimit(2)).
+
+    Returns which of them stay low, in words; empty: none. A hard limit may be raised with CAP_SYS_RESOURCE alone, which
+    root has outside containers.
+    """
+    low = []
+    for number, now in limits().items():
+        was = before.get(number, now)
+        if all(_height(is_now) >= _height(it_was) for is_now, it_was in zip(now, was, strict=True)):
+            continue
+        wanted = (max(now[0], was[0], key=_height), max(now[1], was[1], key=_height))
+        try:
+            resource.setrlimit(number, wanted)
+        except (OSError, ValueError):
+            soft = min(was[0], now[1], key=_height)
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(number, (soft, now[1]))
+            if _height(soft) < _height(was[0]):
+                low.append(
+                    f"{_LIMITS[number]} of process {os.getpid()} was lowered from {_words(was[0])} to {_words(soft)}"
+                )
+    return "; ".join(low)
+
+
+def memory_limit() -> int:
+    """Bytes of addresses that this process may have (RLIMIT_AS); 0: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return 0 if soft == resource.RLIM_INFINITY else soft
+
+
+def _height(limit: int) -> float:
+    return float("inf") if limit == resource.RLIM_INFINITY else limit
+
+
+def _words(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 
 def boot_id() -> str:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.app.run.revive import LOOK_S, MOST, WITHIN_S, HostRevival, revivals
+from muster.app.run.revive import AGAIN_S, LOOK_S, MOST, WITHIN_S, HostRevival, revivals
 from muster.core.errors import BackendError
 from muster.core.events import Event
 from muster.core.types import JobHandle, JobState, JobStatus
@@ -83,11 +83,22 @@ def test_a_run_that_waits_gets_its_host_back_and_the_log_says_so(run: Run):
 
 def test_a_run_that_does_not_wait_is_left_alone(run: Run):
     """It has a spare, or goes on with fewer hosts."""
+    run.see("supervisor.started")
+    run.see("attempt.started")
     run.hosts.end("agent-host-1")
     for kind in ("host.lost", "incident.decided", "attempt.started", "step"):
         run.see(kind)
         run.pass_time(5)
     assert run.hosts.started == [] and run.said == [] and run.sink.tend_every_s is None, "nothing polls"
+
+
+def test_a_host_that_was_on_its_way_out_when_its_run_was_submitted_again_comes_back(run: Run):
+    run.see("supervisor.started")
+    run.hosts.end("agent-host-0")
+    run.pass_time(LOOK_S)
+    assert run.hosts.started == ["agent-host-0"]
+    run.see("attempt.adopted")
+    assert run.sink.tend_every_s is None
 
 
 def test_an_agent_that_still_ends_is_waited_for(run: Run):
@@ -128,12 +139,18 @@ def test_that_it_was_started_again_is_said_once_while_the_run_waits(run: Run):
     assert [text for text in run.said if "it was started again" in text] == again * 2, "it waits anew"
 
 
-def test_a_host_that_cannot_be_started_is_said_once(run: Run):
+def test_a_host_that_cannot_be_started_is_said_now_and_then_and_tried_all_the_time(run: Run):
     run.hosts.broken = True
     run.hosts.end("agent-host-0")
     run.see("run.waiting")
     run.pass_time(5)
-    assert run.said == ["a host that ended could not be started again: cannot start python: No such file"]
+    (said,) = run.said
+    assert "could not be started again: cannot start python: No such file" in said and "muster recover run-1" in said
+    run.pass_time(AGAIN_S)
+    assert run.said == [said, said], "again after a while"
+    run.hosts.broken = False
+    run.pass_time(LOOK_S)
+    assert run.hosts.started == ["agent-host-0"], "it was tried all the time"
 
 
 def test_a_record_that_cannot_be_read_is_said_once_and_read_again(run: Run):
@@ -179,7 +196,7 @@ def test_nothing_is_started_for_a_run_that_ends(run: Run, end: str):
 def test_only_where_hosts_are_processes_of_this_machine(tmp_path, backend: str, expected: int):
     (tmp_path / "job.json").write_text('{"run_id": "run-1"}')
     (tmp_path / "resolved.json").write_text(f'{{"name": "x", "backend": "{backend}", "command": ["x.py"]}}')
-    supervisor = SimpleNamespace(run_dir=tmp_path, note=print, result=None)
+    supervisor = SimpleNamespace(run_dir=tmp_path, keep_limits=lambda: None, note=print, result=None)
     assert len(revivals(supervisor)) == expected  # type: ignore[arg-type]
 
 

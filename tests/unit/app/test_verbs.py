@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from muster.backends.local.resolve import resolve
 from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log, resolved_file
+from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, ConflictError, RunFileError, UsageError
 from muster.core.event_details.training import Step
 from muster.core.event_log import EventLog
@@ -125,6 +126,20 @@ def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paper:
     found = Paper()
     monkeypatch.setattr("muster.backends.load", lambda name: found)
     return found
+
+
+class Passing(SystemClock):
+    """Time that passes while somebody sleeps, and what happens then."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act, self.passed_s = act, 0.0
+
+    def monotonic_ns(self) -> int:
+        return int(self.passed_s * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        self.passed_s += seconds
+        self.act()
 
 
 def submitted(*overrides: str) -> submit.Submitted:
@@ -378,6 +393,58 @@ def test_stopping_an_ended_run_is_success_and_one_without_supervisor_says_so(pap
     assert stop.stop(run.run_id).was_running is False
     with pytest.raises(supervisor_client.SupervisorUnreachable, match="no supervisor holds"):
         supervisor_client.request(run, AskStatus())
+
+
+def test_a_run_that_ends_before_its_supervisor_hears_of_the_stop_is_stopped(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+):
+    run = submitted().run
+
+    def unreachable(*_: object, **__: object) -> SupervisorStatus:
+        paper.state = JobState.SUCCEEDED
+        raise supervisor_client.SupervisorUnreachable("gone")
+
+    monkeypatch.setattr("muster.app.run.stop.request", unreachable)
+    found = stop.stop(run.run_id)
+    assert found.was_running and not found.again and found.status.state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize("when", ["before the request", "after it"])
+def test_whoever_submits_the_run_again_while_it_stops_is_left_alone(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    run = submitted().run
+
+    def submit_again() -> None:
+        run.job.write_text(json.dumps({"submission": 2}))
+
+    def answer(*_: object, **__: object) -> SupervisorStatus:
+        if when == "before the request":
+            submit_again()
+            raise supervisor_client.SupervisorUnreachable("the old one is gone, the new one is not there yet")
+        return supervisor_words.status("run")
+
+    monkeypatch.setattr("muster.app.run.stop.request", answer)
+    found = stop.stop(run.run_id, clock=Passing(submit_again if when == "after it" else lambda: None))
+    assert found.again and found.status.state is JobState.RUNNING and paper.cancelled == []
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_host_that_never_hears_of_the_end_is_ended(paper: Paper, monkeypatch: pytest.MonkeyPatch, stays: bool):
+    run = submitted().run
+    left = ["process 7: an agent that had not connected yet"]
+    monkeypatch.setattr(paper, "remaining", lambda handle: [] if paper.cancelled else left, raising=False)
+    monkeypatch.setattr("muster.app.run.stop.request", lambda *_, **__: supervisor_words.status("run"))
+    clock = Passing(lambda: None)
+
+    def end() -> None:
+        paper.state = JobState.STOPPED
+        if not stays and clock.passed_s > 5:
+            left.clear()
+
+    clock.act = end
+    assert stop.stop(run.run_id, clock=clock).status.state is JobState.STOPPED
+    assert paper.cancelled == ([run.run_id] if stays else [])
 
 
 @pytest.mark.parametrize("damaged", [True, False], ids=["damaged", "absent"])

@@ -1,4 +1,8 @@
-"""Hosts of this machine that ended while their run waits for them: started again, by a thread of the supervisor's."""
+"""Hosts of this machine that ended while their run waits for them: started again, by a thread of the supervisor's.
+
+A run waits for hosts when too few are left, and when a supervisor has just begun: the hosts that a submit found alive
+may have been those of the run's end before it, on their way out.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from muster import backends
 from muster.app.run.event_writer import Sink
 from muster.backends.protocols import Launcher
 from muster.core.errors import MusterError
-from muster.core.event_details.attempts import AttemptStarted
-from muster.core.event_details.run import RunEnding, RunFinished, RunWaiting, StopRequested
+from muster.core.event_details.attempts import AttemptAdopted, AttemptStarted
+from muster.core.event_details.run import RunEnding, RunFinished, RunWaiting, StopRequested, SupervisorStarted
 from muster.core.events import Event
 from muster.core.types import JobHandle
 from muster.supervise.process.run_file import read_run_id, read_spec
@@ -21,17 +25,25 @@ from muster.supervise.process.server import Supervisor
 LOOK_S = 1.0
 #: So often a host is started in ``WITHIN_S`` seconds; then it is given up, and the log says so.
 MOST, WITHIN_S = 3, 60.0
+#: What still keeps a host from being started is said again so often.
+AGAIN_S = 60.0
+_BEGIN = (SupervisorStarted.kind, RunWaiting.kind)
+_END = (AttemptAdopted.kind, AttemptStarted.kind, StopRequested.kind, RunEnding.kind, RunFinished.kind)
 
 
 @dataclass
 class HostRevival(Sink):
-    """Looks for ended hosts while the run waits for some (``run.waiting``). So with spares, or where it shrinks, they
-    stay away. ``say``: logs a sentence, from any thread; ``over``: the run has ended."""
+    """Looks for ended hosts while the run waits for some. So with spares, or where it shrinks, they stay away.
+
+    ``say``: logs a sentence, from any thread; ``over``: the run has ended.
+    """
 
     launcher: Launcher
     handle: JobHandle
     say: Callable[[str], None]
     over: Callable[[], bool]
+    before: Callable[[], None] = lambda: None
+    """Called before each look."""
     now_s: Callable[[], float] = time.monotonic
     name = "what starts hosts again"
     tend_every_s: float | None = None
@@ -43,12 +55,14 @@ class HostRevival(Sink):
     """Those that were said to end again and again."""
     _failure: str = ""
     """Why one could not be started, as it was last said; empty where nothing is wrong any more."""
+    _said_s: float = 0.0
+    """When."""
 
     def event(self, event: Event) -> None:
-        if event.kind == RunWaiting.kind:
+        if event.kind in _BEGIN:
             self.tend_every_s = LOOK_S
             self.tend()
-        elif event.kind in (AttemptStarted.kind, StopRequested.kind, RunEnding.kind, RunFinished.kind):
+        elif event.kind in _END:
             self.tend_every_s = None
             self._named.clear()
             self._told.clear()
@@ -56,13 +70,18 @@ class HostRevival(Sink):
     def tend(self) -> None:
         if self.over():
             return
+        self.before()
         try:
             status = self.launcher.poll(self.handle)
             wanted = [name for name, text in status.tasks.items() if text == "ended" and self._may(name)]
             started = self.launcher.revive(self.handle, wanted) if wanted and self.launcher.revive is not None else []
         except Exception as error:  # noqa: BLE001 (the next look is due whatever this one met)
             what = str(error) if isinstance(error, MusterError) else f"{type(error).__name__}: {error}"
-            self._fail(f"a host that ended could not be started again: {what}")
+            hint = f" ({error.hint})" if isinstance(error, MusterError) and error.hint else ""
+            self._fail(
+                f"a host that ended could not be started again: {what}{hint}; it is tried every {LOOK_S:g} s, and "
+                f"muster down {self.handle.run_id}, then muster recover {self.handle.run_id} starts everything anew"
+            )
             return
         if not status.tasks:
             self._fail(f"hosts that ended cannot be found, so none is started again: {status.reason}")
@@ -76,9 +95,9 @@ class HostRevival(Sink):
             self.say(f"{name} had ended while the run waits for hosts: it was started again")
 
     def _fail(self, text: str) -> None:
-        """Say it, unless that was the last to be said."""
-        if text != self._failure:
-            self._failure = text
+        """Say it, unless that was the last to be said, a while ago at most."""
+        if text != self._failure or self.now_s() - self._said_s >= AGAIN_S:
+            self._failure, self._said_s = text, self.now_s()
             self.say(text)
 
     def _may(self, name: str) -> bool:
@@ -108,4 +127,5 @@ def revivals(supervisor: Supervisor) -> Sequence[Sink]:
     if launcher.revive is None:
         return ()
     handle = JobHandle(run_id=run_id, backend=backend.name, job_id=run_id, run_dir=str(run_dir))
-    return [HostRevival(launcher, handle, say=supervisor.note, over=lambda: supervisor.result is not None)]
+    over, before = lambda: supervisor.result is not None, supervisor.keep_limits
+    return [HostRevival(launcher, handle, say=supervisor.note, over=over, before=before)]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from muster import backends
 from muster.app.inspect.status import job, mirror, spec_of
 from muster.app.inspect.supervisor_client import SupervisorUnreachable, backend_of, request
 from muster.app.run import submit
+from muster.backends.protocols import Launcher
 from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log, resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Clock
-from muster.core.types import JobStatus
+from muster.core.types import JobHandle, JobStatus
 from muster.policy.load import load_policy
 from muster.protocol.client import AskStatus, FromClient, RestartRun, StopRun, SupervisorStatus
 from muster.storage import run_registry
@@ -25,6 +26,8 @@ from muster.storage.run_registry import RunDir
 
 #: Beyond the run's own grace: what the supervisor and the agents need to leave.
 EXTRA_S = 30.0
+#: What the hosts of an ended run have to leave: the agent's programs and its memory are given back first.
+LEAVE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +37,15 @@ class Stopping:
     run: RunDir
     status: JobStatus
     was_running: bool
+    again: bool = False
+    """It ended, and somebody has started it again meanwhile."""
 
 
 def stop(
     reference: str, *, save: bool = True, force: bool = False, wait: bool = True, clock: Clock | None = None
 ) -> Stopping:
-    """Ask the supervisor to save and end the run, and wait until it has; an ended run is success.
+    """Ask the supervisor to save and end the run, and wait until it has; an ended run is success. Whoever starts it
+    again meanwhile is left alone.
 
     Raises:
         SupervisorUnreachable: the run lives and its supervisor does not answer.
@@ -50,15 +56,37 @@ def stop(
     result = launcher.poll(handle)
     if result.state.ended:
         return Stopping(run=run, status=result, was_running=False)
-    clock = clock or SystemClock()
-    _request_until_ready(run, StopRun(save=save, force=force), clock)
+    clock, number = clock or SystemClock(), submit.submission(run)
+
+    def over() -> Stopping | None:
+        """The outcome, once the run that was there has ended."""
+        found, again = launcher.poll(handle), submit.submission(run) > number > 0
+        ended = again or found.state.ended
+        return Stopping(run=run, status=found, was_running=True, again=again) if ended else None
+
+    outcome = _request_until_ready(run, StopRun(save=save, force=force), clock, over)
+    number = submit.submission(run)  # whose supervisor has answered
     limit_s = spec_of(run).recovery.grace_s + EXTRA_S
     until = clock.monotonic_ns() + int(limit_s * 1e9)
-    while wait and not (result := launcher.poll(handle)).state.ended:
+    while wait and outcome is None and (outcome := over()) is None:
         if clock.monotonic_ns() > until:
             raise MusterError(f"{run.run_id} has not ended within {limit_s:.0f} s", hint=f"muster down {run.run_id}")
         clock.sleep(0.1)
-    return Stopping(run=run, status=result, was_running=True)
+    ended = wait and outcome is not None and not outcome.again
+    if ended and backends.get(spec_of(run).backend).capabilities.uses_this_machine:
+        _see_out(launcher, handle, clock, lambda: submit.submission(run) > number)
+    return outcome or Stopping(run=run, status=result, was_running=True)
+
+
+def _see_out(launcher: Launcher, handle: JobHandle, clock: Clock, again: Callable[[], bool]) -> None:
+    """The hosts of a run that has ended leave by themselves. One whose agent had not connected yet never hears of the
+    end, and would wait for a supervisor: it is ended, unless the run was started ``again``."""
+    until = clock.monotonic_ns() + int(LEAVE_S * 1e9)
+    while launcher.remaining(handle) and not again():
+        if clock.monotonic_ns() > until:
+            launcher.cancel(handle)
+            return
+        clock.sleep(0.1)
 
 
 def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
@@ -127,11 +155,15 @@ def down(reference: str) -> Down:
     """
     run = run_registry.find(reference)
     launcher, handle = job(run, backend_of(run))  # a damaged run file keeps nobody from ending it
-    before = launcher.poll(handle)
+    before, number = launcher.poll(handle), submit.submission(run)
     before_wall_ns = SystemClock().wall_ns()
     launcher.cancel(handle)
     left = tuple(launcher.remaining(handle))
     mirror(launcher, run)
+    if left and submit.submission(run) > number > 0:
+        raise BackendError(
+            f"{run.run_id} was ended, and started again meanwhile: {left[0]}", hint="run muster down again"
+        )
     if not before.state.ended and not _finished_since(run, before_wall_ns):
         # The supervisor was ended before it could write the end.
         reason = "muster down ended it; the newest checkpoint remains"
@@ -146,14 +178,19 @@ def _finished_since(run: RunDir, wall_ns: int) -> bool:
     return any(event.kind == "run.finished" and event.wall_ns >= wall_ns for _, event in event_log.read(run.events))
 
 
-def _request_until_ready(run: RunDir, message: FromClient, clock: Clock) -> None:
-    """A supervisor that has just been started may not be listening yet."""
+def _request_until_ready(
+    run: RunDir, message: FromClient, clock: Clock, over: Callable[[], Stopping | None]
+) -> Stopping | None:
+    """A supervisor that has just been started may not be listening yet; one that has just ended never answers, and
+    ``over`` says how."""
     until = clock.monotonic_ns() + 10_000_000_000
     while True:
         try:
             request(run, message)
-            return
+            return None
         except SupervisorUnreachable:
+            if (outcome := over()) is not None:
+                return outcome
             if clock.monotonic_ns() > until:
                 raise
             clock.sleep(0.2)

@@ -272,33 +272,38 @@ class LocalLauncher:
             BackendError: something could not be ended.
         """
         run_dir = Path(handle.run_dir)
-        recorded: list[Process] = []
-        if run_dir.is_dir():
-            with job_record.locked(run_dir):
-                record = None
-                with contextlib.suppress(BackendError):  # damaged: the label finds them
-                    record = job_record.read(run_dir, _Job, backend=self.name)
-                if record:
-                    recorded = [Process(pid=task.pid, start_ticks=task.start_ticks) for task in record.tasks.values()]
-                    with contextlib.suppress(BackendError):  # a full disk keeps no process alive
-                        job_record.write(run_dir, replace(record, state="cancelled"))
+        if not run_dir.is_dir():
+            self._end(handle.run_id, [])
+            return
+        # A submit meanwhile waits until nothing is left: what it starts is not ended half.
+        with job_record.locked(run_dir):
+            recorded, record = list[Process](), None
+            with contextlib.suppress(BackendError):  # damaged: the label finds them
+                record = job_record.read(run_dir, _Job, backend=self.name)
+            if record:
+                recorded = [Process(pid=task.pid, start_ticks=task.start_ticks) for task in record.tasks.values()]
+                with contextlib.suppress(BackendError):  # a full disk keeps no process alive
+                    job_record.write(run_dir, replace(record, state="cancelled"))
+            self._end(handle.run_id, recorded)
+            _remove_memory(run_dir, handle.run_id)
+
+    def _end(self, run_id: str, recorded: Sequence[Process]) -> None:
         spared = processes.ancestors()
         processes.send([process for process in recorded if process.pid not in spared], signal.SIGTERM)
-        self._wait_until_gone(handle.run_id, recorded, spared, self.grace_s if recorded else 0.0)
+        self._wait_until_gone(run_id, recorded, spared, self.grace_s if recorded else 0.0)
         for _ in range(20):  # a process can fork between the look and the kill
-            left = _remaining(handle.run_id, recorded, spared)
+            left = _remaining(run_id, recorded, spared)
             if not left:
                 break
             processes.send(left, signal.SIGKILL)
-            self._wait_until_gone(handle.run_id, recorded, spared, 1.0)
-        left = _remaining(handle.run_id, recorded, spared)
+            self._wait_until_gone(run_id, recorded, spared, 1.0)
+        left = _remaining(run_id, recorded, spared)
         if left:
             pids = ", ".join(str(process.pid) for process in left[:5])
             raise BackendError(
-                f"{len(left)} processes of {handle.run_id} do not end: {pids}",
+                f"{len(left)} processes of {run_id} do not end: {pids}",
                 hint="run `muster down` again, or inspect them with `ps`",
             )
-        _remove_memory(run_dir, handle.run_id)
 
     def remaining(self, handle: JobHandle) -> list[str]:
         """What still exists of the run: the proof of a tear-down."""

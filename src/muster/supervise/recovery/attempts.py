@@ -98,9 +98,26 @@ def start_when_drained(ctx: SupervisorContext) -> None:
         missing = f"{len(usable)} of {needed} hosts" if len(usable) < needed else "no rendezvous store yet"
         log_waiting(ctx, following)
         ctx.log("phase.changed", {"reason": missing}, phase="wait")
-        ctx.deadline(ctx.policy.max_wait_s)
+        ctx.deadline(_patience_s(ctx, following))
         return
     start_attempt(ctx, usable[: ctx.settings.wanted_hosts])
+
+
+def _patience_s(ctx: SupervisorContext, following: NextHosts) -> float:
+    """How much longer to wait: for hosts that are to come as long as the policy says, for one that is here and not
+    ready no longer than for a start."""
+    since_ns = ctx.now_ns if following.waiting_since_ns is None else following.waiting_since_ns
+    left_s = max(0.0, ctx.policy.max_wait_s - (ctx.now_ns - since_ns) / SECOND_NS)
+    return left_s if unready_host(ctx, following) is None else min(left_s, ctx.settings.spec.recovery.start_timeout_s)
+
+
+def unready_host(ctx: SupervisorContext, following: NextHosts) -> str | None:
+    """Where enough hosts for the next attempt are connected: one of them that could not start yet."""
+    here = [name for name in following.hosts if ctx.state.hosts[name].connected]
+    if len(here) < ctx.needed(following):
+        return None
+    ready = ready_hosts(ctx, following)
+    return next((name for name in here if name not in ready or ctx.state.hosts[name].store is None), None)
 
 
 def ready_hosts(ctx: SupervisorContext, following: NextHosts) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 
-from muster.core.incidents import CAPACITY, RANK_HANG
+from muster.core.incidents import CAPACITY, RANK_HANG, START_UP
 from muster.core.typed_json import JsonObject
 from muster.policy.cluster_state import Policy
 from muster.protocol.client import HealthReport
@@ -19,7 +19,7 @@ from muster.protocol.to_supervisor import HostFault, HostLooked, RankExit, RankH
 from muster.supervise.hangs import gathering
 from muster.supervise.recovery import final_flush, host_messages, preemption_notices
 from muster.supervise.recovery.adoption import adopt_failed
-from muster.supervise.recovery.attempts import ask_to_save, drain, start_attempt
+from muster.supervise.recovery.attempts import ask_to_save, drain, start_attempt, unready_host
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
 from muster.supervise.recovery.hosts import consider_growth, end_quarantine, host_down, host_up, judge_faulty
@@ -231,7 +231,7 @@ def _on_deadline(ctx: SupervisorContext, phase: Phase) -> None:
         case Draining():
             _drain_deadline(ctx, phase)
         case Waiting():
-            report_incident(ctx, CAPACITY, evidence="too few hosts")
+            _wait_deadline(ctx, phase)
         case Stopping():
             reason = f"not saved within {ctx.settings.spec.recovery.grace_s:g} s; the newest checkpoint remains"
             end = functools.partial(flush_and_finish, by_user=phase.by_user) if phase.saves else finish
@@ -251,6 +251,15 @@ def _start_deadline(ctx: SupervisorContext) -> None:
     else:
         evidence = f"{len(ready)} of {ctx.settings.min_hosts} hosts were ready in time"
         report_incident(ctx, CAPACITY, evidence=evidence)
+
+
+def _wait_deadline(ctx: SupervisorContext, waiting: Waiting) -> None:
+    name, limit_s = unready_host(ctx, waiting.next), ctx.settings.spec.recovery.start_timeout_s
+    if name is None:
+        report_incident(ctx, CAPACITY, evidence="too few hosts")
+    else:
+        evidence = f"{name} is connected and was not ready within start_timeout_s={limit_s:g} s"
+        report_incident(ctx, START_UP, host=name, evidence=evidence)
 
 
 def _run_deadline(ctx: SupervisorContext, running: Running) -> None:

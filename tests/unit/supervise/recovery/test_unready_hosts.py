@@ -1,0 +1,70 @@
+"""A host that is connected and cannot start ranks: those that run go on; an attempt that needs it waits no longer than
+a start may take, then the policy decides. In virtual time."""
+
+import pytest
+from fakes.virtual_run import actions, cluster, kinds, spec
+from test_final_flush import committed, ended
+
+from muster.protocol.to_supervisor import HostReady, StartFailed, StoreLost
+
+WHY = "the fork server on host-0 died with code 1: ImportError: failed to map segment"
+
+
+def lose_fork_server(found):
+    found.receive_from(found.hosts["host-0"], StoreLost())
+
+
+def say_that_none_starts(found):
+    found.receive_from(found.hosts["host-0"], StartFailed(reason=WHY))
+
+
+@pytest.fixture
+def found():
+    """One host, whose fork server dies at 20 s."""
+    made = cluster(spec(hosts=1), steps=2000)
+    made.at(20.0, lambda: lose_fork_server(made))
+    return made
+
+
+def test_ranks_that_take_steps_need_no_fork_server(found):
+    for at_s in (30.0, 45.0):  # its agent tries again
+        found.at(at_s, lambda: say_that_none_starts(found))
+    end = ended(found)
+    assert end.exit_code == 0 and not kinds(found, "incident.detected")
+    ((_, aside),) = kinds(found, "host.set_aside")
+    assert aside.detail == {"reason": WHY, "needed": True}, "said once"
+
+
+def test_the_next_attempt_is_not_started_there_and_memory_is_written(found):
+    found.at(30.0, lambda: say_that_none_starts(found))
+    found.at(40.0, lambda: found.kill_rank(0))
+    for at_s in (55.0, 75.0):
+        found.at(at_s, lambda: say_that_none_starts(found))
+    end = ended(found, 200)
+    assert actions(found) == ["restart", "restart", "stop"] and end.outcome == "failed"
+    assert WHY in end.reason and "was written from memory at the end" in end.reason
+    assert committed(found) == found.machine.state.last_applied_step > 0
+
+
+def test_one_that_can_start_again_goes_on(found):
+    found.at(30.0, lambda: say_that_none_starts(found))
+    found.at(40.0, lambda: found.kill_rank(0))
+    ready = HostReady(store=("127.0.0.1", 1), memory=("127.0.0.1", 2))
+    found.at(55.0, lambda: found.receive_from(found.hosts["host-0"], ready))
+    assert ended(found).exit_code == 0 and actions(found) == ["restart"]
+
+
+def test_one_that_says_nothing_is_not_waited_for_without_end(found):
+    found.at(40.0, lambda: found.kill_rank(0))
+    end = ended(found, 400)
+    late = [log for _, log in kinds(found, "incident.detected") if log.detail["incident"] == "start_up"]
+    assert [log.host for log in late] == ["host-0", "host-0"]
+    assert all("was not ready within start_timeout_s=60 s" in log.detail["evidence"] for log in late)
+    assert end.outcome == "failed" and "was written from memory at the end" in end.reason
+
+
+def test_hosts_that_are_to_come_are_waited_for_as_long_as_the_policy_says():
+    found = cluster(spec(hosts=2, min_hosts=2), steps=2000)
+    found.at(20.0, lambda: found.kill_host("host-1"))
+    assert found.run(600) is None and found.machine.state.phase.name == "wait", "start_timeout_s is 60 s"
+    assert actions(found) == ["wait"]

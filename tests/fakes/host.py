@@ -48,7 +48,7 @@ class RecordingHost:
     def _exit(self, reason: str) -> None:
         self.exit_reason = reason
 
-    def _on_data(self, failure: Any) -> None:
+    def _on_failure(self, failure: Any) -> None:
         if failure is not None:
             self.failures.append(failure)
 
@@ -58,7 +58,7 @@ class RecordingHost:
     def fork_server(self) -> ForkServer:
         return ForkServer(
             identity=self.identity, hub=self.hub, spec=lambda: self.spec, is_ending=self._is_ending,
-            on_failure=self.failures.append, on_exited=lambda pid, code: None, on_store=self.sent.append,
+            on_failure=self._on_failure, on_exited=lambda pid, code: None, on_store=self.sent.append,
         )  # fmt: skip
 
     def rank_pool(self, **changes: Any) -> RankPool:
@@ -86,7 +86,7 @@ class RecordingHost:
     def programs(self) -> Programs:
         return Programs(
             identity=self.identity, hub=self.hub, log=self.log, spec=lambda: self.spec, is_ending=self._is_ending,
-            on_prepared=lambda: None, has_ranks=lambda: self.has_ranks, on_failure=self._on_data,
+            on_prepared=lambda: None, has_ranks=lambda: self.has_ranks, on_failure=self._on_failure,
             on_notice=lambda _: None,
         )  # fmt: skip
 

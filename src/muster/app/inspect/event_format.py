@@ -251,6 +251,12 @@ def _restored(event: Event) -> str:
     return f"restored step {event.step} from {event.read(checkpoints.CheckpointRestored).tier} on rank {event.rank}"
 
 
+def _waiting(event: Event) -> str:
+    detail = event.read(run.RunWaiting)
+    needed = f" ({detail.needed_hosts} are needed)" if detail.needed_hosts else ""
+    return f"waiting for hosts; chosen so far: {', '.join(detail.hosts) or 'none'}{needed}"
+
+
 def _held(event: Event) -> str:
     detail = event.read(run.RunHeld)
     return f"held for {detail.hold_s:.0f} s: muster restart {event.run_id}"
@@ -283,6 +289,7 @@ _RENDER: Mapping[str, Callable[[Event], str | None]] = {
     run.RunMessage.kind: _message,
     run.RunRestarted.kind: lambda event: event.read(run.RunRestarted).reason,
     run.RunHeld.kind: _held,
+    run.RunWaiting.kind: _waiting,
     incidents.IncidentDetected.kind: _detected,
     incidents.IncidentDecided.kind: _decided,
     incidents.IncidentResolved.kind: _resolved,

@@ -67,6 +67,10 @@ def sentence(machine: RecoveryStateMachine) -> str:
         return f"attempt {state.attempt} is starting: no step yet"
     if isinstance(phase, Running):
         return f"training: step {state.last_applied_step} of attempt {state.attempt}{_save_failed(state)}"
+    if isinstance(phase, Waiting):
+        here = [state.hosts[name] for name in phase.next.hosts if name in state.hosts and state.hosts[name].connected]
+        slow = [host.name for host in here if not host.ready or host.store is None]
+        return f"waiting for {', '.join(slow)} to get ready" if slow else "waiting for a host to return"
     if isinstance(phase, Held):
         return f"failed; hosts are held for muster restart: {phase.reason}"
     return _SENTENCES[type(phase)]
@@ -75,7 +79,6 @@ def sentence(machine: RecoveryStateMachine) -> str:
 _SENTENCES: Mapping[type[Phase], str] = {
     Adopting: "a new supervisor waits for the hosts to answer",
     Draining: "recovering: ranks are being replaced",
-    Waiting: "waiting for a host to return",
     Stopping: "saving before it ends",
     Flushing: "ending: hosts write what only their memory holds",
     Ended: "ended",

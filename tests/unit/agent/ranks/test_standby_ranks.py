@@ -214,7 +214,7 @@ def test_one_that_ends_before_it_registers_is_forked_again_and_three_in_a_row_ar
     host.pool.replenish_standbys()
     for pid in (4_000_003, 4_000_004, 4_000_005):
         ends(pid)
-    (reason,) = host.failures
-    assert "before they reach their agent" in reason and "code 1" in reason
+    (failure,) = host.failures
+    assert "before they reach their agent" in failure.reason and "code 1" in failure.reason
     host.pool.replenish_standbys()
     assert host.spawns()[-1][0] == (1,), "a later order is a new try"

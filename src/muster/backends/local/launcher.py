@@ -273,7 +273,7 @@ class LocalLauncher:
         """
         run_dir = Path(handle.run_dir)
         if not run_dir.is_dir():
-            self._end(handle.run_id, [])
+            self._end(handle, [])
             return
         # A submit meanwhile waits until nothing is left: what it starts is not ended half.
         with job_record.locked(run_dir):
@@ -284,11 +284,10 @@ class LocalLauncher:
                 recorded = [Process(pid=task.pid, start_ticks=task.start_ticks) for task in record.tasks.values()]
                 with contextlib.suppress(BackendError):  # a full disk keeps no process alive
                     job_record.write(run_dir, replace(record, state="cancelled"))
-            self._end(handle.run_id, recorded)
-            _remove_memory(run_dir, handle.run_id)
+            self._end(handle, recorded)
 
-    def _end(self, run_id: str, recorded: Sequence[Process]) -> None:
-        spared = processes.ancestors()
+    def _end(self, handle: JobHandle, recorded: Sequence[Process]) -> None:
+        run_id, spared = handle.run_id, processes.ancestors()
         processes.send([process for process in recorded if process.pid not in spared], signal.SIGTERM)
         self._wait_until_gone(run_id, recorded, spared, self.grace_s if recorded else 0.0)
         for _ in range(20):  # a process can fork between the look and the kill
@@ -304,6 +303,7 @@ class LocalLauncher:
                 f"{len(left)} processes of {run_id} do not end: {pids}",
                 hint="run `muster down` again, or inspect them with `ps`",
             )
+        _remove_memory(Path(handle.run_dir), run_id)
 
     def remaining(self, handle: JobHandle) -> list[str]:
         """What still exists of the run: the proof of a tear-down."""

@@ -66,6 +66,8 @@ class ForkServer:
         self._pid: int | None = None
         self._socket = str(identity.memory.path(SOCKET))
         """Where it looks for an agent."""
+        self.follows = False
+        """Another agent was here before: its ranks may live, and connect by themselves."""
         self._deaths = 0
         self._again_s = math.inf
         """When one is started that could not be before."""
@@ -82,6 +84,7 @@ class ForkServer:
 
     def start(self) -> bool:
         """Start one; False where a dead predecessor's still lives, which connects by itself."""
+        self.follows = self._identity.memory.exists(PID_FILE)
         if self._predecessors_lives():
             return False
         self._start()

@@ -209,7 +209,7 @@ class HostAgent:
         self.replicator.start()
         if self.fork_server.start():
             self.host_check.begin()
-        else:
+        if self.fork_server.follows:
             self._contact_after = time.monotonic() + ADOPTION_S
         typed_json.prepare(*to_agent.TO_AGENT.messages, *to_supervisor.FROM_AGENT.messages, *TO_RANK.messages)
 

@@ -32,7 +32,9 @@ MODULE = "muster.rank.fork_server"
 #: In the host's folder in memory: its pid, and when it started in the kernel's ticks.
 PID_FILE = "forkserver.pid"
 #: One that died this often before it connected will die again, for a while: it is said, and tried again later.
-DEATHS, AGAIN_S = 3, 15.0
+DEATHS = 3
+#: First after this time, then after twice as long each time: an import of torch beside ranks that train costs them.
+AGAIN_S, MOST_S = 15.0, 300.0
 
 
 def beat_every_s(recovery: Recovery) -> float:
@@ -139,7 +141,7 @@ class ForkServer:
                 tail = log.strip().splitlines()[-1]
             limit = processes.memory_limit()
             tail += f" (it may have {limit >> 20} MiB of addresses, RLIMIT_AS: ulimit -v)" if limit else ""
-            self._again_s = time.monotonic() + AGAIN_S
+            self._again_s = time.monotonic() + min(AGAIN_S * 2 ** (self._deaths - DEATHS), MOST_S)
             self._fail(f"the fork server on {self._identity.host} died with code {code}: {tail}")
             return
         self._start()

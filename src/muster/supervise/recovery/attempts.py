@@ -31,6 +31,8 @@ from muster.supervise.recovery.state import Attempt
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
 RESET_TIMEOUT_S = 60.0
+#: A host that could not start tries again (``agent.fork_server_process``); an attempt that needs it waits this long.
+AFTER_FAILURE_S = 60.0
 UNWATCHED = (
     "start-up hangs are not detected until the script first calls muster.run; start_timeout_s applies from then on"
 )
@@ -98,17 +100,18 @@ def start_when_drained(ctx: SupervisorContext) -> None:
         missing = f"{len(usable)} of {needed} hosts" if len(usable) < needed else "no rendezvous store yet"
         log_waiting(ctx, following)
         ctx.log("phase.changed", {"reason": missing}, phase="wait")
-        ctx.deadline(_patience_s(ctx, following))
+        ctx.deadline(patience_s(ctx, following))
         return
     start_attempt(ctx, usable[: ctx.settings.wanted_hosts])
 
 
-def _patience_s(ctx: SupervisorContext, following: NextHosts) -> float:
-    """How much longer to wait: for hosts that are to come as long as the policy says, for one that is here and not
-    ready no longer than for a start."""
-    since_ns = ctx.now_ns if following.waiting_since_ns is None else following.waiting_since_ns
-    left_s = max(0.0, ctx.policy.max_wait_s - (ctx.now_ns - since_ns) / SECOND_NS)
-    return left_s if unready_host(ctx, following) is None else min(left_s, ctx.settings.spec.recovery.start_timeout_s)
+def patience_s(ctx: SupervisorContext, following: NextHosts) -> float:
+    """How long to wait before the policy is asked: for hosts that are to come as long as it says, for one that is here
+    and not ready as long as for a start; less where it has said that it cannot start."""
+    name, limit_s = unready_host(ctx, following), ctx.settings.spec.recovery.start_timeout_s
+    if name is None:
+        return ctx.policy.max_wait_s
+    return min(limit_s, AFTER_FAILURE_S) if ctx.state.hosts[name].start_failed else limit_s
 
 
 def unready_host(ctx: SupervisorContext, following: NextHosts) -> str | None:

@@ -235,13 +235,9 @@ def _start_failed(ctx: SupervisorContext, host: Host, message: StartFailed) -> N
 
     Ranks that take steps need none of it: they go on, and it is an incident once an attempt is to be started.
     """
-    again, host.ready = host.start_failed, host.ready and host.store is not None
-    if isinstance(ctx.state.phase, Running) and ctx.state.progress.stepped and host.name in ctx.state.active:
-        host.start_failed = True
-        if not again:
-            ctx.log("host.set_aside", {"reason": message.reason, "needed": True}, host=host.name)
-        return
-    if not set_aside(ctx, host.name, message.reason) and isinstance(ctx.state.phase, Starting | Running | Waiting):
+    host.ready = host.ready and host.store is not None
+    can_wait = set_aside(ctx, host.name, message.reason)
+    if not can_wait and isinstance(ctx.state.phase, Starting | Running | Waiting):
         detail: JsonObject = {"exit_code": message.exit_code, "hint": message.hint}
         report_incident(ctx, START_UP, host=host.name, evidence=message.reason, detail=detail)
 

@@ -182,9 +182,10 @@ def consider_growth(ctx: SupervisorContext, running: Running) -> bool:
 
 
 def set_aside(ctx: SupervisorContext, name: str, reason: str) -> bool:
-    """Mark a host that cannot start; whether the run can continue without it for now (a bad spare)."""
+    """Mark a host that cannot start; whether the run can continue without it for now: a bad spare, or ranks that take
+    steps there, which need nothing that it could not start."""
     host, phase = ctx.state.hosts[name], ctx.state.phase
-    host.start_failed = True
+    again, host.start_failed = host.start_failed, True
     if isinstance(phase, Starting):
         candidates = [host for host in ctx.state.hosts.values() if host.connected and not host.start_failed]
         needed = len(candidates) < ctx.settings.wanted_hosts
@@ -192,8 +193,10 @@ def set_aside(ctx: SupervisorContext, name: str, reason: str) -> bool:
         needed = name in ctx.state.counted_on
     else:
         return False
-    ctx.log("host.set_aside", {"reason": reason, "needed": needed}, host=name)
-    return not needed
+    can_wait = not needed or (isinstance(phase, Running) and ctx.state.progress.stepped)
+    if not (again and can_wait):  # its agent tries again now and then
+        ctx.log("host.set_aside", {"reason": reason, "needed": needed}, host=name)
+    return can_wait
 
 
 def use_new_capacity(ctx: SupervisorContext, following: NextHosts, host: Host) -> None:

@@ -19,7 +19,7 @@ from muster.protocol.to_supervisor import HostFault, HostLooked, RankExit, RankH
 from muster.supervise.hangs import gathering
 from muster.supervise.recovery import final_flush, host_messages, preemption_notices
 from muster.supervise.recovery.adoption import adopt_failed
-from muster.supervise.recovery.attempts import ask_to_save, drain, start_attempt, unready_host
+from muster.supervise.recovery.attempts import ask_to_save, drain, patience_s, start_attempt, unready_host
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
 from muster.supervise.recovery.hosts import consider_growth, end_quarantine, host_down, host_up, judge_faulty
@@ -254,11 +254,11 @@ def _start_deadline(ctx: SupervisorContext) -> None:
 
 
 def _wait_deadline(ctx: SupervisorContext, waiting: Waiting) -> None:
-    name, limit_s = unready_host(ctx, waiting.next), ctx.settings.spec.recovery.start_timeout_s
+    name = unready_host(ctx, waiting.next)
     if name is None:
         report_incident(ctx, CAPACITY, evidence="too few hosts")
     else:
-        evidence = f"{name} is connected and was not ready within start_timeout_s={limit_s:g} s"
+        evidence = f"{name} is connected and has not got ready within {patience_s(ctx, waiting.next):g} s"
         report_incident(ctx, START_UP, host=name, evidence=evidence)
 
 

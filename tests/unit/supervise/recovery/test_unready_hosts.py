@@ -54,12 +54,17 @@ def test_one_that_can_start_again_goes_on(found):
     assert ended(found).exit_code == 0 and actions(found) == ["restart"]
 
 
-def test_one_that_says_nothing_is_not_waited_for_without_end(found):
+@pytest.mark.parametrize(("said", "limit_s"), [(False, 90), (True, 60)])
+def test_one_that_says_nothing_more_is_not_waited_for_without_end(said, limit_s):
+    found = cluster(spec(hosts=1, recovery={"start_timeout_s": 90.0}), steps=2000)
+    found.at(20.0, lambda: lose_fork_server(found))
+    if said:
+        found.at(30.0, lambda: say_that_none_starts(found))
     found.at(40.0, lambda: found.kill_rank(0))
     end = ended(found, 400)
     late = [log for _, log in kinds(found, "incident.detected") if log.detail["incident"] == "start_up"]
     assert [log.host for log in late] == ["host-0", "host-0"]
-    assert all("was not ready within start_timeout_s=60 s" in log.detail["evidence"] for log in late)
+    assert all(f"has not got ready within {limit_s} s" in log.detail["evidence"] for log in late)
     assert end.outcome == "failed" and "was written from memory at the end" in end.reason
 
 

@@ -75,7 +75,7 @@ def log_of(request: JobRequest, task: str) -> str:
 def test_a_submit_in_the_midst_of_a_cancel_starts_all_after_it(case: LocalCase, request_: JobRequest) -> None:
     handle = case.launcher.submit(request_)
     for task in TASKS:
-        eventually(lambda task=task: "on" in log_of(request_, task))  # type: ignore[misc]
+        eventually(lambda task=task: "on" in log_of(request_, task))
     threads: list[threading.Thread] = []
     clock = Nap(lambda: threads.append(in_thread(lambda: case.launcher.submit(again(request_)))))
     LocalLauncher(grace_s=0.3, clock=clock).cancel(handle)

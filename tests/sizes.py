@@ -134,6 +134,9 @@ NIGHTLY = {
     "test_gke_control_plane_live.py::test_row_01_the_dry_run_meets_the_webhooks": (
         "test_gke_control_plane_live.py::test_submit_is_one_jobset_however_often_and_whatever_is_lost"
     ),
+    "test_revive_live.py::test_a_limit_put_on_an_agent_ends_with_it": (
+        "test_limited_agent.py::test_it_ends_and_its_keeper_starts_one_with_limits_of_its_own"
+    ),
     "test_revive_live.py::test_a_submit_that_takes_over_a_keeper_on_its_way_out_gets_its_host": (
         "test_local_submit_and_end.py::test_a_host_on_its_way_out_that_a_submit_has_taken_for_its_own_comes_back"
     ),

@@ -30,6 +30,8 @@ from muster.core import processes
 
 #: Longest wait for one more step, for a verb, and for the whole trial.
 STEP_S, VERB_S, TRIAL_S = 180.0, 120.0, 600.0
+#: A run that waits for somebody's help has no step for so long before it gets it.
+HELP_S = 30.0
 #: A run whose supervisor was killed is recovered by hand; more often than this it goes round in circles.
 RECOVERIES = 12
 LOOK_EVERY_S = 1.0
@@ -117,6 +119,7 @@ class Driven:
         self.traces, self.later = verdict.Traces(), Later()
         self.disks = Disks()
         self._leader: processes.Process | None = None
+        self._helped = False
 
     # ------------------------------------------------------------ the course
 
@@ -163,6 +166,8 @@ class Driven:
                         return
                     self._recover()
                     moved = time.monotonic()
+                elif now > moved + HELP_S and self._helps():
+                    moved = time.monotonic()
                 self._looked = time.monotonic()
             time.sleep(0.05)
 
@@ -189,6 +194,17 @@ class Driven:
         said = self._verbs(["recover"])
         if said != "recover 0":
             time.sleep(2)  # whatever prevented it takes a while to end
+
+    def _helps(self) -> bool:
+        """Whether it waits for somebody's help, which ``trials.MAY_WAIT`` says it may; that was done then, once."""
+        said = [str(event.detail["text"]) for event in self.seen.events("run.message")]
+        if self._helped or not any(trials.may_wait(self.trial, text) for text in said):
+            return False
+        self._helped = True
+        self.outcome.states.append("waits for help")
+        self._verbs(["down"])
+        self._recover()
+        return True
 
     def _state(self) -> tuple[str, str]:
         done = subprocess.run(

@@ -199,6 +199,15 @@ MAY_END = {
     ("verbs", "stop and submit"): ("stopped", "stop was typed"),
 }
 
+#: (kind, target) -> what a run says where it may wait for somebody's help, and why. What it says is then done.
+MAY_WAIT = {
+    ("file limit", "supervisor"): (
+        "and this process may not raise it",
+        "a lowered hard limit is raised with CAP_SYS_RESOURCE alone, and what the supervisor starts would inherit it: it "
+        "has not the descriptors to start a lost host again",
+    ),
+}
+
 #: What a run says that is done while its disk takes nothing. It has failed to keep its result, which memory holds;
 #: once the disk is back, ``recover`` writes it.
 NOT_WRITTEN = "only in memory and was not written"
@@ -210,3 +219,9 @@ def may_end(trial: Trial, state: str, reason: str) -> bool:
         return any(strike.kind in OF_THE_DISK for strike in trial.strikes)
     ends = [MAY_END.get((strike.kind, strike.target)) for strike in trial.strikes]
     return state in {end[0] for end in ends if end is not None}
+
+
+def may_wait(trial: Trial, said: str) -> bool:
+    """Whether a run that said this may wait for somebody to type what it names."""
+    words = [MAY_WAIT.get((strike.kind, strike.target)) for strike in trial.strikes]
+    return any(word is not None and word[0] in said for word in words)

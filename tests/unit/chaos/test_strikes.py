@@ -15,6 +15,9 @@ import trials
 from striking import Outcome
 from verdict import Traces, files_left
 
+from muster.core import processes
+from muster.supervise.process.own_limits import OwnLimits
+
 TRIALS = [trials.draw(seed) for seed in range(500)]
 STRUCK = [strike for trial in TRIALS for strike in trial.strikes]
 
@@ -58,6 +61,20 @@ def test_what_may_end_a_run_is_something_that_is_done():
     for kind, target in trials.MAY_END:
         assert kind in trials.KINDS and target in {*trials.PROCESSES, *trials.VERBS}
     assert all(len(end) == 2 and end[1] for end in trials.MAY_END.values())
+
+
+def test_a_run_may_wait_for_help_if_it_says_so_and_was_struck_so(monkeypatch):
+    assert all(kind in trials.OF_A_PROCESS and target in trials.PROCESSES for kind, target in trials.MAY_WAIT)
+    assert all(words and why for words, why in trials.MAY_WAIT.values())
+    said = []
+    monkeypatch.setattr(processes, "restore_limits", lambda before: "RLIMIT_NOFILE of process 1 was lowered")
+    OwnLimits(said.append).keep("run-1")
+    struck, other = (
+        trials.Trial(1, 1, 0, 1, False, (trials.Strike(1, kind, "supervisor", 0, 0.5),))
+        for kind in ("file limit", "kill")
+    )
+    assert trials.may_wait(struck, said[0]) and not trials.may_wait(other, said[0])
+    assert not trials.may_wait(struck, "waiting for a host to return")
 
 
 def test_a_result_that_no_disk_took_is_a_failure_that_a_disk_explains():

@@ -203,8 +203,7 @@ MAY_END = {
 MAY_WAIT = {
     ("file limit", "supervisor"): (
         "and this process may not raise it",
-        "a lowered hard limit is raised with CAP_SYS_RESOURCE alone, and what the supervisor starts would inherit it: it "
-        "has not the descriptors to start a lost host again",
+        "a lowered hard limit is raised with CAP_SYS_RESOURCE alone: none is left to start a lost host with",
     ),
 }
 

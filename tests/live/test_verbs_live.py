@@ -110,7 +110,7 @@ def test_sigterm_saves_and_says_75_a_second_signal_leaves_at_once(shell: Shell) 
 
     ended = shell.status("there")["attempt"]
     train = shell.start("train", "run.yaml", "run_dir=there", "recovery.grace_s=600", output=subprocess.DEVNULL)
-    eventually(lambda: shell.status("there")["phase"] == "run" and shell.status("there")["attempt"] > ended)
+    eventually(lambda: (found := shell.status("there"))["phase"] == "run" and found["attempt"] > ended, 90, every_s=0.5)
     rank = next(each for each in shell.left(shell.status("there")["run_id"]) if "fork_server" in " ".join(each.argv))
     os.kill(rank.pid, signal.SIGCONT)
     before = time.monotonic()

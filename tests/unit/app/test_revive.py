@@ -196,7 +196,7 @@ def test_nothing_is_started_for_a_run_that_ends(run: Run, end: str):
 def test_only_where_hosts_are_processes_of_this_machine(tmp_path, backend: str, expected: int):
     (tmp_path / "job.json").write_text('{"run_id": "run-1"}')
     (tmp_path / "resolved.json").write_text(f'{{"name": "x", "backend": "{backend}", "command": ["x.py"]}}')
-    supervisor = SimpleNamespace(run_dir=tmp_path, keep_limits=lambda: None, note=print, result=None)
+    supervisor = SimpleNamespace(run_dir=tmp_path, own_limits=None, note=print, result=None)
     assert len(revivals(supervisor)) == expected  # type: ignore[arg-type]
 
 

@@ -127,5 +127,5 @@ def revivals(supervisor: Supervisor) -> Sequence[Sink]:
     if launcher.revive is None:
         return ()
     handle = JobHandle(run_id=run_id, backend=backend.name, job_id=run_id, run_dir=str(run_dir))
-    over, before = lambda: supervisor.result is not None, supervisor.keep_limits
+    over, before = lambda: supervisor.result is not None, lambda: supervisor.own_limits.keep(run_id)
     return [HostRevival(launcher, handle, say=supervisor.note, over=over, before=before)]

@@ -74,7 +74,7 @@ class Supervisor:
     """The shortest possible heartbeat timeout that was last logged."""
 
     def __post_init__(self) -> None:
-        self._own_limits = OwnLimits(self.note)
+        self.own_limits = OwnLimits(self.note)
         self.refusals = Refusals(
             log=lambda who, reason: self.journal.append("connection.refused", {"who": who, "reason": reason}),
             clock_ns=lambda: self.clock.monotonic_ns(),
@@ -154,10 +154,6 @@ class Supervisor:
         for text in self.home.damage:
             self.journal.say(f"the run goes on without a part of its log: {text}")
 
-    def keep_limits(self) -> None:
-        """Put back this process's resource limits. From any thread."""
-        self._own_limits.keep(self.run_id)
-
     def note(self, text: str) -> None:
         """Log a message for people soon. From any thread, or a signal handler."""
         self._notes.append(text)
@@ -182,7 +178,7 @@ class Supervisor:
                 next_renewal = now + int(wait_s * 1e9)
                 self.heartbeats.listen()
                 mend(self.run_dir, self.machine.settings.spec, self.journal.say)
-                self.keep_limits()
+                self.own_limits.keep(self.run_id)
             self.journal.tend()
             if now >= next_offset:
                 self._ping()

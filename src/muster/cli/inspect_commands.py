@@ -10,6 +10,7 @@ from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE
 
 KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
 RUNS = typer.Argument(..., metavar="RUN...", help="A run's id, its folder, or `last`; several: side by side.")
+TWO_RUNS = typer.Argument(..., metavar="RUN RUN...", help="Ids, folders, or `last`.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
@@ -188,6 +189,19 @@ def _refuse_idle_options(
         raise api.UsageError("--output goes with --html", hint="muster report RUN --html --output PAGE.html")
     if target is not None and len(runs) > 1:
         raise api.UsageError("--output names one page, and there are several runs", hint="leave it out: one page a run")
+
+
+def compare(runs: list[str] = TWO_RUNS, json: bool = JSON) -> None:
+    """Compare runs: what differs in their run files, loss at equal step and equal tokens, speed, cost."""
+    from muster.app.inspect import compare as use_case
+    from muster.cli import tables
+
+    found = use_case.compare(runs)
+    if json:
+        output.as_json(found.to_json())
+        return
+    for line in tables.comparison(found):
+        output.result(line)
 
 
 def checkpoints(run: str = RUN, json: bool = JSON) -> None:

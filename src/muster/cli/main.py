@@ -39,9 +39,10 @@ HELP = "Train language models on GPUs that come and go. Start: muster train RUN.
 GROUPS = {
     "Run": ("train", "submit", "stop", "recover", "restart", "down", "export", "rm", "prune"),
     "Inspect": (
-        "status", "watch", "logs", "events", "why", "check", "profile", "metrics", "report", "checkpoints", "exec",
+        "status", "watch", "logs", "events", "why", "check", "profile", "metrics", "report", "compare", "checkpoints",
+        "exec",
     ),
-    "Plan and rehearse": ("show", "data", "plan", "calibrate", "prices", "simulate", "drill"),
+    "Plan and rehearse": ("show", "data", "plan", "gpus", "calibrate", "prices", "simulate", "drill"),
     "Clusters": ("up", "preflight", "image", "render"),
     "Other": ("version",),
 }  # fmt: skip
@@ -87,10 +88,10 @@ for command in (
     run_commands.train, run_commands.submit, run_commands.recover, run_commands.restart, run_commands.stop,
     run_commands.down, run_commands.export,
     inspect_commands.status, inspect_commands.logs, inspect_commands.events, inspect_commands.profile,
-    inspect_commands.metrics, inspect_commands.report, inspect_commands.checkpoints, inspect_commands.show,
-    inspect_commands.data, why_.why, check_.check,
-    drill.drill, watch.watch, plan.plan, plan.calibrate, simulate.simulate, cloud.up, image.image, preflight.preflight,
-    render.render, remove.rm, remove.prune,
+    inspect_commands.metrics, inspect_commands.report, inspect_commands.compare,
+    inspect_commands.checkpoints, inspect_commands.show, inspect_commands.data, why_.why, check_.check,
+    drill.drill, watch.watch, plan.plan, plan.gpus, plan.calibrate, simulate.simulate, cloud.up, image.image,
+    preflight.preflight, render.render, remove.rm, remove.prune,
 ):  # fmt: skip
     app.command()(command)
 app.command(name="exec", context_settings={"ignore_unknown_options": True})(exec_.exec_)

@@ -89,6 +89,35 @@ def calibrate(
     output.info(f"kept in {result.path}")
 
 
+def gpus(
+    region: str | None = typer.Option(None, "--region", help="Only what is priced there: us-central1."),
+    gpu: str | None = typer.Option(None, "--gpu", help="Only accelerators with this in their name: h100."),
+    json: bool = JSON,
+) -> None:
+    """List what can be rented: GPUs, memory, price with its date, where. From the catalogue, offline."""
+    from dataclasses import asdict
+
+    from muster.app.planning.prices import rentable
+    from muster.cli.tables import aligned
+
+    found = rentable(region=region, gpu=gpu)
+    if json:
+        output.as_json(
+            [{**asdict(each.offer), "price": None if each.price is None else asdict(each.price)} for each in found]
+        )
+        return
+    rows = [("GPUs", "memory each", "machine", "mode", "$/GPU h", "$/h", "where", "price dated")]
+    for each in found:
+        offer, usd = each.offer, each.offer.usd_per_node_hour
+        price = ("-", "-") if usd is None else (f"{usd / offer.gpus_per_node:.2f}", f"{usd:.2f}")
+        dated = "unknown" if each.price is None else each.price.date or "your file"
+        gpu_words = (f"{offer.gpus_per_node} x {offer.accelerator}", f"{offer.gpu_memory_bytes / 1e9:.0f} GB")
+        rows.append((*gpu_words, offer.machine, offer.mode, *price, offer.location, dated))
+    for line in aligned(rows, left=(0, 2, 3, 6, 7)):
+        output.result(line)
+    output.info("list prices, not offers: capacity shows when it is asked for; muster prices list has their sources")
+
+
 @prices_app.command()
 def update(json: bool = JSON) -> None:
     """Fetch Google's list prices with your credentials; without them nothing changes."""

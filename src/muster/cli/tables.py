@@ -8,6 +8,7 @@ from pathlib import Path
 
 from muster.app.api import RunDir, RunView
 from muster.app.inspect.checkpoints import Catalogue, Version
+from muster.app.inspect.compare import Compared
 from muster.app.inspect.event_format import eval_figures, sample_lines
 from muster.app.inspect.status import RunStatus
 from muster.cli import output
@@ -99,6 +100,47 @@ def one_run(found: RunStatus, now_ns: int) -> Iterator[str]:
     for name, value in rows:
         if value:
             yield f"  {name:<{width}} {value}"
+
+
+COMPARED = {
+    "steps": ("steps", "{:,.0f}"), "tokens": ("tokens", "{:,.0f}"), "execution_accuracy": ("accuracy", "{:.1%}"),
+    "heldout_loss": ("held-out loss, last", "{:.4f}"), "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "mfu": ("MFU", "{:.1%}"), "wall_s": ("wall time, s", "{:,.0f}"), "cost.usd": ("cost, $", "{:,.2f}"),
+}  # fmt: skip
+"""Figures of a comparison for a terminal; the others are in ``muster report A B``."""
+
+
+def comparison(found: Compared) -> Iterator[str]:
+    """A letter for each run, what differs in the run files, then what came of it."""
+    letters = [chr(ord("A") + index % 26) for index in range(len(found.run_ids))]
+    for letter, run_id in zip(letters, found.run_ids, strict=True):
+        yield f"{letter}  {run_id}"
+    yield ""
+    rows: list[list[str]] = [["", *letters]]
+    rows += [[key, *(_short_value(value) for value in values)] for key, values in found.differences.items()]
+    if not found.differences:
+        rows.append(["the run files are the same", *[""] * len(letters)])
+    for what, equal in (("step", found.at_step), ("tokens", found.at_tokens)):
+        if equal is not None:
+            place = f"step {equal.at:,}" if what == "step" else f"{equal.at:,} tokens"
+            rows.append([f"loss at {place} (mean of 10 steps)", *_figures_of(equal.loss, "{:.4f}")])
+            if equal.heldout_step is not None and any(value is not None for value in equal.heldout_loss):
+                label = f"held-out loss after step {equal.heldout_step:,}"
+                rows.append([label, *_figures_of(equal.heldout_loss, "{:.4f}")])
+    for path, (label, form) in COMPARED.items():
+        values = found.figures.figures[path].values
+        if any(values):
+            rows.append([label, *_figures_of(values, form)])
+    yield from aligned(rows, left=(0,))
+
+
+def _figures_of(values: Sequence[float | None], form: str) -> list[str]:
+    return ["-" if value is None else form.format(value) for value in values]
+
+
+def _short_value(value: object) -> str:
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 32 else f"{text[:29]}..."
 
 
 def money(usd: float) -> str:

@@ -15,9 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from muster.catalog import billing, rows
+from muster.catalog.offers import Option, catalogue
 from muster.catalog.rows import Price
 from muster.config.spec import RunSpec
-from muster.core.errors import AccessError, BackendError
+from muster.core.errors import AccessError, BackendError, UsageError
 from muster.core.typed_json import JsonObject, children, parse_object
 from muster.storage import run_registry
 
@@ -138,6 +139,32 @@ def _get(url: str, headers: Mapping[str, str]) -> JsonObject:
         raise kind(f"{shown} answered {error.code} {error.reason}", hint="prices stay as they are") from error
     except (OSError, ValueError) as error:
         raise BackendError(f"{shown} cannot be read: {error}", hint="prices stay as they are") from error
+
+
+def rentable(*, region: str | None = None, gpu: str | None = None, home: Path | None = None) -> list[Option]:
+    """Machines with accelerators that the catalogue knows, by accelerator, the cheapest first, unknown prices last.
+
+    ``region``: only what is priced there (``us-central1``, or a zone of it); ``gpu``: only accelerators with that in
+    their name.
+
+    Raises:
+        UsageError: none is.
+    """
+    found = [
+        each
+        for each in catalogue(own_prices(home))
+        if (region is None or _within(region, each.offer.location))
+        and (gpu is None or gpu.lower() in each.offer.accelerator.lower())
+    ]
+    if not found:
+        what = " ".join(word for word in (gpu or "", f"in {region}" if region else "") if word)
+        raise UsageError(f"the catalogue has no machine: {what}", hint="muster gpus lists all that it has")
+
+    def order(each: Option) -> tuple[str, float]:
+        usd = each.offer.usd_per_node_hour
+        return each.offer.accelerator, float("inf") if usd is None else usd / each.offer.gpus_per_node
+
+    return sorted(found, key=order)
 
 
 def all_prices(home: Path | None = None) -> list[Price]:

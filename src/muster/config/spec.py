@@ -140,6 +140,9 @@ class Training(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = False
     """torch.compile, per decoder layer, static shapes."""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """Of the matrices inside layers. fp8: float8 by torchao, a scale for each row, on H100 and newer; ``model.dtype``
+    stays bfloat16, and so do weights, head and attention. Never run on a GPU."""
     loss_chunk_tokens: NotNegative = 1024
     """Tokens per piece of the cross-entropy, so that the whole batch's logits never exist; 0: all at once."""
     deterministic: bool = False

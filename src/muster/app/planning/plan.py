@@ -147,9 +147,10 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 def assumptions(problem: Problem) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue."""
     constants = problem.constants
+    calibrated = constants.efficiency != DEFAULT.efficiency
     return [
         f"arithmetic at {constants.efficiency:.0%} of the measured matmul ceiling"
-        + (" (calibrated here)" if constants != DEFAULT else " (fitted to published FSDP2 runs, see docs/plan.md)"),
+        + (" (calibrated here)" if calibrated else " (fitted to published FSDP2 runs, see docs/plan.md)"),
         "every token has a target and documents fill their sequences"
         if problem.work.document_length is None
         else f"documents of {problem.work.document_length} tokens",
@@ -195,6 +196,7 @@ def _works(candidate: Candidate) -> str:
 def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None, found: Hardware) -> Problem:
     spec = loaded.spec
     constants, sigma = calibration_for(home, spec, work)
+    constants = replace(constants, precision=spec.training.precision)
     return Problem(
         work=work,
         options=found.options,

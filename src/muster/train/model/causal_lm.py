@@ -21,7 +21,7 @@ from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
 from muster.train.distributed.device_mesh import Meshes
-from muster.train.model import lora, pretrained, tensor_parallel, weights
+from muster.train.model import float8, lora, pretrained, tensor_parallel, weights
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
 from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
@@ -125,6 +125,8 @@ def laid_out(
     layers = decoder_layers(model)
     if mesh.layout.tp > 1:
         tensor_parallel.split(model, layers, mesh.tp)
+    if spec.training.precision == "fp8":
+        float8.convert_layers(layers, device)
     recompute(layers, spec.training.activation_checkpointing)
     if spec.training.compile:
         compile_layers(layers, device)

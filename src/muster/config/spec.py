@@ -203,9 +203,10 @@ class CheckpointSpec(Section):
     resume: bool = True
     """Continue from the newest committed checkpoint found in ``dir``."""
     snapshot_every_steps: NotNegative | Literal["auto"] = "auto"
-    """In-memory snapshot held by the host's agent every N steps; 0: none. auto: as often as takes at most 1 % of the
-    time, measured, and more often where failures are frequent; every step where a rank's state is 64 MiB at most, and
-    in a loop of your own (``command``). 1: no applied step is ever redone."""
+    """In-memory snapshot held by the host's agent every N steps; 0: none. auto: as often as takes about 1 % of the
+    time, measured (1.5 % at most: an interval is changed once it is wrong by that factor), and more often where
+    failures are frequent; every step where a rank's state is 64 MiB at most, and in a loop of your own (``command``).
+    1: no applied step is ever redone."""
     replicate_snapshots: bool | None = None
     """A second host holds a copy of each snapshot; default: where there are several hosts, and no other replica
     (``dp_replicate``) holds the same state on another one."""

@@ -105,7 +105,7 @@ class SnapshotPace:
         if self._stall_s and self._step_s:
             stall_s, step_s = median(self._stall_s), median(self._step_s)
             cost = f"one takes {stall_s:.3g} s, {stall_s / step_s:.0%} of a step of {step_s:.3g} s; "
-        rule = f"checkpoint.snapshot_every_steps: auto takes at most {intervals.SNAPSHOT_SHARE:.0%} of the time"
+        rule = f"checkpoint.snapshot_every_steps: auto takes about {intervals.SNAPSHOT_SHARE:.0%} of the time"
         return f"{self._often()}: {cost}{rule}"
 
     def _often(self) -> str:

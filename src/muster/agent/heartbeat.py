@@ -35,6 +35,14 @@ def supervisor_address(run_dir: Path, *, me: str) -> Address | None:
         return None
 
 
+def lease_is_given_back(run_dir: Path, *, me: str) -> bool:
+    """Whether the last supervisor ended of its own will, which is the end of the run. ``me``: who reads it."""
+    try:
+        return read_lease((run_dir / "lease.json").read_bytes(), me=me).address is None
+    except (OSError, Unreadable, OtherVersion):
+        return False
+
+
 @dataclass
 class HeartbeatSender:
     """Sends a heartbeat every ``every_s`` while a supervisor is connected, and tries to connect while none is."""

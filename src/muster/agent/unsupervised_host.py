@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from muster.agent.heartbeat import lease_is_given_back
 from muster.agent.host_identity import HostIdentity
 from muster.config.spec import RunSpec
 from muster.core.layout import Layout
@@ -21,6 +22,9 @@ from muster.storage import uris
 #: Without a supervisor and without work an agent waits this long, or ``recovery.keep_hosts_after_failure_s`` where that
 #: is longer.
 GRACE_PERIOD_S = 120.0
+#: After the end of the run: its supervisor gave the lease back, and could not tell this host (its agent was just
+#: starting). A supervisor that was started at once for the same run connects within it.
+RELEASED_S = 15.0
 REASON = "no supervisor and no work"
 """Why it exited, in its last event (a back end may look for it)."""
 
@@ -43,13 +47,16 @@ class UnsupervisedHost:
         self._identity, self._spec, self._is_working, self._held = identity, spec, is_working, held
         self._flush, self._on_note, self._on_exit = flush, on_note, on_exit
         self._since_s = time.monotonic()
+        self._was_held = not lease_is_given_back(identity.run_dir, me=identity.host)
+        """Before a run's next supervisor starts, the lease is what the last one left: only one that was held during
+        this agent's life and is given back now tells that the run has ended."""
         self._saving: Choice | None = None
         self._deadline_s = 0.0
         self._failed: set[tuple[int, int]] = set()
 
     def begin(self) -> None:
         """The supervisor was lost just now."""
-        self._since_s, self._saving = time.monotonic(), None
+        self._since_s, self._saving, self._was_held = time.monotonic(), None, True
 
     def watch(self) -> None:
         """No supervisor answers: when the wait is over have the newest version saved, and exit."""
@@ -59,7 +66,7 @@ class UnsupervisedHost:
         elif self._saving is not None:
             if now > self._deadline_s:
                 self._exit(f"step {self._saving.step} was not saved within {self._grace_period_s():g} s")
-        elif now - self._since_s > self._grace_period_s():
+        elif now - self._since_s > self._wait_s():
             self._save(now)
 
     def on_flush(self, answer: SnapshotsFlushed | FlushCommitted) -> None:
@@ -82,8 +89,13 @@ class UnsupervisedHost:
     def _directory(self) -> str:
         return self._spec().checkpoint.dir or uris.join(str(self._identity.run_dir), "checkpoints")
 
-    def _grace_period_s(self) -> float:
-        return max(GRACE_PERIOD_S, self._spec().recovery.keep_hosts_after_failure_s)
+    def _wait_s(self) -> float:
+        given_back = lease_is_given_back(self._identity.run_dir, me=self._identity.host)
+        self._was_held = self._was_held or not given_back
+        return self._grace_period_s(RELEASED_S if self._was_held and given_back else GRACE_PERIOD_S)
+
+    def _grace_period_s(self, least_s: float = GRACE_PERIOD_S) -> float:
+        return max(least_s, self._spec().recovery.keep_hosts_after_failure_s)
 
     def _save(self, now: float) -> None:
         held = self._held()

@@ -101,12 +101,24 @@ def place(run_id: str, run_dir: str | None) -> Path:
 
 
 def existing_id(path: Path) -> str | None:
-    """The id of the run in ``path``; None where there is none."""
+    """The id of the run in ``path``, by this machine's registry where the file that states it is damaged; None where
+    there is none."""
     try:
-        run_id = (path / "run_id").read_text().strip()
-    except (OSError, ValueError):
+        run_id = (path / "run_id").read_bytes().decode(errors="replace").strip()
+    except OSError:
         return None
-    return run_id if _ID.match(run_id) else None
+    return run_id if _ID.match(run_id) else _registered_as(path)
+
+
+def _registered_as(path: Path) -> str | None:
+    if path.parent == home() / "runs":
+        return path.name if _ID.match(path.name) else None
+    index = home() / "index"
+    for entry in sorted(index.iterdir()) if index.is_dir() else []:
+        with contextlib.suppress(OSError, ValueError):
+            if _ID.match(entry.name) and entry.read_text() == f"{path}\n":
+                return entry.name
+    return None
 
 
 def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:

@@ -6,13 +6,15 @@ import pytest
 from fakes.host import RecordingHost
 
 from muster.agent import unsupervised_host
-from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON
+from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON, RELEASED_S
 from muster.backends.gke.pod import main
 from muster.checkpoint_format.snapshot_ring import Ring, file_name, list_snapshots
 from muster.core.snapshots import SnapshotCopy
 from muster.core.types import Checksum
+from muster.protocol.lease import LeaseRecord, write_lease
 from muster.protocol.to_agent import CommitFlushed, FlushedFile, FlushSnapshots
 from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed
+from muster.protocol.version import MINE
 
 KEY = "r1s2t1p1c1e1"
 
@@ -77,6 +79,37 @@ def test_the_wait_begins_when_supervisor_and_ranks_are_both_gone(tmp_path, now):
     now[0] += 2
     host.alone.watch()
     assert host.exit_reason == REASON == main.LONELY and host.notes == [] and host.orders == []
+
+
+def lease(run_dir, *, address):
+    run_dir.mkdir(exist_ok=True)
+    record = LeaseRecord(
+        version=MINE, term=1, address=address, pid=0, machine="", boot_id="", expires_wall_ns=0, expires_mono_ns=0
+    )
+    (run_dir / "lease.json").write_bytes(write_lease(record))
+
+
+def test_a_host_that_could_not_be_told_of_the_runs_end_does_not_wait_for_a_supervisor(tmp_path, now):
+    lease(tmp_path / "run", address=("127.0.0.1", 1))
+    host = Host(tmp_path)
+    lease(tmp_path / "run", address=None)
+    now[0] += RELEASED_S - 1
+    host.alone.watch()
+    assert host.exit_reason is None
+    now[0] += 2
+    host.alone.watch()
+    assert host.exit_reason == REASON
+
+
+def test_before_a_runs_next_supervisor_starts_the_last_ones_lease_says_nothing(tmp_path, now):
+    lease(tmp_path / "run", address=None)
+    host = Host(tmp_path)
+    now[0] += GRACE_PERIOD_S - 1
+    host.alone.watch()
+    assert host.exit_reason is None
+    now[0] += 2
+    host.alone.watch()
+    assert host.exit_reason == REASON
 
 
 def test_hold_s_is_kept_where_it_is_longer(tmp_path, now):

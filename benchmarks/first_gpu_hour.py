@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def play(command: Command, number: int, out: Path, env: dict[str, str], *, limit
     result, log = out / f"{name}.json", out / f"{name}.log"
     result.unlink(missing_ok=True)
     began = time.monotonic()
+    keep = children()
     with log.open("w") as file:
         process = subprocess.Popen(
             argv(command, result, smoke=smoke), env=env, stdout=file, stderr=subprocess.STDOUT,
@@ -108,26 +110,37 @@ def play(command: Command, number: int, out: Path, env: dict[str, str], *, limit
             ended = f"ended at its limit of {limit_s:.0f} s"
             process.kill()
             process.wait()
-    end_children()
+    end_children(keep)
     said = json.loads(result.read_text()) if result.exists() else {}
     found = said if not command.program else judged(command, said, smoke=smoke).to_json()
     why = "" if ended == "exit code 0" else "\n".join(log.read_text(errors="replace").splitlines()[-15:])
     return {"about": command.about, "ended": ended, "seconds": round(time.monotonic() - began, 1), "why": why, **found}
 
 
-def adopt_orphans() -> None:
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
     """Processes whose parent dies become children of this one: agents and ranks have sessions of their own."""
-    ctypes.CDLL(None, use_errno=True).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+    adopt = ctypes.CDLL(None, use_errno=True).prctl
+    adopt(36, 1)  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+    try:
+        yield
+    finally:
+        adopt(36, 0)
 
 
-def end_children() -> None:
-    """End whatever a command left: nothing may hold the GPU while the next one measures."""
+def children() -> set[int]:
+    """Of this process, all its threads."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def end_children(keep: Set[int]) -> None:
+    """End whatever a command left: nothing may hold the GPU while the next one measures. ``keep``: older ones."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
-        children = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-        if not children:
+        left = children() - keep
+        if not left:
             return
-        for pid in children:
+        for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -188,8 +201,12 @@ def main() -> int:
 
 def hour(chosen: list[tuple[int, Command]], options: argparse.Namespace) -> int:
     """Run the chosen commands; 1 where one did not end well."""
+    with adopting_orphans():
+        return _hour(chosen, options)
+
+
+def _hour(chosen: list[tuple[int, Command]], options: argparse.Namespace) -> int:
     began = time.monotonic()
-    adopt_orphans()
     options.out.mkdir(parents=True, exist_ok=True)
     record = options.out / "hour.json"
     results: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}

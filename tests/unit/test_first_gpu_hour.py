@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,19 +37,18 @@ def test_a_failure_and_a_hang_cost_themselves_alone(tmp_path: Path, monkeypatch:
         (tmp_path / name).write_text(text)
         commands.append(hour.Command(name, "A", 2 if name == "hangs" else 60, "about", (str(tmp_path / name),)))
     monkeypatch.setattr(hour, "judged", lambda command, said, smoke: hour.Findings(figures=said))
-    before = children()
+    before = hour.children()
+    other = subprocess.Popen(["sleep", "60"])  # of this process, not of a command
     options = argparse.Namespace(out=tmp_path / "out", wheels=None, bundle=None, smoke=False)
     assert hour.hour(list(enumerate(commands, 1)), options) == 1
-    assert children() == before, "nothing that a command started is left"
+    assert hour.children() - before == {other.pid}, "nothing that a command started is left, and nothing else ended"
+    other.kill()
+    other.wait()
     found = json.loads((tmp_path / "out" / "hour.json").read_text())
     assert found["fails"]["ended"] == "exit code 3" and "no such kernel" in found["fails"]["why"]
     assert "limit of 2 s" in found["hangs"]["ended"]
     assert found["hangs"]["figures"]["figures"] == {"half": 1}, "what was measured before counts"
     assert found["works"]["ended"] == "exit code 0" and found["works"]["why"] == ""
-
-
-def children() -> set[str]:
-    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def test_a_bundle_starts_nothing_that_its_time_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

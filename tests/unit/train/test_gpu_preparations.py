@@ -37,8 +37,8 @@ def test_a_download_of_weights_counts_as_progress(monkeypatch, tmp_path, is_fold
 def test_a_memory_snapshot_can_be_read_by_torchs_viewer(monkeypatch, tmp_path):
     snapshot = {"segments": [{"address": 1, "device": torch.device("cpu")}], "device_traces": []}
     asked = []
-    memory = SimpleNamespace(_snapshot=lambda: snapshot, _record_memory_history=lambda **given: asked.append(given))
-    monkeypatch.setattr(torch.cuda, "memory", memory)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda *_, **__: snapshot)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: asked.append(given))
     profiler = Profiler(Profile(memory_step=3), Agent(), directory=tmp_path, rank=1, device=torch.device("cuda"))
     profiler._trace = SimpleNamespace(end=lambda step: None)
     profiler.end(2)

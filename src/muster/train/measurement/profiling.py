@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import pickle
 import resource
 import time
 from pathlib import Path
@@ -47,7 +46,7 @@ class Profiler:
             path = self.directory / f"memory-step-{step}.rank-{self.rank}.json"
             snapshot = torch.cuda.memory._snapshot()
             path.write_text(json.dumps(snapshot, default=str))
-            path.with_suffix(".pickle").write_bytes(pickle.dumps(snapshot))
+            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # the only format that the viewer takes
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def close(self) -> None:

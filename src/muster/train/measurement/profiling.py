@@ -46,7 +46,8 @@ class Profiler:
             path = self.directory / f"memory-step-{step}.rank-{self.rank}.json"
             snapshot = torch.cuda.memory._snapshot()
             path.write_text(json.dumps(snapshot, default=str))
-            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # the only format that the viewer takes
+            viewed = str(path.with_suffix(".pickle"))  # the only format that the viewer takes
+            torch.cuda.memory._dump_snapshot(viewed)  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def close(self) -> None:

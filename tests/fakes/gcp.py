@@ -23,9 +23,9 @@ from fakes.google_wire import Killed
 from fakes.kubernetes import FakeKubernetes
 from fakes.stream import FakePodStream
 
-from muster.backends.gke.google.api_server_transport import ServerTransport
-from muster.backends.gke.google.http import Call, Reply, Unreachable
 from muster.backends.gke.provision.access import MAKING_ACCOUNTS, PERMISSIONS, ROUTERS
+from muster.backends.google.api_server_transport import ServerTransport
+from muster.backends.google.http import Call, Reply, Unreachable
 
 HOST = "10.0.0.2"
 KNOWN_PERMISSIONS = PERMISSIONS.keys() | MAKING_ACCOUNTS.keys() | ROUTERS.keys()

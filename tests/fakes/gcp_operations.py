@@ -8,7 +8,7 @@ from typing import Any
 
 from fakes.discovery import Match
 
-from muster.backends.gke.google.http import Reply
+from muster.backends.google.http import Reply
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 from fakes.discovery import Match
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 
 def quota(google: Any, match: Match, query: dict[str, str]) -> Reply:

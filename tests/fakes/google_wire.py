@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import httpx2
 from fakes.clock import VirtualClock
 
-from muster.backends.gke.google.http import Call, Reply, Unreachable, parse_reply
+from muster.backends.google.http import Call, Reply, Unreachable, parse_reply
 
 PATIENCE_S = 60.0
 """Until the caller gives up on an answer."""

@@ -28,9 +28,9 @@ from fakes.clock import VirtualClock
 from fakes.kubernetes_kinds import KINDS, changed_for_good, discovery
 from lightkube.config.kubeconfig import KubeConfig
 
-from muster.backends.gke.google.api_server_transport import ServerTransport
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.connection import Connection
+from muster.backends.google.api_server_transport import ServerTransport
 
 Answer = tuple[int, dict[str, Any]]
 IN_USE = "kueue.x-k8s.io/resource-in-use"

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 import pytest
 from cases import placement, spec
 
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.resource_names import site
 from muster.backends.gke.provision.software import Software, hashes
+from muster.backends.google.session import Session
 
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:

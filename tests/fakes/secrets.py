@@ -10,7 +10,7 @@ from typing import Any
 from fakes.discovery import Discovery
 from fakes.google_wire import body_of, refuse
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 API = "secretmanager.v1"
 OWNER = None

@@ -6,10 +6,10 @@ Runs are in ``test_gke_run_live.py`` and ``test_gke_losses_live.py``; what stand
 import pytest
 from gke_runs import JOBSETS, KUEUE, document, placed
 
-from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.config import connect
 from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
+from muster.backends.google.http import Unreachable
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError

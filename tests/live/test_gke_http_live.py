@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fakes.kubernetes import FakeKubernetes, serve
 
-from muster.backends.gke.google.http import Call, GoogleHttp, Unreachable
+from muster.backends.google.http import Call, GoogleHttp, Unreachable
 from muster.core.errors import AccessError
 
 pytest.importorskip("google.auth", reason="google-auth is not installed")

@@ -12,10 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kube"))
 import channels
 
-from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.config import connect
 from muster.backends.gke.operate.exec_stream import Target, attach, run
+from muster.backends.google.http import Unreachable
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError
 

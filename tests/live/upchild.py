@@ -15,8 +15,8 @@ sys.path[:0] = [str(TESTS), str(TESTS / "golden" / "gke")]
 from fakes import discovery  # noqa: E402
 from fakes.gcp import FakeGoogleCloud  # noqa: E402
 
-from muster.backends.gke.google.session import Session  # noqa: E402
 from muster.backends.gke.provision.cluster import GkeCluster  # noqa: E402
+from muster.backends.google.session import Session  # noqa: E402
 from muster.cli.main import main  # noqa: E402
 from muster.core.clock import SystemClock  # noqa: E402
 

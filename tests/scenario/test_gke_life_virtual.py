@@ -24,11 +24,11 @@ from muster.app import remote_entrypoint as pod_side  # noqa: E402
 from muster.app.inspect import status as status_app  # noqa: E402
 from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit  # noqa: E402
-from muster.backends.gke.google.http import Unreachable  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
 from muster.backends.gke.pod.continuation import queue_continuation  # noqa: E402
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster  # noqa: E402
 from muster.backends.gke.provision.software import wanted_software  # noqa: E402
+from muster.backends.google.http import Unreachable  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402
 from muster.core.types import JobState  # noqa: E402
 from muster.protocol.codec import encode  # noqa: E402

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.config.spec import RunSpec
+from muster.config.spec import Recovery, RunSpec
 
 
 def as_uri(path: str) -> str:
@@ -34,3 +34,34 @@ def with_mounted_inputs(spec: RunSpec) -> RunSpec:
         cache = mounted(data.cache_dir) if data.cache_dir else None
         changes["data"] = data.model_copy(update={"sources": sources, "cache_dir": cache})
     return spec.model_copy(update=changes)
+
+
+def home_of(spec: RunSpec, run_id: str, run_dir: str | None) -> str:
+    """Where a run lives that needs a bucket of Google's: as given, else next to the checkpoints where those are in one;
+    empty where nothing names one."""
+    for given in (spec.run_dir, run_dir):
+        if given and as_uri(given).startswith("gs://"):
+            return as_uri(given)
+    directory = as_uri(spec.checkpoint.dir or "")
+    return "/".join([*directory.split("/")[:3], "muster-runs", run_id]) if directory.startswith("gs://") else ""
+
+
+def home_filled_in(spec: RunSpec, *, home: str, gpus: int, start_timeout_s: float) -> RunSpec:
+    """The run file with what its home in a bucket and its machines (``gpus`` each) decide: ranks a host, device, where
+    checkpoints go, and, where it leaves that open, how long hosts are waited for."""
+    checkpoint, recovery, resources = spec.checkpoint, spec.recovery, spec.resources
+    late = recovery.start_timeout_s
+    start_s = max(late, start_timeout_s) if late == Recovery().start_timeout_s else late
+    machine = {
+        "ranks_per_host": resources.ranks_per_host or gpus or 1,
+        "device": ("cuda" if gpus else "cpu") if resources.device == "auto" else resources.device,
+    }
+    directory = as_uri(checkpoint.dir) if checkpoint.dir else f"{home}/checkpoints"
+    return spec.model_copy(
+        update={
+            "run_dir": as_uri(spec.run_dir) if spec.run_dir else None,
+            "resources": resources.model_copy(update=machine),
+            "recovery": recovery.model_copy(update={"start_timeout_s": start_s}),
+            "checkpoint": checkpoint.model_copy(update={"dir": directory}),
+        }
+    )

@@ -10,7 +10,7 @@ from fakes.compute_engine import instances
 from fakes.compute_engine.service import FakeComputeEngine
 from fakes.google_wire import body_of, refuse
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 Body = dict[str, Any]
 

@@ -13,7 +13,7 @@ from fakes.compute_engine.service import FakeComputeEngine
 from fakes.gcp_services import error
 from fakes.google_wire import body_of, refuse
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 Body = dict[str, Any]
 FOLDER = re.compile(r"(compute/v1/projects/[^/]+/(?:zones|regions)/[^/]+)/")

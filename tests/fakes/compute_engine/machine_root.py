@@ -121,9 +121,9 @@ def _first_process(folder: Path, ready: int, go: int, hidden: list[str]) -> None
     call("mount", "--rbind", "/dev", f"{root}/dev")
     for volatile in ("tmp", "run"):
         call("mount", "-t", "tmpfs", "tmpfs", f"{root}/{volatile}")
-    for path in hidden:
-        if (root / path.lstrip("/")).is_file():
-            call("mount", "--bind", "/dev/null", f"{root}{path}")
+    for program in hidden:
+        if (root / program.lstrip("/")).is_file():
+            call("mount", "--bind", "/dev/null", f"{root}{program}")
     hosts = root / "etc/hosts"
     hosts.write_text(f"127.0.0.1 localhost\n{METADATA} metadata.google.internal\n")
     call("ip", "link", "set", "lo", "up")

@@ -14,7 +14,7 @@ from fakes.discovery import Discovery, folder
 from fakes.google_wire import Wire
 from fakes.timeline import Timeline
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 DOCUMENTS = Discovery(folder() or Path(), ("compute.v1",))
 ZONE = "us-central1-a"

@@ -19,7 +19,7 @@ from fakes.gcp import FakeGoogleCloud
 from fakes.google_wire import refuse
 from fakes.timeline import Timeline
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 ROOT = "compute/v1/projects/example-project"
 OWN = ("instances", "regionInstances", "instanceGroupManagers", "instanceGroupManagerResizeRequests", "zoneOperations")

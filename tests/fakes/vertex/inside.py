@@ -17,7 +17,7 @@ from fakes.vertex.jobs import Job
 from fakes.vertex.service import NUMBER, FakeVertex
 from fakes.vertex.workers import Worker
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 TENANT = "a1b2c3d4e5f6a7b8-tp"
 """The project that the code runs in: Google's, not ours."""

@@ -21,7 +21,7 @@ from fakes.vertex import listing, machines, rules
 from fakes.vertex.jobs import Job, Manners
 from fakes.vertex.workers import Programs, Worker
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 APIS = ("aiplatform.v1", "logging.v2")
 NUMBER, PROJECT = "123456789", "example-project"

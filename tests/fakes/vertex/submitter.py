@@ -13,7 +13,7 @@ from fakes.timeline import Timeline
 from fakes.vertex.jobs import Job, Manners
 from fakes.vertex.service import APIS, PROJECT, FakeVertex
 
-from muster.backends.gke.google.http import Call, Reply
+from muster.backends.google.http import Call, Reply
 
 DOCUMENTS = Discovery(folder() or Path(), APIS)
 REGION = "us-central1"

@@ -11,7 +11,7 @@ from fakes.vertex.jobs import Manners  # noqa: E402
 from fakes.vertex.machines import demand  # noqa: E402
 from fakes.vertex.submitter import CPU, L4, REGION, Submitter, at, job, pool  # noqa: E402
 
-from muster.backends.gke.google.http import Call, Unreachable  # noqa: E402
+from muster.backends.google.http import Call, Unreachable  # noqa: E402
 
 L4_QUOTA = "custom_model_training_nvidia_l4_gpus"
 NONCE = "labels.muster-nonce=n1"

@@ -25,7 +25,7 @@ from fakes.vertex.service import NUMBER, PROJECT  # noqa: E402
 from fakes.vertex.submitter import ACCOUNT, Submitter, at, job, pool  # noqa: E402
 from fakes.vertex.workers import SHM, VARIANTS, Programs, Variant  # noqa: E402
 
-from muster.backends.gke.google.http import Call  # noqa: E402
+from muster.backends.google.http import Call  # noqa: E402
 
 SECRET = f"https://secretmanager.googleapis.com/v1/projects/{NUMBER}/secrets"
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}|ya29\.|-----BEGIN|X-Goog-Signature")

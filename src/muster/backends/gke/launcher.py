@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from muster.backends.gke.google.http import GoogleHttp, Http
-from muster.backends.gke.google.session import Session
+from muster.backends import run_home
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests import monitoring
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import object_name, place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
-from muster.backends.gke.operate import locate, pod_exec, run_home
+from muster.backends.gke.operate import locate, pod_exec
 from muster.backends.gke.operate.cluster_snapshot import KUEUE_API, exit_code, label, take_snapshot, tasks
 from muster.backends.gke.operate.exec_stream import attach
 from muster.backends.gke.operate.log_follow import Follower
@@ -28,6 +27,8 @@ from muster.backends.gke.operate.status_reason import condition, explain
 from muster.backends.gke.operate.submission import ANNOTATION, SUBMISSION, kept_workloads, submission_of, token_of
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import newest
+from muster.backends.google.http import GoogleHttp, Http
+from muster.backends.google.session import Session
 from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
@@ -41,7 +42,7 @@ from muster.protocol.client import FromClient, SupervisorStatus
 from muster.protocol.codec import encode
 from muster.protocol.lease import EndRecord
 from muster.protocol.pipes import AskInPod
-from muster.storage import run_registry
+from muster.storage import run_registry, run_secrets
 from muster.storage.home import Home
 
 GONE_WITHIN_S = 120.0
@@ -110,9 +111,10 @@ class GkeLauncher:
             there = None
         if there is None:
             submission.check(cluster)
-            if local is not None and (uri := run_home.home_of(submission.jobset)):
+            if local is not None and (uri := submission.home):
                 run_home.begin(local, request.run_id, uri, self.store)
-            submission.create(cluster, token_of(local) or secrets.token_hex(32))
+            values = run_secrets.read(local) if local is not None else {}
+            submission.create(cluster, token_of(local) or secrets.token_hex(32), values)
         self._record(request, submission.number)
         handle = self._handle(request.run_id, request.run_dir, there or submission.jobset)
         return replace(handle, warnings=tuple(submission.warnings))

@@ -138,7 +138,8 @@ def test_one_value_changes_the_number_of_nodes(helm, tmp_path):
 def test_one_value_makes_it_lora(helm, tmp_path):
     found = installed(helm, written(tmp_path / "chart", B200), {"tuning": "lora"})
     resolved = json.loads(found["ConfigMap", f"{RUN_ID}-run"]["data"]["resolved.json"])
-    assert resolved["model"]["lora"] == {"alpha": 32, "dropout": 0, "rank": 16, "targets": "all-linear"}
+    wanted = {"alpha": 32, "dropout": 0, "rank": 16, "targets": "all-linear", "train_embeddings": None}
+    assert resolved["model"]["lora"] == wanted
 
 
 def test_a_cluster_without_the_priority_class_takes_the_chart_as_it_is(helm, tmp_path):

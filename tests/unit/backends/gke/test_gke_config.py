@@ -13,10 +13,10 @@ from fakes.clock import VirtualClock
 
 pytest.importorskip("lightkube", reason="muster[gke] is not installed")
 
-from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes import config
 from muster.backends.gke.kubernetes.config import connect, own_cluster
 from muster.backends.gke.operate.locate import by_kubeconfig
+from muster.backends.google.http import Unreachable
 from muster.core.errors import AccessError, UsageError
 
 

@@ -8,9 +8,9 @@ import pytest
 from fakes.clock import VirtualClock
 from fakes.kubernetes import FakeKubernetes, in_memory
 
-from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.operate import log_follow as module
 from muster.backends.gke.operate.log_follow import Follower, LogPosition
+from muster.backends.google.http import Unreachable
 from muster.core.errors import AccessError, BackendError
 
 RUN = "app.kubernetes.io/instance=llama"

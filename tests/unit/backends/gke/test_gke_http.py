@@ -1,11 +1,14 @@
-"""Headers by whose credentials they are; nothing is sent."""
+"""Headers by whose credentials they are; what comes back of a request."""
+
+import socket
+import threading
 
 import pytest
 
 pytest.importorskip("google.auth", reason="google-auth is not installed")
 
-from muster.backends.gke.google import http
-from muster.backends.gke.google.http import Call, GoogleHttp, Reply
+from muster.backends.google import http
+from muster.backends.google.http import Call, GoogleHttp, Reply, Unreachable
 from muster.core.errors import AccessError
 
 GOOGLE = Call(method="GET", url="https://serviceusage.googleapis.com/v1/projects/p/services")
@@ -73,3 +76,18 @@ def test_credentials_that_are_refused_come_with_the_way_out(monkeypatch):
     with pytest.raises(AccessError, match="expired or revoked") as caught:
         GoogleHttp().send(GOOGLE)
     assert "gcloud auth application-default login" in caught.value.hint
+
+
+@pytest.mark.parametrize("status", ["200 OK", "503 Service Unavailable"])
+def test_an_answer_that_is_cut_short_is_no_answer(status):
+    def serve():
+        line, _ = server.accept()
+        line.recv(4096)
+        line.sendall(f'HTTP/1.1 {status}\r\nContent-Length: 100\r\n\r\n{{"name": "a'.encode())
+        line.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        with pytest.raises(Unreachable):
+            http.exchange(Call(method="POST", url=url, body={}), {}, 10)

@@ -6,8 +6,7 @@ import stat
 import pytest
 from cases import spec
 
-from muster.backends import code_bundle
-from muster.backends.gke.pod import init_container
+from muster.backends import code_bundle, run_folder
 from muster.backends.gke.pod.init_container import place
 from muster.core import resolved_file
 from muster.core.errors import AccessError, UsageError
@@ -100,8 +99,8 @@ def buckets(monkeypatch):
                 raise answer
             return answer
 
-    monkeypatch.setattr(init_container, "open_home", Bucket)
-    monkeypatch.setattr(init_container, "RETRY_S", 0.0)
+    monkeypatch.setattr(run_folder, "open_home", Bucket)
+    monkeypatch.setattr(run_folder, "RETRY_S", 0.0)
     return answers, asked
 
 
@@ -118,6 +117,6 @@ def test_a_pods_own_folder_names_the_bucket_and_takes_what_a_restart_put_there(p
 def test_a_bucket_that_stays_closed_ends_the_pod(placed, buckets, monkeypatch):
     _, again = placed
     buckets[0].extend([AccessError("403")] * 2)
-    monkeypatch.setattr(init_container, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", -1.0)
     with pytest.raises(AccessError):
         again(home="gs://example-bucket/runs/llama")

@@ -8,9 +8,9 @@ from fakes.bucket import Bucket
 from fakes.project import cloud_with_cluster
 
 from muster import backends
-from muster.backends.gke.google.http import Call
 from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.operate.submission import ANNOTATION, SUBMISSION
+from muster.backends.google.http import Call
 from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage import run_registry

@@ -105,7 +105,7 @@ def submission(of):
 
 
 def test_the_secret_of_the_page_is_made_at_submission_and_is_in_no_file(cluster):
-    submission(PAGE).create(cluster, TOKEN)
+    submission(PAGE).create(cluster, TOKEN, {})
     secrets = {row["metadata"]["name"]: row for row in cluster.applied if row["kind"] == "Secret"}
     name = by_kind(PAGE)["PodMonitoring"]["spec"]["endpoints"][0]["authorization"]["credentials"]["secret"]["name"]
     assert base64.b64decode(secrets[name]["data"]["token"]).decode() == token_for_pages(TOKEN.encode())
@@ -113,7 +113,7 @@ def test_the_secret_of_the_page_is_made_at_submission_and_is_in_no_file(cluster)
     assert token_for_pages(TOKEN.encode()) not in dump(run_manifests(PAGE))
     cluster.applied.clear()
     plain = placement(spec("g2-standard-48", "spot"))
-    submission(plain).create(cluster, TOKEN)
+    submission(plain).create(cluster, TOKEN, {})
     assert len([row for row in cluster.applied if row["kind"] == "Secret"]) == 1
 
 

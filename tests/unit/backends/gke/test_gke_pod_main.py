@@ -10,13 +10,13 @@ import time
 import pytest
 from fakes.gcs import GcsFake
 
-from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.manifests.jobset import VERDICTS
 from muster.backends.gke.pod import main
 from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.main import AGAIN, BACK_END_FAULT, Pod
 from muster.backends.gke.pod.own_jobset import OwnJobSet, all_pods_go, runs_since
-from muster.backends.gke.pod.run_state import RunState
+from muster.backends.google.http import Unreachable
+from muster.backends.run_state import RunState
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.typed_json import decode, encode
 from muster.protocol.lease import EndRecord, LeaseRecord

@@ -11,9 +11,9 @@ from lightkube.config.models import Cluster as Server
 from lightkube.config.models import User
 from lightkube.core.exceptions import ConfigError
 
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.connection import Connection
+from muster.backends.google.session import Session
 from muster.core.errors import AccessError, UsageError
 from muster.core.protocols import Clock
 

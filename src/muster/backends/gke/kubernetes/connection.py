@@ -26,11 +26,11 @@ from lightkube.core.exceptions import ConfigError
 from lightkube.generic_resource import GenericGlobalResource, GenericNamespacedResource, create_api_info
 from lightkube.types import CascadeType, PatchType
 
-from muster.backends.gke.google.api_server_transport import network
-from muster.backends.gke.google.http import Reply, Unreachable, parse_reply
 from muster.backends.gke.kubernetes import streams
 from muster.backends.gke.kubernetes.kind import Kind
 from muster.backends.gke.kubernetes.streams import Lines, Stream
+from muster.backends.google.api_server_transport import network
+from muster.backends.google.http import Reply, Unreachable, parse_reply
 from muster.core.errors import AccessError, BackendError
 from muster.core.typed_json import JsonObject, text
 

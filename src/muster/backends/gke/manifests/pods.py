@@ -40,6 +40,11 @@ LOST_NODE_S = 30
 """Seconds after which pods of an unreachable node are given up; the cluster's default is 300."""
 
 
+def secret_name(jobset: str) -> str:
+    """Of the Secret with the values of the run file's ``secrets``; made at submission: it is in no file."""
+    return f"{jobset}-secrets"
+
+
 def host_template(placement: Placement, mode: Mode) -> Manifest:
     """The pod of one host: our agent, all GPUs of the node, its data NICs."""
     fabric = placement.machine.fabric
@@ -82,7 +87,7 @@ def supervisor_template(placement: Placement) -> Manifest:
         {"name": "MUSTER_TOKEN_FILE", "value": TOKEN_FILE},
         _field("MUSTER_NAMESPACE", "metadata.namespace"),
         _field("MUSTER_JOBSET", "metadata.labels['jobset.sigs.k8s.io/jobset-name']"),
-        *_secrets(placement),
+        *_hub_token(placement),
     ]
     main["volumeMounts"] = [run_mount(placement), token_mount()]
     main["resources"] = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
@@ -246,7 +251,7 @@ def _weights(placement: Placement) -> Manifest | None:
         "--copies", copies,
     ]  # fmt: skip
     container = _container(placement, "weights", command)
-    container["env"] = [{"name": "HF_HOME", "value": SCRATCH}, *_secrets(placement)]
+    container["env"] = [{"name": "HF_HOME", "value": SCRATCH}, *_hub_token(placement)]
     container["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
     container["volumeMounts"] = [{"name": "scratch", "mountPath": SCRATCH}]
     return container
@@ -272,8 +277,20 @@ def _container(placement: Placement, name: str, command: list[str]) -> Manifest:
 
 
 def _secrets(placement: Placement) -> list[Manifest]:
-    reference: JsonObject = {"name": placement.options.hugging_face_secret, "key": "token", "optional": True}
-    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}]
+    """What the run file names, by reference, and the token of the hub."""
+    others = [name for name in placement.spec.secrets if name != "HF_TOKEN"]
+    return [*_hub_token(placement), *(_secret(name, secret_name(placement.name), name) for name in others)]
+
+
+def _hub_token(placement: Placement) -> list[Manifest]:
+    """The run file's, else the cluster's where there is one."""
+    if "HF_TOKEN" in placement.spec.secrets:
+        return [_secret("HF_TOKEN", secret_name(placement.name), "HF_TOKEN")]
+    return [_secret("HF_TOKEN", placement.options.hugging_face_secret, "token", optional=True)]
+
+
+def _secret(variable: str, name: str, key: str, **more: Json) -> Manifest:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key, **more}}}
 
 
 def _give_up_lost_nodes() -> list[Manifest]:

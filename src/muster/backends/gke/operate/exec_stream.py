@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.streams import ERROR, RESIZE, STDERR, STDIN, STDOUT, Stream
+from muster.backends.google.http import Unreachable
 from muster.core.errors import BackendError
 from muster.core.typed_json import JsonObject, children, text, whole
 

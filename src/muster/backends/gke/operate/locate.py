@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, place
 from muster.backends.gke.operate.exec_stream import Target
 from muster.backends.gke.provision.cluster_objects import connect
 from muster.backends.gke.provision.inventory.resource_names import Site, site
+from muster.backends.google.session import Session
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError, UsageError
 from muster.core.typed_json import JsonObject, child, text

@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.backends.gke.operate import locate
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.log_forwarder import writer_of
+from muster.backends.google.http import Unreachable
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.protocols import Clock

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.backends import code_bundle
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests import monitoring
+from muster.backends.gke.manifests.pods import secret_name
 from muster.backends.gke.operate.kueue_check import kueue_warnings
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.pod.init_container import CODE
 from muster.config.spec import RunSpec
-from muster.core.errors import AccessError
-from muster.core.typed_json import JsonObject, at, changed, child, children, text
+from muster.core.errors import AccessError, UsageError
+from muster.core.typed_json import JsonObject, at, changed, child, children, text, texts
 from muster.core.types import JobRequest
 from muster.transport.secure_session import token_for_pages
 
@@ -38,6 +39,16 @@ class Submission:
     def jobset(self) -> JsonObject:
         return next(row for row in self.documents if text(row, "kind") == "JobSet")
 
+    @property
+    def home(self) -> str | None:
+        """The bucket's folder that the run's pods are told of; None: their run folder is the home."""
+        for role in children(self.jobset, "spec", "replicatedJobs"):
+            for container in children(role, "template", "spec", "template", "spec", "initContainers"):
+                argv = texts(container, "command")
+                if "--home" in argv[:-1]:
+                    return argv[argv.index("--home") + 1]
+        return None
+
     def check(self, cluster: Cluster) -> None:
         """Before anything is created: the queue, what Kueue would do to the run, and the server's own dry run.
 
@@ -52,22 +63,30 @@ class Submission:
         for manifest in self.documents:
             cluster.apply(manifest, dry_run=True)
 
-    def create(self, cluster: Cluster, token: str) -> None:
-        """The tokens' Secrets, then the objects."""
+    def create(self, cluster: Cluster, token: str, values: Mapping[str, str]) -> None:
+        """The Secrets of the tokens and of the run file's ``secrets`` (``values``), then the objects.
+
+        Raises:
+            UsageError: a value is not there.
+        """
         name = text(self.jobset, "metadata", "name")
-        secrets = [self._secret(f"{name}-token", token)]
+        if missing := self.spec.secrets.keys() - values.keys():
+            raise UsageError(f"the value of secrets.{min(missing)} is not here", hint="submit the run file again")
+        secrets = [self._secret(f"{name}-token", token=token)]
+        if self.spec.secrets:
+            secrets.append(self._secret(secret_name(name), **values))
         if self.spec.metrics.port is not None:
-            secrets.append(self._secret(monitoring.secret_name(name), token_for_pages(token.encode())))
+            secrets.append(self._secret(monitoring.secret_name(name), token=token_for_pages(token.encode())))
         for manifest in (*secrets, *self.documents):
             cluster.apply(manifest)
 
-    def _secret(self, name: str, token: str) -> JsonObject:
+    def _secret(self, name: str, **values: str) -> JsonObject:
         metadata: JsonObject = {
             "name": name,
             "namespace": text(self.jobset, "metadata", "namespace"),
             "labels": dict(child(self.jobset, "metadata", "labels")),
         }
-        data = {"token": base64.b64encode(token.encode()).decode()}
+        data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
         return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
 
     def _without_unknown_monitoring(self, cluster: Cluster) -> None:

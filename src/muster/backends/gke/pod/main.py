@@ -31,13 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from muster.backends.gke.google.http import Unreachable
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.log_forwarder import LogForwarder
 from muster.backends.gke.pod.own_jobset import OwnJobSet
 from muster.backends.gke.pod.own_node import place_of_node
-from muster.backends.gke.pod.run_state import RunState
+from muster.backends.google.http import Unreachable
+from muster.backends.run_state import RunState
 from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import BusyError, MusterError

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from muster.backends.gke.google.http import Call, Reply
-from muster.backends.gke.google.session import NOT_SWITCHED_ON, Session, refusal, twice
 from muster.backends.gke.provision.inventory.accounts import accounts, acting_commands, commands
 from muster.backends.gke.provision.inventory.networks import network_profile
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import Found, Resource
+from muster.backends.google.http import Call, Reply
+from muster.backends.google.session import NOT_SWITCHED_ON, Session, refusal, twice
 from muster.core.errors import AccessError, BackendError, CapacityError, UsageError
 from muster.core.typed_json import child, children, text, texts
 

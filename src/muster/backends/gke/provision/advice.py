@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.google.http import Call
+from muster.backends.google.session import Session
 from muster.core.typed_json import JsonObject, child, children, text
 
 MODELS = {"spot": "SPOT", "flex_start": "FLEX_START", "flex_start_queued": "FLEX_START"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import urllib.parse
 from dataclasses import dataclass
 
-from muster.backends.gke.google.http import Call, Unreachable
-from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.image import Parts, build_arguments
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import MARK
+from muster.backends.google.http import Call, Unreachable
+from muster.backends.google.session import Session, refusal
 from muster.core.errors import AccessError, BackendError, UsageError
 from muster.core.typed_json import JsonObject, child, children, text
 

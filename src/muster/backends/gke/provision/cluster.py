@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.backends.cluster import Down, Image, Progress, Said, silent
-from muster.backends.gke.google.http import Call, GoogleHttp, Http
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.provision import pinned_manifests
@@ -20,6 +18,8 @@ from muster.backends.gke.provision.inventory.resource_names import Site, site, t
 from muster.backends.gke.provision.quota import quotas
 from muster.backends.gke.provision.software import hashes, parsed, software, unpinned
 from muster.backends.gke.provision.up import down, requests, up_first
+from muster.backends.google.http import Call, GoogleHttp, Http
+from muster.backends.google.session import Session
 from muster.backends.protocols import Lease
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock

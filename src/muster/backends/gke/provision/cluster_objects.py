@@ -10,13 +10,13 @@ import base64
 from dataclasses import dataclass
 from typing import Literal
 
-from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.kind import root_of
 from muster.backends.gke.manifests.kueue_objects import keeping_quota
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import Found, Resource, differences
+from muster.backends.google.http import Call
+from muster.backends.google.session import Session
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.typed_json import JsonObject, changed, children, text, whole
 

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.manifests.placement import Placement
 from muster.backends.gke.provision.inventory.disks import SUPERVISOR_DISK_GB, boot_disk_gb
 from muster.backends.gke.provision.inventory.pools import STATIC
 from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.google.http import Call
+from muster.backends.google.session import Session
 from muster.core.errors import CapacityError
 from muster.core.typed_json import JsonObject, child, children, text, whole
 

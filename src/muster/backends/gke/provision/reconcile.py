@@ -9,9 +9,9 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from muster.backends.cluster import Changed, Progress, Said, Step, silent
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.org_policies import explained
 from muster.backends.gke.provision.inventory.resources import Found, Resource, refuse_foreign
+from muster.backends.google.session import Session
 from muster.core.errors import ConflictError, MusterError
 from muster.core.typed_json import text
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from muster.backends.cluster import Began, Down, Leftover, Planned, Progress, Said, silent
-from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
 from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
@@ -30,6 +28,8 @@ from muster.backends.gke.provision.inventory.storage import Binding, Bucket, sto
 from muster.backends.gke.provision.quota import check_quotas, quota_calls
 from muster.backends.gke.provision.reconcile import ensure, remove, survey
 from muster.backends.gke.provision.software import Manifest, Software, software
+from muster.backends.google.http import Call
+from muster.backends.google.session import Session
 from muster.backends.protocols import Lease
 from muster.core.errors import BackendError, CapacityError, UsageError
 from muster.core.typed_json import JsonObject, children, text

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.policies import (
     IMAGES,
     Grant,
@@ -21,6 +19,8 @@ from muster.backends.gke.provision.inventory.policies import (
 )
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import MARK, Found, Resource, RestResource, last_word
+from muster.backends.google.http import Call
+from muster.backends.google.session import Session
 from muster.core.typed_json import JsonObject, children, text
 
 NODE_ROLE = "roles/container.defaultNodeServiceAccount"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, replace
 
-from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import MARK, Found, RestResource, last_word
+from muster.backends.google.http import Call
+from muster.backends.google.session import Session
 from muster.core.typed_json import Json, JsonObject, children, text
 
 MAIN_RANGE = "10.64.0.0/20"

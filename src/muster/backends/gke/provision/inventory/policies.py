@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from muster.backends.gke.google.http import Call, Unreachable
-from muster.backends.gke.google.session import Session, refusal, twice
 from muster.backends.gke.provision.inventory.resources import ACCOUNT_KNOWN_WITHIN_S, Found, NeedGone, Resource
+from muster.backends.google.http import Call, Unreachable
+from muster.backends.google.session import Session, refusal, twice
 from muster.core.errors import BackendError
 from muster.core.typed_json import JsonObject, children, text, texts
 

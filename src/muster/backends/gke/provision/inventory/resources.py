@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from muster.backends.gke.google.http import Call, Reply, Unreachable
-from muster.backends.gke.google.session import NotOver, Session, failure, refusal, twice
+from muster.backends.google.http import Call, Reply, Unreachable
+from muster.backends.google.session import NotOver, Session, failure, refusal, twice
 from muster.core.errors import BackendError, CapacityError, ConflictError
 from muster.core.typed_json import Json, JsonObject, at, children, text
 

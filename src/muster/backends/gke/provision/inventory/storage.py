@@ -5,11 +5,11 @@ from __future__ import annotations
 import urllib.parse
 from dataclasses import dataclass
 
-from muster.backends.gke.google.http import Call
-from muster.backends.gke.google.session import Session, refusal
 from muster.backends.gke.provision.inventory.policies import PROJECTS, STORAGE, Grant, of_bucket
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.gke.provision.inventory.resources import LABEL, Found, Resource, RestResource
+from muster.backends.google.http import Call
+from muster.backends.google.session import Session, refusal
 from muster.core.errors import AccessError, ConflictError
 from muster.core.typed_json import JsonObject, children, text
 

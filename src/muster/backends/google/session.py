@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from muster.backends.gke.google.http import LOGIN, Call, Http, Reply, Unreachable
+from muster.backends.google.http import LOGIN, Call, Http, Reply, Unreachable
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError
 from muster.core.protocols import Clock
 from muster.core.typed_json import JsonObject, child, children

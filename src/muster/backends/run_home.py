@@ -12,7 +12,7 @@ from pathlib import Path
 from muster.core import resolved_file
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Store
-from muster.core.typed_json import JsonObject, Unreadable, children, decode, texts
+from muster.core.typed_json import Unreadable, decode
 from muster.core.types import LogChunk
 from muster.protocol.lease import EndRecord, LeaseRecord, read_lease
 from muster.storage import run_registry
@@ -23,16 +23,6 @@ LEASE, END, RUN_ID = "lease.json", "end.json", "run_id"
 AGAIN = 75
 TRIES = 10
 """Of at most 2 s each, which the first one (a name, a token, a connection) may not keep."""
-
-
-def home_of(jobset: JsonObject) -> str | None:
-    """The bucket's folder that a run's pods are told of; None: their run folder is the home."""
-    for role in children(jobset, "spec", "replicatedJobs"):
-        for container in children(role, "template", "spec", "template", "spec", "initContainers"):
-            argv = texts(container, "command")
-            if "--home" in argv[:-1]:
-                return argv[argv.index("--home") + 1]
-    return None
 
 
 def open_of(local: Path, store: Store | None = None) -> Home | None:

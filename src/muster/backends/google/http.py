@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import json
 import re
 import ssl
@@ -122,7 +123,7 @@ class GoogleHttp:
         return exchange(call, self._headers(call), self._timeout_s)
 
     def transport(self, endpoint: str, ca_pem: str | None) -> httpx2.BaseTransport:
-        from muster.backends.gke.google.api_server_transport import network
+        from muster.backends.google.api_server_transport import network
 
         trust = ssl.create_default_context(cadata=ca_pem)
         return network(endpoint, trust, lambda: {"authorization": f"Bearer {self._token()}"})
@@ -159,11 +160,12 @@ def exchange(call: Call, headers: Mapping[str, str], timeout_s: float) -> Reply:
     for name, value in headers.items():
         request.add_header(name, value)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return parse_reply(answer.status, answer.read())
-    except urllib.error.HTTPError as error:
-        return parse_reply(error.code, error.read())
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return parse_reply(answer.status, answer.read())
+        except urllib.error.HTTPError as error:
+            return parse_reply(error.code, error.read())
+    except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         raise Unreachable(f"no answer from {call.url}: {error}") from error
 
 

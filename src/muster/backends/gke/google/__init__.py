@@ -1,1 +1,0 @@
-"""Google's REST services: one request, credentials, retries."""

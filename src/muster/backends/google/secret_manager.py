@@ -1,0 +1,137 @@
+"""Secret Manager: a secret of one version that a run's hosts read, by its full name, with their own account.
+
+``projects/P/secrets/S/versions/1`` is a version; nothing here reads ``latest``, which somebody else could replace.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from muster.backends.google.http import Call, Unreachable
+from muster.backends.google.session import Session, refusal
+from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.core.typed_json import Json, children, text
+
+ROOT = "https://secretmanager.googleapis.com/v1"
+GRANT_S = 120.0
+"""For this long a grant that was just made may not hold yet."""
+RETRY_S = 3.0
+_VERSION = re.compile(r"projects/([^/]+)/secrets/([A-Za-z0-9_-]{1,255})/versions/([1-9][0-9]*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecretManager:
+    """Secrets as one person or one host sees them."""
+
+    session: Session
+
+    def create(self, version: str, data: bytes, labels: Mapping[str, str]) -> None:
+        """Make the secret with ``data`` as its first ``version``; the same again changes nothing.
+
+        Raises:
+            ConflictError: it holds something else.
+            AccessError, BackendError: Google's refusal.
+        """
+        project, secret, number = _parts(version)
+        if number != "1":
+            raise ConflictError(f"{version}: only the first version of a secret is made here")
+        whole: dict[str, Json] = {"labels": dict(labels), "replication": {"automatic": {}}}
+        url = f"{ROOT}/projects/{project}/secrets"
+        self._once(Call(method="POST", url=f"{url}?secretId={secret}", body=whole))
+        if (held := self._held(version)) is None:
+            payload: dict[str, Json] = {"data": base64.b64encode(data).decode(), "dataCrc32c": str(crc32c(data))}
+            self._once(Call(method="POST", url=f"{url}/{secret}:addVersion", body={"payload": payload}, secret=True))
+            held = self._held(version)
+        if held != data:
+            raise ConflictError(f"{version} holds something else", hint="muster down RUN removes the run's secret")
+
+    def access(self, version: str, *, project: str | None = None, patience_s: float = GRANT_S) -> bytes:
+        """What ``version`` holds; a refused account is asked for again for ``patience_s``. ``project``: the number by
+        which a host knows the project, in place of the name's.
+
+        Raises:
+            AccessError: the account may not read it, or Secret Manager is off.
+            BackendError: there is no such version, or it came damaged.
+        """
+        waited_s = 0.0
+        while True:
+            try:
+                held = self._held(version, project=project)
+            except AccessError:
+                if waited_s >= patience_s:
+                    raise
+                self.session.clock.sleep(RETRY_S)
+                waited_s += RETRY_S
+                continue
+            if held is None:
+                raise BackendError(f"{version} does not exist", hint="it is made by muster submit, removed by down")
+            return held
+
+    def delete(self, version: str) -> bool:
+        """Remove the secret with all its versions; False: there was none."""
+        project, secret, _ = _parts(version)
+        return self.session.delete(f"{ROOT}/projects/{project}/secrets/{secret}") is not None
+
+    def labelled(self, project: str, label: str, value: str) -> list[str]:
+        """Full names of the secrets with that label, ``projects/NUMBER/secrets/S``."""
+        found: list[str] = []
+        query = {"filter": f"labels.{label}={value}"}
+        while True:
+            url = f"{ROOT}/projects/{project}/secrets?{urllib.parse.urlencode(query)}"
+            reply = self.session.find(Call(method="GET", url=url))
+            body = reply.body if reply is not None else {}
+            # Whatever the filter let through is looked at again: `down` removes what is named here.
+            found += [text(row, "name") for row in children(body, "secrets") if text(row, "labels", label) == value]
+            if not (page := text(body, "nextPageToken")):
+                return found
+            query["pageToken"] = page
+
+    def _once(self, call: Call) -> None:
+        """Create; what is there already, also by an answer that was lost, is looked at by the caller."""
+        try:
+            reply = self.session.send(call)
+        except Unreachable:
+            return
+        if reply.status >= 300 and reply.status != 409:
+            raise refusal(call, reply)
+
+    def _held(self, version: str, *, project: str | None = None) -> bytes | None:
+        """None: there is no such secret or version. Raises as ``access``."""
+        named, secret, number = _parts(version)
+        call = Call(method="GET", url=f"{ROOT}/projects/{project or named}/secrets/{secret}/versions/{number}:access")
+        reply = self.session.send(call)
+        if reply.status == 404:
+            return None
+        if reply.status >= 300:
+            raise refusal(call, reply)
+        try:
+            data = base64.b64decode(text(reply.body, "payload", "data"), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise BackendError(f"{version} came damaged: no base64") from error
+        said = text(reply.body, "payload", "dataCrc32c")
+        if said and said != str(crc32c(data)):
+            raise BackendError(f"{version} came damaged: its checksum is another")
+        return data
+
+
+def _parts(version: str) -> tuple[str, str, str]:
+    """(project, secret, number). Raises BackendError."""
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        raise BackendError(f"{version!r} names no version of a secret", hint="projects/P/secrets/S/versions/1")
+    return match[1], match[2], match[3]
+
+
+def crc32c(data: bytes) -> int:
+    """Castagnoli's checksum, bit by bit (RFC 3720, appendix B.4): secrets are short."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF

@@ -6,6 +6,7 @@ Unknown numbers are None: code that needs one refuses and names it.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -239,6 +240,16 @@ def weights_bytes(name: str) -> int | None:
     """Bytes of a shipped model's weights as the hub has them, two a parameter (bfloat16); None: not shipped."""
     model = find_model(name)
     return None if model is None else 2 * model.parameters
+
+
+IMAGE_AND_FILES_GB, STEP_GB = 200, 100
+
+
+def boot_disk_gb(source: str | None) -> int:
+    """Room on a host's disk for its image, temporary files and twice the weights of ``source`` where their size is
+    known, in steps of 100 GB."""
+    needed = IMAGE_AND_FILES_GB + 2 * ((weights_bytes(source) if source else None) or 0) / GIGA
+    return math.ceil(needed / STEP_GB) * STEP_GB
 
 
 def table_date(name: str) -> str:

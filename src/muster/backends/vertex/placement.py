@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from muster.backends.bucket_paths import as_uri, with_mounted_inputs
+from muster.backends.bucket_paths import home_filled_in, home_of, with_mounted_inputs
 from muster.catalog import rows
 from muster.catalog import vertex as catalogue
 from muster.catalog.vertex import FLEX_START, ON_DEMAND, Machine
-from muster.config.spec import Recovery, RunSpec
+from muster.config.spec import RunSpec
 
 SEVEN_DAYS_S = 604_800
 """A custom job's running time where nothing is asked (API, ``Scheduling.timeout``), and flex-start's longest."""
@@ -22,7 +22,6 @@ OTHER_WAIT_HOURS = 2.0
 """A stock-out is tried up to three times by Vertex, in minutes to tens of minutes, before the job fails for it."""
 START_TIMEOUT_S = 3600.0
 """Each host's program starts when its machine is there: minutes to a quarter of an hour apart."""
-IMAGE_AND_FILES_GB, STEP_GB = 200, 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +61,7 @@ class Placement:
     def boot_disk_gb(self) -> int:
         """As asked; else room for the image, temporary files and the model's weights twice, in steps of 100 GB."""
         model = self.spec.model
-        weights = rows.weights_bytes(model.source) if model is not None and model.source else None
-        needed = IMAGE_AND_FILES_GB + 2 * (weights or 0) / 1e9
-        return self.spec.vertex.boot_disk_gb or math.ceil(needed / STEP_GB) * STEP_GB
+        return self.spec.vertex.boot_disk_gb or rows.boot_disk_gb(model.source if model is not None else None)
 
     @property
     def token_secret(self) -> str:
@@ -88,35 +85,13 @@ def machine_of(spec: RunSpec) -> Machine:
     return catalogue.find(spec.resources.machine, spec.resources.accelerator)
 
 
-def home_of(spec: RunSpec, run_id: str, run_dir: str | None) -> str:
-    """In a bucket as given, else next to the checkpoints where those are in one; empty where nothing names one."""
-    for given in (spec.run_dir, run_dir):
-        if given and as_uri(given).startswith("gs://"):
-            return as_uri(given)
-    directory = as_uri(spec.checkpoint.dir or "")
-    return "/".join([*directory.split("/")[:3], "muster-runs", run_id]) if directory.startswith("gs://") else ""
-
-
 def resolved(placement: Placement) -> RunSpec:
     """The run file with what the machine and the home decide: ranks a host, device, how long hosts are waited for, and
     paths as hosts see them (checkpoints by URI, weights and data below ``/gcs``)."""
-    spec, gpus = placement.spec, placement.machine.gpus
-    checkpoint, recovery, resources = spec.checkpoint, spec.recovery, spec.resources
-    late = recovery.start_timeout_s
-    start_s = max(late, START_TIMEOUT_S) if late == Recovery().start_timeout_s else late
-    machine = {
-        "ranks_per_host": resources.ranks_per_host or gpus or 1,
-        "device": ("cuda" if gpus else "cpu") if resources.device == "auto" else resources.device,
-    }
-    changes: dict[str, object] = {
-        "run_dir": as_uri(spec.run_dir) if spec.run_dir else None,
-        "resources": resources.model_copy(update=machine),
-        "recovery": recovery.model_copy(update={"start_timeout_s": start_s}),
-        "checkpoint": checkpoint.model_copy(
-            update={"dir": as_uri(checkpoint.dir) if checkpoint.dir else f"{placement.home}/checkpoints"}
-        ),
-    }
-    return with_mounted_inputs(spec).model_copy(update=changes)
+    spec = home_filled_in(
+        placement.spec, home=placement.home, gpus=placement.machine.gpus, start_timeout_s=START_TIMEOUT_S
+    )
+    return with_mounted_inputs(spec)
 
 
 def nonce(run_id: str, submission: int = 1, turn: int = 1) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from muster.backends.bucket_paths import as_uri
-from muster.backends.vertex.placement import SEVEN_DAYS_S, Placement, home_of, machine_of, place
+from muster.backends.bucket_paths import as_uri, home_of
+from muster.backends.vertex.placement import SEVEN_DAYS_S, Placement, machine_of, place
 from muster.catalog import rows, vertex
 from muster.catalog.vertex import FLEX_START, MODES, RESERVATION, SPOT
 from muster.config.spec import RunSpec

@@ -16,7 +16,7 @@ from fakes.vertex.machines import demand  # noqa: E402
 from fakes.vertex.submitter import Submitter, at  # noqa: E402
 from vertex_cases import RUN_ID, cases, placement, spec  # noqa: E402
 
-from muster.backends.gke.google.http import Call, Unreachable  # noqa: E402
+from muster.backends.google.http import Call, Unreachable  # noqa: E402
 from muster.backends.vertex import claim as claims  # noqa: E402
 from muster.backends.vertex.claim import Claim  # noqa: E402
 from muster.backends.vertex.custom_job import requests  # noqa: E402

@@ -1,0 +1,47 @@
+"""Machines of Compute Engine: what is asked for (``requests``), and how hosts start (``startup.sh``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from muster.backends.backend import Backend, RenderedFiles
+from muster.backends.gce.run_file_rules import rules, unused_settings
+from muster.backends.protocols import Launcher
+from muster.catalog.offers import Option
+from muster.config.spec import RunSpec
+from muster.core.errors import Problem, UsageError
+from muster.core.typed_json import JsonObject
+
+
+def _launcher() -> Launcher:
+    """Raises UsageError: requests are made and checked, and not sent yet."""
+    raise UsageError(
+        "backend: gce can be planned and rendered; submitting is not built yet",
+        hint="muster render RUN.yaml prints the requests; backend: gke or slurm runs it",
+    )
+
+
+def _rendered(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
+    from muster.backends.gce.requests import rendered
+
+    return rendered(spec, run_id=run_id, run_dir=run_dir)
+
+
+def _rents(options: Sequence[Option]) -> Sequence[Option]:
+    from muster.backends.gce.offers import rents
+
+    return rents(options)
+
+
+def _rules(spec: RunSpec) -> Iterable[Problem]:
+    return rules(spec)
+
+
+BACKEND = Backend(
+    name="gce",
+    launcher=_launcher,
+    rules=_rules,
+    unused_settings=unused_settings,
+    formats={"yaml": _rendered},
+    rents=_rents,
+)

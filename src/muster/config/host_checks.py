@@ -11,7 +11,7 @@ from pathlib import Path
 
 from muster.config.backends import BACKENDS
 from muster.config.sources import glob_of
-from muster.config.spec import RunSpec
+from muster.config.spec import CHAT_TEMPLATES, RunSpec
 from muster.config.validation import config_problems, is_remote, looks_local
 from muster.core.errors import Problem
 
@@ -26,6 +26,10 @@ def _files(spec: RunSpec) -> Iterator[Problem]:
         for name, path in source.files.items():
             if not is_remote(path) and not _exists(glob_of(path)):
                 yield Problem(f"data.sources.{index}.{name}", f"no file {path}")
+    if spec.data is not None and (file := spec.data.chat_template_file) is not None and not _exists(file):
+        yield Problem(
+            "data.chat_template", f"no file {file}", hint=f"{', '.join(CHAT_TEMPLATES)}, a file, or 'from MODEL'"
+        )
     model = spec.model
     if model is not None and model.source is not None and looks_local(model.source):
         yield from _model_folder(spec, model.source)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from muster.config import host_checks, schema_keys, validation
+from muster.config import host_checks, run_environment, schema_keys, validation
 from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.unused_settings import no_effect
@@ -95,7 +95,8 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
         _override(reading, override)
     spec, bad = _check_values(reading)
     if spec is not None:
-        result = [*validation.problems(spec), *BACKENDS.get(spec.backend).rules(spec)]
+        own = BACKENDS.get(spec.backend).rules(spec)
+        result = [*validation.problems(spec), *run_environment.problems(spec), *own]
         if environment:
             result += host_checks.problems(spec)
         reading.problems.extend(reading.placed(problem) for problem in result if not _touches(problem.key, bad))
@@ -252,6 +253,8 @@ def _located(error: ValidationError, raw: Json) -> dict[KeyPath, str]:
             if isinstance(part, str) and part in known:
                 path, annotation = (*path, part), known[part].annotation
                 here = here.get(part) if isinstance(here, dict) else None
+            elif isinstance(part, str) and isinstance(here, dict) and schema_keys.text_of_any_key(annotation):
+                path, annotation, here = (*path, part), str, here.get(part)
             elif isinstance(part, int) and isinstance(here, list) and part < len(here):
                 path, annotation, here = (*path, part), schema_keys.item(annotation), here[part]
         kind = detail["type"]

@@ -93,6 +93,11 @@ def item(annotation: object) -> object:
     return None
 
 
+def text_of_any_key(annotation: object) -> object:
+    """``str`` where a mapping of names to texts is allowed; None elsewhere."""
+    return str if any(get_args(bare(leaf)) == (str, str) for leaf in leaves(annotation)) else None
+
+
 def at(path: KeyPath, raw: Json = None) -> tuple[object, FieldInfo | None]:
     """The annotation (and field) that ``path`` leads to; ``(None, None)`` where it leads nowhere."""
     annotation: object = RunSpec
@@ -103,7 +108,7 @@ def at(path: KeyPath, raw: Json = None) -> tuple[object, FieldInfo | None]:
             raw = raw[part] if isinstance(raw, list) and part < len(raw) else None
         else:
             info = fields(annotation, raw).get(part)
-            annotation = info.annotation if info else None
+            annotation = info.annotation if info else text_of_any_key(annotation)
             raw = raw.get(part) if isinstance(raw, dict) else None
         if annotation is None:
             return None, None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from muster.config.backends import BACKENDS
+from muster.config.gce import Gce
 from muster.config.resources import Resources
 from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
 from muster.config.slurm import Slurm
@@ -30,6 +31,9 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear modules that get an adapter, or all of them except the output head."""
+    train_embeddings: bool | None = None
+    """Train the whole input embedding and output head too: tokens that the base never saw need it. Default: where
+    ``data.chat_template`` is set. Each of their parameters takes 4 bytes and its optimizer state."""
 
 
 class TrainedTokenizer(Section):
@@ -64,12 +68,19 @@ class Model(Section):
 # ---------------------------------------------------------------- data
 
 
+#: Names that ``data.chat_template`` may have: the templates that ship.
+CHAT_TEMPLATES = ("chatml", "llama3")
+
+
 class Data(Section):
     """What is trained on, how it becomes tokens, and which tokens count."""
 
     sources: Annotated[list[Annotated[Source, SectionOf(SOURCE_TYPES)]], Field(min_length=1)]
     train_on: Literal["completions", "all"] | list[str] = "completions"
     """Which tokens are supervised: completions (assistant turns), all of them, or a list of chat roles."""
+    chat_template: str | None = None
+    """How chats become text: ``chatml``, ``llama3``, a Jinja file, or ``from MODEL`` (a folder or hub id); default: the
+    tokenizer's own. Special tokens that the tokenizer lacks are added, and the model's embedding grows by them."""
     packing: bool = True
     """Several documents share a sequence, kept apart by attention; false pads each row to the length."""
     on_overlong: Literal["drop", "split", "truncate"] = "drop"
@@ -80,6 +91,12 @@ class Data(Section):
     """Folder of prepared data; default ``~/.cache/muster/data``."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the rows kept for evaluation where a source has no held-out part of its own."""
+
+    @property
+    def chat_template_file(self) -> str | None:
+        """The file that ``chat_template`` names, if it names one."""
+        given = self.chat_template
+        return None if given is None or given in CHAT_TEMPLATES or given.startswith("from ") else given
 
 
 # ---------------------------------------------------------------- training
@@ -311,5 +328,20 @@ class RunSpec(Section):
     metrics: Metrics = Metrics()
     slurm: Slurm = Slurm()
     vertex: Vertex = Vertex()
+    gce: Gce = Gce()
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables of the ranks and of data preparation, the same on every back end."""
+    secrets: dict[str, str] = Field(default_factory=dict)
+    """Variables of the same whose values stand nowhere in clear: name -> ``env`` (the same variable where you submit),
+    ``env:OTHER`` or ``file:PATH`` (mode 0600); on Vertex AI Secret Manager's name of a version."""
     command: list[str] | None = None
     """Instead of ``model`` and ``data``: run this torchrun-style script under the same agents."""
+
+    @property
+    def trains_embeddings(self) -> bool:
+        """Whether adapters are trained together with the whole embedding and head."""
+        lora = self.model.lora if self.model is not None else None
+        if lora is None:
+            return False
+        has_template = self.data is not None and self.data.chat_template is not None
+        return has_template if lora.train_embeddings is None else lora.train_embeddings

@@ -59,9 +59,8 @@ def _whole(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("command", "names no module", hint='for example ["-m", "package.train"]')
         elif (index := secret_word(spec.command)) is not None:
             message = "looks like a secret, and would stand in clear in run.yaml, resolved.json and every `ps`"
-            yield Problem(
-                f"command.{index}", message, hint="give the script the name of a file or of a variable to read it from"
-            )
+            hint = "secrets: {NAME: env}, and let the script read the variable NAME"
+            yield Problem(f"command.{index}", message, hint=hint)
         for key in ("model", "data"):
             if getattr(spec, key) is not None:
                 yield Problem(key, "cannot be combined with `command`", hint="remove one")
@@ -94,6 +93,11 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
         )  # fmt: skip
     if model.lora is not None and model.lora.targets == []:
         yield Problem("model.lora.targets", "is empty: nothing would train", hint="all-linear")
+    if model.lora is not None and spec.trains_embeddings and {"embed_tokens", "lm_head", "wte"} & {*model.lora.targets}:
+        yield Problem(
+            "model.lora.targets", "embedding and head are trained whole here (data.chat_template), not by adapters",
+            hint="remove them there, or model.lora.train_embeddings: false",
+        )  # fmt: skip
     if isinstance(model.config, Mapping):
         yield from config_problems(spec, model.config, key="model.config")
 
@@ -331,7 +335,11 @@ def absolute(spec: RunSpec) -> RunSpec:
             source.model_copy(update={key: full(path) for key, path in source.files.items()})
             for source in spec.data.sources
         ]
-        changes["data"] = spec.data.model_copy(update={"sources": sources, "cache_dir": full(spec.data.cache_dir)})
+        own = spec.data.chat_template_file
+        template = spec.data.chat_template if own is None else full(own)
+        changes["data"] = spec.data.model_copy(
+            update={"sources": sources, "cache_dir": full(spec.data.cache_dir), "chat_template": template}
+        )
     if spec.command and spec.command[0] != "-m":
         changes["command"] = [full(spec.command[0]), *spec.command[1:]]
     return spec.model_copy(update=changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from muster.core.typed_json import Json
 
@@ -37,13 +37,26 @@ _HOLDER = re.compile(r"[._\-](?:file|path|dir|env|name|id|uri)$", re.IGNORECASE)
 _USERINFO = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]*(?=@)")
 
 
+#: Secrets that this process was given, whatever they look like.
+_GIVEN: set[str] = set()
+#: A shorter one would hide ordinary words.
+_LEAST = 6
+
+
+def hide_values(values: Iterable[str]) -> None:
+    """From here on ``redact`` hides these too, in this process."""
+    _GIVEN.update(value for value in values if len(value) >= _LEAST)
+
+
 def is_secret(key: str) -> bool:
     """Does the name say that its value is a secret?"""
     return _KEY.search(key) is not None
 
 
 def redact(text: str) -> str:
-    """``text`` with whatever looks like a secret hidden."""
+    """``text`` with whatever looks like a secret, or was given as one, hidden."""
+    for value in _GIVEN:
+        text = text.replace(value, HIDDEN)
     return _USERINFO.sub(HIDDEN, _VALUE.sub(HIDDEN, text))
 
 
@@ -69,6 +82,11 @@ def secret_word(argv: Sequence[str]) -> int | None:
         if redact(word) != word or (named and _is_secret_argument(key.lstrip("-"), given)):
             return index
     return None
+
+
+def gives_away(name: str, value: str) -> bool:
+    """Does a variable's name or value say that it is a secret? Stricter than ``is_secret``, as for arguments."""
+    return redact(value) != value or _is_secret_argument(name, value)
 
 
 def _is_secret_argument(key: str, value: str) -> bool:

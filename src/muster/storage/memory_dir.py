@@ -1,10 +1,13 @@
 """A host's folder in memory (tmpfs) for snapshots, sockets and pid files, which other users of the machine can neither
 read nor prepare.
 
-Its name ends in 64 random bits and it is made fresh, never taken over because it is there; where it is, is written in
-the run's folder, which is its owner's alone::
+Its name ends in 64 random bits and it is made fresh; where it is, is written in the run's folder, which is its owner's
+alone::
 
     <run_dir>/memory/<host>.json     path, inode and boot: ``of_run`` and a restarted agent find the folder by it
+
+Where that record is damaged, a restarted agent takes the folder that has the host's name and is this user's: nobody
+else can have made it, its snapshots are verified like any, and nobody would ever delete it otherwise.
 
 Whoever may write under the root may empty it under a run (a desktop's logout does: systemd's ``RemoveIPC``). The folder
 is then made anew under its own name, which the host's processes know, unless another user was quicker.
@@ -19,6 +22,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -100,8 +104,25 @@ class MemoryDir:
         that is free: processes that outlived the agent look for its successor there. Raises as ``create``."""
         place = _read_record(_record_path(run_dir, host))
         if place is None:
-            return cls.create(run_dir, run_id=run_id, host=host)
+            return cls._found(run_dir, run_id=run_id, host=host) or cls.create(run_dir, run_id=run_id, host=host)
         return _reopened(place) or cls._made_again(Path(place.path), run_dir, run_id=run_id, host=host)
+
+    @classmethod
+    def _found(cls, run_dir: Path, *, run_id: str, host: str) -> MemoryDir | None:
+        """The folder of ``host`` whose record cannot be read, the newest of several; it is recorded again."""
+        named = re.compile(rf"{re.escape(f'{prefix(run_dir, run_id)}-{host}')}-[0-9a-f]{{{2 * _SECRET_BYTES}}}")
+        there = [path for path in left_over(run_dir, run_id)[0] if named.fullmatch(path.name)]
+        for path in sorted(there, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
+            with contextlib.suppress(AccessError, UsageError):
+                found = cls.open(path)
+                found._record(run_dir, host)
+                return found
+        return None
+
+    def _record(self, run_dir: Path, host: str) -> None:
+        place = _Place(path=str(self.folder), inode=os.fstat(self.fd).st_ino, boot_id=processes.boot_id())
+        with contextlib.suppress(OSError):  # a full disk must not prevent a start: a restarted agent looks by name
+            _write_record(run_dir, host, place)
 
     @classmethod
     def recorded(cls, run_dir: Path, host: str) -> MemoryDir | None:
@@ -149,9 +170,7 @@ class MemoryDir:
         """A new folder, recorded. Raises FileExistsError."""
         _make(folder)
         result = cls.open(folder)
-        place = _Place(path=str(folder), inode=os.fstat(result.fd).st_ino, boot_id=processes.boot_id())
-        with contextlib.suppress(OSError):  # a full disk must not prevent a start: a restarted agent then begins empty
-            _write_record(run_dir, host, place)
+        result._record(run_dir, host)
         return result
 
     def remove(self) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from muster.core.redact import HIDDEN, is_secret, redact, redact_argv, redact_value, secret_word
+import muster.core.redact as module
+from muster.core.redact import HIDDEN, hide_values, is_secret, redact, redact_argv, redact_value, secret_word
 
 
 @pytest.mark.parametrize(
@@ -118,3 +119,9 @@ def test_a_word_that_gives_a_secret_away_is_found(argv, index):
 def test_everyday_arguments_of_training_programs_are_no_secrets(words):
     assert secret_word(["train.py", *words]) is None
     assert [redact(word) for word in words] == words
+
+
+def test_a_secret_that_was_given_is_hidden_whatever_it_looks_like(monkeypatch):
+    monkeypatch.setattr(module, "_GIVEN", set())
+    hide_values(["plain words", "short"])
+    assert redact("key is plain words, short") == f"key is {HIDDEN}, short"

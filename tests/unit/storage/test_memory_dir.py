@@ -1,4 +1,4 @@
-"""A memory folder is made fresh, found by its record alone, and refused when anything about it is another's."""
+"""A memory folder is made fresh, found by its record, else by its name, and refused when anything is another's."""
 
 import errno
 import gc
@@ -101,6 +101,27 @@ def test_a_record_of_another_boot_or_one_that_is_damaged_counts_for_nothing(run_
     monkeypatch.undo()
     record.write_text('{"path": 3}')
     assert MemoryDir.of_run(run_dir) == {}
+
+
+@pytest.mark.parametrize("damage", ["{", None])
+def test_a_restarted_agent_whose_record_is_damaged_finds_its_folder_by_name(root, run_dir, memory, damage):
+    record = run_dir / "memory" / "host-0.json"
+    before = record.read_text()
+    record.unlink()
+    if damage is not None:
+        record.write_text(damage)
+    MemoryDir.create(run_dir, run_id="a-run", host="host-0-1")  # another host's name begins alike
+    (root / f"{prefix(run_dir, 'a-run')}-host-0-{'0' * 16}").symlink_to(memory.folder)
+    memory.replace("name", b"kept")
+    found = MemoryDir.of_host(run_dir, run_id="a-run", host="host-0")
+    assert found.folder == memory.folder and found.read("name") == b"kept"
+    assert record.read_text() == before
+
+
+def test_what_another_user_put_under_such_a_name_is_not_taken(root, run_dir, memory):
+    (run_dir / "memory" / "host-0.json").write_text("{")
+    memory.folder.chmod(0o755)
+    assert MemoryDir.of_host(run_dir, run_id="a-run", host="host-0").folder != memory.folder
 
 
 def test_a_link_instead_of_the_folder_is_refused(root, memory):

@@ -13,9 +13,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from muster.checkpoint.saver import Saver  # noqa: E402
-from muster.config.spec import RunSpec  # noqa: E402
+from muster.config.spec import RunSpec, TrainedTokenizer  # noqa: E402
 from muster.core.errors import CheckpointError, UsageError  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
+from muster.data.tokenizer import Encoder, find_template, install_template, train  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 from muster.train.export import hf_folder as exporting  # noqa: E402
 from muster.train.model import lora, weights  # noqa: E402
@@ -34,22 +35,26 @@ TINY = {
 STORIES = Path(__file__).parents[2].parent / "shared" / "data" / "models" / "stories260k"
 
 
-def run_spec(model):
-    return RunSpec.model_validate(
-        {"name": "tiny", "model": model, "data": {"sources": [{"type": "random", "rows": 8}]}}, strict=False
-    )
+def run_spec(model, **data):
+    sources = [{"type": "random", "rows": 8}]
+    return RunSpec.model_validate({"name": "tiny", "model": model, "data": {"sources": sources, **data}}, strict=False)
 
 
-def make_run(run_dir, model, *, change=0.02):
+def make_run(run_dir, model, *, change=0.02, chat_template=None, tokenizer=None):
     """A run's folder with a committed checkpoint of a model whose trained tensors differ from its start."""
-    spec = run_spec(model)
+    spec = run_spec(model, chat_template=chat_template)
     run_dir.mkdir(parents=True)
+    vocabulary = 1
+    if tokenizer is not None:
+        Encoder(tokenizer).save(run_dir / "tokenizer")
+        install_template(run_dir / "tokenizer", find_template(chat_template))
+        vocabulary = Encoder(run_dir / "tokenizer").vocab_size
     (run_dir / "resolved.json").write_text(spec.model_dump_json())
     source = Path(spec.model.source) if spec.model.source else None
-    config = read_config(spec, source, 1)
+    config = read_config(spec, source, vocabulary)
     made = on_meta(config, torch.float32)
     if spec.model.lora:
-        lora.add_adapters(made, spec.model.lora, torch.float32)
+        lora.add_adapters(made, spec.model.lora, torch.float32, embeddings=spec.trains_embeddings)
     made.to_empty(device="cpu")
     made.tie_weights()
     weights.initialise(made, seed=0, device=torch.device("cpu"))
@@ -57,7 +62,7 @@ def make_run(run_dir, model, *, change=0.02):
     generator = torch.Generator().manual_seed(1)
     state = {}
     for name, parameter in made.named_parameters():
-        if spec.model.lora and not lora.is_adapter_name(name):
+        if not parameter.requires_grad:
             continue
         noise = torch.randn(parameter.shape, generator=generator) * change
         state[f"model.{name}"] = parameter.detach() + noise
@@ -137,6 +142,30 @@ def test_lora_merged_and_as_an_adapter(tmp_path):
     assert adapter.bytes < found.bytes
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(base)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_lora_with_tokens_that_a_chat_template_added(tmp_path, tied):
+    """Merged and as an adapter that peft loads by itself; generation ends where a turn ends."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base, run_dir = tmp_path / "base", tmp_path / "run"
+    requested = TrainedTokenizer(kind="bpe", vocab_size=260)
+    size = train(lambda: ["some words"], requested, base).vocab_size
+    keys = {**TINY, "vocab_size": size, "tie_word_embeddings": tied}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).save_pretrained(base)
+    model = {"source": str(base), "dtype": "float32", "lora": {"rank": 4, "alpha": 8.0}}
+    make_run(run_dir, model, chat_template="chatml", tokenizer=base)
+    merged = exporting.export(run_dir, tmp_path / "merged")
+    assert merged.checked["relative_difference"] < 1e-4
+    ending = Encoder(run_dir / "tokenizer").fast.token_to_id("<|im_end|>")
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text())["eos_token_id"] == ending
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["vocab_size"] == size + 2
+    adapter = exporting.export(run_dir, tmp_path / "adapter", merge_lora=False)
+    assert adapter.checked["relative_difference"] < 1e-5
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert loaded.get_input_embeddings().weight.shape[0] == size + 2
 
 
 def test_an_adapter_that_does_nothing_is_refused(tmp_path):

@@ -45,14 +45,18 @@ def build(
     model_vocab: int | None,
     folder: Path,
     progress: Progress,
+    new_tokens: int = 0,
 ) -> None:
     """Write a whole prepared folder: train/, heldout/, questions.jsonl, meta.json (tokenizer/ is there already).
+
+    ``new_tokens``: of the tokenizer, from the chat template; the model's embedding grows by those it has no rows for.
 
     Raises:
         UsageError: no usable row, every label masked, or a vocabulary the model lacks.
     """
     size = encoder.vocab_size if encoder else 0
-    vocab_size = check_vocabulary(size, model_vocab, "the tokenizer")
+    fitting = check_vocabulary(size - new_tokens, model_vocab, "the tokenizer")
+    vocab_size = max(size, fitting)
     length = spec.training.sequence_length
     spool = _Spool(folder)
     try:
@@ -98,7 +102,8 @@ def training_texts(opened: OpenedSource) -> Iterator[str]:
             if format == "text":
                 texts = [row_text(row)]
             elif format == "chat":
-                texts = [str(message["content"]) for message in row_messages(row)]
+                turns = row_messages(row)  # with what chat templates write around them: role and line ends
+                texts = [part for turn in turns for part in (f"{turn['role']}\n", str(turn["content"] or ""), "\n\n")]
             else:
                 texts = [*prompt_and_completion(row, opened.section.template)]
         except UsageError as error:

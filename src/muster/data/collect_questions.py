@@ -15,7 +15,7 @@ from pathlib import Path
 
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject, whole
-from muster.data.formats import Format, completions, prompt_and_completion, row_messages
+from muster.data.formats import Format, completions, prompt_and_completion, row_messages, row_tools
 from muster.data.source_type import OpenedSource
 from muster.data.task import TASKS, AnsweredRow, LeftOut, Row
 
@@ -119,7 +119,8 @@ def write(folder: Path, by_source: Sequence[list[dict[str, Json]]]) -> int:
 def _shown(row: Row, opened: OpenedSource, format: Format) -> JsonObject:
     """What the model is shown."""
     if format == "chat":
-        return {"messages": row_messages(row)[:-1]}
+        tools = row_tools(row)
+        return {"messages": row_messages(row)[:-1], **({"tools": tools} if tools else {})}
     return {"prompt": prompt_and_completion(row, opened.section.template)[0]}
 
 

@@ -7,6 +7,7 @@ text (chat) is the format's choice.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Formatter
@@ -18,8 +19,14 @@ from muster.core.typed_json import Json
 from muster.data.task import Row
 
 Format = Literal["chat", "prompt_completion", "text"]
-RenderChat = Callable[[Sequence[Row], bool], str]
-"""(messages, add the assistant's header) -> text, by the tokenizer's chat template."""
+RenderChat = Callable[..., str]
+"""(messages, add the assistant's header[, tools]) -> text, by the tokenizer's chat template."""
+
+
+#: Columns that hold a chat: turns of role and content, or (ShareGPT's way) of from and value.
+CHAT_COLUMNS = ("messages", "conversations")
+#: ShareGPT's names for roles.
+_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,10 @@ def choose_format(source: Source, columns: Sequence[str]) -> Format:
     Raises:
         UsageError: the columns fit none, or not the one asked for.
     """
-    needed: dict[str, tuple[str, ...]] = {"chat": ("messages",), "text": ("text",)}
+    needed: dict[str, tuple[str, ...]] = {"text": ("text",)}
+    chat = next((name for name in CHAT_COLUMNS if name in columns), None)
+    if chat is None:
+        needed["chat"] = ("messages",)
     if source.format:
         if source.format == "prompt_completion" and source.template is None:
             needed["prompt_completion"] = ("prompt", "completion")
@@ -62,7 +72,7 @@ def choose_format(source: Source, columns: Sequence[str]) -> Format:
         return source.format
     if source.template is not None:
         return "prompt_completion"
-    if "messages" in columns:
+    if chat is not None:
         return "chat"
     if "prompt" in columns and "completion" in columns:
         return "prompt_completion"
@@ -161,8 +171,10 @@ def document(
     template: PromptTemplate | None,
     train_on: str | Sequence[str],
     render_chat: RenderChat,
+    turn_end: Callable[[], str | None] = lambda: None,
 ) -> Document:
-    """One row in ``format``, masked by ``train_on``.
+    """One row in ``format``, masked by ``train_on``. ``turn_end`` gives the token that a turn of a chat ends with: what
+    the template writes after it (a line's end) is never learned.
 
     Raises:
         UsageError: the row does not fit the format, or the chat template cannot be masked.
@@ -174,7 +186,9 @@ def document(
         )
     if format == "chat":
         messages = row_messages(row)
-        segments = _chat(messages, train_on, render_chat) if _says_something(messages, train_on) else ()
+        tools = row_tools(row)
+        render = (lambda turns, header: render_chat(turns, header, tools)) if tools else render_chat
+        segments = _chat(messages, train_on, render, turn_end) if _says_something(messages, train_on) else ()
         return Document(segments=segments, whole=True, ends=False)
     if format == "text":
         return Document(segments=(Segment(row_text(row, "text"), True),), whole=False, ends=True)
@@ -200,33 +214,60 @@ def _says_something(messages: list[Row], train_on: str | Sequence[str]) -> bool:
 
 
 def row_messages(row: Row) -> list[Row]:
-    """The chat turns of a row."""
-    messages = row.get("messages")
+    """The chat turns of a row, each with role and content (null only where a turn calls tools)."""
+    name = next((name for name in CHAT_COLUMNS if name in row), CHAT_COLUMNS[0])
+    messages = row.get(name)
     if not isinstance(messages, list) or not messages:
-        raise UsageError("column 'messages' must be a list with at least one turn")
-    for message in messages:
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise UsageError(f"a chat turn needs 'role' and 'content', got {str(message)[:80]}")
-    return messages
+        raise UsageError(f"column {name!r} must be a list with at least one turn")
+    return [_turn(message) for message in messages]
 
 
-def _chat(messages: list[Row], train_on: str | Sequence[str], render: RenderChat) -> tuple[Segment, ...]:
+def _turn(message: Json) -> Row:
+    if isinstance(message, dict):
+        if "from" in message and "value" in message:
+            who = str(message["from"])
+            message = {"role": _ROLES.get(who, who), "content": message["value"]}
+        if "role" in message and "tool_calls" in message:
+            return {"content": None, **message}
+        if "role" in message and "content" in message:
+            return message
+    raise UsageError(f"a chat turn needs 'role' and 'content', got {str(message)[:80]}")
+
+
+def row_tools(row: Row) -> list[Json]:
+    """The JSON schemas of a chat's functions: a list, or (for columns of one type) its JSON text; none: empty."""
+    tools = row.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise UsageError(f"column 'tools' is not JSON: {error}") from error
+    if not isinstance(tools, list):
+        raise UsageError(f"column 'tools' must be a list, got {type(tools).__name__}")
+    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+
+
+def _chat(
+    messages: list[Row], train_on: str | Sequence[str], render: RenderChat, turn_end: Callable[[], str | None]
+) -> tuple[Segment, ...]:
     """Render the conversation once and find each supervised turn in it as the part between two prefixes.
 
     A turn's text starts where the conversation before it ends (for the assistant: after its header, as when it
-    is asked to answer) and ends where the conversation with it ends. This needs no marks in the template, but
-    each prefix must really be one.
+    is asked to answer) and ends where the conversation with it ends, or with ``turn_end``. This needs no marks in the
+    template, but each prefix must really be one.
     """
     whole = render(messages, False)
     if train_on == "all":
         return (Segment(whole, True),)
     roles = {"assistant"} if train_on == "completions" else set(train_on)
+    ending = turn_end()
     segments: list[Segment] = []
     done = 0
     for position, message in enumerate(messages):
         if message["role"] not in roles:
             continue
-        before = render(messages[:position], message["role"] == "assistant") if position else ""
+        answers = message["role"] == "assistant"
+        before = render(messages[:position], answers) if position else _first_header(whole, answers, render)
         after = whole if position == len(messages) - 1 else render(messages[: position + 1], False)
         if not (whole.startswith(before) and whole.startswith(after) and done <= len(before) <= len(after)):
             raise UsageError(
@@ -234,11 +275,24 @@ def _chat(messages: list[Row], train_on: str | Sequence[str], render: RenderChat
                 "conversation, so its tokens cannot be separated",
                 hint="use a template that only appends, or data.train_on: all",
             )
+        stop = len(after)
+        if ending and (found := after.rfind(ending, len(before))) >= 0 and not after[found + len(ending) :].strip():
+            stop = found + len(ending)
         segments.append(Segment(whole[done : len(before)], False))
-        segments.append(Segment(whole[len(before) : len(after)], True))
-        done = len(after)
+        segments.append(Segment(whole[len(before) : stop], True))
+        done = stop
     segments.append(Segment(whole[done:], False))
     return tuple(segment for segment in segments if segment.text)
+
+
+def _first_header(whole: str, answers: bool, render: RenderChat) -> str:
+    """What stands before the words of a conversation's first turn: for the assistant up to its header's end."""
+    if not answers:
+        return ""
+    question: list[Row] = [{"role": "user", "content": "Q"}]
+    header = render(question, True).removeprefix(render(question, False))
+    place = whole.find(header)
+    return whole[: place + len(header)] if header and place >= 0 else ""
 
 
 def _listed(names: Sequence[str]) -> str:

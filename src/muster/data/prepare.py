@@ -12,7 +12,6 @@ import secrets
 import shutil
 import time
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,8 +24,9 @@ from muster.data.cache import build_once, code_version, damage, discard, fingerp
 from muster.data.sequences import SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
+from muster.data.text.templates import ChatTemplate
 from muster.data.tokenise import refuse_while_starting
-from muster.data.tokenizer import Encoder, locate, model_vocab_size, train
+from muster.data.tokenizer import Encoder, find_template, install_template, locate, model_vocab_size, train
 
 _POINTER = "data.json"
 
@@ -71,16 +71,17 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
         raise UsageError(
             "the model has no tokenizer", hint="set model.tokenizer: a hub id, a folder, or {vocab_size: 512}"
         )
+    template = find_template(data.chat_template) if data.chat_template else None
     model_vocab = model_vocab_size(model)
     if tokenizer_source is None and model_vocab is None:
         raise UsageError("random tokens need a vocabulary size", hint="set model.config.vocab_size")
-    name = _fingerprint(spec, data, sources, tokenizer_source, model_vocab)
+    name = _fingerprint(spec, data, sources, tokenizer_source, template, model_vocab)
     folder = cache_folder(data) / name
     report = progress or (lambda activity, done, total: None)
 
     def make(partial: Path) -> None:
-        encoder = _encoder(tokenizer_source, sources, partial / "tokenizer", report)
-        build.build(spec, data, sources, encoder, model_vocab, partial, report)
+        encoder, new_tokens = _encoder(tokenizer_source, template, sources, partial / "tokenizer", report)
+        build.build(spec, data, sources, encoder, model_vocab, partial, report, new_tokens)
         seal(partial)
 
     built = build_once(folder, make)
@@ -148,6 +149,7 @@ def _fingerprint(
     data: Data,
     sources: list[OpenedSource],
     tokenizer_source: Path | TrainedTokenizer | None,
+    template: ChatTemplate | None,
     vocab: int | None,
 ) -> str:
     import tokenizers
@@ -164,7 +166,8 @@ def _fingerprint(
             "tokenizer": tokenizer,
             "model_vocab": vocab,
             "sequence_length": spec.training.sequence_length,
-            "data": data.model_dump(mode="json", exclude={"sources", "workers", "cache_dir"}),
+            "data": data.model_dump(mode="json", exclude={"sources", "workers", "cache_dir", "chat_template"}),
+            "chat_template": [template.text, *template.tokens] if template else None,
         }
     )
 
@@ -176,16 +179,23 @@ def _modules(sources: list[OpenedSource]) -> set[str]:
 
 
 def _encoder(
-    tokenizer_source: Path | TrainedTokenizer | None, sources: list[OpenedSource], target: Path, report: Progress
-) -> Encoder | None:
-    """The tokenizer, trained where asked for, with its copy in ``target``."""
+    tokenizer_source: Path | TrainedTokenizer | None,
+    template: ChatTemplate | None,
+    sources: list[OpenedSource],
+    target: Path,
+    report: Progress,
+) -> tuple[Encoder | None, int]:
+    """The tokenizer, trained where asked for, with its copy in ``target``; how many tokens the template added to it."""
     if tokenizer_source is None:
-        return None
+        return None, 0
     if isinstance(tokenizer_source, TrainedTokenizer):
         report("train tokenizer", 0, 0)
-        return train(lambda: chain.from_iterable(map(build.training_texts, sources)), tokenizer_source, target)
-    Encoder(tokenizer_source).save(target)
-    return Encoder(target)
+        texts = (text for source in sources for text in build.training_texts(source))
+        train(lambda: texts, tokenizer_source, target, template.tokens if template else ())
+    else:
+        Encoder(tokenizer_source).save(target)
+    new_tokens = install_template(target, template) if template else 0
+    return Encoder(target), new_tokens
 
 
 class _Damaged(MusterError):

@@ -12,6 +12,7 @@ from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
 from muster.core.typed_json import children, text, whole
 from muster.data.collect_questions import FILE
+from muster.data.formats import row_tools
 from muster.data.prepare import Prepared
 from muster.data.source_type import SOURCES
 from muster.data.task import TASKS, Entry, Outcome
@@ -65,7 +66,7 @@ def _entries(path: Path, count: int) -> list[Entry]:
 
 def _question(entry: Entry, spec: RunSpec, encoder: Encoder) -> Question:
     if "messages" in entry:
-        prompt = encoder.render_chat(children(entry, "messages"), True)
+        prompt = encoder.render_chat(children(entry, "messages"), True, row_tools(entry))
         ids = encoder.encode([prompt])[0]
     else:
         prompt = text(entry, "prompt")

@@ -97,7 +97,9 @@ def tokenise_rows(rows: Sequence[Row], recipe: Recipe, encoder: Encoder, *, firs
     documents: list[Document] = []
     for index, row in enumerate(rows):
         try:
-            as_text = formats.document(row, recipe.format, recipe.template, recipe.train_on, encoder.render_chat)
+            as_text = formats.document(
+                row, recipe.format, recipe.template, recipe.train_on, encoder.render_chat, lambda: encoder.turn_end
+            )
             documents.append(as_text)
         except UsageError as error:
             raise row_error(error, first_row + index) from error
@@ -133,11 +135,9 @@ def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[
         if not document.segments:
             result.append(([], b""))
             continue
-        ids, mask = list(prefix), bytes(len(prefix))
-        for segment in document.segments:
-            part = next(encoded)
-            ids += part
-            mask += (b"\1" if segment.supervised else b"\0") * len(part)
+        ids, mask = _joined(document, encoded)
+        if not document.whole:
+            ids, mask = [*prefix, *ids], bytes(len(prefix)) + mask
         if document.ends and end is not None:
             ids.append(end)
             mask += b"\1" if document.segments[-1].supervised else b"\0"
@@ -145,29 +145,57 @@ def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[
     return result
 
 
+def _joined(document: Document, encoded: Iterator[list[int]]) -> tuple[list[int], bytes]:
+    """The tokens of a document's segments, end to end, and their mask."""
+    ids: list[int] = []
+    mask = b""
+    for segment in document.segments:
+        part = next(encoded)
+        ids += part
+        mask += (b"\1" if segment.supervised else b"\0") * len(part)
+    return ids, mask
+
+
 def _by_offsets(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
-    """The whole text tokenised at once; a token is supervised where all its characters are."""
+    """The whole text tokenised at once; a token is supervised where all its characters are.
+
+    Where a token would lie across the border of a turn (a header's line end and one that the answer begins with), the
+    segments are tokenised apart, as generation will see the header; unless the tokenizer then adds to the text.
+    """
     result: list[tuple[list[int], bytes]] = []
     encoded = encoder.encode_with_offsets([document.text for document in documents])
     for document, (ids, offsets) in zip(documents, encoded, strict=True):
         if not document.segments:
             result.append(([], b""))
             continue
-        spans = []
-        position = 0
-        for segment in document.segments:
-            if segment.supervised:
-                spans.append((position, position + len(segment.text)))
-            position += len(segment.text)
-        mask = bytearray(len(ids))
-        at = 0
-        for number, (start, end) in enumerate(offsets):
-            while at < len(spans) and spans[at][1] <= start:
-                at += 1
-            if at < len(spans) and spans[at][0] <= start and end <= spans[at][1]:
-                mask[number] = 1
-        result.append((ids, bytes(mask)))
+        mask, crosses = _mask(document, offsets)
+        if crosses and encoder.cuts_cleanly:
+            result += _by_segments([document], encoder)
+        else:
+            result.append((ids, bytes(mask)))
     return result
+
+
+def _mask(document: Document, offsets: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
+    """1 for each token within a supervised segment; and whether a token lies across the border of one."""
+    spans = []
+    position = 0
+    for segment in document.segments:
+        if segment.supervised:
+            spans.append((position, position + len(segment.text)))
+        position += len(segment.text)
+    mask = bytearray(len(offsets))
+    at, crosses = 0, False
+    for number, (start, end) in enumerate(offsets):
+        while at < len(spans) and spans[at][1] <= start:
+            at += 1
+        if at == len(spans):
+            break
+        if spans[at][0] <= start and end <= spans[at][1]:
+            mask[number] = 1
+        elif end > spans[at][0]:
+            crosses = True
+    return mask, crosses
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:

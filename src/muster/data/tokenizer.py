@@ -19,6 +19,8 @@ from muster.config.spec import Model, TrainedTokenizer
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject, at
 from muster.data import hub
+from muster.data.text.templates import ChatTemplate, shipped_or_file
+from muster.data.text.vocabularies import SPECIAL, train_bpe, train_words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,9 +35,6 @@ FILES = (
     "vocab.json",
     "merges.txt",
 )
-SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
-#: A word keeps the space before it, so that the tokens joined are the text again. Digits, signs and blanks apart.
-WORD_PATTERN = r" ?[^\W\d]\w*| ?\d+| ?[^\w\s]+|\s+"
 
 
 @dataclass(frozen=True)
@@ -123,29 +122,60 @@ class Encoder:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self.fast.decode(list(ids), skip_special_tokens=skip_special))
 
-    def render_chat(self, messages: Sequence[JsonObject], add_generation_prompt: bool) -> str:
-        """The conversation by the folder's chat template.
+    def render_chat(
+        self, messages: Sequence[JsonObject], add_generation_prompt: bool, tools: Sequence[Json] | None = None
+    ) -> str:
+        """The conversation by the folder's chat template. ``tools``: JSON schemas of the functions it may call.
 
         Raises:
             UsageError: there is no template, or it refuses the conversation.
         """
-        if not self.has_chat_template:
+        if self.chat_template is None:
             raise UsageError(
-                f"the tokenizer in {self.folder} has no chat template",
-                hint="use an instruct model's tokenizer (model.tokenizer), or a prompt/completion template",
+                "the model's tokenizer has no chat template, and the rows are chats",
+                hint="set data.chat_template: chatml (or llama3, a file, 'from MODEL')",
             )
         try:
             return str(
                 self._transformers.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
+                    tools=list(tools) if tools else None,
                 )
-            )
+            )  # fmt: skip
         except Exception as error:
             raise UsageError(f"the chat template refuses a conversation: {str(error)[:200]}") from error
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self.config.get("chat_template")) or (self.folder / "chat_template.jinja").is_file()
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The folder's template; of several the one called ``default``."""
+        path = self.folder / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        found = self.config.get("chat_template")
+        if isinstance(found, list):
+            found = {at(one, "name"): at(one, "template") for one in found}.get("default")
+        return found if isinstance(found, str) and found else None
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """All of them, by id."""
+        added = sorted(self.fast.get_added_tokens_decoder().items())
+        return tuple(token.content for _, token in added if token.special)
+
+    @cached_property
+    def turn_end(self) -> str | None:
+        """The special token that ends the assistant's turn by the chat template; None: it ends with none."""
+        answer = "An answer."
+        turns: list[JsonObject] = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
+        tail = self.render_chat(turns, False).rpartition(answer)[2]
+        found = [(tail.find(token), -len(token), token) for token in self.special_tokens if token in tail]
+        return min(found)[2] if found else None
+
+    @cached_property
+    def cuts_cleanly(self) -> bool:
+        """Whether texts tokenised apart are the tokens of the whole: nothing is put before a text's first word."""
+        line, letter, both = self.encode(["\n", "a", "\na"])
+        return line + letter == both and self.decode(letter) == "a"
 
     def fingerprint(self) -> str:
         """SHA-256 over the folder's tokenizer files."""
@@ -216,6 +246,53 @@ def locate(model: Model) -> Path | TrainedTokenizer | None:
     return next(iter(files.values())).parent
 
 
+def find_template(value: str) -> ChatTemplate:
+    """The template that ``data.chat_template`` names: a shipped one, a file, or ``from MODEL`` (a folder or hub id),
+    whose own special tokens count.
+
+    Raises:
+        UsageError: no such file, an unreadable one, or a model without a template.
+        AccessError, BackendError: the hub refuses or cannot be reached.
+    """
+    if not value.startswith("from "):
+        return shipped_or_file(value)
+    name = value.removeprefix("from ").strip()
+    folder = locate(Model(source=name))
+    assert isinstance(folder, Path)
+    encoder = Encoder(folder)
+    text = encoder.chat_template
+    if text is None:
+        raise UsageError(
+            f"data.chat_template: {name} has no chat template", hint="name an instruct model, or use chatml"
+        )
+    return ChatTemplate(text, tuple(token for token in encoder.special_tokens if token in text))
+
+
+def install_template(folder: Path, template: ChatTemplate) -> int:
+    """Give the tokenizer in ``folder`` the template and its tokens; the token that ends the assistant's turn becomes
+    its end token, so that generation stops there. Returns how many tokens are new.
+
+    Raises:
+        UsageError: the template cannot be rendered.
+        OSError: the folder cannot be written.
+    """
+    from tokenizers import AddedToken
+
+    encoder = Encoder(folder)
+    before, config = encoder.vocab_size, dict(encoder.config)
+    encoder.fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in template.tokens])
+    encoder.fast.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(template.text, encoding="utf-8")
+    config.pop("chat_template", None)
+    _write_json(folder / "tokenizer_config.json", config)
+    ending = Encoder(folder).turn_end
+    if ending is not None:
+        _write_json(folder / "tokenizer_config.json", {**config, "eos_token": ending})
+        roles = {f"{role}_token": name for role, name in encoder.special.items()}
+        _write_json(folder / "special_tokens_map.json", {**roles, "eos_token": ending})
+    return Encoder(folder).vocab_size - before
+
+
 def model_vocab_size(model: Model) -> int | None:
     """The vocabulary size of the model's config; None where it has none.
 
@@ -253,15 +330,21 @@ def check_vocabulary(tokenizer_size: int, model_size: int | None, name: str) -> 
     return model_size or tokenizer_size
 
 
-def train(texts: Callable[[], Iterable[str]], requested: TrainedTokenizer, target: Path) -> Encoder:
+def train(
+    texts: Callable[[], Iterable[str]], requested: TrainedTokenizer, target: Path, marks: Sequence[str] = ()
+) -> Encoder:
     """Train a tokenizer on ``texts`` and write it as a Hugging Face folder. Same texts, same file.
+
+    ``marks``: special tokens of a chat template, which count in ``vocab_size``.
 
     Raises:
         UsageError: ``vocab_size`` is too small for the kind.
         OSError: ``target`` cannot be written.
     """
     by_word = requested.kind == "word"
-    tokenizer = _train_words(texts(), requested.vocab_size) if by_word else _train_bpe(texts(), requested)
+    special = [*SPECIAL, *marks]
+    make = train_words if by_word else train_bpe
+    tokenizer = make(texts(), requested.vocab_size, special)
     target.mkdir(parents=True, exist_ok=True)
     pad, begin, end, unknown = SPECIAL
     config = {
@@ -281,41 +364,8 @@ def train(texts: Callable[[], Iterable[str]], requested: TrainedTokenizer, targe
     return Encoder(target)
 
 
-def _train_words(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """The commonest words, ties in alphabetical order; the rest become the unknown token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.WordLevel(unk_token=SPECIAL[3]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _train_bpe(texts: Iterable[str], requested: TrainedTokenizer) -> Tokenizer:
-    """Byte-level BPE: every text can be written, nothing is unknown."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    least = len(alphabet) + len(SPECIAL)
-    if requested.vocab_size < least:
-        raise UsageError(
-            f"model.tokenizer.vocab_size {requested.vocab_size} is too small for bpe: its 256 bytes and "
-            f"{len(SPECIAL)} special tokens need {least}",
-            hint=f"use {least} or more, or kind: word",
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=requested.vocab_size,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=sorted(alphabet),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+def _write_json(path: Path, value: JsonObject) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _read_json(path: Path) -> JsonObject:

@@ -326,7 +326,7 @@ def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
     shape = built.shape
     if shape is None:
         return None
-    factor = 1.0 if built.lora_config is None else lora_factor(shape, built.num_trainable)
+    factor = 1.0 if built.lora_config is None else lora_factor(shape, built.num_multiplied)
     return lambda lengths: factor * step_flops(shape, lengths)
 
 

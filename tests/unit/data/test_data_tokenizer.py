@@ -76,7 +76,7 @@ def test_saving_keeps_what_matters(tmp_path):
     (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages }}")
     found.save(tmp_path / "b")
     assert Encoder(tmp_path / "b").fingerprint() == Encoder(tmp_path / "a").fingerprint()
-    assert Encoder(tmp_path / "b").has_chat_template
+    assert Encoder(tmp_path / "b").chat_template == "{{ messages }}"
 
 
 def test_broken_folders_are_named(tmp_path):

@@ -38,7 +38,7 @@ from muster.train.export.sources import (
     stored,
 )
 from muster.train.model import lora, weights
-from muster.train.model.causal_lm import DTYPES, on_meta
+from muster.train.model.causal_lm import DTYPES, grows, on_meta
 
 #: Largest safetensors file, as in transformers.
 MAX_FILE_BYTES = 5_000_000_000
@@ -175,8 +175,9 @@ def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
     if sources.spec.model.source is None:
         raise UsageError("the adapter's base is random and not stored anywhere", hint="export it merged")
     with_adapters = on_meta(sources.config, torch.float32)
-    config = lora.add_adapters(with_adapters, sources.spec.model.lora, torch.float32)
-    expected = set(lora.adapter_names(with_adapters))
+    trains_embeddings = sources.spec.trains_embeddings
+    config = lora.add_adapters(with_adapters, sources.spec.model.lora, torch.float32, embeddings=trains_embeddings)
+    expected = {name for name, parameter in with_adapters.named_parameters() if parameter.requires_grad}
     if expected != sources.trained:
         different = sorted(expected ^ sources.trained)
         problem = f"differ in {len(different)} tensors, the first is {different[0]}"
@@ -187,8 +188,11 @@ def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
     config.save_pretrained(str(folder))
     makers: dict[str, Make] = {}
     sizes = {}
-    for name in sorted(expected):
-        key = f"base_model.model.{name.replace(ADAPTER_MARK, '.')}"
+    keys = {f"base_model.model.{name.replace(ADAPTER_MARK, '.')}": name for name in sorted(expected)}
+    if trains_embeddings:  # peft holds a tied head as a copy of its own
+        modules = lora.embedding_modules(with_adapters)
+        keys |= {f"base_model.model.{module}.weight": name for module, name in modules.items()}
+    for key, name in keys.items():
         makers[key] = lambda name=name: read_tensor(sources.reader, f"model.{name}")  # type: ignore[misc]
         sizes[key] = int(torch.Size(sources.reader.shapes()[f"model.{name}"]).numel()) * 4
     written = write_safetensors(folder, "adapter_model", makers, sizes, None)
@@ -235,10 +239,13 @@ def write_generation_config(folder: Path, sources: ExportSources) -> None:
     from transformers import GenerationConfig
 
     given = sources.folder.path / "generation_config.json" if sources.folder else None
-    if given is not None and given.is_file():
+    if given is not None and given.is_file() and not grows(sources.spec):
         shutil.copyfile(given, folder / given.name)
         return
-    config = GenerationConfig.from_model_config(sources.config)
+    if given is not None and given.is_file():  # a chat template has changed the end token
+        config = GenerationConfig.from_dict(json.loads(given.read_text()))
+    else:
+        config = GenerationConfig.from_model_config(sources.config)
     if (sources.tokenizer / "tokenizer.json").is_file():
         from muster.data.tokenizer import Encoder
 

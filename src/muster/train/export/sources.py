@@ -22,7 +22,7 @@ from muster.core.resolved_file import DamagedRunFile
 from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.model import lora, pretrained, weights
-from muster.train.model.causal_lm import on_meta, read_config
+from muster.train.model.causal_lm import grows, on_meta, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -99,9 +99,15 @@ def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSou
     folder = pretrained.open_source(spec.model)
     given = spec.model.config
     unknown = folder is None and isinstance(given, dict) and "vocab_size" not in given
-    config = read_config(spec, folder.path if folder else None, ANY_VOCABULARY if unknown else 1)
+    if grows(spec) or (unknown and spec.model.lora is not None):
+        from muster.data.tokenizer import Encoder
+
+        vocabulary = Encoder(run_dir / "tokenizer").vocab_size
+    else:
+        vocabulary = ANY_VOCABULARY if unknown else 1
+    config = read_config(spec, folder.path if folder else None, vocabulary)
     model = on_meta(config, torch.float32)
-    if folder is None and spec.model.lora is None:
+    if folder is None and spec.model.lora is None and not grows(spec):
         # The vocabulary size came from the tokenizer when the run started; the checkpoint's shape has it.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         name = names[id(model.get_input_embeddings().weight)]
@@ -109,11 +115,6 @@ def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSou
         if shape is not None and shape[0] != config.get_text_config().vocab_size:
             config.get_text_config().vocab_size = shape[0]
             model = on_meta(config, torch.float32)
-    elif unknown:
-        from muster.data.tokenizer import Encoder
-
-        config = read_config(spec, None, Encoder(run_dir / "tokenizer").vocab_size)
-        model = on_meta(config, torch.float32)
     return ExportSources(spec, config, model, folder, reader, run_dir / "tokenizer")
 
 
@@ -153,9 +154,10 @@ def stored(name: str, sources: ExportSources) -> Make:
         place = pretrained.place_of(name, sources.folder, f"{sources.model.base_model_prefix}.")
         if place is None:
             raise CheckpointError(f"neither the checkpoint nor {sources.folder.path} holds {name}")
-        with pretrained.opened(sources.folder.files[place]) as file:
-            tensor: Tensor = file.get_tensor(place)
-            return tensor
+        path, shaped = sources.folder.files[place], sources.model.state_dict(keep_vars=True)[name]
+        embedding = any(shaped is module.weight for module in pretrained.embeddings_of(sources.model))
+        with pretrained.opened(path) as file:
+            return pretrained.read_slice(file, place, shaped, path, grows=embedding and grows(sources.spec))
 
     return read
 
@@ -168,12 +170,12 @@ def reference_model(sources: ExportSources) -> PreTrainedModel:
     assert sources.spec.model is not None
     model = on_meta(sources.config, torch.float32)
     if sources.spec.model.lora is not None:
-        lora.add_adapters(model, sources.spec.model.lora, torch.float32)
+        lora.add_adapters(model, sources.spec.model.lora, torch.float32, embeddings=sources.spec.trains_embeddings)
     model.to_empty(device="cpu")
     model.tie_weights()
     adapters = lora.adapter_names(model)
     if sources.folder is not None:
-        pretrained.load(model, sources.folder, ignored=adapters)
+        pretrained.load(model, sources.folder, ignored=adapters, grows=grows(sources.spec))
     else:
         weights.initialise(model, seed=sources.spec.training.seed, device=torch.device("cpu"))
     weights.recompute_buffers(model, persistent=sources.folder is None)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError
@@ -49,6 +49,8 @@ class BuiltModel:
     """The result of the self-test that packed documents do not attend to each other."""
     num_parameters: int
     num_trainable: int
+    num_multiplied: int
+    """Of the trained ones, those that matrix products use: all but an embedding that is no head."""
     lora_config: LoraConfig | None
     """Where adapters are trained."""
     shape: ModelShape | None
@@ -92,7 +94,7 @@ def build_model(
     if isolation is not None and all_in_state(model):
         weights.recompute_buffers(model, persistent=False)
     else:
-        set_initial_values(model, folder, seed=seed, device=device)
+        set_initial_values(model, folder, seed=seed, device=device, grows=grows(spec))
     if mesh.layout.dp_shard > 1:
         check_sharded(model)
     isolation = isolation or prove(module, device, spec, proof)
@@ -104,6 +106,7 @@ def build_model(
         proof=isolation,
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
         num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        num_multiplied=sum(p.numel() for p in model.parameters() if p.requires_grad and p is not looked_up(model)),
         lora_config=lora_config,
         shape=shape_of(config),
     )
@@ -120,7 +123,9 @@ def laid_out(
     needs = needs_of(model, spec.training.sequence_length)
     attention = choose_attention(spec.model.attention, needs, device, compute_dtype)
     model.set_attn_implementation(attention.implementation)
-    lora_config = lora.add_adapters(model, spec.model.lora, master_dtype) if spec.model.lora else None
+    lora_config = None
+    if spec.model.lora:
+        lora_config = lora.add_adapters(model, spec.model.lora, master_dtype, embeddings=spec.trains_embeddings)
     reshard_layers = spec.parallelism.reshard_after_forward
     layers = decoder_layers(model)
     if mesh.layout.tp > 1:
@@ -161,7 +166,8 @@ def shape_of(config: PreTrainedConfig) -> ModelShape | None:
 
 
 def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrainedConfig:
-    """The transformers config of the run, checked against the tokenizer."""
+    """The transformers config of the run, checked against the tokenizer; its vocabulary grows by what a chat template
+    added to the tokenizer."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -179,6 +185,9 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
         raise UsageError(f"model.config: no model_type {error}", hint="for example model_type: llama") from error
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         raise _unreadable(error) from error
+    if grows(spec):
+        section = config.get_text_config()
+        section.vocab_size = max(section.vocab_size, vocab_size)
     model_vocab_size = config.get_text_config().vocab_size
     if vocab_size > model_vocab_size:
         raise UsageError(
@@ -187,6 +196,18 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
         )
     result: PreTrainedConfig = config
     return result
+
+
+def looked_up(model: PreTrainedModel) -> Tensor | None:
+    """The input embedding's weight, where no head shares it."""
+    embedding, *heads = pretrained.embeddings_of(model)
+    shared = any(head.weight is embedding.weight for head in heads)
+    return None if shared else embedding.weight  # type: ignore[return-value]
+
+
+def grows(spec: RunSpec) -> bool:
+    """Whether the model may have more tokens than its source: a chat template adds some."""
+    return spec.data is not None and spec.data.chat_template is not None
 
 
 def _unreadable(error: Exception) -> UsageError:
@@ -252,13 +273,13 @@ def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def set_initial_values(
-    model: PreTrainedModel, folder: pretrained.Folder | None, *, seed: int, device: torch.device
+    model: PreTrainedModel, folder: pretrained.Folder | None, *, seed: int, device: torch.device, grows: bool = False
 ) -> None:
-    """Set the initial values of parameters and buffers."""
+    """Set the initial values of parameters and buffers. ``grows``: see ``pretrained.load``."""
     adapters = lora.adapter_names(model)
     if folder is None:
         weights.initialise(model, seed=seed, device=device)
     else:
-        pretrained.load(model, folder, ignored=adapters)
+        pretrained.load(model, folder, ignored=adapters, grows=grows)
     lora.initialise(model, adapters, seed=seed, device=device)
     weights.recompute_buffers(model, persistent=folder is None)

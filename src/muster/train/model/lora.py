@@ -6,6 +6,7 @@ The modules are peft's; the model keeps its own names (``q_proj.base_layer.weigh
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from muster.config.spec import Lora
 from muster.core.errors import UsageError
 from muster.train.distributed.reduce import local
+from muster.train.model.pretrained import embeddings_of
 from muster.train.model.weights import fill, local_ranges, uniform
 
 if TYPE_CHECKING:
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 MARKS = (".lora_A.", ".lora_B.")
 
 
-def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype) -> LoraConfig:
-    """Put adapters of ``dtype`` into ``model``, freeze everything else; returns their config.
+def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype, *, embeddings: bool = False) -> LoraConfig:
+    """Put adapters of ``dtype`` into ``model``, freeze everything else; returns their config. ``embeddings``: the
+    embedding and the head are trained as a whole beside them.
 
     Raises:
         UsageError: no module has one of the target names.
@@ -37,19 +40,28 @@ def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype) -> 
         lora_dropout=settings.dropout,
         target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
         task_type="CAUSAL_LM",
+        modules_to_save=[name.rpartition(".")[2] for name in embedding_modules(model)] if embeddings else None,
     )
     try:
         with torch.device("meta"):
-            inject_adapter_in_model(config, model)
+            inject_adapter_in_model(replace(config, modules_to_save=None), model)
     except ValueError as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"model.lora: {first_line}", hint="targets: all-linear, or names such as q_proj") from error
+    whole = set(embedding_modules(model).values()) if embeddings else set()
     for name, parameter in model.named_parameters():
-        adapter = is_adapter_name(name)
-        parameter.requires_grad_(adapter)
-        if adapter:
+        trained = is_adapter_name(name) or name in whole
+        parameter.requires_grad_(trained)
+        if trained:
             parameter.data = parameter.data.to(dtype)
     return config
+
+
+def embedding_modules(model: PreTrainedModel) -> dict[str, str]:
+    """Embedding and head -> the parameter each uses; the same one where they are tied."""
+    names = {id(module): name for name, module in model.named_modules()}
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(module)]: parameters[id(module.weight)] for module in embeddings_of(model)}
 
 
 def is_adapter_name(name: str) -> bool:

@@ -8,22 +8,24 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.config.spec import Model
 from muster.core import environment
 from muster.core.errors import BackendError, CheckpointError, UsageError
 from muster.core.model_copies import find_copy
 from muster.train.distributed.reduce import local
-from muster.train.model.weights import fill, local_ranges, plain_name, transient_buffers
+from muster.train.model.weights import Ranges, fill, local_ranges, plain_name, transient_buffers
 
 if TYPE_CHECKING:
     from safetensors import safe_open
     from transformers import PreTrainedModel
 
+#: Rows of an embedding that are summed at once.
+_BLOCK_ROWS = 4096
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -119,10 +121,11 @@ def opened(path: Path) -> safe_open:
         ) from error
 
 
-def load(model: PreTrainedModel, folder: Folder, *, ignored: Iterable[str] = ()) -> None:
+def load(model: PreTrainedModel, folder: Folder, *, ignored: Iterable[str] = (), grows: bool = False) -> None:
     """Fill this rank's parts of all parameters and persistent buffers, converting dtypes and reading only those parts.
 
-    ``model`` is a transformers model, perhaps with adapters in it, whose parameters ``ignored`` names.
+    ``model`` is a transformers model, perhaps with adapters in it, whose parameters ``ignored`` names. ``grows``: its
+    embedding and head may have more rows than the files; a new token begins as the mean of the others.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape, or a file is corrupt.
@@ -142,12 +145,19 @@ def load(model: PreTrainedModel, folder: Folder, *, ignored: Iterable[str] = ())
             hint="check that the folder is of this architecture and needs no conversion by transformers",
         )
     _refuse_unknown(model, folder, set(places.values()), transient, prefix)
+    growing = {id(module.weight) for module in embeddings_of(model)} if grows else set()
     with ExitStack() as stack:
         files = {path: stack.enter_context(opened(path)) for path in sorted(set(folder.files.values()))}
         for name, tensor in targets.items():
             place = places[name]
             assert place is not None
-            fill(tensor, read_slice(files[folder.files[place]], place, tensor, folder.files[place]))
+            path = folder.files[place]
+            fill(tensor, read_slice(files[path], place, tensor, path, grows=id(tensor) in growing))
+
+
+def embeddings_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Input embedding and output head, where there are such."""
+    return [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
 
 
 def place_of(name: str, folder: Folder, prefix: str) -> str | None:
@@ -157,13 +167,16 @@ def place_of(name: str, folder: Folder, prefix: str) -> str | None:
     return next((candidate for candidate in candidates if candidate in folder.files), None)
 
 
-def read_slice(file: safe_open, place: str, tensor: Tensor, path: Path) -> Tensor:
-    """The part of a stored tensor that ``tensor`` holds on this rank."""
+def read_slice(file: safe_open, place: str, tensor: Tensor, path: Path, *, grows: bool = False) -> Tensor:
+    """The part of a stored tensor that ``tensor`` holds on this rank. ``grows``: it may have more rows than stored."""
     from safetensors import SafetensorError
 
     try:
         stored = file.get_slice(place)
-        if tuple(stored.get_shape()) != tuple(tensor.shape):
+        shape = tuple(stored.get_shape())
+        if grows and shape[1:] == tuple(tensor.shape[1:]) and shape[0] < tensor.shape[0]:
+            return _grown(stored, shape[0], local_ranges(tensor))
+        if shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"{path}: {place} has shape {list(stored.get_shape())}, the model's is {list(tensor.shape)}",
                 hint="config.json does not belong to these weights",
@@ -177,6 +190,17 @@ def read_slice(file: safe_open, place: str, tensor: Tensor, path: Path) -> Tenso
         return part
     except SafetensorError as error:
         raise CheckpointError(f"{path} is corrupt or truncated at {place}: {error}") from error
+
+
+def _grown(stored: Any, rows: int, ranges: Ranges) -> Tensor:
+    """The ``ranges`` of a stored matrix of ``rows`` rows and of rows after them that are the mean of all."""
+    columns = ranges[1:]
+    start, stop = ranges[0].start, ranges[0].stop
+    total = torch.zeros(stored[(slice(0, 1), *columns)].shape[1:], dtype=torch.float64)
+    for first in range(0, rows, _BLOCK_ROWS):
+        total += stored[(slice(first, min(rows, first + _BLOCK_ROWS)), *columns)].double().sum(0)
+    new = (total / rows).float().expand(max(stop, rows) - max(start, rows), *total.shape)
+    return new if start >= rows else torch.cat([stored[(slice(start, min(stop, rows)), *columns)].float(), new])
 
 
 def _refuse_unknown(

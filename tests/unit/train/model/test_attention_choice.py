@@ -1,5 +1,6 @@
 """Which kernel is chosen, and that every refusal gives its reason."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -124,7 +125,9 @@ def test_varlen_attention_of_a_torch_that_knows_no_groups(monkeypatch, key_heads
     assert output.shape == (1, 6, 4, 8)
     attention._varlen_names_groups.cache_clear()
     monkeypatch.undo()
-    assert attention._grouped(4, 2) == {"enable_gqa": True} and attention._grouped(4, 4) == {"enable_gqa": False}
+    knows = "enable_gqa" in inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters  # torch 2.11 does not
+    assert attention._grouped(4, 2) == ({"enable_gqa": True} if knows else {})
+    assert attention._grouped(4, 4) == ({"enable_gqa": False} if knows else {})
 
 
 @pytest.mark.parametrize("wanted", ["flash_attention_3", "flash_attention_2", "varlen", "flex"])

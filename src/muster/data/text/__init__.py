@@ -1,0 +1,1 @@
+"""What tokenizers are made of: chat templates, small vocabularies."""

@@ -254,8 +254,11 @@ def figures(directory):
         "usd": None,
     }
     if rate and spans:
-        active = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        any_held, upto = 0, min(begin for begin, _ in spans)
+        for begin, end in sorted(spans):
+            any_held, upto = any_held + max(0, end - max(begin, upto)), max(upto, end)
         ranks = sum((end - begin) * host["gpus"] for host in hosts.values() for begin, end in host["spans"])
+        active = min(any_held, ranks / rate[1])  # no more was active than was bought
         figures["goodput_active"] = tokens / (rate[0] * active / 1e9) if active else None
         figures["goodput_purchased"] = tokens / (rate[0] / rate[1] * ranks / 1e9) if ranks else None
     if hosts and all(host["usd"] is not None for host in hosts.values()):

@@ -104,8 +104,14 @@ class ForkServer:
 
     def _start(self) -> None:
         identity, spec = self._identity, self._spec()
+        try:
+            given = identity.variables(spec)
+        except AccessError as error:
+            self._again_s = time.monotonic() + AGAIN_S
+            self._on_failure(StartFailed(reason=str(error), exit_code=error.exit_code, hint=error.hint))
+            return
         environ = rank_environment.fork_server_environment(
-            spec, identity.environ, cores=len(os.sched_getaffinity(0)), hosts_here=identity.hosts_here
+            spec, given, cores=len(os.sched_getaffinity(0)), hosts_here=identity.hosts_here
         )
         socket = str(identity.memory.path(SOCKET))
         child = identity.start_program(

@@ -14,7 +14,7 @@ from muster.core.errors import AccessError
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import encode
 from muster.protocol.hello import BeatHello
-from muster.protocol.lease import read_lease
+from muster.protocol.lease import LeaseRecord, read_lease
 from muster.protocol.to_supervisor import Beat
 from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion
@@ -29,18 +29,25 @@ def supervisor_address(run_dir: Path, *, me: str) -> Address | None:
 
     Raises OtherVersion: that supervisor is of another version.
     """
-    try:
-        return read_lease((run_dir / "lease.json").read_bytes(), me=me).address
-    except (OSError, Unreadable):
-        return None
+    lease = _lease(run_dir, me=me)
+    return None if lease is None else lease.address
 
 
 def lease_is_given_back(run_dir: Path, *, me: str) -> bool:
     """Whether the last supervisor ended of its own will, which is the end of the run. ``me``: who reads it."""
     try:
-        return read_lease((run_dir / "lease.json").read_bytes(), me=me).address is None
-    except (OSError, Unreadable, OtherVersion):
+        lease = _lease(run_dir, me=me)
+    except OtherVersion:
         return False
+    return lease is not None and lease.address is None
+
+
+def _lease(run_dir: Path, *, me: str) -> LeaseRecord | None:
+    """None: there is none that can be read."""
+    try:
+        return read_lease((run_dir / "lease.json").read_bytes(), me=me)
+    except (OSError, Unreadable):
+        return None
 
 
 @dataclass

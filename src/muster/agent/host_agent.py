@@ -16,6 +16,7 @@ import time
 from muster.agent.evidence.gatherer import EvidenceGatherer
 from muster.agent.fork_server_process import ForkServer
 from muster.agent.hardware.host_check import HostCheck
+from muster.agent.hardware.usage import UsageMeter
 from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_event_log import HostLog, committed_event
 from muster.agent.host_home import HostHome
@@ -125,18 +126,13 @@ class HostAgent:
             is_supervised=lambda: self.link.connected, is_prepared=lambda: self.programs.prepared,
             on_warm=self._check_ready,
             forks=Forks(
-                spawn=self.fork_server.spawn,
-                reaps=self.fork_server.reaps,
+                spawn=self.fork_server.spawn, reaps=self.fork_server.reaps,
                 opens_contexts=lambda: self.fork_server.opens_contexts,
-                give_up_contexts=self.fork_server.give_up_contexts,
-                order_store=self.fork_server.order_store,
+                give_up_contexts=self.fork_server.give_up_contexts, order_store=self.fork_server.order_store,
             ),
             snapshots=Snapshots(
-                begin=self.snapshots.begin,
-                held=self.snapshots.held,
-                drop=self.snapshots.drop,
-                on_ready=self.replicator.copy,
-                on_step=self.snapshots.on_step,
+                begin=self.snapshots.begin, held=self.snapshots.held, drop=self.snapshots.drop,
+                on_ready=self.replicator.copy, on_step=self.snapshots.on_step,
             ),
         )  # fmt: skip
         self.kernel_log = KernelLogFollower(
@@ -152,6 +148,10 @@ class HostAgent:
         self.evidence = EvidenceGatherer(
             hub=hub, host=identity.host, living=self.pool.living, send=self.link.send,
             findings=self.kernel_log.since, environ=identity.environ,
+        )  # fmt: skip
+        self.usage = UsageMeter(
+            hub=hub, living=self.pool.living, tell=self._tell, hosts=lambda: self.spec.resources.hosts,
+            environ=identity.environ,
         )  # fmt: skip
         self.preemption = Preemption(
             spec=lambda: self.spec, has_ranks=lambda: bool(self.pool.workers),
@@ -192,7 +192,7 @@ class HostAgent:
             search_s = math.inf if self.link.connected else time.monotonic() + SEARCH_S
             due_s = min(search_s, self.readiness.due_s(), *(part.due_s() for part in mine))
             self.hub.run_once(max(0.0, due_s - time.monotonic()))
-            for part in mine:
+            for part in (*mine, self.usage):
                 part.watch()
             if not self.link.connected:
                 self._find_supervisor()
@@ -238,19 +238,12 @@ class HostAgent:
 
     def _hello(self) -> AgentHello:
         return AgentHello(
-            version=MINE,
-            host=self.identity.host,
-            pid=os.getpid(),
-            attempt=self.pool.attempt,
+            version=MINE, host=self.identity.host, pid=os.getpid(), attempt=self.pool.attempt,
             alive={worker.rank: worker.pid for worker in self.pool.living()},
-            exited=tuple(sorted(self.pool.exits)),
-            ready=self.readiness.is_ready,
-            store=self.fork_server.store,
-            memory=self._memory_address(),
-            snapshots=self.snapshots.held(),
-            step=self.pool.step,
-            place=self.identity.place,
-        )
+            exited=tuple(sorted(self.pool.exits)), ready=self.readiness.is_ready, store=self.fork_server.store,
+            memory=self._memory_address(), snapshots=self.snapshots.held(),
+            step=self.pool.step, place=self.identity.place,
+        )  # fmt: skip
 
     def _memory_address(self) -> Address | None:
         """Where other hosts fetch this one's snapshots; None where it holds none."""
@@ -265,6 +258,7 @@ class HostAgent:
                 self.programs.on_start()
                 self.pool.start(message)
             case to_agent.EndAttempt():
+                self.usage.release()
                 self.pool.end(message)
             case CommandRanks():
                 self.pool.send_command(message)
@@ -374,6 +368,7 @@ class HostAgent:
 
     def _shutdown(self) -> None:
         """End everything this agent started and free the memory."""
+        self.usage.release()
         for part in (self.pool, self.replicator, self.programs, self.kernel_log, self.host_check, self.fork_server):
             part.shutdown()
         self.log.write("agent.ended", {"reason": self.exit_reason or ""})

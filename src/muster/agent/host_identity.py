@@ -15,6 +15,7 @@ from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
 from muster.core.processes import open_log
 from muster.core.types import Place
+from muster.storage import run_secrets
 from muster.storage.memory_dir import MemoryDir
 
 #: Where the agent listens to the processes of its host, in the host's folder in memory.
@@ -69,6 +70,14 @@ class HostIdentity:
     def read_spec(self) -> RunSpec:
         """The run file as it is now: a restart may have changed it."""
         return RunSpec.model_validate_json(resolved_file.read(self.run_dir, patient=True))
+
+    def variables(self, spec: RunSpec) -> dict[str, str]:
+        """What ranks and data preparation find: the environment of this host, the run file's, and its secrets.
+
+        Raises:
+            AccessError: the file of secrets cannot be used.
+        """
+        return {**self.environ, **spec.env, **run_secrets.read(self.run_dir)}
 
     def log_path(self, program: str) -> Path:
         return self.run_dir / "logs" / f"{program}-{self.host}.log"

@@ -34,6 +34,8 @@ class Preemption:
         self._send, self._command, self._on_exit = send, command, on_exit
         self._untold = ""
         """The source of a notice that no supervisor has heard of."""
+        self._told = ""
+        """The source of one that a supervisor has heard of: whoever does not take the host away in time is helped."""
         self._gone_s = 0.0
         """When this host is gone."""
 
@@ -58,10 +60,17 @@ class Preemption:
 
     def due_s(self) -> float:
         """When ``watch`` acts, if no supervisor comes before."""
-        return self._gone_s - (1 - WAIT_SHARE) * self._spec().recovery.grace_s if self._untold else math.inf
+        if self._untold:
+            return self._gone_s - (1 - WAIT_SHARE) * self._spec().recovery.grace_s
+        return self._gone_s if self._told else math.inf
 
     def watch(self) -> None:
-        """Act on a notice that came while there was no supervisor."""
+        """Act on a notice that came while there was no supervisor, and leave when the time is over: a supervisor that
+        waits for the host to return would wait for ever for one that never left (a machine of one's own)."""
+        if self._told and self._left_s() == 0:
+            if not self._has_ranks():
+                self._on_exit(f"got {self._told}")
+            self._told = ""  # with ranks: it was not taken away, and nobody counts on that
         if not self._untold:
             return
         if self._is_supervised():
@@ -73,6 +82,7 @@ class Preemption:
 
     def _tell(self, source: str) -> None:
         self._send(HostNotice(notice="preemption", source=source, grace_s=self._left_s()))
+        self._told = source
 
     def _save(self) -> None:
         self._command(CommandRanks(kind="stop", exit_code=75, deadline_s=self._left_s()))

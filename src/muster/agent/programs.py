@@ -14,7 +14,7 @@ from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.rank_process import end_child, on_exit
 from muster.config.spec import RunSpec
-from muster.core.errors import UsageError
+from muster.core.errors import AccessError, UsageError
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import reader_of
 from muster.protocol.pipes import PREEMPTION_NOTICES, PREPARATION, DataFailed, DataPrepared, FromPreparation
@@ -97,7 +97,14 @@ class Programs:
             self.prepared = True
             return
         arguments = ("--run-dir", str(self._identity.run_dir))
-        self._prepare = self._identity.start_program("prepare", "muster.data", *arguments, stdout=subprocess.PIPE)
+        try:
+            env = self._identity.variables(self._spec())
+        except AccessError as error:
+            self._fail(StartFailed(reason=str(error), exit_code=error.exit_code, hint=error.hint))
+            return
+        self._prepare = self._identity.start_program(
+            "prepare", "muster.data", *arguments, stdout=subprocess.PIPE, env=env
+        )
         on_exit(self._hub, self._prepare.pid, self._on_prepare_exit)
 
     def _on_prepare_exit(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.event_details.checkpoints import CheckpointCommitted, CheckpointRestored
-from muster.core.event_details.hosts import HostAllocated, HostHealth, HostReadmitted, HostReleased
+from muster.core.event_details.hosts import HostAllocated, HostHealth, HostReadmitted, HostReleased, HostUsage
 from muster.core.event_details.incidents import IncidentDetected, IncidentResolved
 from muster.core.event_details.run import RunFinished
 from muster.core.event_details.training import Step
@@ -53,6 +53,14 @@ INCIDENTS = Family("muster_incidents_total", "counter", "Incidents so far, by ki
 LOST = Family("muster_incident_lost_seconds_total", "counter", "From incidents' detection to the next new step.")
 AGE = Family("muster_checkpoint_age_seconds", "gauge", "Since the newest version of the training state in this tier.")
 GPU = Family("muster_gpu_health", "gauge", "1: a fault was found on this host (gpu: which one, where known).")
+BUSY = Family("muster_host_processor_ratio", "gauge", "Share of the host's processors that were not idle, lately.")
+CPU = Family("muster_step_processor_seconds", "gauge", "Processor time of the host's ranks in a step, lately.")
+MEMORY = Family("muster_host_memory_bytes", "gauge", "Memory of the host that is in use.")
+NETWORK = Family(
+    "muster_host_network_bytes_total", "counter", "Over the host's network and RDMA ports, loopback left out."
+)
+GPU_BUSY = Family("muster_gpu_utilization_ratio", "gauge", "Share of the time in which the GPU computed, lately.")
+GPU_MEMORY = Family("muster_gpu_memory_bytes", "gauge", "Memory of the GPU that is in use.")
 USD = Family("muster_usd_total", "counter", "Dollars spent on hosts whose price is known.")
 FINISHED = Family("muster_finished", "gauge", "1: the run has ended.")
 
@@ -80,6 +88,10 @@ class RunMetrics:
     """Tier -> (newest step in it, since when)."""
     _faults: dict[str, HostHealth] = field(default_factory=dict)
     """By host, until it is readmitted."""
+    _usage: dict[str, HostUsage] = field(default_factory=dict)
+    """Each host's newest."""
+    _network: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(Host, direction) -> bytes so far."""
     _held: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Host -> (bought at, dollars an hour)."""
     _usd: float = 0.0
@@ -107,15 +119,24 @@ class RunMetrics:
             self._on_host(event)
 
     def _on_host(self, event: Event) -> None:
-        if event.kind == HostHealth.kind:
+        if event.kind == HostUsage.kind:
+            self._on_usage(event.host, event.read(HostUsage))
+        elif event.kind == HostHealth.kind:
             self._faults[event.host] = event.read(HostHealth)
         elif event.kind == HostReadmitted.kind:
             self._faults.pop(event.host, None)
         elif event.kind == HostAllocated.kind and event.host not in self._held:
             self._held[event.host] = (event.wall_ns, event.read(HostAllocated).usd_per_hour or 0.0)
         elif event.kind == HostReleased.kind and event.host in self._held:
+            self._usage.pop(event.host, None)
             bought_ns, price = self._held.pop(event.host)
             self._usd += price * max(0, event.wall_ns - bought_ns) / HOUR_NS
+
+    def _on_usage(self, host: str, found: HostUsage) -> None:
+        self._usage[host] = found
+        for direction, grown in (("received", found.received_bytes), ("sent", found.sent_bytes)):
+            if grown is not None:
+                self._network[host, direction] = self._network.get((host, direction), 0) + grown
 
     def _on_step(self, number: int, detail: Step, wall_ns: int) -> None:
         self._step = (number, detail)
@@ -147,6 +168,7 @@ class RunMetrics:
         for host, found in sorted(self._faults.items()):
             for gpu in found.resettable or ("",):
                 yield GPU, {"host": host, "gpu": str(gpu), "class": found.verdict or "replace"}, 1.0
+        yield from self._of_hosts()
         held = sum(price * max(0, wall_ns - bought_ns) / HOUR_NS for bought_ns, price in self._held.values())
         yield USD, {}, self._usd + held
 
@@ -165,6 +187,25 @@ class RunMetrics:
             yield LOSS, {}, detail.loss
         if detail.mfu is not None:
             yield MFU, {}, detail.mfu
+
+    def _of_hosts(self) -> Iterator[Sample]:
+        usage = sorted(self._usage.items())
+        for host, found in usage:
+            if found.busy is not None:
+                yield BUSY, {"host": host}, found.busy
+        for host, found in usage:
+            yield CPU, {"host": host}, found.cpu_ns / max(1, found.steps) / 1e9
+        for host, found in usage:
+            if found.memory_bytes is not None:
+                yield MEMORY, {"host": host}, found.memory_bytes
+        for (host, direction), count in sorted(self._network.items()):
+            yield NETWORK, {"host": host, "direction": direction}, count
+        for host, found in usage:
+            for number, share in enumerate(found.gpu_busy):
+                yield GPU_BUSY, {"host": host, "gpu": str(number)}, share
+        for host, found in usage:
+            for number, size in enumerate(found.gpu_memory_bytes):
+                yield GPU_MEMORY, {"host": host, "gpu": str(number)}, size
 
     def _lags(self, detail: Step) -> Iterator[Sample]:
         """How ``health.stragglers`` counts: against the others' median, so that one that is early is no lag of all."""

@@ -58,7 +58,9 @@ class Outcome:
 
     @property
     def goodput_active(self) -> float:
-        return self.productive_s / self.wall_s if self.wall_s else 0.0
+        """As the ledger's: of the time on the hosts asked for, but never of more than was bought."""
+        active_s = min(self.wall_s, self.purchased_host_s / self.hosts)
+        return self.productive_s / active_s if active_s else 0.0
 
     @property
     def goodput_purchased(self) -> float:

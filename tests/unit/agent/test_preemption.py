@@ -15,10 +15,10 @@ class Host:
         self.now = 1000.0
         monkeypatch.setattr(preemption.time, "monotonic", lambda: self.now)
         spec = SimpleNamespace(recovery=SimpleNamespace(grace_s=20.0), resources=SimpleNamespace(hosts=hosts))
-        self.done, self.supervised = [], supervised
+        self.done, self.supervised, self.ranks = [], supervised, ranks
         self.preemption = Preemption(
             spec=lambda: spec,
-            has_ranks=lambda: ranks,
+            has_ranks=lambda: self.ranks,
             is_supervised=lambda: self.supervised,
             send=self.done.append,
             command=self.done.append,
@@ -67,4 +67,22 @@ def test_a_supervisor_that_comes_in_time_is_told_what_is_left(monkeypatch):
     host.notice()
     host.supervised = True
     assert host.after(4.0) == [HostNotice(notice="preemption", source="SIGTERM", grace_s=16.0)]
+    assert len(host.after(60.0)) == 1
+
+
+def test_a_host_that_nobody_takes_away_leaves_by_itself(monkeypatch):
+    host = Host(monkeypatch)
+    host.notice()
+    host.ranks = False  # the supervisor has ended them and waits for the host to return
+    assert len(host.after(19.0)) == 1
+    assert host.preemption.due_s() == host.now + 1
+    assert host.after(1.0)[1:] == ["got SIGTERM"]
+    assert len(host.after(60.0)) == 2
+
+
+def test_one_that_goes_on_working_after_its_time_stays(monkeypatch):
+    host = Host(monkeypatch)
+    host.notice()
+    host.after(21.0)
+    host.ranks = False
     assert len(host.after(60.0)) == 1

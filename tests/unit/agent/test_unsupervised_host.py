@@ -81,6 +81,16 @@ def test_the_wait_begins_when_supervisor_and_ranks_are_both_gone(tmp_path, now):
     assert host.exit_reason == REASON == main.LONELY and host.notes == [] and host.orders == []
 
 
+def leaves_after(wait_s, host, now):
+    """Not before, and then it does."""
+    now[0] += wait_s - 1
+    host.alone.watch()
+    assert host.exit_reason is None
+    now[0] += 2
+    host.alone.watch()
+    assert host.exit_reason == REASON
+
+
 def lease(run_dir, *, address):
     run_dir.mkdir(exist_ok=True)
     record = LeaseRecord(
@@ -93,33 +103,18 @@ def test_a_host_that_could_not_be_told_of_the_runs_end_does_not_wait_for_a_super
     lease(tmp_path / "run", address=("127.0.0.1", 1))
     host = Host(tmp_path)
     lease(tmp_path / "run", address=None)
-    now[0] += RELEASED_S - 1
-    host.alone.watch()
-    assert host.exit_reason is None
-    now[0] += 2
-    host.alone.watch()
-    assert host.exit_reason == REASON
+    leaves_after(RELEASED_S, host, now)
 
 
 def test_before_a_runs_next_supervisor_starts_the_last_ones_lease_says_nothing(tmp_path, now):
     lease(tmp_path / "run", address=None)
     host = Host(tmp_path)
-    now[0] += GRACE_PERIOD_S - 1
-    host.alone.watch()
-    assert host.exit_reason is None
-    now[0] += 2
-    host.alone.watch()
-    assert host.exit_reason == REASON
+    leaves_after(GRACE_PERIOD_S, host, now)
 
 
 def test_hold_s_is_kept_where_it_is_longer(tmp_path, now):
     host = Host(tmp_path, keep_hosts_after_failure_s=5 * GRACE_PERIOD_S)
-    now[0] += 5 * GRACE_PERIOD_S - 1
-    host.alone.watch()
-    assert host.exit_reason is None
-    now[0] += 2
-    host.alone.watch()
-    assert host.exit_reason == REASON
+    leaves_after(5 * GRACE_PERIOD_S, host, now)
 
 
 def test_a_complete_version_is_saved_before_it_exits(tmp_path, now):

@@ -237,6 +237,8 @@ def test_a_trace_takes_and_gives_hosts(tmp_path):
     assert outcome.purchased_host_s == pytest.approx(2 * 3600 + 3600 + 2 * 7200, rel=0.01), "gone hosts cost nothing"
     assert outcome.identity_error < 1e-9
     assert outcome.faults["preempted"] == 2
+    assert outcome.goodput_active >= outcome.goodput_purchased > outcome.productive_s / outcome.wall_s
+    assert outcome.goodput_active == pytest.approx(outcome.goodput_purchased), "without spares they are one"
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded traces beside the repository")

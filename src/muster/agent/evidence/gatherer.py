@@ -31,7 +31,7 @@ from muster.health.hang.process_state import GONE, CgroupState, ProcessState
 from muster.health.hardware.own_gpus import GPUS
 from muster.health.verdicts import Finding
 from muster.protocol.rank_agent import CaptureRank
-from muster.protocol.ranks import RESIZE_EXIT_CODE
+from muster.protocol.ranks import REQUESTED_EXIT_CODES
 from muster.protocol.to_agent import GatherEvidence, TraceRanks
 from muster.protocol.to_supervisor import EvidenceReady, FromAgent, RankExit
 from muster.transport.connections import ConnectionPool
@@ -42,8 +42,6 @@ MOST_BYTES = 1 << 18
 EXIT_LIMIT_S = 0.2
 #: How far to look back for errors of a GPU where no rank is left that knows when the last step was.
 UNKNOWN_STEP_S = 60.0
-#: Exit codes of ranks that end as they should: done, or asked to (``supervise.recovery.context``).
-_ASKED_FOR = frozenset({0, 75, 130, RESIZE_EXIT_CODE})
 #: Threads and frames that are told of a rank.
 MOST_THREADS, MOST_FRAMES = 32, 40
 
@@ -95,7 +93,7 @@ class EvidenceGatherer:
     def report(self, message: FromAgent) -> None:
         """Pass it to the supervisor; beside a rank's exit with an error look around."""
         self._send(message)
-        if isinstance(message, RankExit) and message.code not in _ASKED_FOR:
+        if isinstance(message, RankExit) and message.code not in (0, *REQUESTED_EXIT_CODES):
             self._exited(message)
 
     def _exited(self, exit_: RankExit) -> None:

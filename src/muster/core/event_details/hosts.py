@@ -92,6 +92,24 @@ class HostCheck(Detail):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostUsage(Detail):
+    kind: ClassVar = "host.usage"
+    doc: ClassVar = "What a host's steps up to this one used: every 10 s at most, of many hosts more rarely."
+    steps: Annotated[int, "that this is of"]
+    interval_ns: Annotated[int, "in which they were taken"]
+    cpu_ns: Annotated[int, "processor time of the ranks here, all their threads"]
+    busy: Annotated[float | None, "share of the machine's processors that were not idle"] = None
+    memory_bytes: Annotated[int | None, "of the machine, in use"] = None
+    memory_total_bytes: Annotated[int | None, "of the machine"] = None
+    received_bytes: Annotated[int | None, "over network interfaces and RDMA ports; not loopback"] = None
+    sent_bytes: Annotated[int | None, "in the same way"] = None
+    gpu_busy: Annotated[
+        tuple[float, ...], "of each GPU that the run may use here: share of the time in which it computed (nvidia-smi)"
+    ] = ()
+    gpu_memory_bytes: Annotated[tuple[int, ...], "of each of them, in use"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostQuarantined(Detail):
     kind: ClassVar = "host.quarantined"
     doc: ClassVar = "Not used again, or not for now."
@@ -150,6 +168,6 @@ class TerminationNotice(Detail):
 
 DETAILS: tuple[type[Detail], ...] = (
     HostRequested, HostAllocated, HostPlaced, HostReleased, HostLost, HostReset, HostSetAside, HostCheck, HostHealth,
-    HostQuarantined, HostReadmitted, ClockOffset,
+    HostUsage, HostQuarantined, HostReadmitted, ClockOffset,
 )  # fmt: skip
 AGENT_DETAILS: tuple[type[Detail], ...] = (AgentStarted, AgentEnded)

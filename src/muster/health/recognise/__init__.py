@@ -9,7 +9,15 @@ from dataclasses import dataclass, field, replace
 from muster.health.hang.analysis import analyse
 from muster.health.hang.captures import evidence_of
 from muster.health.hang.evidence import Analysis
-from muster.health.hardware import fabric_manager, infiniband, kernel_log, nccl_tests, nvidia_smi, nvlink
+from muster.health.hardware import (
+    fabric_manager,
+    infiniband,
+    kernel_log,
+    nccl_tests,
+    node_condition,
+    nvidia_smi,
+    nvlink,
+)
 from muster.health.hardware.driver_errors import judge_kernel_log
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.gpu_judge import judge_gpus
@@ -73,6 +81,7 @@ def recognise(
 
 QUERY, CSV, KERNEL_LOG = "nvidia-smi -q", "nvidia-smi --query-gpu", "kernel log"
 NVLINK, IBSTAT, SYSFS = "nvidia-smi nvlink", "ibstat", "files of /sys/class/infiniband"
+NODES = "nodes of Kubernetes"
 NCCL_TESTS, FABRIC_MANAGER, HANG = "nccl-tests", "status of the fabric manager", "capture of a hang"
 
 
@@ -80,7 +89,8 @@ def kind_of(content: bytes) -> str:
     """What ``content`` is, in words; "" for no known form."""
     text = _text(content)
     for kind, fits in (
-        (QUERY, nvidia_smi.is_query), (NVLINK, nvlink.is_nvlink), (IBSTAT, infiniband.is_ibstat),
+        (NODES, node_condition.is_nodes), (QUERY, nvidia_smi.is_query),
+        (NVLINK, nvlink.is_nvlink), (IBSTAT, infiniband.is_ibstat),
         (SYSFS, infiniband.is_sysfs), (NCCL_TESTS, nccl_tests.is_nccl_tests), (CSV, nvidia_smi.is_csv),
         (FABRIC_MANAGER, fabric_manager.is_fabric_manager),
     ):  # fmt: skip
@@ -125,6 +135,7 @@ _JUDGES: Mapping[str, Callable[[str, _Host, Expected, OwnNumbers], list[Finding]
     CSV: _csv,
     SYSFS: _sysfs,
     KERNEL_LOG: _kernel_log,
+    NODES: lambda text, host, wanted, own: node_condition.judge_nodes(text, own),
     IBSTAT: lambda text, host, wanted, own: _ports(infiniband.read_ibstat(text), wanted),
     NVLINK: lambda text, host, wanted, own: nvlink.judge_links(nvlink.read_nvlink(text)),
     NCCL_TESTS: lambda text, host, wanted, own: nccl_tests.judge_nccl_tests(nccl_tests.read_nccl_tests(text)),

@@ -95,17 +95,18 @@ def goodput(ledger: Ledger) -> Goodput:
     )
     if reference is None or ledger.held_span is None:
         return result
-    active_ns = ledger.held_span[1] - ledger.held_span[0]
     rank_ns = sum(lane.held_ns * lane.gpus for lane in ledger.lanes.values())
-    wall_ns = active_ns + ledger.queue_ns
+    held_ns = sum(end - begin for begin, end in ledger.held_spans)
+    bought = rank_ns * reference.tokens_per_rank_s
+    wall_ns = ledger.held_span[1] - ledger.held_span[0] + ledger.queue_ns
 
     def share(capacity: float) -> float | None:
         return total / (capacity / 1e9) if capacity else None
 
     return replace(
         result,
-        active=share(active_ns * reference.tokens_per_s),
-        purchased=share(rank_ns * reference.tokens_per_rank_s),
+        active=share(min(held_ns * reference.tokens_per_s, bought)),  # no more was active than was bought
+        purchased=share(bought),
         wall=share(wall_ns * reference.tokens_per_s),
     )
 

@@ -53,6 +53,17 @@ class Ledger:
         return (min(begin for begin, _ in held), max(end for _, end in held)) if held else None
 
     @property
+    def held_spans(self) -> list[tuple[int, int]]:
+        """When any host was held, in order: between two of them is a pause, as from a stop to what continued it."""
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(span for lane in self.lanes.values() for span in lane.held):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((begin, end))
+        return merged
+
+    @property
     def purchased_ns(self) -> int:
         return sum(lane.held_ns for lane in self.lanes.values())
 

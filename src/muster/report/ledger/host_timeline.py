@@ -16,6 +16,7 @@ from muster.core.event_details.hosts import (
     HostQuarantined,
     HostReleased,
 )
+from muster.core.event_details.run import RunStopping
 from muster.report.ledger.coverage import Coverage
 from muster.report.ledger.incident_record import IncidentRecord, ended_by
 from muster.report.ledger.lineage import Attempt
@@ -75,6 +76,8 @@ class EventIndex:
     coverage: Mapping[int, Coverage]
     incident_records: Mapping[str, IncidentRecord]
     finished: bool
+    asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Attempt -> when its ranks were asked to leave, and with which exit code."""
 
 
 def index_events(
@@ -87,8 +90,11 @@ def index_events(
     """Index the events once; every lane reads from this."""
     by_host: dict[str, list[Timed]] = defaultdict(list)
     run_states = []
+    asked: dict[int, tuple[int, int]] = {}
     for timed in events:
         event = timed.event
+        if event.kind == RunStopping.kind:
+            asked.setdefault(event.attempt, (timed.t_ns, event.read(RunStopping).exit_code))
         if event.kind in _LANE_KINDS:
             by_host[event.host].append(timed)
             if event.phase in ("hold", "wait") and event.rank is None and writer_of(timed.file) == "supervisor":
@@ -104,6 +110,7 @@ def index_events(
         coverage=coverage,
         incident_records=incident_records,
         finished=finished,
+        asked=asked,
     )
 
 
@@ -361,7 +368,10 @@ def _changes(index: EventIndex, host: str, attempt: Attempt) -> Iterator[tuple[i
         if event.kind == PhaseChanged.kind and event.phase is not None:
             yield timed.t_ns, event.rank, event.phase
         elif event.kind == RankExited.kind and event.rank is not None:
-            yield timed.t_ns, event.rank, "down" if event.read(RankExited).exit_code else "idle"
+            code = event.read(RankExited).exit_code
+            since, left_with = index.asked.get(attempt.number, (timed.t_ns, 0))
+            on_purpose = timed.t_ns >= since and code in (0, left_with)
+            yield timed.t_ns, event.rank, "idle" if on_purpose else "down"
 
 
 def _worst(states: Iterable[str]) -> str:

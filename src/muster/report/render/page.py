@@ -15,13 +15,15 @@ from muster.core.errors import UsageError
 from muster.core.typed_json import JsonObject
 from muster.report.ledger.fold import Ledger
 from muster.report.render.document import Document
+from muster.report.render.next_steps import next_steps
 from muster.report.render.series import series
 
 
 def render(ledger: Ledger, document: Document) -> str:
     """The page of one run. ``document``: that of the same ledger."""
     title = f"{document.name or document.run_id} · Muster"
-    return fill({"report": document.to_json(), "series": series(ledger)}, title=title)
+    data: JsonObject = {"report": document.to_json(), "series": series(ledger), "next": next_steps(document)}
+    return fill(data, title=title)
 
 
 def fill(data: JsonObject, *, title: str, script: str = "page.js", plain: str = "muster report RUN") -> str:

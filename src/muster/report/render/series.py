@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from muster.core.event_details.training import Eval
@@ -14,6 +14,7 @@ from muster.report.ledger.fold import Ledger
 from muster.report.ledger.host_timeline import HostLane
 from muster.report.ledger.lineage import Step
 from muster.report.ledger.restorable_versions import Version, versions
+from muster.report.render.usage import usage_columns
 
 Columns: TypeAlias = dict[str, list[float | None]]
 
@@ -30,8 +31,10 @@ def series(ledger: Ledger) -> JsonObject:
     return {
         "states": list(STATES),
         "incidents": list(ledger.incident_records),
+        "pauses": [[_at(ledger, before[1]), _at(ledger, after[0])] for before, after in pairwise(ledger.held_spans)],
         "lanes": [_lane(ledger, lane) for lane in ledger.lanes.values()],
         "steps": _steps(ledger),
+        "usage": usage_columns(ledger, lambda t_ns: _at(ledger, t_ns)),
         "evals": _evals(ledger),
         "goodput": _goodput(ledger),
         "ages": _ages(ledger),
@@ -61,10 +64,15 @@ def _lane(ledger: Ledger, lane: HostLane) -> JsonObject:
 
 
 def _steps(ledger: Ledger) -> Columns:
-    """One point per step in time order; a null row where an attempt ends, so that no line crosses an outage."""
+    """One point per step in time order; a null row where an attempt ends, so that no line crosses an outage.
+
+    ``seen``: tokens of the final lineage up to there; null for a step that was lost.
+    """
+    seen = _seen(ledger)
     columns: dict[str, Callable[[Step], float | None]] = {
         "t": lambda step: _at(ledger, step.end_ns),
         "step": lambda step: step.step,
+        "seen": lambda step: seen[step.step] if step.final else None,
         "loss": lambda step: step.detail.loss if step.final else None,
         "lost_loss": lambda step: None if step.final else step.detail.loss,
         "tokens_per_s": lambda step: round(step.tokens / step.measured_ns * 1e9, 2) if step.measured_ns else None,
@@ -81,6 +89,12 @@ def _steps(ledger: Ledger) -> Columns:
         for name, value in columns.items():
             result[name].append(value(step))
     return result
+
+
+def _seen(ledger: Ledger) -> dict[int, int]:
+    """Tokens of the final lineage up to the end of each of its steps."""
+    final = ledger.lineage.final
+    return dict(zip((step.step for step in final), accumulate(step.tokens for step in final), strict=True))
 
 
 def _thinned(steps: Sequence[Step]) -> list[Step]:
@@ -104,27 +118,38 @@ def _loss(step: Step) -> float:
 
 
 def _evals(ledger: Ledger) -> Columns:
-    result: Columns = {"t": [], "step": [], "loss": [], "execution_accuracy": []}
+    seen = {0: 0} | _seen(ledger)
+    result: Columns = {"t": [], "step": [], "seen": [], "loss": [], "execution_accuracy": []}
     for timed in ledger.events:
         if timed.event.kind == Eval.kind:
             detail = timed.event.read(Eval)
             result["t"].append(_at(ledger, timed.t_ns))
             result["step"].append(timed.event.step)
+            result["seen"].append(None if timed.event.step is None else seen.get(timed.event.step))
             result["loss"].append(detail.loss)
             result["execution_accuracy"].append(detail.execution_accuracy)
     return result
 
 
-def _moments(begin: int, end: int) -> list[int]:
-    return [begin + (end - begin) * n // _SAMPLES for n in range(1, _SAMPLES + 1)]
+def _moments(ledger: Ledger) -> list[int]:
+    """The first purchase, then moments at equal distances of the time in which anything was held."""
+    spans = ledger.held_spans
+    total = sum(end - begin for begin, end in spans)
+    result, before, wanted = [spans[0][0]], 0, 1
+    for begin, end in spans:
+        while wanted <= _SAMPLES and (at := total * wanted // _SAMPLES) <= before + end - begin:
+            result.append(begin + at - before)
+            wanted += 1
+        before += end - begin
+    return result
 
 
 def _goodput(ledger: Ledger) -> Columns | None:
-    """Token goodput since the first purchase, on active and purchased hosts, and over the last twentieth."""
+    """Token goodput since the first purchase, on active and purchased hosts (the definitions of the figures), and of
+    the active ones over the last twentieth of the time in which anything was held."""
     span = ledger.held_span
     if span is None or ledger.reference is None or span[1] <= span[0]:
         return None
-    begin, end = span
     reference = ledger.reference
     final = sorted((step for step in ledger.lineage.steps if step.final), key=lambda step: step.end_ns)
     ends = [step.end_ns for step in final]
@@ -138,23 +163,28 @@ def _goodput(ledger: Ledger) -> Columns | None:
             whole += step.tokens * (t - step.begin_ns) / step.length_ns
         return whole
 
-    window = max(1, (end - begin) // 20)
+    def capacity(t: int) -> tuple[float, float]:
+        rank_s = sum(_held_until(lane.held, t) * lane.gpus for lane in ledger.lanes.values()) / 1e9
+        bought = rank_s * reference.tokens_per_rank_s
+        return min(_held_until(ledger.held_spans, t) * reference.tokens_per_s / 1e9, bought), bought
+
+    def share(done: float, of: float) -> float | None:
+        return round(done / of, 5) if of > 0 else None
+
     result: Columns = {"t": [], "active": [], "purchased": [], "lately": []}
-    for t in _moments(begin, end):
-        rank_ns = sum(_held_until(lane, t) * lane.gpus for lane in ledger.lanes.values())
-        since = max(begin, t - window)
+    moments = _moments(ledger)
+    for position, t in enumerate(moments[1:], 1):
+        active, purchased = capacity(t)
+        since = moments[max(0, position - _SAMPLES // 20)]
         result["t"].append(_at(ledger, t))
-        result["active"].append(round(tokens(t) / (reference.tokens_per_s * (t - begin) / 1e9), 5))
-        result["purchased"].append(
-            round(tokens(t) / (reference.tokens_per_rank_s * rank_ns / 1e9), 5) if rank_ns else None
-        )
-        lately = (tokens(t) - tokens(since)) / (reference.tokens_per_s * (t - since) / 1e9)
-        result["lately"].append(round(lately, 5))
+        result["active"].append(share(tokens(t), active))
+        result["purchased"].append(share(tokens(t), purchased))
+        result["lately"].append(share(tokens(t) - tokens(since), active - capacity(since)[0]))
     return result
 
 
-def _held_until(lane: HostLane, t: int) -> int:
-    return sum(max(0, min(end, t) - begin) for begin, end in lane.held)
+def _held_until(held: Sequence[tuple[int, int]], t: int) -> int:
+    return sum(max(0, min(end, t) - begin) for begin, end in held)
 
 
 def _ages(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
@@ -192,8 +222,8 @@ def _cost(ledger: Ledger) -> Columns | None:
     if span is None or span[1] <= span[0] or any(lane.usd_per_hour is None for lane in lanes):
         return None
     result: Columns = {"t": [], "usd": []}
-    for t in [span[0], *_moments(*span)]:
+    for t in _moments(ledger):
         result["t"].append(_at(ledger, t))
-        usd = sum(_held_until(lane, t) / 3.6e12 * (lane.usd_per_hour or 0.0) for lane in lanes)
+        usd = sum(_held_until(lane.held, t) / 3.6e12 * (lane.usd_per_hour or 0.0) for lane in lanes)
         result["usd"].append(round(usd, 6))
     return result

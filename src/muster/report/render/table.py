@@ -11,6 +11,7 @@ from rich.text import Text
 
 from muster.report.ledger.step_budget import StepBudget
 from muster.report.render.document import Document
+from muster.report.render.next_steps import next_steps
 from muster.report.render.sentences import format_duration, lever_in_words, money
 
 _BAR = 12
@@ -40,6 +41,8 @@ def _page(document: Document) -> Group:
         parts += [Text(), _exposure(document)]
     for line in [*document.log.problems, *document.notes]:
         parts.append(Text(f"! {line}", style="yellow"))
+    if lines := next_steps(document):
+        parts += [Text(), Text("What to do next", style="bold"), *(Text(f"  {line}") for line in lines)]
     return Group(*parts)
 
 

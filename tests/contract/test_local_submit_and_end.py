@@ -15,14 +15,17 @@ from launcher_cases import LocalCase
 from waiting import eventually
 
 from muster.app.run.revive import LOOK_S, HostRevival
+from muster.backends.local import launcher
 from muster.backends.local.launcher import SUBMISSION, LocalLauncher
 from muster.core import processes
 from muster.core.clock import SystemClock
+from muster.core.errors import BackendError
 from muster.core.events import Event
 from muster.core.types import JobRequest, JobState, TaskSpec
 
 #: Says that it runs, and outlives SIGTERM.
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+BODY = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+STUBBORN = (sys.executable, "-c", BODY)
 TASKS = ("supervisor", "agent-host-0", "agent-host-1")
 
 
@@ -55,9 +58,9 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalCase:
 
 @pytest.fixture
 def request_(case: LocalCase) -> JobRequest:
-    keeper = (sys.executable, "-c", STUBBORN, "muster.agent.watchdog", "--host", "host-{index}")
+    keeper = (*STUBBORN, "muster.agent.watchdog", "--host", "host-{index}")
     tasks = (
-        TaskSpec(name="supervisor", argv=(sys.executable, "-c", STUBBORN)),
+        TaskSpec(name="supervisor", argv=STUBBORN),
         TaskSpec(name="agent", argv=keeper, count=2),
     )
     return dataclasses.replace(case.request(), tasks=tasks)
@@ -109,13 +112,43 @@ def test_a_cancel_in_the_midst_of_a_submit_leaves_nothing(
     assert case.launcher.poll(handle).state is JobState.STOPPED
 
 
+def test_a_submit_waits_for_the_supervisor_that_ended_the_run(case: LocalCase, request_: JobRequest) -> None:
+    """Its result is written, and it is still on its way out: taken over, it would leave the run without any."""
+    handle = case.launcher.submit(request_)
+    (leaving,) = (process for process in processes.labelled(request_.run_id) if process.argv == STUBBORN)
+    thread = in_thread(lambda: case.launcher.submit(again(request_)))
+    try:
+        assert thread.is_alive(), "it waits"
+        os.kill(leaving.pid, signal.SIGKILL)
+        thread.join(30)
+        status = case.launcher.poll(handle)
+        assert all(text.startswith("running") for text in status.tasks.values()), status.tasks
+        assert status.tasks["supervisor"] != f"running (pid {leaving.pid})"
+    finally:
+        case.launcher.cancel(handle)
+
+
+def test_a_supervisor_that_does_not_exit_is_named(
+    case: LocalCase, request_: JobRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = case.launcher.submit(request_)
+    monkeypatch.setattr(launcher, "SEE_OUT_S", 0.2)
+    try:
+        with pytest.raises(BackendError, match=r"the supervisor that ended .* does not exit") as caught:
+            case.launcher.submit(again(request_))
+        assert caught.value.hint is not None and caught.value.hint.startswith(f"muster down {request_.run_id}")
+        assert case.launcher.submit(request_) == handle, "the same submission once more adopts what runs"
+    finally:
+        case.launcher.cancel(handle)
+
+
 def test_a_host_on_its_way_out_that_a_submit_has_taken_for_its_own_comes_back(
     case: LocalCase, request_: JobRequest
 ) -> None:
     """The run has ended, and one of its hosts gives back its memory while somebody submits the run again."""
     handle = case.launcher.submit(request_)
     before = {process.argv[-1]: process for process in processes.labelled(request_.run_id)}
-    (supervisor,) = (process for argv, process in before.items() if argv == STUBBORN)
+    supervisor = before[BODY]
     os.kill(supervisor.pid, signal.SIGKILL)
     eventually(lambda: processes.look(supervisor.pid) is None)
     case.launcher.submit(again(request_))

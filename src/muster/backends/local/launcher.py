@@ -7,12 +7,13 @@ submit is completed by repeating it: living processes are adopted, missing ones 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -33,6 +34,9 @@ from muster.storage import job_record, memory_dir, run_output, run_registry
 #: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
 SUBMISSION = "submission"
 _WATCHDOG = "muster.agent.watchdog"
+_SUPERVISOR = "supervisor"
+#: Longest wait of a submit for the supervisor before: its last words (a metrics service) take a while.
+SEE_OUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class LocalLauncher:
         """A supervisor, and an agent per host and spare: "hosts" are processes here."""
         common = ("--run-dir", run_dir, "--run-id", run_id)
         # -P: a module in the current folder never shadows the library's.
-        supervisor = TaskSpec(name="supervisor", argv=(sys.executable, "-P", "-m", "muster.app.supervisor", *common))
+        supervisor = TaskSpec(name=_SUPERVISOR, argv=(sys.executable, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",
             argv=(
@@ -137,18 +141,22 @@ class LocalLauncher:
         """Start what is missing of the request and return; the same request twice makes one job.
 
         Raises:
-            BackendError: a process cannot be started.
+            BackendError: a process cannot be started, or the supervisor of the submission before does not exit.
             ConflictError: the folder belongs to another run.
         """
         run_dir = Path(request.run_dir)
         run_registry.make_folder(run_dir / "logs")
         number = int(request.labels.get(SUBMISSION, "1"))
+        self._see_out(request, run_dir, number)
         with job_record.locked(run_dir):
             record = self._readable_record(request.run_id, run_dir)
             if record and record.run_id != request.run_id:
                 raise ConflictError(f"{run_dir} holds the run {record.run_id}", hint="choose another run_dir")
             if not record or number > record.submission:
-                record = self._new_record(request, number)
+                now, cwd = self.clock.wall_ns(), os.getcwd()
+                record = _Job(
+                    run_id=request.run_id, backend=self.name, submission=number, submitted_wall_ns=now, cwd=cwd
+                )
                 job_record.write(run_dir, record)
             if record.state != "cancelled":
                 self._start_missing(request, record, run_dir)
@@ -208,11 +216,21 @@ class LocalLauncher:
             job_record.set_damaged_aside(run_dir, error)
             return None
 
-    def _new_record(self, request: JobRequest, number: int) -> _Job:
-        return _Job(
-            run_id=request.run_id, backend=self.name, submission=number, submitted_wall_ns=self.clock.wall_ns(),
-            cwd=os.getcwd(),
-        )  # fmt: skip
+    def _see_out(self, request: JobRequest, run_dir: Path, number: int) -> None:
+        """Wait for the supervisor of the submission before, which has ended its run and is on its way out: taken over,
+        it would leave this one without any. Before the lock, which it may need for its end."""
+        try:
+            before = job_record.read(run_dir, _Job, backend=self.name)
+        except BackendError:  # a damaged one is begun anew where nothing lives
+            return
+        if before is None or number <= before.submission:
+            return
+        argvs = [task.argv for task in request.tasks if task.name == _SUPERVISOR]
+        found = [process for process in processes.labelled(request.run_id) if process.argv in argvs]
+        self._wait_until(lambda: not _living(found), SEE_OUT_S)
+        if left := _living(found):
+            why = f"the supervisor that ended {request.run_id} does not exit (process {left[0].pid})"
+            raise BackendError(why, hint=f"muster down {request.run_id}, then the same command again")
 
     def _start_missing(self, request: JobRequest, record: _Job, run_dir: Path) -> None:
         living = processes.labelled(request.run_id)
@@ -289,15 +307,14 @@ class LocalLauncher:
     def _end(self, handle: JobHandle, recorded: Sequence[Process]) -> None:
         run_id, spared = handle.run_id, processes.ancestors()
         processes.send([process for process in recorded if process.pid not in spared], signal.SIGTERM)
-        self._wait_until_gone(run_id, recorded, spared, self.grace_s if recorded else 0.0)
+        remaining = functools.partial(_remaining, run_id, recorded, spared)
+        self._wait_until(lambda: not remaining(), self.grace_s if recorded else 0.0)
         for _ in range(20):  # a process can fork between the look and the kill
-            left = _remaining(run_id, recorded, spared)
-            if not left:
+            if not (left := remaining()):
                 break
             processes.send(left, signal.SIGKILL)
-            self._wait_until_gone(run_id, recorded, spared, 1.0)
-        left = _remaining(run_id, recorded, spared)
-        if left:
+            self._wait_until(lambda: not remaining(), 1.0)
+        if left := remaining():
             pids = ", ".join(str(process.pid) for process in left[:5])
             raise BackendError(
                 f"{len(left)} processes of {run_id} do not end: {pids}",
@@ -312,9 +329,9 @@ class LocalLauncher:
         ours, _ = memory_dir.left_over(Path(handle.run_dir), handle.run_id)
         return lines + [f"memory {path}" for path in ours]
 
-    def _wait_until_gone(self, run_id: str, recorded: Sequence[Process], spared: set[int], seconds: float) -> None:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         until = self.clock.monotonic_ns() + int(seconds * 1e9)
-        while self.clock.monotonic_ns() < until and _remaining(run_id, recorded, spared):
+        while self.clock.monotonic_ns() < until and not condition():
             self.clock.sleep(0.05)
 
 
@@ -359,7 +376,7 @@ def _judge(
         return JobState.WAITING, reason, None
     if alive == 0:
         return JobState.FAILED, "its processes ended without a result; see the logs", None
-    if living.get("supervisor") is False:
+    if living.get(_SUPERVISOR) is False:
         left = f"{alive} agents are" if alive != 1 else "1 agent is"
         return JobState.RUNNING, f"the supervisor is gone, {left} left; `muster recover` takes over", None
     return JobState.RUNNING, f"{alive} of {len(living)} processes run", None
@@ -368,9 +385,13 @@ def _judge(
 # ---------------------------------------------------------------- leftovers
 
 
+def _living(found: Sequence[Process]) -> list[Process]:
+    return [process for process in found if processes.lives(process.pid, process.start_ticks)]
+
+
 def _remaining(run_id: str, recorded: Sequence[Process], spared: set[int]) -> list[Process]:
     living = {process.pid: process for process in processes.labelled(run_id)}
-    living |= {process.pid: process for process in recorded if processes.lives(process.pid, process.start_ticks)}
+    living |= {process.pid: process for process in _living(recorded)}
     return [process for pid, process in sorted(living.items()) if pid not in spared]
 
 

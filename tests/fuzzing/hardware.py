@@ -37,6 +37,10 @@ CSV = (
     b"index, count, name, pci.bus_id, ecc.errors.uncorrected.volatile.total, clocks_event_reasons.active\n"
     b"0, 1, NVIDIA L4, 00000000:19:00.0, 0, 0x0000000000000004\n"
 )
+NODE = (
+    b'{"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}, "status": {"conditions": [{"type": '
+    b'"XidCriticalError", "status": "True", "reason": "{\\"48\\":true}", "lastTransitionTime": "2025-06-23T18:44Z"}]}}'
+)
 KERNEL_LOG = (
     b"[    0.0] Linux version 6.8.0\n"
     b"4,1,51409,-;NVRM: Xid (PCI:0000:9b:00): 119, pid=7, name=x, Timeout\n"
@@ -69,7 +73,7 @@ SERVICE = (
 
 
 def reports() -> Iterator[Target]:
-    samples = (SMI, CSV, KERNEL_LOG, IBSTAT, SYSFS, NVLINK, NCCL_TESTS, SERVICE)
+    samples = (SMI, CSV, KERNEL_LOG, IBSTAT, SYSFS, NVLINK, NCCL_TESTS, SERVICE, NODE)
     for sample in samples:
         kind = kind_of(sample)
         assert kind, sample

@@ -40,7 +40,7 @@ def render(
     run_claim: Annotated[str | None, typer.Option(help="ReadWriteMany claim for run folders, not a bucket.")] = None,
     kueue: Annotated[bool, typer.Option(help="Queue through Kueue.")] = True,
 ) -> None:
-    """Print what would be sent to GKE, Vertex AI or Slurm, offline.
+    """Print what would be sent to GKE, Vertex AI, Compute Engine or Slurm, offline.
 
     Needs no project and no credentials.
     """

@@ -85,6 +85,11 @@ class RankContext(Record):
 
 #: Exit code of a rank that leaves on request while the run continues (the number of ranks grows).
 RESIZE_EXIT_CODE = 76
+#: Exit codes of ranks that were asked to exit: stopped by the user, preempted, given another layout.
+REQUESTED_EXIT_CODES = (130, 75, RESIZE_EXIT_CODE)
+#: Exit codes of a rank that completed, or was asked to exit. It reports them itself: the kernel's answer is lost when
+#: its fork server has died.
+EXPECTED_EXIT_CODES = (0, *REQUESTED_EXIT_CODES)
 
 
 @dataclass(frozen=True, kw_only=True)

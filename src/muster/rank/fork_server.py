@@ -23,7 +23,7 @@ from pathlib import Path
 
 from muster.catalog import libraries
 from muster.config.spec import RunSpec
-from muster.core import environment, resolved_file, typed_json
+from muster.core import environment, redact, resolved_file, typed_json
 from muster.core.errors import AccessError, MusterError
 from muster.core.processes import forgive_outputs, open_log
 from muster.core.snapshots import SnapshotNotIntact
@@ -48,7 +48,7 @@ from muster.protocol.rank_agent import (
     ToRank,
     WarmUp,
 )
-from muster.protocol.ranks import RankContext
+from muster.protocol.ranks import EXPECTED_EXIT_CODES, RankContext
 from muster.protocol.values import LastWords, StoreAddress
 from muster.rank import fork_check, interface
 from muster.rank.agent_connection import AgentAddress, AgentConnection, SocketAgentClient
@@ -57,9 +57,8 @@ from muster.transport.secure_session import run_token
 
 #: A standby without a rank after this time warms up; earlier it would delay the ranks of the first attempt.
 WARM_AFTER_S = 0.5
-#: Exit codes of a rank that completed, or ended on a command (saved; resized; stopped). The rank reports its code
-#: itself: the kernel's answer is lost when its fork server has died.
-EXPECTED_EXIT_CODES = (0, 75, 76, 130)
+#: How often a standby looks whether its CUDA context still works: a GPU's error may end it while nobody uses it.
+CONTEXT_LOOK_S = 30.0
 
 
 def main() -> None:
@@ -281,6 +280,7 @@ class ForkServer:
         rank_context = assignment.context
         _redirect(assignment.log)
         _set_environment(rank_context)
+        redact.hide_values(os.environ.get(name, "") for name in self.spec.secrets)
         agent = SocketAgentClient(connection, self.agent, attempt=rank_context.attempt, rank=rank_context.rank)
         return _run(rank_context, agent, inject_faults=self.inject_faults)
 
@@ -299,9 +299,14 @@ def _first_assignment(connection: AgentConnection[ToRank], spec: RunSpec, *, loc
     # An unfit one is ended by the agent, which starts no other like it, unless a rank was assigned meanwhile.
     connection.send(StandbyWarm() if fit else StandbyUnfit())
     while True:
-        for message in connection.wait(None):
-            if not isinstance(message, WarmUp):
-                return message
+        try:
+            for message in connection.wait(CONTEXT_LOOK_S if context and fit else None):
+                if not isinstance(message, WarmUp):
+                    return message
+        except TimeoutError:
+            fit = warmup.context_lives(local_rank)
+            if not fit:
+                connection.send(StandbyUnfit())
 
 
 def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool) -> int:
@@ -320,10 +325,13 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
         return code
     except BaseException as error:  # noqa: BLE001 (process boundary: the agent must learn of any failure)
         agent.report_exit(last_words(error))
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            return error.code
         if isinstance(error, MusterError):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {redact.redact(str(error))}", file=sys.stderr)
         else:
-            traceback.print_exc()
+            words = str(error) + "\n" if isinstance(error, SystemExit) else traceback.format_exc()  # as Python does
+            print(redact.redact(words), end="", file=sys.stderr)
         return 1
     finally:
         agent.close()
@@ -334,6 +342,8 @@ def last_words(error: BaseException) -> LastWords:
     from muster.train.optim.nonfinite import NotFinite
 
     name, message = type(error).__name__, _sendable(str(error))
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        message = f"the script left with exit code {error.code}"
     if not isinstance(error, MusterError):
         return LastWords(exception=name, message=message, traceback=_sendable(traceback.format_exc()[-4000:]))
     return LastWords(
@@ -347,8 +357,8 @@ def last_words(error: BaseException) -> LastWords:
 
 
 def _sendable(text: str) -> str:
-    """``text`` as a frame can hold it: lone surrogates (of file names) escaped, not too long."""
-    return text.encode(errors="backslashreplace").decode()[:100_000]
+    """``text`` without the run's secrets, as a frame holds it: lone surrogates of file names escaped, not too long."""
+    return redact.redact(text.encode(errors="backslashreplace").decode()[:100_000])
 
 
 def _redirect(path: str) -> None:

@@ -8,16 +8,18 @@ import sys
 
 import muster.run
 from muster.core.errors import UsageError
-from muster.protocol.ranks import AgentClient, RankContext
+from muster.protocol.ranks import EXPECTED_EXIT_CODES, AgentClient, RankContext
 
 
 def run_command(command: list[str], context: RankContext, agent: AgentClient) -> int:
-    """Run ``[script.py, argument...]`` or ``[-m, module, argument...]`` in this process; return its exit code.
+    """Run ``[script.py, argument...]`` or ``[-m, module, argument...]`` in this process; return its exit code, one of
+    ``EXPECTED_EXIT_CODES``.
 
     ``env://`` finds the run's rendezvous store, which is new for each attempt.
 
     Raises:
         UsageError: no such script.
+        SystemExit: it left with another code, or with words.
     """
     muster.run.enter(context, agent)
     agent.emit("phase.changed", phase="start")
@@ -36,5 +38,9 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient) ->
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
             runpy.run_path(script, run_name="__main__")
     except SystemExit as exiting:
-        return exiting.code if isinstance(exiting.code, int) else (0 if exiting.code is None else 1)
+        if exiting.code is None:
+            return 0
+        if exiting.code not in EXPECTED_EXIT_CODES:
+            raise
+        return int(exiting.code)
     return 0

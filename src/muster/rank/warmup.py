@@ -110,6 +110,18 @@ def open_context(spec: RunSpec, gpu: int) -> None:
         raise RuntimeError(f"GPU {gpu} has {free / 1e9:.1f} GB free, which the ranks may need")
 
 
+def context_lives(gpu: int) -> bool:
+    """Whether this process's CUDA context still runs a kernel: after an error of the GPU it never does again.
+
+    Never run on a GPU; tests replace the device.
+    """
+    try:
+        return torch.ones(1, device=device_of(gpu)).add_(1).item() == 2.0
+    except RuntimeError as error:
+        print(f"note: the CUDA context of a standby is dead: {error}", file=sys.stderr, flush=True)
+        return False
+
+
 def device_of(gpu: int) -> torch.device:
     return torch.device("cuda", gpu)
 

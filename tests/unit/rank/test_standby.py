@@ -62,3 +62,31 @@ def test_imports_are_all_where_no_more_is_wanted(monkeypatch):
     monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: pytest.fail("imports only"))
     line = AgentConnection(TimeoutError(), [RUN])
     assert first(line, context=False, recovery={"warm_standby": "imports"}) == RUN and line.said == [StandbyWarm()]
+
+
+def test_one_whose_context_dies_while_it_waits_says_so_once_and_asks_the_gpu_no_more(monkeypatch):
+    alive = [True, True, False]
+    monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: True)
+    monkeypatch.setattr(warmup, "context_lives", lambda gpu: gpu == 1 and alive.pop(0))
+    waits = []
+
+    class Line(AgentConnection):
+        def wait(self, timeout_s):
+            waits.append(timeout_s)
+            return super().wait(timeout_s)
+
+    line = Line([WarmUp()], TimeoutError(), TimeoutError(), TimeoutError(), [RUN])
+    assert first(line, context=True) == RUN and not alive
+    assert line.said == [StandbyWarm(), StandbyUnfit()]
+    assert waits[1:] == [fork_server.CONTEXT_LOOK_S] * 3 + [None]
+
+
+def test_whether_a_context_lives_is_asked_of_a_kernel(monkeypatch, capsys):
+    monkeypatch.setattr(warmup, "device_of", lambda gpu: warmup.CPU)
+    assert warmup.context_lives(0)
+
+    def dead(gpu):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(warmup, "device_of", dead)
+    assert not warmup.context_lives(0) and "uncorrectable ECC" in capsys.readouterr().err

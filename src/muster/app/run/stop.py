@@ -115,9 +115,9 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
 
 #: What a held host was started with; another value needs other processes, or other machines.
 _STARTED_WITH = (
-    "backend", "run_dir", "resources.ranks_per_host", "resources.device", "resources.threads_per_rank",
-    "resources.machine", "resources.accelerator", "resources.provisioning_model", "resources.locations",
-    "resources.reservation",
+    "backend", "run_dir", "env", "secrets", "resources.ranks_per_host", "resources.device",
+    "resources.threads_per_rank", "resources.machine", "resources.accelerator", "resources.provisioning_model",
+    "resources.locations", "resources.reservation",
     "resources.project", "resources.cluster", "resources.image", "resources.queue",
 )  # fmt: skip
 

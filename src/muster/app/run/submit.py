@@ -18,15 +18,16 @@ from muster.app.planning.prices import priced
 from muster.app.run.mend import as_submitted
 from muster.backends.protocols import Launcher
 from muster.config.load import Loaded, loads
+from muster.config.run_environment import read_secrets
 from muster.config.spec import RunSpec
-from muster.core import event_log, resolved_file
+from muster.core import environment, event_log, resolved_file
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
-from muster.core.redact import redact_argv
+from muster.core.redact import hide_values, redact_argv
 from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import Json, JsonObject, child, children, parse_object, text, texts
 from muster.core.types import JobHandle, JobRequest
 from muster.policy.load import load_policy
-from muster.storage import run_registry
+from muster.storage import run_registry, run_secrets
 from muster.storage.home import FolderHome, Home
 from muster.storage.run_registry import RunDir
 
@@ -117,6 +118,8 @@ def _begin(
     loaded: Loaded, spec: RunSpec, launcher: Launcher, path: Path | None, run_id: str | None, argv: Sequence[str]
 ) -> Intent:
     new = run_id is None
+    secrets = read_secrets(spec.secrets, environment.inherited())
+    hide_values(secrets.values())
     run_id = run_id or run_registry.new_run_id(spec.name)
     path = path or run_registry.place(run_id, None)
     run = RunDir(path=path, run_id=run_id)
@@ -130,6 +133,7 @@ def _begin(
     if not running:
         damaged = None if new else _set_damaged_aside(run)
         run_registry.create(run_id, path, run_file=loaded.text, resolved=resolved)
+        run_secrets.write(path, secrets)
         if damaged is not None:
             log_event(run, "run.message", {"text": f"{damaged}; this submit writes it anew"})
         log_intent(run, spec, resolved, argv, planned_step_s=loaded.planned_step_s)

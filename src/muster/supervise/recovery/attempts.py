@@ -11,9 +11,10 @@ from muster.core.typed_json import Json, JsonObject
 from muster.policy.cluster_state import NextAttempt
 from muster.policy.snapshot_holders import holders_to_log, snapshot_holders
 from muster.protocol.held_snapshots import Choice, has_replica_on_other_host
+from muster.protocol.ranks import REQUESTED_EXIT_CODES
 from muster.protocol.to_agent import EndAttempt
 from muster.protocol.values import CommandRanks
-from muster.supervise.recovery.context import REQUESTED_EXIT_CODES, SupervisorContext
+from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
 from muster.supervise.recovery.inputs import SECOND_NS
 from muster.supervise.recovery.phases import Draining, EndOrder, NextHosts, Running, Stopping, Waiting

@@ -94,7 +94,7 @@ def classify_rank_exit(
         return HOST_UNHEALTHY, f"{where}, its network: {first_line}", detail
     if _NO_ROOM.search(text):
         return RANK_EXCEPTION, f"{where}, its host's memory: {first_line}", detail
-    name = f"{kind}: " if kind and kind not in ("MusterError",) else ""
+    name = f"{kind}: " if kind and kind not in ("MusterError", "SystemExit") else ""
     return RANK_EXCEPTION, f"{where}: {name}{first_line}", detail
 
 

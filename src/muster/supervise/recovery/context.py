@@ -10,15 +10,11 @@ from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import JsonObject
 from muster.policy.cluster_state import Policy
 from muster.protocol.held_snapshots import Choice, newest_complete
-from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.protocol.to_agent import DropCopies, ToAgent
 from muster.supervise.recovery.classify import natural_key
 from muster.supervise.recovery.inputs import SECOND_NS, Effect, Log, Send, Settings
 from muster.supervise.recovery.phases import Draining, NextHosts, Phase, Running, Starting, Waiting
 from muster.supervise.recovery.state import Host, State
-
-#: Exit codes of ranks that were asked to exit.
-REQUESTED_EXIT_CODES = (130, 75, RESIZE_EXIT_CODE)
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from muster.core.incidents import RANK_EXIT, IncidentTraits
 from muster.core.typed_json import JsonObject
-from muster.protocol.ranks import RESIZE_EXIT_CODE
+from muster.protocol.ranks import REQUESTED_EXIT_CODES, RESIZE_EXIT_CODE
 from muster.protocol.to_supervisor import RankExit
 from muster.supervise.recovery import classify
 from muster.supervise.recovery.attempts import check_ranks_exited, enter_stopping
-from muster.supervise.recovery.context import REQUESTED_EXIT_CODES, SupervisorContext
+from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish_training
 from muster.supervise.recovery.incidents import report_incident
 from muster.supervise.recovery.phases import Draining, Running, Stopping

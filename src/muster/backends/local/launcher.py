@@ -165,10 +165,9 @@ class LocalLauncher:
     def attach(self, handle: JobHandle, *, task: str, pid: int) -> None:
         """Record a process that runs ``task`` but was not started here (a supervisor in the foreground)."""
         run_dir = Path(handle.run_dir)
-        process = processes.look(pid)
         with job_record.locked(run_dir):
             record = job_record.read(run_dir, _Job, backend=self.name)
-            if record and process:
+            if record and (process := processes.look(pid)):
                 job_record.write(run_dir, record.with_task(task, process, _Task(foreground=True)))
 
     def revive(self, handle: JobHandle, tasks: Collection[str]) -> list[str]:

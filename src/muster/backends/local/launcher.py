@@ -34,7 +34,6 @@ from muster.storage import job_record, memory_dir, run_output, run_registry
 #: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
 SUBMISSION = "submission"
 _WATCHDOG = "muster.agent.watchdog"
-_SUPERVISOR = "supervisor"
 #: Longest wait of a submit for the supervisor before: its last words (a metrics service) take a while.
 SEE_OUT_S = 30.0
 
@@ -106,7 +105,7 @@ class LocalLauncher:
         """A supervisor, and an agent per host and spare: "hosts" are processes here."""
         common = ("--run-dir", run_dir, "--run-id", run_id)
         # -P: a module in the current folder never shadows the library's.
-        supervisor = TaskSpec(name=_SUPERVISOR, argv=(sys.executable, "-P", "-m", "muster.app.supervisor", *common))
+        supervisor = TaskSpec(name="supervisor", argv=(sys.executable, "-P", "-m", "muster.app.supervisor", *common))
         agent = TaskSpec(
             name="agent",
             argv=(
@@ -218,13 +217,12 @@ class LocalLauncher:
     def _see_out(self, request: JobRequest, run_dir: Path, number: int) -> None:
         """Wait for the supervisor of the submission before, which has ended its run and is on its way out: taken over,
         it would leave this one without any. Before the lock, which it may need for its end."""
-        try:
+        before = None
+        with contextlib.suppress(BackendError):  # a damaged one is begun anew where nothing lives
             before = job_record.read(run_dir, _Job, backend=self.name)
-        except BackendError:  # a damaged one is begun anew where nothing lives
-            return
         if before is None or number <= before.submission:
             return
-        argvs = [task.argv for task in request.tasks if task.name == _SUPERVISOR]
+        argvs = [task.argv for task in request.tasks if task.name == "supervisor"]
         found = [process for process in processes.labelled(request.run_id) if process.argv in argvs]
         self._wait_until(lambda: not _living(found), SEE_OUT_S)
         if left := _living(found):
@@ -262,8 +260,7 @@ class LocalLauncher:
         except BackendError as error:  # damaged: living processes are still found by their label, a result in the log
             if processes.labelled(handle.run_id):
                 return JobStatus(state=JobState.RUNNING, reason=f"{error}; muster down ends what runs")
-            verdict = run_output.verdict(run_dir, 0)
-            if verdict is not None:
+            if (verdict := run_output.verdict(run_dir, 0)) is not None:
                 return JobStatus(state=JobState(verdict.outcome), reason=verdict.reason, exit_code=verdict.exit_code)
             return JobStatus(state=JobState.FAILED, reason=f"{error}; muster recover begins a new one")
         if not record:
@@ -375,7 +372,7 @@ def _judge(
         return JobState.WAITING, reason, None
     if alive == 0:
         return JobState.FAILED, "its processes ended without a result; see the logs", None
-    if living.get(_SUPERVISOR) is False:
+    if living.get("supervisor") is False:
         left = f"{alive} agents are" if alive != 1 else "1 agent is"
         return JobState.RUNNING, f"the supervisor is gone, {left} left; `muster recover` takes over", None
     return JobState.RUNNING, f"{alive} of {len(living)} processes run", None

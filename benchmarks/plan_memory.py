@@ -51,6 +51,7 @@ def configurations() -> list[tuple[str, int, dict[str, int], dict[str, Any]]]:
     wide_two = {**wide, "training__global_batch_size": 2}
     fp32, bf16 = {"model__dtype": "float32"}, {"model__dtype": "bfloat16"}
     lora = {"model__lora": {"rank": 16}}
+    ends = {"model__lora": {"rank": 16, "train_embeddings": True}}
     found: list[tuple[str, int, dict[str, int], dict[str, Any]]] = []
 
     def add(name: str, ranks: int, *changes: dict[str, Any], **layout: int) -> None:
@@ -70,6 +71,7 @@ def configurations() -> list[tuple[str, int, dict[str, int], dict[str, Any]]]:
         add(f"{word} wide rounds", 1, wide, dtype, {"training__global_batch_size": 3})
         add(f"{word} logits at once", 1, batch, dtype, {"training__loss_chunk_tokens": 0})
         add(f"{word} lora", 1, much, lora, dtype)
+        add(f"{word} lora embeddings", 1, wide, dtype, ends)
         add(
             f"{word} longer",
             1,
@@ -82,7 +84,9 @@ def configurations() -> list[tuple[str, int, dict[str, int], dict[str, Any]]]:
         add(f"{word} wide x2 no reshard", 2, wide_two, dtype, {"parallelism__reshard_after_forward": False})
         add(f"{word} x2 replicas", 2, wide_two, dtype, dp_replicate=2, dp_shard=1)
         add(f"{word} x2 lora", 2, much_two, lora, dtype)
+        add(f"{word} x2 lora embeddings", 2, wide_two, dtype, ends)
         add(f"{word} x2 tp", 2, much, dtype, dp_shard=1, tp=2)
+    add("bf16 lora embeddings tied", 1, wide, bf16, {"model__config": TIED}, ends)
     add("bf16 master bf16", 1, wide, bf16, {"model__master_dtype": "bfloat16"})
     add("fp32 exact", 1, wide, fp32, {"training__exact": True})
     add("fp32 qwen2", 1, batch, fp32, {"model__config": QWEN})

@@ -18,7 +18,10 @@ def benchmark(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["fp32 wide tied", "bf16 wide", pytest.param("bf16 wide x2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name",
+    ["fp32 wide tied", "bf16 wide", "bf16 lora embeddings", pytest.param("bf16 wide x2", marks=pytest.mark.soak)],
+)
 def test_ranks_grow_as_predicted(name, monkeypatch):
     """Within 10 % of the growth above the process after its imports."""
     if not os.access("/proc/self/clear_refs", os.W_OK):

@@ -151,7 +151,7 @@ class Units:
 
 def _units(work: Workload, tp: int) -> Units:
     shape = work.shape
-    adapters = work.trained_parameters / shape.layers if work.lora_rank else 0.0
+    adapters = work.adapter_parameters / shape.layers
     norms = shape.layer_parameters - shape.layer_matmul_parameters
     layer = shape.layer_matmul_parameters / tp + norms + adapters
     root = float(shape.head_parameters + shape.hidden)  # the trainer cuts layers alone over tp
@@ -170,10 +170,11 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
     held = held_parameters(work, layout)
     trained = held if work.trains_all else work.trained_parameters / layout.dp_shard
     base_bytes = work.master_bytes if work.trains_all else work.compute_bytes
-    weights = held * base_bytes + (0 if work.trains_all else trained * work.master_bytes)
+    vocabulary = work.trained_vocabulary / layout.dp_shard
+    weights = held * base_bytes + (0 if work.trains_all else trained * work.master_bytes - vocabulary * base_bytes)
     gradients = trained * work.master_bytes
     units = _units(work, layout.tp)
-    share = work.master_bytes / layout.dp_shard if work.trains_all else 0.0
+    share = work.master_bytes / layout.dp_shard if work.trains_head else 0.0
     whole = 0.0
     if (
         setting.rounds(work) > 1
@@ -223,6 +224,7 @@ def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Ga
     c = work.compute_bytes
     base_bytes = work.master_bytes if work.trains_all else c
     whole = c if shards > 1 or base_bytes != c else 0
+    whole_ends = c if shards > 1 or (work.master_bytes if work.trains_head else base_bytes) != c else 0
     trained = units.layer if work.trains_all else units.adapters_per_layer
     layer = whole * units.layer
     copies = 1 if shards == 1 else 3 if streams else 2  # this layer's, the next one's, and its gather buffer
@@ -234,15 +236,15 @@ def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Ga
         reduce = trained * _reducing(c, shards)
     else:  # the layer before is still being reduced; this one's own gradients come as its activations go
         reduce = trained * (_reducing(c, shards) - c + (c + REDUCE_BYTES if streams else 0))
-    root_gradient = max(units.root, units.embedding) * _reducing(c, shards) if work.trains_all else 0.0
-    if work.shape.tied and work.trains_all:  # the embedding's gradient is separate from the head's and is added to it
+    root_gradient = max(units.root, units.embedding) * _reducing(c, shards) if work.trains_head else 0.0
+    if work.shape.tied and work.trains_head:  # the embedding's gradient is separate from the head's and is added to it
         root_gradient += work.shape.head_parameters * c
     return Gathered(
-        root=whole * units.root,
+        root=whole_ends * units.root,
         forward=forward,
         between=between,
         backward=max(between, layer * copies) + reduce,
-        embedding=max(0.0, whole * units.embedding - layer) if shards > 1 else 0.0,
+        embedding=max(0.0, whole_ends * units.embedding - layer) if shards > 1 else 0.0,
         root_gradient=root_gradient,
     )
 
@@ -281,7 +283,7 @@ def _loss(work: Workload, tokens: float, *, wide_product: bool) -> Loss:
     logits = chunk * vocab * (8 + again * c + (c if c < 4 else 0))
     added = chunk * vocab * 2 * c
     hidden = targets * work.shape.hidden * c * 2
-    head = work.shape.head_parameters if work.trains_all else 0
+    head = work.shape.head_parameters if work.trains_head else 0
     return Loss(
         forward=hidden + head * 4 + (max(logits, added + head * (4 if wide_product else c)) if c < 4 else logits),
         backward=hidden * 1.5 + 2 * head * c,

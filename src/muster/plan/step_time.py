@@ -189,9 +189,9 @@ def _matrices(
     share = 1.0 if work.trains_all else 2.0 / 3.0  # frozen matrices need no weight gradient
     linear = 6.0 * shape.layers * shape.layer_matmul_parameters * (share + again)
     if not work.trains_all:
-        linear += 6.0 * work.trained_parameters
+        linear += 6.0 * work.adapter_parameters
     attention = work.attention_flops_per_token() * (1 + again)
-    head_work = 6.0 * shape.head_parameters * share
+    head_work = 6.0 * shape.head_parameters * (1.0 if work.trains_head else share)
     rate = ceiling
     if constants.precision == "fp8":
         fast = option.accelerator.matmul_flops.get("fp8")
@@ -224,7 +224,7 @@ def _traffic(work: Workload, setting: Setting, option: Option, tokens: float, co
         layers += FP8_CAST_BYTES * shape.layers * cast
     logits = 20.0 * shape.vocab * work.supervised
     chunk = work.loss_chunk_tokens or setting.micro_batch_size * work.sequence_length
-    head = 12.0 * shape.head_parameters / max(1, chunk) * work.supervised if work.trains_all else 0.0
+    head = 12.0 * shape.head_parameters / max(1, chunk) * work.supervised if work.trains_head else 0.0
     return tokens * (layers + logits + head) / bandwidth
 
 

@@ -34,6 +34,8 @@ class Workload:
     lora_rank: int = 0
     """0: every parameter is trained."""
     lora_targets: tuple[str, ...] | str = "all-linear"
+    lora_embeddings: bool = False
+    """Embedding and head are trained as a whole beside the adapters."""
     optimizer: OptimizerTraits = ADAMW
     loss_chunk_tokens: int = 1024
     """0: logits of the whole micro-batch at once."""
@@ -71,23 +73,41 @@ class Workload:
         """Parameters with gradients and optimizer state."""
         if not self.lora_rank:
             return self.shape.parameters
-        return self.shape.lora_parameters(self.lora_rank, self.lora_targets)
+        return self.adapter_parameters + self.trained_vocabulary
+
+    @property
+    def adapter_parameters(self) -> int:
+        return self.shape.lora_parameters(self.lora_rank, self.lora_targets) if self.lora_rank else 0
+
+    @property
+    def trained_vocabulary(self) -> int:
+        """Parameters of embedding and head where they are trained, positions not among them."""
+        shape = self.shape
+        return shape.head_parameters * (1 if shape.tied else 2) if self.trains_head else 0
 
     @property
     def trains_all(self) -> bool:
         return self.lora_rank == 0
 
     @property
+    def trains_head(self) -> bool:
+        return self.trains_all or self.lora_embeddings
+
+    @property
     def title(self) -> str:
         """``70B full AdamW``."""
         how = f"LoRA r{self.lora_rank}" if self.lora_rank else "full"
+        how += " with embeddings" if self.lora_rank and self.lora_embeddings else ""
         return f"{billions(self.shape.parameters)} {how} {self.optimizer.title}"
 
     def useful_flops_per_token(self, convention: Convention = Convention.CAUSAL) -> float:
         """Operations a token counts for in MFU: no recompute, documents at their length, LoRA's share."""
         length = self.document_length or self.sequence_length
         whole = flops_per_token(self.shape, min(length, self.sequence_length), convention)
-        return whole * (1.0 if self.trains_all else lora_factor(self.shape, self.trained_parameters))
+        if self.trains_all:
+            return whole
+        multiplied = self.adapter_parameters + (self.shape.head_parameters if self.trains_head else 0)
+        return whole * lora_factor(self.shape, multiplied)
 
     def attention_flops_per_token(self) -> float:
         """The part of a full CAUSAL count that attention is."""
@@ -144,6 +164,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         master_bytes=DTYPE_BYTES[spec.model.master_dtype],
         lora_rank=lora.rank if lora else 0,
         lora_targets="all-linear" if lora is None or isinstance(lora.targets, str) else tuple(lora.targets),
+        lora_embeddings=spec.trains_embeddings,
         optimizer=training.optimizer.traits,
         loss_chunk_tokens=training.loss_chunk_tokens,
         compile=training.compile,

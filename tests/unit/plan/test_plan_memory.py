@@ -31,6 +31,21 @@ def test_the_known_state_of_8b():
     assert lora["optimizer state"] == pytest.approx(42e6 / 8 * 8, rel=1e-2)
 
 
+def test_embedding_and_head_that_lora_trains_are_counted():
+    """A chat template's new tokens: two matrices of 128,256 x 4,096 in float32 (16 bytes each with gradients and
+    moments, instead of 2), one of them where they are tied; whole gradients and cast copies come on top."""
+    plain, whole = job(lora_rank=16, global_batch_size=1), job(lora_rank=16, lora_embeddings=True, global_batch_size=1)
+    ends = 2 * 128256 * 4096
+    assert whole.trained_parameters - plain.trained_parameters == ends
+    before, after = memory(plain, at(1), BARE), memory(whole, at(1), BARE)
+    assert after.items["weights"] - before.items["weights"] == ends * 2
+    assert after.items["optimizer state"] - before.items["optimizer state"] == ends * 8
+    assert 14 * ends <= after.total_bytes - before.total_bytes <= 20 * ends
+    tied = replace(whole, shape=replace(whole.shape, tied=True))
+    assert tied.trained_parameters - plain.trained_parameters == ends / 2
+    assert "LoRA r16 with embeddings" in whole.title
+
+
 @pytest.mark.parametrize("master_bytes", [2, 4])
 @pytest.mark.parametrize("saving", [{"snapshot_every": 1}, {"checkpoint_every": 100}, {}])
 @pytest.mark.parametrize("device", [BARE, DeviceOverhead()])

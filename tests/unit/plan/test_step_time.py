@@ -39,6 +39,17 @@ def test_lora_does_two_thirds():
     assert 0.66 < lora / full < 0.70
 
 
+def test_a_trained_head_needs_its_weight_gradient():
+    """2 P of the head more; the embedding is looked up, not multiplied, so it adds no product."""
+    frozen, trained = job(lora_rank=16), job(lora_rank=16, lora_embeddings=True)
+    a, b = (step_time(each, at(8, micro=8), option(), 1) for each in (frozen, trained))
+    head = 2 * 128256 * 4096 / (4 * 7.5e9)
+    assert b.parts["matrices"] / a.parts["matrices"] == pytest.approx(1 + head, rel=0.02)
+    assert b.parts["optimizer"] > 20 * a.parts["optimizer"]
+    more = trained.useful_flops_per_token() - frozen.useful_flops_per_token()
+    assert more == pytest.approx(2 * 128256 * 4096, rel=0.08)  # attention's share is scaled, too
+
+
 def test_padding_of_uneven_batches_is_time_but_not_work():
     even, uneven = job(global_batch_size=8), job(global_batch_size=9)
     a, b = (step_time(each, at(8), option(), 1) for each in (even, uneven))

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from muster.core import environment
+from muster.core import environment, processes
 
 SOURCE = Path(__file__).parents[3] / "src" / "muster"
 
@@ -21,3 +21,13 @@ def test_defaults_and_values():
     found = environment.read(given)
     assert (found.home, found.memory_root) == (Path("/runs"), Path("/ram"))
     assert found.term_ignored and found.watchdog_pid == 7
+
+
+def test_settings_of_the_gpu_libraries_reach_the_ranks():
+    """What the user says to flash-attn, NCCL, cuBLAS and torch."""
+    given = {
+        "FLASH_ATTENTION_DETERMINISTIC": "1", "NCCL_DEBUG": "INFO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_VISIBLE_DEVICES": "1", "PYTORCH_ALLOC_CONF": "backend:native", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "1",
+    }  # fmt: skip
+    found = processes.environment({**given, "OTHER": "x"}, run_id="r", run_dir="/d", extra={})
+    assert {name: value for name, value in found.items() if not name.startswith("MUSTER_")} == given

@@ -15,12 +15,19 @@ pytestmark = pytest.mark.live
 UNIT = Path(__file__).parents[1] / "unit" / "report"
 
 
-def made_up_run(directory: Path) -> Path:
-    spec = importlib.util.spec_from_file_location("faulty_run_for_page", UNIT / "faulty_run.py")
+def unit(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_for_page", UNIT / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    module.write(directory / "events")
+    return module
+
+
+on_purpose = unit("test_on_purpose")
+
+
+def made_up_run(directory: Path) -> Path:
+    unit("faulty_run").write(directory / "events")
     return directory
 
 
@@ -56,10 +63,13 @@ def shown(browser):
 
 
 def test_it_draws_every_chart_without_an_error(opened):
-    assert opened.run("return document.querySelectorAll('.chart canvas').length") == 8
-    assert all(lit(opened, chart) > 300 for chart in range(8))
+    assert opened.run("return document.querySelectorAll('.chart canvas').length") == 10
+    assert all(lit(opened, chart) > 300 for chart in range(10))
     assert opened.messages() == []
-    assert "60.93 %" in opened.run("return document.querySelector('.figure.first').textContent")
+    figures = opened.run("return [...document.querySelectorAll('.figure .name')].map(e => e.textContent)")
+    assert figures[:5] == ["Held-out loss", "Training loss", "Execution accuracy", "Time", "Cost"]
+    assert "Goodput, active hosts60.93 %" in opened.run("return document.querySelector('.figures').textContent")
+    assert "23% of the host time went to spare" in opened.run("return document.getElementById('next').textContent")
     assert opened.run("return performance.getEntriesByType('resource').length") == 0
 
 
@@ -67,8 +77,9 @@ def test_lanes_show_what_hosts_did(opened):
     """Below the mouse in host-1's lane: its restart, with the incident's sentence."""
     opened.keys("#charts [tabindex='0']", "n")
     box = opened.run(
-        "document.getElementById('charts').scrollIntoView({behavior: 'instant'});"
-        "const r = document.querySelectorAll('.chart .u-over')[1].getBoundingClientRect();"
+        "const lanes = [...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('What every host'));"
+        "lanes.scrollIntoView({behavior: 'instant'});"
+        "const r = lanes.querySelector('.u-over').getBoundingClientRect();"
         "return [r.left, r.top, r.width, r.height]"
     )
     opened.point(int(box[0] + box[2] * 0.45), int(box[1] + box[3] * 0.5))
@@ -86,6 +97,52 @@ def test_the_keyboard_is_enough(opened):
     assert "killed by signal 9" in shown(opened)
     opened.keys("#charts [tabindex='0']", "0")
     assert shown(opened) == "Showing 0:00 to 3:34"
+
+
+def by(browser, name):
+    browser.run("document.querySelector(`[data-by=${arguments[0]}]`).click()", name)
+    return browser.run("return [...document.querySelectorAll('#charts h3')].map(e => e.firstChild.textContent)")
+
+
+def test_charts_by_step_and_by_tokens(opened):
+    """By steps the curve is each step once; what only time orders is not drawn."""
+    for name, whole in (("step", "Showing 0 to 60"), ("tokens", "Showing 0 to 3.93M")):
+        titles = by(opened, name)
+        assert titles[:2] == ["Loss", "Execution accuracy"] and "What every host was doing" not in titles
+        opened.keys("#charts [tabindex='0']", "0")
+        assert shown(opened) == whole and opened.messages() == []
+        assert all(lit(opened, chart) > 200 for chart in range(len(titles)))
+    assert "What every host was doing" in by(opened, "time")
+
+
+@pytest.fixture
+def paused(browser, tmp_path):
+    """Twenty steps, a day in which nothing was held, twenty steps more; on hosts that cost nothing."""
+    clock = on_purpose.Hand()
+    on_purpose.attempt(tmp_path, clock, 1, first=1, asked=True)
+    clock.now_ns += 86_400 * on_purpose.S
+    on_purpose.attempt(tmp_path, clock, 2, first=21, asked=True, outcome="succeeded")
+    target = tmp_path / "paused.html"
+    target.write_text(api.render_html(api.load(tmp_path)), encoding="utf-8")
+    browser.size(480, 900)
+    browser.open(target)
+    browser.wait("document.documentElement.dataset.ready")
+    return browser
+
+
+def test_a_pause_in_which_nothing_was_held_is_not_drawn(paused):
+    paused.keys("#charts [tabindex='0']", "0")
+    assert shown(paused) == "Showing 0:00 to 0:52"
+    assert "nothing was held (24 h 00 min) is left out" in paused.run(
+        "return document.getElementById('charts').innerText"
+    )
+    attempts = paused.run("return [...document.querySelectorAll('.pairs tr')].map(e => e.innerText)")
+    assert any(row.split()[:2] == ["2", "0:26"] for row in attempts), attempts
+
+
+def test_a_run_that_cost_nothing_shows_no_dollars(paused):
+    assert "$" not in paused.run("return document.body.innerText")
+    assert paused.run("return document.documentElement.scrollWidth") <= 480
 
 
 def test_no_moment_has_a_sixtieth_second(browser, tmp_path):
@@ -125,7 +182,7 @@ def test_both_themes_draw(opened):
     opened.run("document.getElementById('theme').click()")
     after = opened.run("return getComputedStyle(document.body).backgroundColor")
     assert before != after
-    assert all(lit(opened, chart) > 300 for chart in range(8))
+    assert all(lit(opened, chart) > 300 for chart in range(10))
     opened.run("document.getElementById('theme').click()")
 
 
@@ -134,7 +191,7 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(browser, page):
     browser.open(page)
     browser.wait("document.documentElement.dataset.ready")
     assert browser.run("return document.documentElement.scrollWidth") <= 360
-    assert all(lit(browser, chart) > 200 for chart in range(8))
+    assert all(lit(browser, chart) > 200 for chart in range(10))
 
 
 def test_what_is_unknown_is_said_and_not_drawn(browser, tmp_path):

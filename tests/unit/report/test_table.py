@@ -26,6 +26,19 @@ def test_the_table_says_it_all(report):
         assert words in text
 
 
+def test_it_leads_with_what_was_learned_and_what_it_cost(report):
+    lines = api.render_table(report, width=80).splitlines()
+    assert [line.split("  ")[0] for line in lines[2:7]] == [
+        "held-out loss", "training loss", "execution accuracy", "time", "cost"
+    ]  # fmt: skip
+    assert lines[-4] == "What to do next"
+
+
+def test_a_run_that_cost_nothing_shows_no_dollars(tmp_path):
+    write(tmp_path / "events", price=0.0)
+    assert "$" not in api.render_table(api.load(tmp_path), width=120)
+
+
 def test_no_colours_unless_asked(report):
     assert "\x1b[" not in api.render_table(report)
     assert "\x1b[" in api.render_table(report, color=True)

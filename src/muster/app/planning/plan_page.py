@@ -18,7 +18,7 @@ def render(result: Planned) -> str:
     taken = {way.title for way in result.plan.frontier}
     others = [point for point in _points(result) if point["title"] not in taken]
     data: dict[str, Json] = {"plan": plan, "others": others, "limits": result.limits}
-    return page.fill(data, title=f"{result.plan.job} · Muster plan", script="plan.js", plain="muster plan RUN.yaml")
+    return page.fill(data, title=f"{result.plan.job} · Muster plan", scripts=("plan.js",), plain="muster plan RUN.yaml")
 
 
 def write(result: Planned, target: str) -> Path:

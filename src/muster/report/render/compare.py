@@ -13,23 +13,23 @@ from muster.report.render.document import Document
 
 #: Path into the document -> (label, format, which direction is better: 1 more, -1 less, 0 neither).
 FIGURES: dict[str, tuple[str, str, int]] = {
+    "heldout_loss": ("held-out loss", "{:.4f}", -1),
+    "final_loss": ("training loss", "{:.4f}", -1),
+    "execution_accuracy": ("execution accuracy", "{:.2%}", 1),
+    "wall_s": ("wall time, s", "{:,.1f}", -1),
+    "cost.usd": ("cost, $", "{:,.2f}", -1),
+    "cost.usd_per_million_tokens": ("$ per million tokens", "{:,.4f}", -1),
     "steps": ("steps", "{:,.0f}", 0),
     "tokens": ("tokens", "{:,.0f}", 0),
     "tokens_per_s": ("tokens/s", "{:,.0f}", 1),
     "mfu": ("MFU", "{:.2%}", 1),
-    "final_loss": ("final loss", "{:.4f}", -1),
-    "heldout_loss": ("held-out loss", "{:.4f}", -1),
-    "execution_accuracy": ("execution accuracy", "{:.2%}", 1),
     "goodput.active": ("goodput, active hosts", "{:.3%}", 1),
     "goodput.purchased": ("goodput, purchased hosts", "{:.3%}", 1),
     "goodput.time": ("host-time productive", "{:.3%}", 1),
-    "wall_s": ("wall time, s", "{:,.1f}", -1),
     "host_time.purchased_host_s": ("purchased host-s", "{:,.1f}", -1),
     "interruptions": ("interruptions", "{:,.0f}", 0),
     "incident_kinds.all.lost_s_p50": ("lost per interruption p50, s", "{:,.2f}", -1),
     "incident_kinds.all.lost_s_p95": ("lost per interruption p95, s", "{:,.2f}", -1),
-    "cost.usd": ("cost, $", "{:,.2f}", -1),
-    "cost.usd_per_million_tokens": ("$ per million tokens", "{:,.4f}", -1),
 }
 
 
@@ -89,7 +89,7 @@ def table(result: Comparison) -> Table:
         drawn.add_column(name, justify="right", overflow="fold")
     for path, (label, form, better) in FIGURES.items():
         row = result.figures[path]
-        if any(value is not None for value in row.values):
+        if any(value is not None for value in row.values) and not (path.startswith("cost.") and not any(row.values)):
             drawn.add_row(label, *_cells(row, form, better))
     drawn.add_section()
     for name, row in result.categories.items():

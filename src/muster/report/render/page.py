@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from muster.report.render.document import Document
 from muster.report.render.next_steps import next_steps
 from muster.report.render.series import series
 
+#: What draws a run's report.
+REPORT = ("words.js", "charts.js", "page.js")
+
 
 def render(ledger: Ledger, document: Document) -> str:
     """The page of one run. ``document``: that of the same ledger."""
@@ -26,8 +30,8 @@ def render(ledger: Ledger, document: Document) -> str:
     return fill(data, title=title)
 
 
-def fill(data: JsonObject, *, title: str, script: str = "page.js", plain: str = "muster report RUN") -> str:
-    """The page around ``data``, drawn by ``script``; ``plain``: the command that prints the same without JavaScript.
+def fill(data: JsonObject, *, title: str, scripts: Sequence[str] = REPORT, plain: str = "muster report RUN") -> str:
+    """The page around ``data``, drawn by ``scripts``; ``plain``: the command that prints the same without JavaScript.
 
     Text from a run never becomes markup: the script writes it as text alone.
     """
@@ -35,7 +39,7 @@ def fill(data: JsonObject, *, title: str, script: str = "page.js", plain: str = 
     for mark, text in (
         ("/*STYLE*/", _asset("uplot.min.css") + _asset("page.css")),
         ("/*LIBRARY*/", _asset("uplot.iife.min.js")),
-        ("/*SCRIPT*/", _asset(script)),
+        ("/*SCRIPT*/", "\n".join(map(_asset, scripts))),
         ("<!--TITLE-->", _text(title)),
         ("<!--PLAIN-->", _text(plain)),
         ("/*DATA*/", _embedded(data)),

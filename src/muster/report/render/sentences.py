@@ -47,7 +47,7 @@ def money(usd: float | None) -> str:
 
 def lever_in_words(lever: Lever) -> str:
     """What to change next, what it is worth, and how."""
-    day = "" if lever.usd_per_day is None else f", {money(lever.usd_per_day)} a day"
+    day = "" if not lever.usd_per_day else f", {money(lever.usd_per_day)} a day"
     return f"next: {lever.part}, worth {lever.worth_share:.0%} of a step at most{day}: {lever.advice}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import zip_longest
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -15,13 +16,15 @@ from muster.report.render.next_steps import next_steps
 from muster.report.render.sentences import format_duration, lever_in_words, money
 
 _BAR = 12
+_WIDE = 100
+"""From so many columns on there is room for bars beside the words."""
 _DIM = "dim"
 _UNKNOWN = "unknown"
 
 
 def render(document: Document, *, width: int = 100, color: bool = False) -> str:
     """The document as text, at most ``width`` columns wide; ANSI colours where ``color``."""
-    return printed(_page(document), width=width, color=color)
+    return printed(_page(document, width), width=width, color=color)
 
 
 def printed(drawn: RenderableType, *, width: int, color: bool) -> str:
@@ -31,8 +34,13 @@ def printed(drawn: RenderableType, *, width: int, color: bool) -> str:
     return target.getvalue()
 
 
-def _page(document: Document) -> Group:
-    parts: list[RenderableType] = [_heading(document), _figures(document), Text(), _categories(document)]
+def _page(document: Document, width: int) -> Group:
+    parts: list[RenderableType] = [
+        _heading(document),
+        _figures(document),
+        Text(),
+        _categories(document, bars=width >= _WIDE),
+    ]
     if document.step_budget is not None:
         parts += [Text(), *_step_budget(document.step_budget)]
     if document.incidents:
@@ -42,7 +50,7 @@ def _page(document: Document) -> Group:
     for line in [*document.log.problems, *document.notes]:
         parts.append(Text(f"! {line}", style="yellow"))
     if lines := next_steps(document):
-        parts += [Text(), Text("What to do next", style="bold"), *(Text(f"  {line}") for line in lines)]
+        parts += [Text(), Text("What to do next", style="bold"), *(Padding(Text(line), (0, 0, 0, 2)) for line in lines)]
     return Group(*parts)
 
 
@@ -62,39 +70,55 @@ def figure(value: float | int | None, form: str = "{:,.0f}") -> str:
 
 
 def _figures(document: Document) -> Table:
-    goodput, cost, reference = document.goodput, document.cost, document.goodput.reference
+    """Left what was learned, how long it took and what it cost; right how well the machines were used."""
     table = Table.grid(padding=(0, 2))
     for _ in range(2):
         table.add_column(style=_DIM)
         table.add_column(justify="right")
-    accuracy, baseline = document.execution_accuracy, document.baseline_accuracy
-    overhead, usd_per_million = goodput.fault_tolerance_overhead, cost.usd_per_million_tokens
-    rows = [
-        ("steps", figure(document.steps), "goodput, active hosts", figure(goodput.active, "{:.2%}")),
-        ("tokens", figure(document.tokens), "goodput, purchased hosts", figure(goodput.purchased, "{:.2%}")),
-        ("tokens/s", figure(document.tokens_per_s), "host-time productive", figure(goodput.time, "{:.2%}")),
-        (
-            "MFU",
-            figure(document.mfu, "{:.1%}"),
-            "reference tokens/s",
-            _UNKNOWN if reference is None else f"{reference.tokens_per_s:,.0f}",
-        ),
-        ("step", format_duration(document.speed.step_s), "fault-tolerance overhead", figure(overhead, "{:.2%}")),
-        ("final loss", figure(document.final_loss, "{:.4f}"), "cost", money(cost.usd)),
-        ("held-out loss", figure(document.heldout_loss, "{:.4f}"), "$/M tokens", money(usd_per_million)),
-        (
-            "execution accuracy",
-            figure(accuracy, "{:.1%}") + (f" (baseline {baseline:.1%})" if baseline is not None else ""),
-            "one goodput point is worth",
-            money(cost.usd_per_goodput_point),
-        ),
-    ]
-    for row in rows:
-        table.add_row(*row)
+    for left, right in zip_longest(_outcome(document), _use(document), fillvalue=("", "")):
+        table.add_row(*left, *right)
     return table
 
 
-def _categories(document: Document) -> Table:
+def _outcome(document: Document) -> list[tuple[str, str]]:
+    accuracy, baseline, cost = document.execution_accuracy, document.baseline_accuracy, document.cost
+    rows = [("held-out loss", figure(document.heldout_loss, "{:.4f}"))] if document.heldout_loss is not None else []
+    rows.append(("training loss", figure(document.final_loss, "{:.4f}")))
+    if accuracy is not None:
+        against = f" (baseline {baseline:.1%})" if baseline is not None else ""
+        rows.append(("execution accuracy", f"{accuracy:.1%}{against}"))
+    rows.append(("time", format_duration(document.wall_s)))
+    if not free(document):
+        rows += [("cost", money(cost.usd)), ("$/M tokens", money(cost.usd_per_million_tokens))]
+    return [*rows, ("steps", figure(document.steps)), ("tokens", figure(document.tokens))]
+
+
+def _use(document: Document) -> list[tuple[str, str]]:
+    goodput, reference = document.goodput, document.goodput.reference
+    rows = [("tokens/s", figure(document.tokens_per_s)), ("step", format_duration(document.speed.step_s))]
+    if document.mfu is not None or not free(document):
+        rows.append(("MFU", figure(document.mfu, "{:.1%}")))
+    if goodput.active == goodput.purchased:
+        rows.append(("goodput", figure(goodput.active, "{:.2%}")))
+    else:
+        rows.append(("goodput, active hosts", figure(goodput.active, "{:.2%}")))
+        rows.append(("goodput, purchased hosts", figure(goodput.purchased, "{:.2%}")))
+    rows.append(("host-time productive", figure(goodput.time, "{:.2%}")))
+    if reference is not None:
+        rows.append(("reference tokens/s", f"{reference.tokens_per_s:,.0f}"))
+    if goodput.fault_tolerance_overhead is not None:
+        rows.append(("fault-tolerance overhead", f"{goodput.fault_tolerance_overhead:.2%}"))
+    if document.cost.usd_per_goodput_point:
+        rows.append(("one goodput point is worth", money(document.cost.usd_per_goodput_point)))
+    return rows
+
+
+def free(document: Document) -> bool:
+    """On hosts that cost nothing dollars say nothing."""
+    return document.cost.usd == 0
+
+
+def _categories(document: Document, *, bars: bool) -> Table:
     host_time = document.host_time
     table = Table(
         title=f"{host_time.purchased_host_s:,.1f} host-seconds purchased"
@@ -108,15 +132,19 @@ def _categories(document: Document) -> Table:
     table.add_column("category", min_width=12)
     table.add_column("host-s", justify="right", min_width=7)
     table.add_column("share", justify="right", min_width=7)
-    table.add_column("", min_width=_BAR)
-    table.add_column("cost", justify="right", min_width=7)
+    if bars:
+        table.add_column("", min_width=_BAR)
+    if not free(document):
+        table.add_column("cost", justify="right", min_width=7)
     table.add_column("", style=_DIM, overflow="ellipsis", no_wrap=True, ratio=1)
     for name, spent in document.categories.items():
         if not spent.host_ns:
             continue
         share = spent.share or 0.0
-        bar = Text("█" * max(1, round(share * _BAR)), style="green" if name == "productive" else "yellow")
-        table.add_row(name, f"{spent.host_s:,.1f}", f"{share:.2%}", bar, money(spent.usd), spent.meaning)
+        style = "green" if name == "productive" else "yellow"
+        bar = [Text("█" * round(share * _BAR) or "▏", style=style)] if bars else []
+        usd = [] if free(document) else [money(spent.usd)]
+        table.add_row(name, f"{spent.host_s:,.1f}", f"{share:.2%}", *bar, *usd, spent.meaning)
     return table
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from fuzzing.running import Target
 from muster.backends.gke.manifests import kueue_configuration
 from muster.backends.gke.operate.exec_stream import exit_code
-from muster.backends.gke.pod.log_forwarder import _names
 from muster.backends.google.http import parse_reply
+from muster.backends.log_forwarder import _names
 from muster.backends.slurm import parse
 from muster.backends.vertex.cluster_spec import seat
 from muster.backends.vertex.job_state import cause, custom_job, sentence, web_links

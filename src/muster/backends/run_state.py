@@ -1,4 +1,4 @@
-"""What a pod reads of its run's home, and what it does there for a program that was killed."""
+"""What a host reads of its run's home, and what it does there for a program that was killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CATCH_UP_S = 600.0
 
 @dataclass(kw_only=True)
 class RunState:
-    """Of the run whose folder in this pod is ``run_dir``, as part of the JobSet ``job``."""
+    """Of the run whose folder on this host is ``run_dir``, as part of ``job`` (a JobSet, a custom job's request)."""
 
     run_dir: Path
     job: str = ""
@@ -61,12 +61,16 @@ class RunState:
             return UNKNOWN_S
         return max(0.0, (record.expires_wall_ns - time.time_ns()) / 1e9) if record is not None else 0.0
 
-    def held_by(self) -> int | None:
-        """The process of this pod that the lease names, alive or not; None: it names none of this pod's."""
+    def lease(self) -> LeaseRecord | None:
+        """As it stands, in force or not; None: there is none, or the home does not answer."""
         try:
-            record = self._lease()
+            return self._lease()
         except (MusterError, OSError):
             return None
+
+    def held_by(self) -> int | None:
+        """The process of this pod that the lease names, alive or not; None: it names none of this pod's."""
+        record = self.lease()
         return record.pid if record is not None and record.machine == socket.gethostname() else None
 
     def _lease(self) -> LeaseRecord | None:

@@ -26,6 +26,7 @@ class Variable:
 
 
 USER, GKE = "you", "the GKE back end, in its pods"
+HOSTED = f"{GKE}; the Vertex AI back end, on its hosts"
 PLACED = "the Slurm back end, where its topology plugin tells; you, on other machines"
 VARIABLES = (
     Variable("MUSTER_HOME", "Folder of runs, prices and calibration.", USER, "`~/.muster`"),
@@ -48,7 +49,7 @@ VARIABLES = (
     Variable("MUSTER_PART", "Number of a requeued job's part.", "the Slurm back end"),
     Variable(
         "MUSTER_BIND", "Address on which the supervisor and the agents listen.",
-        "the Slurm and GKE back ends", "`127.0.0.1`",
+        "the Slurm, GKE and Vertex AI back ends", "`127.0.0.1`",
     ),
     Variable(
         "MUSTER_TERM", "`ignored`: SIGTERM comes to every process of a job; only the supervisor acts on it.",
@@ -61,9 +62,9 @@ VARIABLES = (
     Variable("MUSTER_TOKEN_FILE", "File with the run's token.", GKE, "`token` in the run's folder"),
     Variable("MUSTER_MODEL_COPIES", "Folder of models copied from the hub (`model.weights: bucket`).", GKE),
     Variable("MUSTER_NAMESPACE", "Namespace of the pod.", GKE),
-    Variable("MUSTER_JOBSET", "JobSet of the pod.", GKE),
+    Variable("MUSTER_JOBSET", "JobSet of the pod; mark of the custom job's request.", HOSTED),
     Variable("MUSTER_HOST_INDEX", "Index of the host's Job.", GKE),
-    Variable("MUSTER_POD", "Name of the pod.", GKE),
+    Variable("MUSTER_POD", "Name of the pod; of the host with the mark of its start.", HOSTED),
     Variable("MUSTER_NODE", "Name of the node.", GKE),
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from muster.core.errors import ConflictError
 from muster.core.protocols import Store, Stored
-from muster.core.typed_json import Count, Name, Record, decode, encode
+from muster.core.typed_json import Count, Int64, Name, Record, decode, encode
 
 FILE = "vertex-job.json"
 TRIES = 20
@@ -27,6 +27,8 @@ class Claim(Record):
     submission: Count
     job: str = ""
     """``CLOUD_ML_JOB_ID`` of the job whose host woke first; empty: none has."""
+    began_wall_ns: Int64 = 0
+    """When that host woke: the job's time does not begin again with its containers."""
 
 
 def ask(store: Store, uri: str, claim: Claim) -> None:
@@ -48,8 +50,9 @@ def ask(store: Store, uri: str, claim: Claim) -> None:
     raise ConflictError(f"others keep writing {uri}", hint="one muster command at a time asks for a run")
 
 
-def counts(store: Store, uri: str, *, nonce: str, job: str) -> bool:
-    """Whether the host of ``job``, made by the request ``nonce``, belongs to the run; claims it where nobody has.
+def counts(store: Store, uri: str, *, nonce: str, job: str, now_ns: int = 0) -> Claim | None:
+    """The claim that the host of ``job``, made by the request ``nonce``, works under; it makes it where nobody has.
+    None: another job counts, and this one does nothing.
 
     Raises:
         ConflictError: the object keeps changing.
@@ -58,13 +61,14 @@ def counts(store: Store, uri: str, *, nonce: str, job: str) -> bool:
     for _ in range(TRIES):
         found = _read(store, uri)
         if found is None:
-            return False
+            return None
         held = decode(Claim, found.data)
         if held.nonce != nonce or held.job:
-            return held.nonce == nonce and held.job == job
+            return held if held.nonce == nonce and held.job == job else None
         try:
-            store.put_if(uri, encode(replace(held, job=job)), found.generation)
-            return True
+            mine = replace(held, job=job, began_wall_ns=now_ns)
+            store.put_if(uri, encode(mine), found.generation)
+            return mine
         except ConflictError:
             continue  # another host of this job, or of the other one; or this write, whose answer was lost
     raise ConflictError(f"others keep writing {uri}", hint="more than one job of the run wakes at the same time")

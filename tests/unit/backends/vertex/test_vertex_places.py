@@ -130,7 +130,7 @@ def test_a_list_that_lags_longer_makes_two_and_one_of_them_trains():
     user.time.sleep(90)
     numbers = list(user.vertex.jobs)
     mark = turns.asked[-1].nonce
-    said = [claims.counts(turns.store, turns.uri, nonce=mark, job=number) for number in reversed(numbers)]
+    said = [bool(claims.counts(turns.store, turns.uri, nonce=mark, job=number)) for number in reversed(numbers)]
     assert said == [True, False], "the host that wakes first, of whichever job"
     assert turns.until(Placed).job.name.endswith(numbers[1])
     user.time.sleep(600)

@@ -254,7 +254,7 @@ def test_many_hosts_of_two_jobs_wake_at_once(uri):
 
     def wake(number):
         start.wait()
-        said.append((number, claims.counts(open_store(), uri, nonce="first", job=number)))
+        said.append((number, bool(claims.counts(open_store(), uri, nonce="first", job=number))))
 
     threads = [threading.Thread(target=wake, args=(str(7 + index % 2),)) for index in range(8)]
     for thread in threads:

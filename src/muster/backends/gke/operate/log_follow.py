@@ -1,7 +1,7 @@
 """Live output of a run's pods: one followed log per pod; one watch finds pods, another the end of the run.
 
 Nothing is polled: each connection stays open and is reopened where it breaks, from the last line's time on.
-What ranks write is in their pod's own output (``pod/log_forwarder.py``), marked with the rank.
+What ranks write is in their pod's own output (``backends/log_forwarder.py``), marked with the rank.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.backends.gke.operate import locate
 from muster.backends.gke.pod.continuation import API as JOBSET_API
-from muster.backends.gke.pod.log_forwarder import writer_of
 from muster.backends.google.http import Unreachable
+from muster.backends.log_forwarder import writer_of
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.protocols import Clock

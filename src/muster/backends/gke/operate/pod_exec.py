@@ -12,7 +12,7 @@ from muster.backends import code_bundle
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.operate import locate
 from muster.backends.gke.operate.exec_stream import Target, run
-from muster.backends.gke.pod.log_forwarder import writer_of
+from muster.backends.log_forwarder import writer_of
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, MusterError
 from muster.core.typed_json import JsonObject, Unreadable, children, text, texts

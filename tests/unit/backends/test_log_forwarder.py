@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from muster.backends.gke.pod.log_forwarder import LONGEST_BYTES, LogForwarder, severity_of, writer_of
+from muster.backends.log_forwarder import LONGEST_BYTES, LogForwarder, severity_of, writer_of
 from muster.storage import run_output
 
 

@@ -1,0 +1,328 @@
+"""The first program of each host of a custom job (``python -m muster.backends.vertex.host``).
+
+It claims the run for its job, so that of two jobs one trains; fetches the run's files, checked by the digest in its
+arguments, and the secrets, each of one version; meets the other hosts; and keeps the agent and, where it is due, the
+supervisor (``keeper.py``) until the run is over. What its exit means is in ``exits.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import random
+import shutil
+import string
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from muster.backends import run_folder
+from muster.backends.children import Children, RealChildren
+from muster.backends.google.http import Http
+from muster.backends.google.metadata import MachineHttp
+from muster.backends.google.secret_manager import SecretManager
+from muster.backends.google.session import Session
+from muster.backends.log_forwarder import LogForwarder
+from muster.backends.run_state import RunState
+from muster.backends.vertex import claim, presence
+from muster.backends.vertex.claim import Claim
+from muster.backends.vertex.cluster_spec import VARIABLE, Seat, seat
+from muster.backends.vertex.exits import exit_code
+from muster.backends.vertex.keeper import Keeper, Program, say
+from muster.backends.vertex.letters import Letters
+from muster.backends.vertex.meeting import Meeting, meet, own_address
+from muster.backends.vertex.placement import START_TIMEOUT_S, Placement, place
+from muster.backends.vertex.presence import HostRecord
+from muster.catalog.vertex import SPOT
+from muster.config.spec import RunSpec
+from muster.core import environment, processes
+from muster.core.clock import SystemClock
+from muster.core.errors import AccessError, BackendError, MusterError
+from muster.core.protocols import Clock, Store
+from muster.core.typed_json import Unreadable
+from muster.protocol.client import AskStatus, StopRun
+from muster.storage import run_secrets, uris
+from muster.storage.store import open_store
+from muster.transport.client import ask_supervisor
+from muster.transport.listening import listen_on, raise_soft_limit
+from muster.transport.secure_session import run_token
+
+JOB, PROJECT = "CLOUD_ML_JOB_ID", "CLOUD_ML_PROJECT_ID"
+"""Set by Vertex: the job's number, and the project's, which nothing else tells a host: it runs in one of Google's."""
+SETTLED_S, PREPARE_S = 900.0, 3600.0
+"""A job that has worked for so long is not ended by a host that comes back and cannot read something; for this long."""
+RETRY_S = 20.0
+LEAVE_EARLY_S = 120.0
+"""Before the job's timeout, beside the run's own grace: Vertex ends a job there without notice."""
+OTHERS_S = 90.0
+"""For how long the chief waits for the last writes of the others."""
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One start of one host."""
+
+    given: argparse.Namespace
+    environ: Mapping[str, str]
+    store: Store = field(default_factory=open_store)
+    http: Http = field(default_factory=MachineHttp)
+    children: Children = field(default_factory=RealChildren)
+    clock: Clock = field(default_factory=SystemClock)
+    mark: str = field(default_factory=lambda: "".join(random.choices(string.ascii_lowercase + string.digits, k=5)))
+    """Of this start: memory, disk and machine may be others than the last one's."""
+    record: HostRecord | None = None
+
+    def run(self) -> int:
+        """With what the container ends, once the run is over; never before, but where this host cannot begin."""
+        try:
+            held = self._claim()
+            if held is None:
+                say("another job works for this run: nothing is started here")
+                return exit_code(said=True)
+            found = self._prepared(held)
+        except MusterError as error:
+            say(f"error: {error}" + (f" (hint: {error.hint})" if error.hint else ""))
+            self._tell("failed", str(error))
+            return exit_code(said=False)
+        return found.serve()
+
+    def _claim(self) -> Claim | None:
+        job = self.environ.get(JOB, "")
+        if not job:
+            raise BackendError(f"{JOB} is not set", hint="this is not a worker of Vertex AI")
+        uri = uris.join(self.given.home, claim.FILE)
+        return self._patiently(
+            lambda: claim.counts(self.store, uri, nonce=self.given.nonce, job=job, now_ns=self.clock.wall_ns()),
+            run_folder.PATIENCE_S,
+        )
+
+    def _prepared(self, held: Claim) -> Serving:
+        """Everything that the programs need. A job that has worked for long is patient; a new one fails soon, before it
+        costs much.
+
+        Raises:
+            MusterError: something cannot be read, or is not what was submitted.
+        """
+        settled = self.clock.wall_ns() - held.began_wall_ns > SETTLED_S * 1e9
+        return self._patiently(lambda: self._prepare(held), PREPARE_S if settled else 0.0)
+
+    def _patiently(self, look: Callable[[], Found], limit_s: float) -> Found:
+        until = self.clock.monotonic_ns() + int(limit_s * 1e9)
+        while True:
+            try:
+                return look()
+            except (AccessError, BackendError) as error:
+                if self.clock.monotonic_ns() >= until:
+                    raise
+                say(f"{error}; again in {RETRY_S:.0f} s")
+                self.clock.sleep(RETRY_S)
+
+    def _prepare(self, held: Claim) -> Serving:
+        given = self.given
+        files = run_folder.get(self.store, given.home, given.run_file_sha256)
+        placement = place(RunSpec.model_validate_json(files.resolved), run_id=given.run_id, run_dir=given.home)
+        mine = seat(self.environ.get(VARIABLE), hosts=placement.hosts)
+        own = self.environ.get("MUSTER_BIND") or own_address()
+        host = f"host-{mine.index}-{self.mark}"
+        self.record = HostRecord(index=mine.index, host=host, address=own, state="up")
+        self._tell("up")
+        token, values = self._secrets(placement.spec)
+        folder = given.run_dir / self.mark
+        for part in ("host", "supervisor"):
+            run_folder.place(
+                folder / part, run_id=given.run_id, backend="vertex", files=files, submission=given.submission,
+                home=given.home,
+            )  # fmt: skip
+            (folder / part / "logs").mkdir(mode=0o700, exist_ok=True)
+            processes.replace_text(folder / part / "token", token)
+        run_secrets.write(folder / "host", values)
+        say(f"{host} at {own}: {_shared_memory()}")
+        return Serving(host=self, claim=held, placement=placement, seat=mine, own=own, folder=folder, secrets=values)
+
+    def _secrets(self, spec: RunSpec) -> tuple[str, dict[str, str]]:
+        """The run's token, and what its ranks find in their environment."""
+        manager = SecretManager(session=Session(http=self.http, clock=self.clock))
+
+        def access(version: str) -> str:
+            ours = version.split("/")[1] == spec.resources.project
+            number = self.environ.get(PROJECT) if ours else None
+            try:
+                return manager.access(version, project=number).decode()
+            except UnicodeDecodeError as error:
+                raise BackendError(f"{version} is not UTF-8 text") from error
+
+        values = {name: access(version) for name, version in spec.secrets.items()}
+        if self.given.hugging_face_secret and "HF_TOKEN" not in values:
+            values["HF_TOKEN"] = access(self.given.hugging_face_secret)
+        return access(self.given.token_secret), values
+
+    def _tell(self, state: Literal["up", "left", "failed"], said: str = "") -> None:
+        """For people and the chief; a home that does not answer is no reason to do anything else."""
+        if self.record is not None:
+            record = replace(self.record, state=state, said=said, wall_ns=self.clock.wall_ns())
+            with contextlib.suppress(MusterError, OSError):
+                presence.tell(self.store, self.given.home, self.given.nonce, record)
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """A host that has all it needs."""
+
+    host: Host
+    claim: Claim
+    placement: Placement
+    seat: Seat
+    own: str
+    """This host's address."""
+    folder: Path
+    """Of two run folders, the agent's and the supervisor's: each brings home what its own programs write."""
+    secrets: Mapping[str, str]
+
+    def serve(self) -> int:
+        """Until the run is over; the container's exit code."""
+        given, host = self.host.given, self.host
+        token = run_token(self.folder / "supervisor")
+        threading.Thread(target=self._meet, args=(token,), name="meeting", daemon=True).start()
+        keeper = self._keeper(token)
+        pid_holds = functools.partial(_holds, keeper, RunState(run_dir=self.folder / "supervisor", job=given.nonce))
+        letters = Letters(
+            store=host.store, home=given.home, run_id=given.run_id, token=token, index=self.seat.index,
+            children=host.children, env=keeper.supervisor.env, run_dir=self.folder / "supervisor", holds=pid_holds,
+        )  # fmt: skip
+        name = self._name
+        forwarders = [
+            LogForwarder(run_dir=self.folder / part, host=name, writer=name) for part in ("host", "supervisor")
+        ]
+        for forwarder in forwarders:
+            forwarder.start()
+        letters.start()
+        said = keeper.run()
+        letters.stop()
+        for forwarder in forwarders:
+            forwarder.stop()
+        host._tell("left")
+        if self.seat.chief:
+            late = presence.wait_for_others(
+                host.store, given.home, given.nonce, limit_s=OTHERS_S, clock=host.clock
+            )  # fmt: skip
+            for one in late:
+                say(f"{one.host} did not say that it has left: ending without it")
+        return exit_code(said=said)
+
+    @property
+    def _name(self) -> str:
+        return f"host-{self.seat.index}-{self.host.mark}"
+
+    def _keeper(self, token: bytes) -> Keeper:
+        given, host, spec = self.host.given, self.host, self.placement.spec
+        env = {
+            **host.environ, "MUSTER_RUN_ID": given.run_id, "MUSTER_BIND": self.own, "MUSTER_POD": self._name,
+            "MUSTER_JOBSET": given.nonce,
+        }  # fmt: skip
+        hub = {"HF_TOKEN": self.secrets["HF_TOKEN"]} if "HF_TOKEN" in self.secrets else {}
+        supervisor, agent = self.folder / "supervisor", self.folder / "host"
+        state = RunState(run_dir=supervisor, job=given.nonce)
+        left_s = (self.claim.began_wall_ns - host.clock.wall_ns()) / 1e9 + self.placement.timeout_s
+        return Keeper(
+            index=self.seat.index,
+            agent=Program(
+                argv=[*_program("muster.agent.watchdog", agent, given.run_id), "--host", self._name,
+                      "--no-metadata-server"],
+                env={**env, "MUSTER_RUN_DIR": str(agent)},
+            ),
+            supervisor=Program(
+                argv=_program("muster.app.supervisor", supervisor, given.run_id),
+                env={**env, **hub, "MUSTER_RUN_DIR": str(supervisor)},
+                log=supervisor / "logs" / f"supervisor-{self._name}.log",
+            ),
+            children=host.children,
+            state=state,
+            stop_run=functools.partial(stop_run, state, token),
+            whole_job_goes=self.placement.mode == SPOT or self.placement.hosts == 1,
+            leave_at_s=host.clock.monotonic_ns() / 1e9 + left_s - spec.recovery.grace_s - LEAVE_EARLY_S,
+            clock=host.clock,
+        )  # fmt: skip
+
+    def _meet(self, token: bytes) -> None:
+        """See that the hosts reach each other, and say so; agents and supervisor find each other by the lease."""
+        if len(self.seat.peers) < 2:
+            return
+        chief, boot = self.seat.peers[0], f"{processes.boot_id()}-{self.host.mark}"
+        try:
+            if self.seat.chief:
+                with listen_on(self.own, chief.port) as listener:
+                    Meeting(token=token, log=say).serve(listener)
+                return
+            met = meet(
+                chief, token, index=self.seat.index, own=self.own, boot=boot, clock=SystemClock(),
+                limit_s=START_TIMEOUT_S,
+            )  # fmt: skip
+            say("the first host reaches this one" if met.reached else f"warning: not reached: {met.reason}")
+        except (MusterError, OSError) as error:
+            say(f"warning: the hosts have not met: {error}")
+
+
+def stop_run(state: RunState, token: bytes, source: str) -> bool:
+    """Tell the run's supervisor to save and to ask to be continued; False: it did not answer. One that ends already is
+    left alone: a second stop would end it at once."""
+    lease = state.lease()
+    if lease is None or lease.address is None:
+        return False
+    try:
+        if ask_supervisor(lease.address, token, AskStatus()).phase not in ("stopping", "ended"):
+            ask_supervisor(lease.address, token, StopRun(again=True, source=source))
+    except (OSError, Unreadable, MusterError) as error:
+        say(f"the run's supervisor does not answer: {error}")
+        return False
+    return True
+
+
+def _holds(keeper: Keeper, state: RunState) -> bool:
+    """Whether the supervisor of this host holds the run."""
+    pid = keeper.children.pid("supervisor")
+    return pid is not None and state.held_by() == pid
+
+
+def _program(module: str, run_dir: Path, run_id: str) -> list[str]:
+    return [sys.executable, "-P", "-m", module, "--run-dir", str(run_dir), "--run-id", run_id]
+
+
+def _shared_memory() -> str:
+    """Snapshots live there, and nothing says how large it is."""
+    with contextlib.suppress(OSError):
+        return f"/dev/shm has {shutil.disk_usage('/dev/shm').free / 1e9:.1f} GB"
+    return "there is no /dev/shm"
+
+
+def arguments() -> argparse.ArgumentParser:
+    """As ``custom_job`` writes them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("run-id", "home", "submission", "nonce", "run-file-sha256", "token-secret"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--hugging-face-secret")
+    parser.add_argument("--run-dir", type=Path, default=Path(tempfile.gettempdir()) / "muster")
+    return parser
+
+
+def main() -> int:
+    processes.forgive_outputs()
+    raise_soft_limit()
+    try:
+        return Host(given=arguments().parse_args(), environ=environment.inherited()).run()
+    except Exception as error:  # noqa: BLE001 (the process's edge: its code decides about the whole job)
+        say(f"error: {type(error).__name__}: {error}")
+        traceback.print_exc()
+        return exit_code(said=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -86,6 +86,10 @@ CORE = {
         "test_gcsfuse_run_live.py::test_the_events_of_a_killed_pod_are_lost",
         "test_kubelet_live.py::test_a_bucket_is_mounted_once_the_account_may",
     ),
+    "Compute Engine: a machine starts": (
+        "test_gce_machine_live.py::test_from_the_boot_to_the_agent_and_again_after_a_reboot",
+        "test_gce_machine_live.py::test_a_flipped_byte_is_refused_with_its_reason",
+    ),
     "README": (
         "test_readme.py::test_every_block_says_how_it_is_held",
         "test_readme.py::test_every_command_is_documented",
@@ -228,7 +232,7 @@ NIGHTLY = {
     "test_train_resume_live.py::test_resume_to_the_bit_after_a_kill_in_mid_save[lora-marker]": (
         "test_train_resume_live.py::test_resume_to_the_bit_after_a_kill_in_mid_save[plain-marker]"
     ),
-    "test_machine_root_live.py": "test_script_runner_rows.py, test_metadata_rows.py; no back end uses it yet",
+    "test_machine_root_live.py": "test_script_runner_rows.py, test_metadata_rows.py; test_gce_machine_live.py uses it",
     "test_slices_live.py": "test_slices.py, over real sockets",
     "test_verbs_live.py::test_a_killed_supervisor_is_replaced_and_the_agents_go_on": (
         "test_recovery_live.py::test_the_supervisor_dies_and_a_new_one_takes_over"

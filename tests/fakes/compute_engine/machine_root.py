@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fakes.compute_engine import script_runner
+from fakes.compute_engine.google_names import ADDRESS, NAMES
 from fakes.metadata import Server
 
 METADATA = "169.254.169.254"
@@ -25,12 +27,34 @@ PYTHONS = ("/usr/bin/python3.11", "/usr/bin/python3.12", "/usr/bin/python3.13", 
 Made = TypeVar("Made")
 
 
+class Service(Protocol):
+    """What answers on the machine's network."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+Services = Callable[[], Service]
+
+
 class MachineRoot:
     """``folder`` holds its disk and its output (``serial.log``); give it a file system of its own (tmpfs)."""
 
-    def __init__(self, folder: Path, values: dict[str, str], hidden: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        values: dict[str, str],
+        hidden: tuple[str, ...] = (),
+        *,
+        image: Path | None = None,
+        services: Services | None = None,
+    ) -> None:
         self.folder, self.values, self.hidden = folder, values, hidden
         """``hidden``: programs of this computer's that the machine shall not have."""
+        self.image, self.services = image, services
+        """Files that its boot image has beside this computer's; what makes Google's services, inside the machine."""
+        self.front: Service | None = None
         self.server: Server | None = None
         self.first: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +70,7 @@ class MachineRoot:
         ready_in, ready_out = os.pipe()
         go_in, go_out = os.pipe()
         program = [sys.executable, "-m", "fakes.compute_engine.machine_root", str(self.folder), str(ready_out),
-                   str(go_in), *self.hidden]  # fmt: skip
+                   str(go_in), str(self.image or ""), *self.hidden]  # fmt: skip
         tests = Path(__file__).parents[2]
         command = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", *program]
         with self.log.open("ab") as log:
@@ -61,6 +85,9 @@ class MachineRoot:
         assert said == b"1", f"the machine did not boot: {self.log.read_text()}"
         self.server = self.inside(lambda: Server((METADATA, 80), self.values))
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        if self.services is not None:
+            self.front = self.inside(self.services)
+            self.front.start()
         os.write(go_out, b"1")
         os.close(go_out)
 
@@ -70,6 +97,9 @@ class MachineRoot:
             os.killpg(self.first.pid, signal.SIGKILL)
             self.first.wait()
             self.first = None
+        if self.front is not None:
+            self.front.stop()
+            self.front = None
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
@@ -107,7 +137,7 @@ class MachineRoot:
         return self.log.read_text(errors="replace")
 
 
-def _first_process(folder: Path, ready: int, go: int, hidden: list[str]) -> None:
+def _first_process(folder: Path, ready: int, go: int, image: str, hidden: list[str]) -> None:
     def call(*command: str) -> None:
         subprocess.run(command, check=True)
 
@@ -115,7 +145,8 @@ def _first_process(folder: Path, ready: int, go: int, hidden: list[str]) -> None
     for path in (folder / "upper", folder / "work", root):
         path.mkdir(exist_ok=True)
     call("mount", "--make-rprivate", "/")
-    layers = f"lowerdir=/,upperdir={folder}/upper,workdir={folder}/work"
+    lower = f"{image}:/" if image else "/"
+    layers = f"lowerdir={lower},upperdir={folder}/upper,workdir={folder}/work"
     call("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
     call("mount", "-t", "proc", "proc", f"{root}/proc")
     call("mount", "--rbind", "/dev", f"{root}/dev")
@@ -125,9 +156,14 @@ def _first_process(folder: Path, ready: int, go: int, hidden: list[str]) -> None
         if (root / program.lstrip("/")).is_file():
             call("mount", "--bind", "/dev/null", f"{root}{program}")
     hosts = root / "etc/hosts"
-    hosts.write_text(f"127.0.0.1 localhost\n{METADATA} metadata.google.internal\n")
+    google = "".join(f"{ADDRESS} {name}\n" for name in NAMES)
+    hosts.write_text(f"127.0.0.1 localhost\n{METADATA} metadata.google.internal\n{google}")
+    boot = root / "run/boot_id"  # this computer's is the same for all its machines and boots
+    boot.write_text(f"{uuid.uuid4()}\n")
+    call("mount", "--bind", str(boot), f"{root}/proc/sys/kernel/random/boot_id")
     call("ip", "link", "set", "lo", "up")
-    call("ip", "addr", "add", f"{METADATA}/32", "dev", "lo")
+    for address in (METADATA, ADDRESS):
+        call("ip", "addr", "add", f"{address}/32", "dev", "lo")
     os.write(ready, b"1")
     os.close(ready)
     os.read(go, 1)
@@ -141,4 +177,4 @@ def _first_process(folder: Path, ready: int, go: int, hidden: list[str]) -> None
 
 
 if __name__ == "__main__":
-    _first_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    _first_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muster.backends.backend import Backend, RenderedFiles
+from muster.backends.backend import Backend, Capabilities, RenderedFiles
 from muster.backends.gce.run_file_rules import rules, unused_settings
 from muster.backends.protocols import Launcher
 from muster.catalog.offers import Option
@@ -40,6 +40,7 @@ def _rules(spec: RunSpec) -> Iterable[Problem]:
 BACKEND = Backend(
     name="gce",
     launcher=_launcher,
+    capabilities=Capabilities(secret_manager=True),
     rules=_rules,
     unused_settings=unused_settings,
     formats={"yaml": _rendered},

@@ -43,6 +43,11 @@ class Placement:
     family: Family
     machine: Machine
     mode: str
+    submission: str = "1"
+    run_yaml: str = ""
+    """The run file as a person wrote it, or as near as can be."""
+    code: bytes | None = None
+    """``code_bundle.pack``'s."""
 
     @property
     def project(self) -> str:
@@ -66,16 +71,12 @@ class Placement:
     @property
     def stem(self) -> str:
         """What the names of the run's machines begin with: the run's own name where that can be a machine's."""
-        run = self.run_id
-        if len(run) <= LONGEST_STEM and re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", run):
-            return run
-        head = re.sub(r"[^a-z0-9-]+", "-", run.lower()).strip("-0123456789") or "run"
-        return f"{head[: LONGEST_STEM - 9].strip('-')}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
+        return stem_of(self.run_id)
 
     @property
     def supervisor(self) -> str:
         """Name of the supervisor's machine."""
-        return f"{self.stem}-supervisor"
+        return supervisor_of(self.run_id)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -145,6 +146,19 @@ def resolved(placement: Placement) -> RunSpec:
     return home_filled_in(
         placement.spec, home=placement.home, gpus=placement.machine.gpus, start_timeout_s=START_TIMEOUT_S
     )
+
+
+def stem_of(run: str) -> str:
+    """What names of the run's machines begin with; see ``Placement.stem``."""
+    if len(run) <= LONGEST_STEM and re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", run):
+        return run
+    head = re.sub(r"[^a-z0-9-]+", "-", run.lower()).strip("-0123456789") or "run"
+    return f"{head[: LONGEST_STEM - 9].strip('-')}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
+
+
+def supervisor_of(run: str) -> str:
+    """Name of the run's supervisor's machine, in whatever zone it is."""
+    return f"{stem_of(run)}-supervisor"
 
 
 def region_of(zone: str) -> str:

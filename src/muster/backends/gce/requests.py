@@ -7,17 +7,18 @@ does every program on it: it names secrets and holds none.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from muster.backends import run_folder
 from muster.backends.backend import RenderedFiles
 from muster.backends.gce import placement as names
 from muster.backends.gce.placement import PREFIX, Placement, place, region_of, request_id, resolved
 from muster.backends.gce.run_file_rules import rules, warnings
+from muster.backends.run_folder import RunFiles
 from muster.catalog import gce as catalogue
 from muster.catalog.gce import CALENDAR, FLEX_START, ON_DEMAND, RESERVATION, SPOT
 from muster.config.spec import RunSpec
@@ -302,7 +303,8 @@ def _metadata(placement: Placement, role_of_it: str) -> JsonObject:
         "muster-run": placement.run_id,
         "muster-home": placement.home,
         "muster-bundle": asked.bundle or "",
-        "muster-run-file-sha256": hashlib.sha256(run_file(placement)).hexdigest(),
+        "muster-files": run_folder.digest(run_files(placement).encoded()),
+        "muster-submission": placement.submission,
         "muster-token-secret": placement.token_secret,
         "muster-gpus": str(placement.machine.gpus if role_of_it == "host" else 0),
     }
@@ -311,9 +313,10 @@ def _metadata(placement: Placement, role_of_it: str) -> JsonObject:
     return {"items": [{"key": key, "value": value} for key, value in values.items()]}
 
 
-def run_file(placement: Placement) -> bytes:
-    """The resolved run file as it is put into the home, where hosts fetch it; its digest is in their metadata."""
-    return (resolved(placement).model_dump_json(indent=1) + "\n").encode()
+def run_files(placement: Placement) -> RunFiles:
+    """What is put into the home, where hosts fetch it; its digest is in their metadata."""
+    spec = resolved(placement).model_dump_json(indent=1) + "\n"
+    return RunFiles(resolved=spec, run_yaml=placement.run_yaml, code=placement.code)
 
 
 @cache

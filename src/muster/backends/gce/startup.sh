@@ -3,16 +3,19 @@
 #
 # It runs as root at every boot, without a home, an input or a time limit, and nothing shows its exit code: so each step
 # may be done twice or be cut off anywhere, and what is reached is told to the run's bucket, as
-# HOME/machines/NAME/BOOT.STAGE with a line of text. It ends once the program is started; systemd keeps that alive.
-# Stages: booted, driver, bundle, started; or failed, with the reason.
-# Metadata (all muster-*): role, run, home, bundle (its name is its SHA-256), run-file-sha256, token-secret, gpus,
-# hugging-face-secret; storage: another address of Cloud Storage, for Private Service Connect.
+# HOME/machines/NAME/BOOT.STAGE with a line of text: seconds since 1970, and words. It ends once the program is started;
+# systemd keeps that alive.
+# Stages: booted, driver, bundle, started; or failed, with the reason. (The program adds: checked.)
+# Metadata (all muster-*): role, run, home, bundle (its name is its SHA-256), files and submission, token-secret, gpus,
+# secrets. The program reads the others.
 set -u
 umask 022
 META=http://169.254.169.254/computeMetadata/v1/instance
 PLACE=/opt/muster
 DRIVER_S=900    # an image that installs its driver at the first boot takes minutes
 BUNDLE_S=900
+PROGRAM=muster.backends.gce.host
+STORAGE=https://storage.googleapis.com
 
 meta() { # KEY: its value; refused connections and 503 are normal while a machine boots
   local left=60 code
@@ -48,7 +51,7 @@ tell() { # STAGE TEXT
   printf 'muster: %s: %s\n' "$1" "$2"
   bucket=${HOME_URI#gs://}; bucket=${bucket%%/*}
   path="${HOME_URI#gs://"$bucket"/}/machines/$NAME/$BOOT.$1"
-  bearer && printf '%s\n' "$2" >"$WORK/text" &&
+  bearer && printf '%s %s\n' "$(date +%s)" "$2" >"$WORK/text" &&
     curl -sS -f -o /dev/null --max-time 30 --retry 5 -X POST -H @"$WORK/bearer" -H 'Content-Type: text/plain' \
       --data-binary @"$WORK/text" "$STORAGE/upload/storage/v1/b/$bucket/o?uploadType=media&name=$(quoted "$path")"
 }
@@ -106,9 +109,12 @@ bundle() { # gs://BUCKET/FOLDER/SHA256.tar.gz: fetched, compared with its name, 
   # (torch) stay visible.
   set -- "$SOFTWARE.new"/wheels/pip-*.whl
   [ -e "$1" ] || fail "the bundle has no wheel of pip"
-  "$python" "$1/pip" install --quiet --no-input --disable-pip-version-check --no-index --no-compile --require-hashes \
-    --find-links "$SOFTWARE.new/wheels" --target "$SOFTWARE.new/site" -r "$SOFTWARE.new/requirements.txt" \
-    >"$WORK/pip" 2>&1 || fail "the bundle cannot be installed: $(tail -n 1 "$WORK/pip")"
+  "$python" "$1/pip" install --quiet --no-input --disable-pip-version-check --no-index --no-compile --no-deps \
+    --require-hashes --find-links "$SOFTWARE.new/wheels" --target "$SOFTWARE.new/site" \
+    -r "$SOFTWARE.new/requirements.txt" >"$WORK/pip" 2>&1 ||
+    fail "the bundle cannot be installed: $(tail -n 1 "$WORK/pip")"
+  PYTHONPATH=$SOFTWARE.new/site "$python" -c "import $PROGRAM, google.cloud.storage" >"$WORK/pip" 2>&1 ||
+    fail "the bundle lacks something: $(tail -n 1 "$WORK/pip")"
   touch "$SOFTWARE.new/ready"
   rm -rf "$SOFTWARE"
   mv "$SOFTWARE.new" "$SOFTWARE" || fail "$SOFTWARE cannot be made"
@@ -123,7 +129,7 @@ python_in() { # FOLDER: a Python that is new enough
 }
 
 start() { # ROLE PYTHON: systemd keeps it alive; started anew at each boot, after the steps above
-  local words=("$2" -m muster.backends.gce.host --role "$1")
+  local words=("$2" -P -m "$PROGRAM" --role "$1")
   cat >/etc/systemd/system/muster.service.new <<UNIT
 [Unit]
 Description=Muster, $1 of a run
@@ -131,7 +137,7 @@ StartLimitIntervalSec=0
 [Service]
 Environment=PYTHONPATH=$SOFTWARE/site PYTHONUNBUFFERED=1
 ExecStart=${words[*]}
-Restart=always
+Restart=on-failure
 RestartSec=2
 KillMode=mixed
 TimeoutStopSec=110
@@ -148,9 +154,8 @@ trap 'rm -rf "$WORK"' EXIT
 NAME=$(meta name) && ROLE=$(meta attributes/muster-role) && HOME_URI=$(meta attributes/muster-home) &&
   BUNDLE=$(meta attributes/muster-bundle) || { echo 'muster: the metadata of this machine is not a run'\''s'; exit 1; }
 GPUS=$(meta attributes/muster-gpus) || GPUS=0
-STORAGE=$(meta attributes/muster-storage) || STORAGE=https://storage.googleapis.com
 BOOT=$(cat /proc/sys/kernel/random/boot_id)
-tell booted "$(date -u +%FT%TZ)"
+tell booted "as $ROLE"
 driver "$GPUS"
 tell driver "$GPUS GPUs"
 local_disks || echo 'muster: the local SSDs cannot be used; the boot disk is'

@@ -1,0 +1,191 @@
+"""``python -m muster.backends.gce.host --role host|supervisor``: what systemd keeps alive on a run's machine.
+
+It fetches the run's files by the digest in the machine's metadata, reads the run's token and secrets with the machine's
+own account, and keeps the agent (or the supervisor) running until the run has ended. It holds no state: killed, or
+after a reboot, it does the same again. Exit code 0: the run is over, and systemd lets it rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from muster.backends import run_folder
+from muster.backends.gce import machine as machines
+from muster.backends.gce.machine import HOST, SUPERVISOR, Machine
+from muster.backends.gce.placement import supervisor_of
+from muster.backends.google.metadata import MachineHttp
+from muster.backends.google.secret_manager import SecretManager
+from muster.backends.google.session import Session
+from muster.backends.run_state import RunState
+from muster.config.spec import RunSpec
+from muster.core import environment, processes, resolved_file
+from muster.core.clock import SystemClock
+from muster.core.errors import MusterError
+from muster.core.protocols import Store
+from muster.storage import run_secrets
+from muster.storage.store import open_store
+
+MEMORY = Path("/run/muster")
+"""On tmpfs: the run's token is on no disk."""
+LOOK_S = 5.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+LIVED_S = 600.0
+"""A program that lived this long before it ended starts again without a pause."""
+LEAVE_S = 100.0
+"""Of the 110 s that the unit has to stop in: a Spot machine has 30 s after its notice, others 120."""
+
+
+@dataclass(kw_only=True)
+class Keeper:
+    """One program of the run, kept alive until the run has ended."""
+
+    machine: Machine
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+    state: RunState
+    look_s: float = LOOK_S
+    _child: subprocess.Popen[bytes] | None = None
+    _goes: bool = False
+    _early: int = 0
+    """Ends in a row of a program that had just been started."""
+    _ended_s: float = field(default=-LONGEST_PAUSE_S)
+
+    def run(self) -> int:
+        """0: the run has ended; 75: this machine is to go."""
+        signal.signal(signal.SIGTERM, self._go)
+        while not self._goes:
+            if self._child is None and time.monotonic() - self._ended_s >= self._pause_s():
+                if self._ended() is not None:
+                    return 0
+                self._start()
+            self._wait(self.look_s)
+        self._leave()
+        return 75
+
+    def _pause_s(self) -> float:
+        return min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2 ** max(0, self._early - 1)) if self._early else 0.0
+
+    def _start(self) -> None:
+        began = time.monotonic()
+        self._child = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, env=dict(self.environ))
+        self._began_s = began
+
+    def _wait(self, seconds: float) -> None:
+        if self._child is None:
+            time.sleep(min(seconds, 1.0))
+            return
+        try:
+            code = self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+        self._child, self._ended_s = None, time.monotonic()
+        self._early = 0 if self._ended_s - self._began_s >= LIVED_S else self._early + 1
+        print(f"the {self.machine.role}'s program ended with code {code}", flush=True)
+        if code:
+            self.state.ship(self.machine.name if self.machine.role == HOST else SUPERVISOR, 6.0)
+
+    def _ended(self) -> int | None:
+        try:
+            return self.state.ended()
+        except (MusterError, OSError):
+            return None
+
+    def _go(self, _number: int, _frame: FrameType | None) -> None:
+        self._goes = True
+
+    def _leave(self) -> None:
+        """The machine shuts down: a host's agent saves, and a supervisor's state is in the home already."""
+        if self._child is None:
+            return
+        if self.machine.role == HOST:
+            self._child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(LEAVE_S)
+        self._child.kill()
+        self._child.wait()
+
+
+def prepare(machine: Machine, store: Store, session: Session) -> dict[str, str]:
+    """Put everything that the run's programs read into place; returns their environment.
+
+    Raises:
+        MusterError: a file is not what was submitted, or a secret cannot be read.
+    """
+    files = run_folder.get(store, machine.home, machine.files)
+    run_folder.place(
+        machine.run_dir, run_id=machine.run_id, backend="gce", files=files, submission=machine.submission,
+        home=machine.home,
+    )  # fmt: skip
+    secrets = SecretManager(session=session)
+    MEMORY.mkdir(mode=0o700, exist_ok=True)
+    token = MEMORY / f"{machine.run_id}.token"
+    _write_private(token, secrets.access(machine.token_secret))
+    spec = RunSpec.model_validate_json(resolved_file.read(machine.run_dir, patient=True))
+    if machine.role == HOST:
+        values = {name: secrets.access(version).decode() for name, version in spec.secrets.items()}
+        run_secrets.write(machine.run_dir, values)
+    environ = {
+        **environment.inherited(),
+        "HOME": str(machines.RUNS),
+        "MUSTER_HOME": str(machines.RUNS / "home"),
+        "MUSTER_RUN_ID": machine.run_id,
+        "MUSTER_RUN_DIR": str(machine.run_dir),
+        "MUSTER_BIND": machine.address,
+        "MUSTER_TOKEN_FILE": str(token),
+    }
+    if machine.role == SUPERVISOR:
+        environ["MUSTER_JOBSET"] = supervisor_of(machine.run_id)
+    elif machine.hugging_face_secret:
+        environ["HF_TOKEN"] = secrets.access(machine.hugging_face_secret).decode().strip()
+    return environ
+
+
+def program(machine: Machine) -> list[str]:
+    """The argv of the run's program on this machine."""
+    module = "muster.app.supervisor" if machine.role == SUPERVISOR else "muster.agent.watchdog"
+    words = [sys.executable, "-P", "-m", module, "--run-dir", str(machine.run_dir), "--run-id", machine.run_id]
+    return words if machine.role == SUPERVISOR else [*words, "--host", machine.name]
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    half = path.with_suffix(".new")
+    descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    half.replace(path)
+
+
+def main() -> int:
+    processes.forgive_outputs()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--role", choices=[HOST, SUPERVISOR], required=True)
+    role = parser.parse_args().role
+    clock, store = SystemClock(), open_store(timeout_s=10.0, patience_s=30.0)
+    machine = machines.read(clock)
+    if machine.role != role:
+        print(f"error: this machine is the run's {machine.role}, not its {role}", file=sys.stderr)
+        return 2
+    try:
+        environ = prepare(machine, store, Session(http=MachineHttp(), clock=clock))
+    except MusterError as error:
+        print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        with contextlib.suppress(MusterError):
+            machine.tell(store, "failed", str(error))
+        return error.exit_code
+    machine.tell(store, "checked", f"the files and secrets of submission {machine.submission}")
+    state = RunState(run_dir=machine.run_dir, job=supervisor_of(machine.run_id))
+    return Keeper(machine=machine, argv=program(machine), environ=environ, state=state).run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -3,9 +3,16 @@
 Runs are in ``test_gke_run_live.py`` and ``test_gke_losses_live.py``; what stands in for GKE is in ``gke_runs``.
 """
 
+import base64
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 from gke_runs import JOBSETS, KUEUE, document, placed
 
+from muster.agent.hardware.node_condition_follower import WATCHER
 from muster.backends.gke.kubernetes.config import connect
 from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
@@ -14,6 +21,9 @@ from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError
 from muster.core.types import JobHandle, JobState
+from muster.health.hardware.node_condition import CONDITION
+from muster.protocol.codec import reader_of
+from muster.protocol.pipes import NODE_CONDITIONS, NodeCondition
 from muster.storage import run_registry
 
 pytest_plugins = ["gke_runs"]
@@ -112,3 +122,39 @@ def test_row_01_the_dry_run_meets_the_webhooks(plane, home):
     finally:
         plane.beside.ready = True
     assert launcher.remaining(handle_of(run_id)) == []
+
+
+def test_a_pods_account_reads_its_nodes_xids_once_it_may(plane, tmp_path):
+    """By RBAC of a real server: refused, then granted by what ``up`` makes, then each condition that GKE would set."""
+    secret = plane.get("/api/v1/namespaces/default/serviceaccounts/muster")["secrets"][0]["name"]
+    token = plane.get(f"/api/v1/namespaces/default/secrets/{secret}")["data"]["token"]
+    (tmp_path / "token").write_bytes(base64.b64decode(token))
+    shutil.copy(plane.dir / "server.pem", tmp_path / "ca.crt")
+    bound = next(one for one in account_objects(placed()) if one["kind"] == "ClusterRoleBinding")
+    path = f"/apis/rbac.authorization.k8s.io/v1/clusterrolebindings/{bound['metadata']['name']}"
+    plane.call("DELETE", path)
+    where = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(plane.ports["api"])}
+    child = subprocess.Popen(
+        [sys.executable, "-m", WATCHER, "node1", "--every-s", "0.2", "--account", str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **where},
+    )  # fmt: skip
+    try:
+        decode = reader_of(NODE_CONDITIONS)
+        refused = decode(child.stdout.readline())
+        assert "cannot get resource" in refused.problem and "default:muster" in refused.problem
+        plane.apply(path, bound)
+        assert decode(child.stdout.readline()) == NodeCondition(), "the node has none"
+        for reason in ('{"48":true}', '{"48":true,"79":true}'):
+            row = {"type": CONDITION, "status": "True", "reason": reason, "lastTransitionTime": "2026-11-24T04:00:00Z"}
+            status, said = plane.call(
+                "PATCH", "/api/v1/nodes/node1/status", {"status": {"conditions": [row]}},
+                "application/strategic-merge-patch+json",
+            )  # fmt: skip
+            assert status == 200, said
+            found = decode(child.stdout.readline())
+            assert (found.status, found.reason, found.since) == ("True", reason, "2026-11-24T04:00:00Z")
+        child.communicate(timeout=60)
+        assert child.returncode == 0, "it ends with its standard input"
+    finally:
+        child.kill()
+        plane.apply(path, bound)

@@ -137,7 +137,7 @@ class HostAgent:
         )  # fmt: skip
         self.kernel_log = KernelLogFollower(
             identity=identity, hub=hub, log=log, spec=lambda: self.spec, living=self.pool.living, send=self.link.send,
-            resets=lambda: self.pool.gpu_reset.ended,
+            resets=lambda: self.pool.gpu_reset.ended, start_program=identity.start_program,
         )  # fmt: skip
         self.link.fault = self.kernel_log.standing
         self.host_check = HostCheck(

@@ -2,7 +2,8 @@
 
 Nothing polls: the log is a descriptor in the agent's loop. ``/dev/kmsg`` gives one record a read, from the moment it is
 opened at its end, so what was before the run is never judged. Where it may not be opened ``dmesg --follow-new`` is
-tried (it may have a permission of its own); where neither works, that is said once: no Xid would be seen there.
+tried (it may have a permission of its own). Where neither works that is said once, and in a pod of GKE the node's
+condition is read instead (``node_condition_follower``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from muster.agent.hardware.node_condition_follower import NodeConditionFollower
 from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.rank_process import Worker, end_child
@@ -58,11 +60,13 @@ class KernelLogFollower:
         living: Callable[[], Iterable[Worker]],
         send: Callable[[HostFault], None],
         resets: Callable[[], int] = lambda: 0,
+        start_program: Callable[..., subprocess.Popen[bytes]] | None = None,
         gpus: Path = GPUS,
         kmsg: str = KMSG,
         follow: tuple[str, ...] = FOLLOW,
     ) -> None:
-        """``living``: the ranks' processes. ``resets``: how often GPUs were reset here.
+        """``living``: the ranks' processes. ``resets``: how often GPUs were reset here. ``start_program``: as
+        ``HostIdentity``'s; None: the node's condition is not read.
 
         ``gpus``, ``kmsg``, ``follow``: where a test has its own."""
         self._host, self._environ = identity.host, identity.environ
@@ -89,6 +93,8 @@ class KernelLogFollower:
         self._resets_seen = 0
         self._fd = -1
         self._dmesg: subprocess.Popen[bytes] | None = None
+        self._node: NodeConditionFollower | None = None
+        self._start_program = start_program
         self._buffer = b""
 
     def start(self) -> None:
@@ -111,6 +117,8 @@ class KernelLogFollower:
     def shutdown(self) -> None:
         """Close the descriptor, end ``dmesg``."""
         self._leave()
+        if self._node is not None:
+            self._node.shutdown()
         end_child(self._dmesg)
 
     def _leave(self) -> None:
@@ -167,15 +175,26 @@ class KernelLogFollower:
                 self._on_line(line.decode(errors="replace"))
 
     def _lost(self, why: str) -> None:
-        self._log.note(f"{self._host}: kernel log not readable ({why}), so an Xid of a GPU is not seen")
+        node, lost = self._environ.get("MUSTER_NODE"), f"{self._host}: kernel log not readable ({why})"
+        if node and self._start_program is not None:
+            self._log.note(f"{lost}: of its GPUs' Xids only what GKE says of node {node} is known")
+            self._node = NodeConditionFollower(
+                node=node, hub=self._hub, start_program=self._start_program, on_fault=self._on_fault,
+                note=lambda text: self._log.note(f"{self._host}: {text}"),
+            )  # fmt: skip
+            self._node.start()
+        else:
+            self._log.note(f"{lost}, so an Xid of a GPU is not seen")
 
     # ------------------------------------------------------------ what they mean
 
     def _on_line(self, line: str) -> None:
         fault = self._reader.read(line)
-        if fault is None:
-            return
-        if self._own is not None and fault.device in self._gpus and fault.device not in self._own:
+        if fault is not None:
+            self._on_fault(fault)
+
+    def _on_fault(self, fault: KernelFault) -> None:
+        if self._own is not None and not self._may_be_ours(fault.device, self._own):
             self._note_foreign(fault)
             return
         self._recent.append((time.monotonic(), fault))
@@ -195,12 +214,19 @@ class KernelLogFollower:
             self._told, self._told_memory = burst.verdict, burst.memory
             self._tell(burst)
 
+    def _may_be_ours(self, device: str, own: frozenset[str]) -> bool:
+        """Where no GPU is named, only if all are ours: no host is given up for a neighbour's error."""
+        return device in own if device in self._gpus else bool(device) or own >= self._gpus.keys()
+
     def _note_foreign(self, fault: KernelFault) -> None:
         """Of a GPU that others use, on a machine that is shared: no fault of this run's part. Said once."""
         if (fault.device, fault.number) not in self._foreign and len(self._foreign) < _KEPT:
             self._foreign.add((fault.device, fault.number))
-            where = f"GPU {self._gpus[fault.device]} ({fault.device})"
-            self._log.note(f"{self._host}: {fault.family} {fault.number} on {where}, which this run does not use")
+            if fault.device:
+                where = f"on GPU {self._gpus[fault.device]} ({fault.device}), which this run does not use"
+            else:
+                where = "on a GPU that is not named, of which this run uses some"
+            self._log.note(f"{self._host}: {fault.family} {fault.number} {where}")
 
     def _close(self) -> None:
         """The burst is over: what follows is another one, even where it says the same."""

@@ -20,6 +20,16 @@ class PreemptionNotice(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeCondition(Record):
+    """What a node's condition for Xids says: when it is read first, and whenever it has changed."""
+
+    status: Annotated[str, "empty: the node has no such condition"] = ""
+    reason: Annotated[str, "holds the numbers"] = ""
+    since: str = ""
+    problem: Annotated[str, "why it could not be read; it is tried again"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataPrepared(Record):
     """A host's data is ready."""
 
@@ -99,6 +109,9 @@ PREEMPTION_NOTICES: Channel[PreemptionNotice] = Channel(
     receiver="agent",
     over="pipe",
     messages=(PreemptionNotice,),
+)
+NODE_CONDITIONS: Channel[NodeCondition] = Channel(
+    name="node watcher to agent", sender="node watcher", receiver="agent", over="pipe", messages=(NodeCondition,)
 )
 PREPARATION: Channel[FromPreparation] = Channel(
     name="data preparation to agent",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from muster.core.typed_json import JsonObject, Unreadable, children, parse_object, text
 from muster.health.hardware.driver_errors import finding_of, judge_bursts
 from muster.health.hardware.error_table import OwnNumbers
-from muster.health.hardware.kernel_log import Family, KernelFault
+from muster.health.hardware.kernel_log import Clock, Family, KernelFault
 from muster.health.verdicts import Finding, Verdict
 
 CONDITION = "XidCriticalError"
@@ -36,6 +36,16 @@ def judge_nodes(captured: str, own: OwnNumbers) -> list[Finding]:
         return [Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, message=message)]
 
 
+def numbers_in(reason: str) -> tuple[int, ...]:
+    """The Xids of a condition's reason; none where it holds none."""
+    return tuple(int(number) for number in re.findall(r'"(\d{1,4})"\s*:\s*true', reason))
+
+
+def fault_of(number: int, line: str, time_s: float | None = None) -> KernelFault:
+    """One of them; which GPU had it the condition does not say. ``time_s``: when it was seen, in Unix seconds."""
+    return KernelFault(family=Family.XID, number=number, device="", text="", line=line, time_s=time_s, clock=Clock.WALL)
+
+
 def _judge(node: JsonObject, own: OwnNumbers) -> Finding:
     name = text(node, "metadata", "name")
     row = next((one for one in children(node, "status", "conditions") if text(one, "type") == CONDITION), None)
@@ -43,12 +53,12 @@ def _judge(node: JsonObject, own: OwnNumbers) -> Finding:
         message = "the node has no condition for Xids, which GKE sets for 48 alone unless it is told more"
         return Finding(check="gpu.xid", verdict=Verdict.NOTE, host=name, message=message, source=_SOURCE)
     reason, since = text(row, "reason"), text(row, "lastTransitionTime")
-    numbers = [int(number) for number in re.findall(r'"(\d{1,4})"\s*:\s*true', reason)]
+    numbers = numbers_in(reason)
     if text(row, "status") != "True" or not numbers:
         message = f"the node's condition {CONDITION} cannot be read: {text(row, 'status')} {reason[:100]}"
         return Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, host=name, message=message)
     line = f"{CONDITION} {reason} since {since}"
-    faults = [KernelFault(family=Family.XID, number=one, device="", text="", line=line) for one in numbers]
+    faults = [fault_of(one, line) for one in numbers]
     (burst,) = judge_bursts(faults, own)  # without times, all are one
     finding = finding_of(burst, host=name)
     return replace(finding, message=f"{finding.message} (since {since or 'an unknown time'}, {_SOURCE})")

@@ -92,12 +92,13 @@ def account_objects(placement: Placement) -> list[Manifest]:
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
         {"apiVersion": RBAC, "kind": "Role", "metadata": metadata, "rules": [jobsets]},
         {"apiVersion": RBAC, "kind": "RoleBinding", "metadata": metadata, "roleRef": role, "subjects": [subject]},
-        *(_reading_nodes(namespace, subject) if placement.family.topology else ()),
+        *(_reading_nodes(namespace, subject) if placement.family.topology or placement.machine.gpus else ()),
     ]
 
 
 def _reading_nodes(namespace: str, subject: JsonObject) -> list[Manifest]:
-    """What a host needs to learn its node's block and sub-block. Nodes are of no namespace, so neither is the role."""
+    """What a host needs to learn its node's block and sub-block, and the Xids that GKE has seen there. Nodes are of no
+    namespace, so neither is the role."""
     labels: JsonObject = {"app.kubernetes.io/managed-by": "muster"}
     rules = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
     named: JsonObject = {"name": READS_NODES, "labels": labels}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -48,6 +49,21 @@ class Loaded:
     """Settings without effect in this combination."""
     planned_step_s: Mapping[str, float] = field(default_factory=dict)
     """What the plan it came from foresees: item of a step -> seconds. Empty: no plan."""
+
+    def placed(self, error: RunFileError) -> RunFileError:
+        """What a back end found wrong, each with its place: the key's line, that where it stands commented out, or
+        that of the nearest section around it; else the file's first."""
+        return RunFileError([self._placed(problem) for problem in error.problems])
+
+    def _placed(self, problem: Problem) -> Problem:
+        if problem.line is not None:
+            return problem
+        path = key_path(problem.key)
+        origin = _nearest(self.origins, path)
+        commented = re.compile(rf"\s*#\s*{re.escape(str(path[-1]))}\s*:") if path and path not in self.origins else None
+        lines = (number for number, line in enumerate(self.text.splitlines(), 1) if commented and commented.match(line))
+        line = next(lines, origin.line if origin else 1)
+        return replace(problem, source=origin.source if origin else self.source, line=line)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool = True) -> Loaded:
@@ -126,14 +142,18 @@ class _Reading:
 
     def problem(self, path: KeyPath, message: str, hint: str | None = None) -> Problem:
         """With the place of the key, or of the nearest section around it."""
-        around = (path[:length] for length in range(len(path), 0, -1))
-        known = (self.origins[path] for path in around if path in self.origins)
-        origin = next(known, Origin(source=self.source))
+        origin = _nearest(self.origins, path) or Origin(source=self.source)
         return Problem(dotted(path), message, line=origin.line, source=origin.source, hint=hint)
 
     def placed(self, problem: Problem) -> Problem:
         """A rule's problem, with the place of its key."""
         return self.problem(key_path(problem.key), problem.message, problem.hint)
+
+
+def _nearest(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin | None:
+    """Of the key, or of the nearest section around it."""
+    around = (path[:length] for length in range(len(path), 0, -1))
+    return next((origins[each] for each in around if each in origins), None)
 
 
 # ---------------------------------------------------------------- overrides

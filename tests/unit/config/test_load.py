@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from muster.config import load, schema_keys
 from muster.config.yaml import parse
-from muster.core.errors import RunFileError, UsageError
+from muster.core.errors import Problem, RunFileError, UsageError
 
 GOOD = """\
 name: demo
@@ -303,3 +303,16 @@ def test_every_key_of_the_spec_is_known_to_the_tree():
     assert "data.sources.0.rows" in schema_keys.every_key()["rows"]
     for names in schema_keys.OTHER_NAMES.values():
         assert names in schema_keys.every_key()[names.rpartition(".")[2]], names
+
+
+def test_what_a_back_end_finds_wrong_is_told_with_its_line():
+    """A key's own line; that where it stands commented out; that of the section around it; the file's first."""
+    text = "name: x\n# run_dir: gs://B/x\nbackend: local\nmodel: {source: a/b}\n" + (
+        "data: {sources: [{type: random}]}\ntraining: {steps: 1}\nresources:\n  hosts: 1\n"
+    )
+    loaded = load.loads(text, ["resources.ranks_per_host=2"], source="x.yaml", environment=False)
+    keys = ("resources.hosts", "run_dir", "resources.image", "checkpoint.dir", "resources.ranks_per_host")
+    found = loaded.placed(RunFileError([Problem(key, "wrong") for key in keys])).problems
+    assert [(problem.source, problem.line) for problem in found] == [
+        ("x.yaml", 8), ("x.yaml", 2), ("x.yaml", 7), ("x.yaml", 1), ("command line", None)
+    ]  # fmt: skip

@@ -133,6 +133,19 @@ def test_the_table_says_the_same_as_the_json(run_file, home):
     assert all(each.reason in text for each in found.plan.rejected)
 
 
+def test_a_plan_of_this_machine_says_first_what_it_comes_to_here(run_file, home):
+    """Nothing is chosen among, nothing is rented: no dollars, no prices, no table of one row."""
+    small = "model={config: {model_type: llama, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    small += "intermediate_size: 128}, tokenizer: {kind: word}, dtype: float32}"
+    own = ["backend=local", small, "resources.device=cpu", "training.steps=10"]
+    found = planned(run_file, home, *own, "training.sequence_length=256", "training.compile=false")
+    lines = list(plan_table.lines(found))
+    assert lines[0].startswith("here: free, about ") and "(p90 " in lines[0]
+    assert not any("$" in line or "queueing" in line or line.startswith("plan ") for line in lines), lines
+    rented = list(plan_table.lines(planned(run_file, home)))
+    assert not any(line.startswith("here:") for line in rented) and any("$" in line for line in rented)
+
+
 def test_own_prices_change_the_choice(run_file, home):
     home.mkdir()
     (home / "prices.csv").write_text(

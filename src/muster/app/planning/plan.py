@@ -54,6 +54,8 @@ class Planned:
     chosen: Candidate
     limits: dict[str, float | None]
     """``max_usd``, and ``max_hours`` with the deadline in it."""
+    here: bool = False
+    """It trains on this machine: no offer is chosen among."""
 
 
 def plan(
@@ -86,10 +88,12 @@ def plan(
         raise NoPlanError(impossible or message, hint=hint if outcome.cheapest is None else _works(outcome.cheapest))
     chosen = outcome.fastest if fastest else outcome.cheapest
     frontier, rejected = plan_file.ways(work, outcome)
+    here = backends.get(spec.backend).capabilities.uses_this_machine
     return Planned(
         work=work,
         outcome=outcome,
         chosen=chosen,
+        here=here,
         limits={"max_usd": problem.limits.max_usd, "max_hours": problem.limits.max_hours},
         plan=Plan(
             run_file=os.path.abspath(loaded.source),
@@ -104,7 +108,7 @@ def plan(
             fastest=plan_file.planned_way(work, outcome.fastest),
             frontier=frontier,
             rejected=rejected,
-            assumptions=(*assumptions(problem), *found.notes),
+            assumptions=(*assumptions(problem, here=here), *found.notes),
             bucket=bucket.requests(chosen.num_nodes) if _in_bucket(spec) else None,
             storage=tuple(_storage(spec, problem, chosen)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
@@ -144,8 +148,8 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return replace(load.load(run_file, [*given, *settings]), planned_step_s=planned)
 
 
-def assumptions(problem: Problem) -> list[str]:
-    """What every figure of this plan rests on beyond the catalogue."""
+def assumptions(problem: Problem, *, here: bool = False) -> list[str]:
+    """What every figure of this plan rests on beyond the catalogue; ``here``: nothing is queued for or rented."""
     constants = problem.constants
     calibrated = constants.efficiency != DEFAULT.efficiency
     return [
@@ -154,9 +158,12 @@ def assumptions(problem: Problem) -> list[str]:
         "every token has a target and documents fill their sequences"
         if problem.work.document_length is None
         else f"documents of {problem.work.document_length} tokens",
-        "queueing time for machines is not known and not counted",
-        f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts",
+        *([] if here else ["queueing time for machines is not known and not counted", _prices()]),
     ]
+
+
+def _prices() -> str:
+    return f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts"
 
 
 def _in_bucket(spec: RunSpec) -> bool:

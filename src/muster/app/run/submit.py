@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +21,7 @@ from muster.config.load import Loaded, loads
 from muster.config.run_environment import read_secrets
 from muster.config.spec import RunSpec
 from muster.core import environment, event_log, resolved_file
-from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
+from muster.core.errors import BackendError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.redact import hide_values, redact_argv
 from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import Json, JsonObject, child, children, parse_object, text, texts
@@ -80,12 +80,23 @@ def submit(loaded: Loaded, *, argv: Sequence[str] = ()) -> Submitted:
 def preview(loaded: Loaded) -> JobRequest:
     """What ``submit`` would send. Looks at the machine, touches nothing."""
     launcher = backends.load(loaded.spec.backend)
-    spec = resolve(loaded.spec, launcher)
+    with _placing(loaded):
+        spec = resolve(loaded.spec, launcher)
     run_id = run_registry.new_run_id(spec.name)
     path, held = _own_folder(spec, launcher)
     if path is not None and held is not None:
         check_same_run(RunDir(path=path, run_id=held), spec)
-    return launcher.render(spec, run_id=run_id, run_dir=str(path or run_registry.place(run_id, None)))
+    with _placing(loaded):
+        return launcher.render(spec, run_id=run_id, run_dir=str(path or run_registry.place(run_id, None)))
+
+
+@contextlib.contextmanager
+def _placing(loaded: Loaded) -> Iterator[None]:
+    """What a back end finds wrong with the run file is told with file and line."""
+    try:
+        yield
+    except RunFileError as error:
+        raise loaded.placed(error) from error
 
 
 def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
@@ -94,7 +105,8 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
     Raises as ``submit``.
     """
     launcher = backends.load(loaded.spec.backend)
-    spec = resolve(loaded.spec, launcher)
+    with _placing(loaded):
+        spec = resolve(loaded.spec, launcher)
     path, held = _own_folder(spec, launcher)
     if path is not None and held is not None:
         check_same_run(RunDir(path=path, run_id=held), spec)
@@ -127,7 +139,8 @@ def _begin(
     if not new:
         check_same_run(run, spec)
     number, running = (1, False) if new else _standing(launcher, run, resolved)
-    request = launcher.render(spec, run_id=run_id, run_dir=str(path))
+    with _placing(loaded):
+        request = launcher.render(spec, run_id=run_id, run_dir=str(path))
     request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
     intent = Intent(run=run, spec=spec, launcher=launcher, request=request, new=new, running=running)
     if not running:

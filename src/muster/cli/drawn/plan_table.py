@@ -13,14 +13,14 @@ REJECTED_SHOWN = 8
 def lines(result: Planned, *, every: bool = False) -> Iterator[str]:
     """The chosen plan, the frontier, and why other offers were not taken."""
     chosen = result.plan.chosen
+    if result.here:
+        yield here(chosen)
     yield f"{result.plan.job}: {chosen.title}"
     yield from _figures(result.plan)
     yield ""
     yield from _memory(chosen)
-    yield ""
-    yield f"{'plan':<52} {'GPUs':>5} {'step s':>8} {'MFU':>6} {'time p50':>9} {'p90':>9} {'cost p50':>10} {'p90':>10}"
-    for row in result.plan.frontier:
-        yield _row(row)
+    if not result.here or len(result.plan.frontier) > 1:
+        yield from _frontier(result)
     shown = result.plan.rejected if every else _telling(result.plan.rejected)
     if shown:
         yield ""
@@ -33,6 +33,20 @@ def lines(result: Planned, *, every: bool = False) -> Iterator[str]:
     yield ""
     for assumption in (*result.plan.assumptions, *chosen.modelled):
         yield f"assumed: {assumption}"
+
+
+def here(chosen: PlannedWay) -> str:
+    """What it comes to on the machine at which the plan is asked for: ``here: free, about 2 min``."""
+    usd, hours = chosen.usd.p50, chosen.hours
+    cost = "free" if usd == 0 else "at an unknown price" if usd is None else format.dollars(usd)
+    return f"here: {cost}, about {format.duration(hours.p50)} (p90 {format.duration(hours.p90)})"
+
+
+def _frontier(result: Planned) -> Iterator[str]:
+    yield ""
+    yield f"{'plan':<52} {'GPUs':>5} {'step s':>8} {'MFU':>6} {'time p50':>9} {'p90':>9} {'cost p50':>10} {'p90':>10}"
+    for row in result.plan.frontier:
+        yield _row(row)
 
 
 def trace_lines(trace: Compared) -> Iterator[str]:
@@ -60,7 +74,7 @@ def _figures(plan: Plan) -> Iterator[str]:
     )
     if chosen.snapshot_every_steps:
         yield f"  snapshot {_snapshots(chosen)}"
-    if usd.p50 is not None:
+    if usd.p50:
         yield (
             f"  cost     {format.dollars(usd.p50)} (p90 {format.dollars(usd.p90)}), "
             f"{format.dollars(chosen.usd_per_step)} a step, "
@@ -68,7 +82,7 @@ def _figures(plan: Plan) -> Iterator[str]:
             f"{format.dollars(chosen.usd_per_hour)}/h"
         )
     price = chosen.price
-    if price:
+    if price and price.usd_per_gpu_hour:
         origin = f"{price.reliability}{', ' if price.date else ''}{price.date}: {price.source}"
         yield f"  price    ${price.usd_per_gpu_hour:g} a GPU-hour ({origin})"
     if requests := plan.bucket:

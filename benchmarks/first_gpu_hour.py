@@ -1,7 +1,7 @@
-"""The first hour on a GPU: fifteen commands in six bundles, each bundle within ten minutes, without a network.
+"""The first hour on a GPU: seventeen commands in seven bundles, each bundle within ten minutes, without a network.
 
     python benchmarks/first_gpu_hour.py --pack WHEELS [--python 3.12]   # with a network: brings what an image lacks
-    python benchmarks/first_gpu_hour.py --bundle A --out OUT --wheels WHEELS   # on one H100 or H200; then B to F
+    python benchmarks/first_gpu_hour.py --bundle A --out OUT --wheels WHEELS   # on one H100 or H200; then B to G
     python benchmarks/first_gpu_hour.py --list
     python benchmarks/first_gpu_hour.py --smoke --out OUT [--only varlen ...]  # tiny, on the CPU: does it run?
 
@@ -79,6 +79,14 @@ COMMANDS = (
         "recovery-imports", "F", 180, "what a standby's context is worth",
         ("recovery_gpu.py", "--shape", "300m", "--trials", "2", "--settle-s", "8", "--only", "rank_kill_imports"),
         ("--only", "rank_kill_imports"),
+    ),
+    Command(
+        "check", "G", 200, "muster check: seconds of each look, false alarms, the loaded part beside its floors",
+        ("check_gpu.py", "--only", "passive", "full"), ("--only", "passive", "full"),
+    ),
+    Command(
+        "check-run", "G", 360, "what a look costs a start, and a run beside it",
+        ("check_gpu.py", "--trials", "2", "--only", "start", "beside"), ("--only", "start"),
     ),
 )  # fmt: skip
 
@@ -161,6 +169,8 @@ def judged(command: Command, said: dict[str, Any], *, smoke: bool) -> Findings:
         mfu = (rows.get("muster_compiled", {}).get("mfu") or {}).get("causal")
         least = EXPECTED[command.name]
         found.claim(f"MFU is at least {least:.0%} (docs/plan.md)", None if mfu is None else mfu >= least, mfu)
+    elif command.name.startswith("check"):
+        _judge_check(found, said)
     else:
         for case, figures in said["cases"].items():
             again = figures["steps_again"]
@@ -168,6 +178,32 @@ def judged(command: Command, said: dict[str, Any], *, smoke: bool) -> Findings:
     return found
 
 
+def _judge_check(found: Findings, said: dict[str, Any]) -> None:
+    """As far as it got: each part is in the file once it has ended."""
+    passive, full, start, beside = (said.get(name) for name in ("passive", "full", "start", "beside"))
+    if passive:
+        found.claim("a passive look takes at most 2 s", passive["seconds"] <= 2.0, f"{passive['seconds']} s")
+        text = f"{passive['looks']} looks at a sound machine raise no alarm"
+        found.claim(text, passive["alarms"] == 0, passive["first_alarm"] or None)
+    if full:
+        found.claim("a full look takes at most 30 s", full["seconds"] <= 30.0, f"{full['seconds']} s")
+        sound = full["verdict"] in ("healthy", "note") and not full["failed"]
+        found.claim("the loaded part finds a sound machine sound", sound, [full["verdict"], full["failed"]])
+        for row in full["figures"]:
+            if row["floor"] is not None:
+                value = None if row["value"] is None else row["value"] >= row["floor"]
+                found.claim(f"{row['what']} is above its floor", value, [row["value"], row["floor"], row["unit"]])
+    if start:
+        times = {mode: row["seconds"] for mode, row in start.items()}
+        found.claim("a passive look holds up a start by at most 2 s", times["passive"] - times["off"] <= 2.0, times)
+    if beside:
+        steps = (beside["step_s"], beside["step_beside_s"])
+        found.claim("looks beside a run slow its steps by less than 5 %", steps[1] <= 1.05 * steps[0], steps)
+        found.claim("no look beside a run costs its host", not {*beside["verdicts"]} & FAULTY, beside["verdicts"])
+
+
+#: Verdicts by which a host is taken out of a run.
+FAULTY = {"reset", "drain", "replace"}
 #: The lower end of what docs/plan.md expects of the first measurement, by the CAUSAL convention.
 EXPECTED = {"trainer-1b": 0.25, "trainer-8b-lora": 0.30}
 

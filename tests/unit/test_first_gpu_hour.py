@@ -17,8 +17,8 @@ from gpu_hour.runs import read_trace
 
 
 def test_each_bundle_ends_within_its_time() -> None:
-    assert len(hour.COMMANDS) == 15
-    for bundle in "ABCDEF":
+    assert len(hour.COMMANDS) == 17
+    for bundle in "ABCDEFG":
         limits = [each.limit_s for each in hour.COMMANDS if each.bundle == bundle]
         assert 2 <= len(limits) <= 3 and sum(limits) <= hour.BUNDLE_S < 600
 
@@ -70,6 +70,24 @@ def test_claims_of_the_benchmarks() -> None:
     recovery = next(each for each in hour.COMMANDS if each.name == "recovery")
     said = hour.judged(recovery, {"cases": {"rank_kill": {"l_s": 1.0, "steps_again": 1}}}, smoke=False).claims
     assert said[0]["says"] == "refutes"
+
+
+def test_claims_of_the_looks() -> None:
+    check = next(each for each in hour.COMMANDS if each.name == "check")
+    figure = {"what": "matmul", "value": 700.0, "floor": 675.0, "unit": "TFLOP/s"}
+    full = {"seconds": 12.0, "verdict": "healthy", "failed": {}, "figures": [figure, {**figure, "floor": None}]}
+    passive = {"seconds": 1.5, "looks": 20, "alarms": 0, "first_alarm": []}
+    said = hour.judged(check, {"passive": passive, "full": full}, smoke=False).claims
+    assert [each["says"] for each in said] == ["proves"] * 5
+    slow = {**figure, "value": 500.0}
+    worse = {**full, "seconds": 31.0, "verdict": "drain", "figures": [slow, {**slow, "value": None}]}
+    alarmed = {**passive, "seconds": 2.1, "alarms": 1, "first_alarm": ["drain: x"]}
+    said = hour.judged(check, {"passive": alarmed, "full": worse}, smoke=False).claims
+    assert [each["says"] for each in said] == ["refutes"] * 5 + ["open"]
+    start = {"off": {"seconds": 9.0}, "passive": {"seconds": 9.5}, "full": {"seconds": 20.0}}
+    beside = {"step_s": 0.1, "step_beside_s": 0.11, "verdicts": ["note", "reset"]}
+    said = hour.judged(check, {"start": start, "beside": beside}, smoke=False).claims
+    assert [each["says"] for each in said] == ["proves", "refutes", "refutes"]
 
 
 def test_a_trace_is_read() -> None:

@@ -16,6 +16,7 @@ from muster.core.event_details.incidents import IncidentDetected, IncidentResolv
 from muster.core.event_details.run import RunFinished
 from muster.core.event_details.training import Step
 from muster.core.events import Event
+from muster.report.running_goodput import RunningGoodput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOUR_NS = 3600 * 1_000_000_000
@@ -62,6 +63,9 @@ NETWORK = Family(
 GPU_BUSY = Family("muster_gpu_utilization_ratio", "gauge", "Share of the time in which the GPU computed, lately.")
 GPU_MEMORY = Family("muster_gpu_memory_bytes", "gauge", "Memory of the GPU that is in use.")
 USD = Family("muster_usd_total", "counter", "Dollars spent on hosts whose price is known.")
+GOODPUT = Family(
+    "muster_goodput_ratio", "gauge", "Tokens that count over what these hosts could have trained in their time, so far."
+)
 FINISHED = Family("muster_finished", "gauge", "1: the run has ended.")
 
 
@@ -95,9 +99,11 @@ class RunMetrics:
     _held: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Host -> (bought at, dollars an hour)."""
     _usd: float = 0.0
+    _goodput: RunningGoodput = field(default_factory=RunningGoodput)
 
     def add(self, event: Event) -> None:
         """Take one event; kinds that do not matter are ignored."""
+        self._goodput.add(event)
         if event.kind == Step.kind and event.step is not None:
             self._on_step(event.step, event.read(Step), event.wall_ns)
         elif event.kind == AttemptStarted.kind:
@@ -171,6 +177,8 @@ class RunMetrics:
         yield from self._of_hosts()
         held = sum(price * max(0, wall_ns - bought_ns) / HOUR_NS for bought_ns, price in self._held.values())
         yield USD, {}, self._usd + held
+        for of, ratio in self._goodput.of(wall_ns).items():
+            yield GOODPUT, {"of": of}, ratio
 
     @staticmethod
     def _of_step(number: int, detail: Step) -> Iterator[Sample]:

@@ -45,7 +45,8 @@ PERMISSIONS = (
     "compute.instances.delete", "compute.instances.get", "compute.instances.list", "compute.instances.setLabels",
     "compute.instances.setMetadata", "compute.instances.setServiceAccount", "compute.instances.setTags",
     "compute.reservations.get", "compute.reservations.list", "compute.resourcePolicies.create",
-    "compute.resourcePolicies.delete", "compute.resourcePolicies.get", "compute.resourcePolicies.use",
+    "compute.resourcePolicies.delete", "compute.resourcePolicies.get", "compute.resourcePolicies.list",
+    "compute.resourcePolicies.use",
     "compute.subnetworks.use", "compute.subnetworks.useExternalIp", "compute.zoneOperations.get",
     "compute.zoneOperations.list", "compute.regionOperations.get", "compute.globalOperations.get",
 )  # fmt: skip

@@ -1,0 +1,234 @@
+"""Keeps a run's hosts: one step at a time from what is there towards what is wanted.
+
+``Hosts.step`` may be killed after any of its requests, and be called again from anywhere: the intent is in the journal
+before the request is sent, a turn that is sent again means the same machines, and what is there is found by its label.
+One turn is open at a time. HTTP 200 says only that a request began: a turn brought what its operation (or resize
+request) left behind at its end, and machines that are there before that may vanish again.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from muster.backends.gce import requests
+from muster.backends.gce.compute import Cause, Compute, Trouble, over, refused, trouble_of
+from muster.backends.gce.journal import ASKED, MADE, NOTHING, Journal, JournalFile, Turn
+from muster.backends.gce.placement import Placement
+from muster.backends.google.http import Unreachable
+from muster.catalog.gce import FLEX_START
+from muster.core.typed_json import JsonObject, child, children, text
+
+LIVING = ("PENDING", "PROVISIONING", "STAGING", "RUNNING", "REPAIRING", "PENDING_STOP")
+ENDED = ("STOPPED", "TERMINATED", "SUSPENDED")
+"""Stopped: they do nothing, and disks and names are held and billed all the same."""
+AGAIN_S = 300
+"""After every zone was asked in vain they are asked again so much later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """One machine of the run, as Compute Engine lists it."""
+
+    name: str
+    zone: str
+    status: str
+    turn: int
+    """0: the supervisor's."""
+    group: str
+    """The managed group that made it, as a path; empty: none."""
+    row: JsonObject
+
+    @property
+    def lives(self) -> bool:
+        return self.status in LIVING
+
+
+def instances_of(compute: Compute, stem: str) -> list[Instance]:
+    """Everything with the run's label, in all zones: a crash may have left some in a zone that was asked before."""
+    rows = compute.everywhere("instances", f'labels.muster-run="{stem}"')
+    return [_instance(place, row, stem) for place, row in rows if text(row, "labels", "muster-run") == stem]
+
+
+def _instance(place: str, row: JsonObject, stem: str) -> Instance:
+    name = text(row, "name")
+    number = re.match(rf"{re.escape(stem)}-(\d+)-", name)
+    items = {text(one, "key"): text(one, "value") for one in children(child(row, "metadata"), "items")}
+    return Instance(
+        name=name,
+        zone=place.rpartition("/")[2],
+        status=text(row, "status"),
+        turn=int(number[1]) if number else 0,
+        group=items.get("created-by", ""),
+        row=row,
+    )
+
+
+@dataclass(kw_only=True)
+class Hosts:
+    """Of one run. Not for several threads."""
+
+    placement: Placement
+    compute: Compute
+    file: JournalFile
+    wall_s: Callable[[], float] = time.time
+    log: Callable[[str], None] = print
+    _said: str = field(default="", repr=False)
+
+    def step(self) -> bool:
+        """Do what is next; whether every wanted host lives. Nothing, once the journal is closed.
+
+        Raises:
+            MusterError: Google or the home does not answer, or refuses for good; the next step goes on from there.
+        """
+        journal, generation = self.file.read()
+        if journal is None or generation is None or journal.closed or journal.submission != self.placement.submission:
+            return False
+        hosts = [one for one in instances_of(self.compute, self.placement.stem) if one.turn]
+        if journal.last is not None and journal.last.state == ASKED:
+            self._settle(journal, generation, journal.last, hosts)
+            return False
+        self._clear(journal, hosts)
+        counted = self._counted(journal, hosts)
+        wanted = self.placement.hosts - len(counted)
+        if wanted <= 0:
+            return True
+        zone = self._zone(journal, counted)
+        if zone is None:
+            return False
+        first = not counted and not any(turn.state == MADE for turn in journal.turns)
+        turn = Turn(
+            number=journal.next_number, zone=zone, count=wanted, replaces=not first, at_wall_s=int(self.wall_s())
+        )
+        generation = self.file.write(journal.with_turn(turn), generation)  # the intent, before anything is sent
+        self._ask(journal.with_turn(turn), generation, turn)
+        return False
+
+    def _counted(self, journal: Journal, hosts: Sequence[Instance]) -> list[Instance]:
+        made = {turn.number for turn in journal.turns if turn.state == MADE}
+        return [one for one in hosts if one.lives and one.turn in made]
+
+    def _clear(self, journal: Journal, hosts: Sequence[Instance]) -> None:
+        """What ended on its own, what a turn that brought nothing left, and what comes from an older submission."""
+        kept = {one.name for one in self._counted(journal, hosts)}
+        for one in hosts:
+            if one.name not in kept and one.status not in ("STOPPING", "DEPROVISIONING"):
+                self._say(f"removing {one.name} ({one.status})")
+                delete(self.compute, one)
+
+    def _zone(self, journal: Journal, living: Sequence[Instance]) -> str | None:
+        """Which is asked now; None: not yet. Hosts stay in one zone: data networks and placement are a zone's."""
+        late: list[Turn] = []
+        for turn in reversed(journal.turns):
+            if turn.state != NOTHING:
+                break
+            late.append(turn)
+        waited_s = self.wall_s() - late[0].at_wall_s if late else 0.0
+        zones = [Counter(one.zone for one in living).most_common(1)[0][0]] if living else self.placement.zones
+        if late and len(late) % len(zones) == 0 and waited_s < AGAIN_S:
+            return None
+        return zones[len(late) % len(zones)]
+
+    # ------------------------------------------------------------ one turn
+
+    def _ask(self, journal: Journal, generation: str, turn: Turn) -> None:
+        """Send the turn's requests, from the first one: those that were answered before are known by their names."""
+        count = turn.count if turn.replaces else None
+        asked = requests.hosts(self.placement, turn.zone, turn=turn.number, count=count)
+        for number, request in enumerate(asked, start=1):
+            try:
+                reply = self.compute.send("POST", request.url, request.body)
+            except Unreachable as error:  # sent again by the next step, with the same id and names
+                self._say(f"{request.what}: {error}")
+                return
+            if reply.status < 300:
+                operation = self.compute.address(text(reply.body, "selfLink"))
+                if number < len(asked):  # the next one names what this one makes
+                    self.compute.session.wait(reply.body, operation, patience_s=300.0)
+                elif self.placement.mode != FLEX_START:
+                    self.file.write(journal.with_turn(replace(turn, operation=operation)), generation)
+                continue
+            if not self._goes_on(journal, generation, turn, refused(reply), status=reply.status):
+                return
+
+    def _goes_on(self, journal: Journal, generation: str, turn: Turn, trouble: Trouble, *, status: int) -> bool:
+        """Whether a refusal is none: what was asked for is there already."""
+        if trouble.cause is Cause.EXISTS:
+            return True
+        later = trouble.cause in (Cause.RATE, Cause.ACCESS) or (
+            status >= 500 and trouble.cause is not Cause.NO_MACHINES
+        )
+        if later:  # a grant may not hold yet; the same turn is sent again
+            self._say(f"{turn.zone}: {trouble}")
+            if turn.reason != str(trouble):
+                self.file.write(journal.with_turn(replace(turn, reason=str(trouble))), generation)
+        else:
+            self._nothing(journal, generation, turn, trouble)
+        return False
+
+    def _nothing(self, journal: Journal, generation: str, turn: Turn, trouble: Trouble) -> None:
+        self._say(f"{turn.count} x {self.placement.machine.name} in {turn.zone}: {trouble}")
+        done = replace(turn, state=NOTHING, reason=str(trouble), at_wall_s=int(self.wall_s()))
+        self.file.write(journal.with_turn(done), generation)
+
+    def _settle(self, journal: Journal, generation: str, turn: Turn, hosts: Sequence[Instance]) -> None:
+        """The newest turn: sent again where nobody knows of it, waited for, or at its end."""
+        if self.placement.mode == FLEX_START:
+            self._settle_queued(journal, generation, turn)
+            return
+        if not turn.operation:
+            self._ask(journal, generation, turn)
+            return
+        operation = self.compute.get(turn.operation)
+        if operation is not None and not over(operation):
+            return
+        mine = [one for one in hosts if one.turn == turn.number and one.lives]
+        least = 1 if turn.replaces else min(turn.count, self.placement.least_hosts)
+        if len(mine) >= least:
+            self._made(journal, generation, turn, len(mine))
+            return
+        trouble = self.compute.why(operation) if operation is not None else None
+        self._nothing(journal, generation, turn, trouble or trouble_of("", "machines were made and are gone again"))
+
+    def _made(self, journal: Journal, generation: str, turn: Turn, count: int) -> None:
+        fewer = f", of {turn.count} that were asked for; they are kept and billed" if count < turn.count else ""
+        self._say(f"{count} x {self.placement.machine.name} in {turn.zone}{fewer}")
+        self.file.write(journal.with_turn(replace(turn, state=MADE, reason="")), generation)
+
+    def _settle_queued(self, journal: Journal, generation: str, turn: Turn) -> None:
+        name = f"{self.placement.stem}-{turn.number}"
+        group = self.compute.url(f"zones/{turn.zone}/instanceGroupManagers/{name}")
+        found = self.compute.get(f"{group}/resizeRequests/{name}")
+        if found is None:
+            self._ask(journal, generation, turn)
+            return
+        state = text(found, "state")
+        if state == "SUCCEEDED":
+            self._made(journal, generation, turn, turn.count)
+        elif state == "CANCELLED":
+            waited = f"no machines within gce.max_wait_hours ({self.placement.spec.gce.max_wait_hours:g})"
+            self._nothing(journal, generation, turn, Trouble(cause=Cause.NO_MACHINES, text=waited))
+        elif state == "FAILED":
+            errors = children(child(child(found, "status"), "error"), "errors")
+            code, message = (text(errors[0], "code"), text(errors[0], "message")) if errors else ("FAILED", "")
+            self._nothing(journal, generation, turn, trouble_of(code, message))
+        elif state == "ACCEPTED" and self.wall_s() - turn.at_wall_s > self.placement.max_wait_s:
+            self.compute.ok("POST", f"{group}/resizeRequests/{name}/cancel")  # it may still succeed: then it counts
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self.log(line)
+        self._said = line
+
+
+def delete(compute: Compute, machine: Instance) -> None:
+    """Begin to remove one machine; it is gone minutes later. Behind its group's back a group's would come again."""
+    at = f"zones/{machine.zone}"
+    if machine.group:
+        body: JsonObject = {"instances": [f"{at}/instances/{machine.name}"], "skipInstancesOnValidationError": True}
+        compute.ok("POST", f"{compute.address(machine.group)}/deleteInstances", body)
+    else:
+        compute.ok("DELETE", compute.url(f"{at}/instances/{machine.name}"))

@@ -46,3 +46,38 @@ def test_a_secret_reaches_the_script_and_nothing_else(tmp_path):
     assert holding == ["secrets.json"]
     assert (tmp_path / "there" / "secrets.json").stat().st_mode & 0o777 == 0o600
     assert SECRET not in "".join(told)
+
+
+TALKS = """\
+import os, pathlib, sys, time
+print("rank", os.environ["RANK"], "hello")   # no flush: somebody looks on
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+if os.environ["RANK"] == "0":
+    for n in range(200_000):
+        print("flood", n, "x" * 100)
+    print("y" * 10_000_000)
+def fail():
+    raise ValueError("out of eggs")
+fail()
+"""
+
+
+def test_a_script_is_heard_while_it_runs_and_its_last_words_are_its_traceback(tmp_path):
+    shell = Shell(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN_FILE.replace("secrets: {MY_KEY: env}\n", ""))
+    (tmp_path / "train.py").write_text(TALKS.replace('"go"', repr(str(tmp_path / "go"))))
+    with (tmp_path / "shown").open("w") as shown:
+        training = shell.start("train", "run.yaml", output=shown.fileno())
+        eventually(lambda: "rank 0 hello\n" in (tmp_path / "shown").read_text(), 90)  # it runs still
+        (tmp_path / "go").touch()
+        assert training.wait(90) == 1
+    text = (tmp_path / "shown").read_text()
+    assert len(text) < 3_000_000 and "of the script's output left out: muster logs has all)" in text
+    lines = text.splitlines()
+    numbers = [int(line.split()[1]) for line in lines if line.startswith("flood ")]
+    assert numbers == sorted(set(numbers)) and numbers
+    train = tmp_path / "train.py"
+    start = lines.index("Traceback (most recent call last):")
+    assert lines[start + 1].strip().startswith(f'File "{train}", line 11, in <module>')
+    assert lines.index("ValueError: out of eggs") < next(n for n, line in enumerate(lines) if "incident i1" in line)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from muster.app import api
 from muster.app.api import Event, RunDir, RunSpec, RunView
 from muster.app.inspect.event_format import Narrator, line, short_time, step_figures, total_steps
+from muster.app.run.script_output import ScriptOutput
 from muster.cli import output, tables
 
 if TYPE_CHECKING:
@@ -21,14 +22,25 @@ if TYPE_CHECKING:
     from muster.cli.drawn.region import Region
 
 
+#: Whose output is shown; None: everybody's.
+Ranks = frozenset[int] | None
+NO_RANK: Ranks = frozenset()
+LOOK_EVERY_S = 0.2
+
+
 class Display(api.Sink):
     """Takes a run's events as they come, in a thread of its own. ``Display`` itself prints plain lines."""
 
     name = "stdout"
     shows_run = True
+    tend_every_s = LOOK_EVERY_S
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, ranks: Ranks = NO_RANK) -> None:
         self.spec = spec
+        self.ranks = ranks
+        self.script: ScriptOutput | None = None
+        """What ``ranks`` write."""
+        self._looked = 0.0
         self.summary = RunView()
         self.run: RunDir | None = None
         self.line = Narrator()
@@ -41,6 +53,8 @@ class Display(api.Sink):
         """The run has a folder and is about to start. Prints nothing yet: it may be called from any thread."""
         self.run, self.doubts = run, doubts
         self.line = Narrator(run.path)
+        if self.ranks != NO_RANK:
+            self.script = ScriptOutput(run.logs, self.ranks)
 
     def open(self) -> None:
         """Say which run this is, and how to leave it."""
@@ -58,7 +72,19 @@ class Display(api.Sink):
         """Show one event. Never raises for what it does not know."""
         self.summary.add(event)
         if not self.silent:
+            if event.kind != "step" or time.monotonic() > self._looked + LOOK_EVERY_S:
+                self.tell_output()  # it was written before
             self.show(event)
+
+    def tend(self) -> None:
+        if not self.silent:
+            self.tell_output()
+
+    def tell_output(self, *, last: bool = False) -> None:
+        """What ranks have written since."""
+        if self.script is not None and (lines := self.script.look(last=last)):
+            self.print("\n".join(lines))
+        self._looked = time.monotonic()
 
     def show(self, event: Event) -> None:
         """On stdout."""
@@ -99,6 +125,7 @@ class Display(api.Sink):
     def end(self, code: int | None) -> None:
         """The run's last lines, and its verdict."""
         if not self.silent:
+            self.tell_output(last=True)
             self.close()
         if self.run is not None and code is not None and (problem := self.finish(self.run)) is not None:
             self.info(problem)
@@ -137,10 +164,8 @@ def show_cursor() -> None:
 class LiveDisplay(Display):
     """The same on a terminal: events scroll, the step's numbers and the last incident are below them."""
 
-    tend_every_s = 0.2
-
-    def __init__(self, spec: RunSpec, progress: Region) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: RunSpec, progress: Region, ranks: Ranks = NO_RANK) -> None:
+        super().__init__(spec, ranks)
         self.progress = progress
         self.task = progress.add_task("starting", total=None, numbers="")
         self._drawn = 0.0
@@ -156,7 +181,9 @@ class LiveDisplay(Display):
         return super().gone(why)
 
     def tend(self) -> None:
+        super().tend()
         if not self.silent:
+            self.progress.script = self.script.unended if self.script is not None else ""
             self.progress.refresh()
             self._drawn = time.monotonic()
 
@@ -169,7 +196,7 @@ class LiveDisplay(Display):
                 completed=event.step,
                 numbers=self.numbers(event.step),
             )
-            if time.monotonic() > self._drawn + self.tend_every_s:
+            if time.monotonic() > self._drawn + LOOK_EVERY_S:
                 self.tend()
             return
         if event.kind in ("incident.detected", "incident.resolved"):
@@ -180,12 +207,17 @@ class LiveDisplay(Display):
             "attempt.started": "starting ranks",
             "model.ready": "first step",
             "incident.detected": "recovering",
-            "phase.changed": "held; Ctrl-C ends it" if event.phase == "hold" else None,
+            "phase.changed": self._sentence_of(event.phase),
             "termination.notice": "saving",
         }.get(event.kind)
         if sentence is not None:
             self.progress.update(self.task, description=sentence)
         self.scroll(event)
+
+    def _sentence_of(self, phase: str | None) -> str | None:
+        if phase == "start" and self.spec.command is not None:
+            return "running"
+        return "held; Ctrl-C ends it" if phase == "hold" else None
 
     def numbers(self, step: int) -> str:
         """``12/400  ETA 3 min  loss 2.3451  8,812 tokens/s  MFU 35.5%``: what is known, and fits."""
@@ -200,17 +232,33 @@ class LiveDisplay(Display):
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
+        self.progress.script = ""  # it has just been printed as a line
         self.progress.remove_task(self.task)
         self.progress.stop()
 
 
-def display_of(spec: RunSpec) -> Display:
-    """The display of a run, chosen by what stdout is."""
+def display_of(spec: RunSpec, ranks: str | None = None) -> Display:
+    """The display of a run, chosen by what stdout is. ``ranks``: whose output is shown, as in ``0,3`` or ``all``; by
+    default that of a script's rank 0.
+
+    Raises:
+        UsageError: ``ranks`` names none.
+    """
+    shown = _ranks(ranks) if ranks is not None else frozenset({0}) if spec.command is not None else NO_RANK
     if not sys.stdout.isatty():
-        return Display(spec)
+        return Display(spec, shown)
     from muster.cli.drawn.region import Region
 
-    return LiveDisplay(spec, Region())
+    return LiveDisplay(spec, Region(), shown)
+
+
+def _ranks(given: str) -> Ranks:
+    if given == "all":
+        return None
+    numbers = given.split(",")
+    if not all(number.isascii() and number.isdecimal() for number in numbers):
+        raise api.UsageError(f"--ranks: {given!r} names no ranks", hint="--ranks 0,3 or --ranks all")
+    return frozenset(map(int, numbers))
 
 
 @contextmanager

@@ -20,9 +20,12 @@ RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
 OUT = typer.Option(None, "--out", "-o", help="Folder to write; default: exports in the run's folder.")
 RUN = typer.Argument(..., metavar="RUN", help="A run's id (or its beginning), its folder, or `last`.")
+RANKS = typer.Option(
+    None, "--ranks", metavar="0,3|all", help="Ranks whose output is shown; default: rank 0's of a `command`."
+)
 
 
-def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES) -> None:
+def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES, ranks: str | None = RANKS) -> None:
     """Train on this machine and watch. Ctrl-C saves and ends the run; a second Ctrl-C ends it at once.
 
     A closed terminal ends nothing: muster stop does.
@@ -30,7 +33,7 @@ def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES) -> None:
     from muster.cli.live import display_of
 
     loaded = _load(run_file, overrides)
-    display = display_of(loaded.spec)
+    display = display_of(loaded.spec, ranks)
     _leave(api.train(loaded, argv=["muster", *sys.argv[1:]], on_start=display.started, sinks=[display]))
 
 
@@ -64,6 +67,7 @@ def recover(
     run: str = RUN,
     overrides: list[str] = OVERRIDES,
     watch: bool = typer.Option(False, "--watch", "-w", help="Supervise from this terminal, as `train` does."),
+    ranks: str | None = RANKS,
 ) -> None:
     """Continue a run that was stopped or whose supervisor died.
 
@@ -81,7 +85,7 @@ def recover(
     from muster.app.inspect.status import spec_of
     from muster.cli.live import display_of
 
-    display = display_of(spec_of(api.find_run(run)))
+    display = display_of(spec_of(api.find_run(run)), ranks)
     _leave(use_case.recover_here(run, overrides or [], argv=argv, on_start=display.started, sinks=[display]))
 
 

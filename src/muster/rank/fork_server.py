@@ -324,17 +324,23 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
             agent.report_exit(LastWords(left=code))
         return code
     except BaseException as error:  # noqa: BLE001 (process boundary: the agent must learn of any failure)
+        if not (isinstance(error, SystemExit) and isinstance(error.code, int)):
+            print(redact.redact(_words(error)), end="", file=sys.stderr, flush=True)  # before what is said of it
         agent.report_exit(last_words(error))
-        if isinstance(error, SystemExit) and isinstance(error.code, int):
-            return error.code
-        if isinstance(error, MusterError):
-            print(f"error: {redact.redact(str(error))}", file=sys.stderr)
-        else:
-            words = str(error) + "\n" if isinstance(error, SystemExit) else traceback.format_exc()  # as Python does
-            print(redact.redact(words), end="", file=sys.stderr)
-        return 1
+        return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     finally:
         agent.close()
+
+
+def _words(error: BaseException) -> str:
+    """What the rank's log says of the exception that ends it: what Python says, and of our own one line."""
+    if isinstance(error, MusterError):
+        return f"error: {error}\n"
+    if isinstance(error, SystemExit):
+        return f"{error}\n"
+    from muster.rank.user_script import traceback_of
+
+    return traceback_of(error)
 
 
 def last_words(error: BaseException) -> LastWords:
@@ -345,7 +351,7 @@ def last_words(error: BaseException) -> LastWords:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         message = f"the script left with exit code {error.code}"
     if not isinstance(error, MusterError):
-        return LastWords(exception=name, message=message, traceback=_sendable(traceback.format_exc()[-4000:]))
+        return LastWords(exception=name, message=message, traceback=_sendable(_words(error)[-4000:]))
     return LastWords(
         exception=name,
         message=message,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
+import traceback
 
 import muster.run
 from muster.core.errors import UsageError
 from muster.protocol.ranks import EXPECTED_EXIT_CODES, AgentClient, RankContext
+
+#: Code between a rank's process and the script.
+_OURS = (__file__, os.path.join(os.path.dirname(__file__), "fork_server.py"))
 
 
 def run_command(command: list[str], context: RankContext, agent: AgentClient) -> int:
@@ -24,6 +29,8 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient) ->
     muster.run.enter(context, agent)
     agent.emit("phase.changed", phase="start")
     script, arguments = command[0], command[1:]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # somebody looks on, as on a terminal
     try:
         if script == "-m":
             sys.argv = command[1:]
@@ -44,3 +51,17 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient) ->
             raise
         return int(exiting.code)
     return 0
+
+
+def traceback_of(error: BaseException) -> str:
+    """``error`` with its traceback as ``python SCRIPT`` prints it: without what called the script."""
+    trace = error.__traceback__
+    while trace is not None and _calls_scripts(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if trace is not None or isinstance(error, SyntaxError):  # else it is our own, and its place is to be told
+        error = error.with_traceback(trace)
+    return "".join(traceback.format_exception(error))
+
+
+def _calls_scripts(file: str) -> bool:
+    return file in _OURS or file.startswith("<frozen runpy")

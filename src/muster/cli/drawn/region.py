@@ -17,6 +17,8 @@ class Region(Progress):
     ``update`` takes."""
 
     incident = ""
+    script = ""
+    """The line that the user's script is writing."""
 
     def __init__(self, console: Console | None = None) -> None:
         console = console or Console()
@@ -34,7 +36,9 @@ class Region(Progress):
         )  # fmt: skip
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar, and the incident where there was one, cut where the terminal ends."""
+        """The bar, the script's own, and the incident where there was one, cut where the terminal ends."""
         yield from super().get_renderables()
+        if self.script:
+            yield Text.from_ansi(self.script, no_wrap=True, overflow="ellipsis")
         if self.incident:
             yield Text(f"  {self.incident}", style="yellow", no_wrap=True, overflow="ellipsis")

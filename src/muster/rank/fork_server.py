@@ -324,34 +324,26 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
             agent.report_exit(LastWords(left=code))
         return code
     except BaseException as error:  # noqa: BLE001 (process boundary: the agent must learn of any failure)
+        from muster.rank.user_script import words_of
+
         if not (isinstance(error, SystemExit) and isinstance(error.code, int)):
-            print(redact.redact(_words(error)), end="", file=sys.stderr, flush=True)  # before what is said of it
+            print(redact.redact(words_of(error)), end="", file=sys.stderr, flush=True)  # before what is said of it
         agent.report_exit(last_words(error))
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     finally:
         agent.close()
 
 
-def _words(error: BaseException) -> str:
-    """What the rank's log says of the exception that ends it: what Python says, and of our own one line."""
-    if isinstance(error, MusterError):
-        return f"error: {error}\n"
-    if isinstance(error, SystemExit):
-        return f"{error}\n"
-    from muster.rank.user_script import traceback_of
-
-    return traceback_of(error)
-
-
 def last_words(error: BaseException) -> LastWords:
     """What the agent and the supervisor are told about the exception that ends a rank."""
+    from muster.rank.user_script import words_of
     from muster.train.optim.nonfinite import NotFinite
 
     name, message = type(error).__name__, _sendable(str(error))
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         message = f"the script left with exit code {error.code}"
     if not isinstance(error, MusterError):
-        return LastWords(exception=name, message=message, traceback=_sendable(_words(error)[-4000:]))
+        return LastWords(exception=name, message=message, traceback=_sendable(words_of(error)[-4000:]))
     return LastWords(
         exception=name,
         message=message,

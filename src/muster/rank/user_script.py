@@ -9,7 +9,7 @@ import sys
 import traceback
 
 import muster.run
-from muster.core.errors import UsageError
+from muster.core.errors import MusterError, UsageError
 from muster.protocol.ranks import EXPECTED_EXIT_CODES, AgentClient, RankContext
 
 #: Code between a rank's process and the script.
@@ -53,8 +53,13 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient) ->
     return 0
 
 
-def traceback_of(error: BaseException) -> str:
-    """``error`` with its traceback as ``python SCRIPT`` prints it: without what called the script."""
+def words_of(error: BaseException) -> str:
+    """What a rank's log says of the exception that ends it: of a script what ``python SCRIPT`` prints, without what
+    called it; of an error of Muster's own one line."""
+    if isinstance(error, MusterError):
+        return f"error: {error}\n"
+    if isinstance(error, SystemExit):
+        return f"{error}\n"
     trace = error.__traceback__
     while trace is not None and _calls_scripts(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

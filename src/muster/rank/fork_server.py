@@ -336,14 +336,14 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
 
 def last_words(error: BaseException) -> LastWords:
     """What the agent and the supervisor are told about the exception that ends a rank."""
-    from muster.rank.user_script import words_of
+    from muster.rank.user_script import traceback_of
     from muster.train.optim.nonfinite import NotFinite
 
     name, message = type(error).__name__, _sendable(str(error))
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         message = f"the script left with exit code {error.code}"
     if not isinstance(error, MusterError):
-        return LastWords(exception=name, message=message, traceback=_sendable(words_of(error)[-4000:]))
+        return LastWords(exception=name, message=message, traceback=_sendable(traceback_of(error)[-4000:]))
     return LastWords(
         exception=name,
         message=message,

@@ -54,12 +54,14 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient) ->
 
 
 def words_of(error: BaseException) -> str:
-    """What a rank's log says of the exception that ends it: of a script what ``python SCRIPT`` prints, without what
-    called it; of an error of Muster's own one line."""
+    """What a rank's log says of the exception that ends it: what Python says, and of Muster's own one line."""
     if isinstance(error, MusterError):
         return f"error: {error}\n"
-    if isinstance(error, SystemExit):
-        return f"{error}\n"
+    return f"{error}\n" if isinstance(error, SystemExit) else traceback_of(error)
+
+
+def traceback_of(error: BaseException) -> str:
+    """``error`` with its traceback as ``python SCRIPT`` prints it: without what called the script."""
     trace = error.__traceback__
     while trace is not None and _calls_scripts(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

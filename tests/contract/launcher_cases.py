@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fakes.bucket import Bucket
+from fakes.discovery import Discovery
+from fakes.discovery import folder as discovery_folder
+from fakes.google_wire import Wire
+from fakes.secrets import API, FakeSecrets
 from fakes.slurm import FakeSlurm
+from fakes.vertex.containers import Containers, timeline
+from fakes.vertex.jobs import Job, Manners
+from fakes.vertex.service import APIS, FakeVertex
+from fakes.vertex.workers import Programs, Worker
 
+from muster.backends.google.http import Call, Reply, Unreachable
 from muster.backends.local.launcher import LocalLauncher
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.launcher import SlurmLauncher
 from muster.backends.slurm.script import SCRIPT
+from muster.backends.vertex.launcher import VertexLauncher
 from muster.config.spec import RunSpec
 from muster.core import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError, UsageError
 from muster.core.types import JobHandle, JobRequest, TaskSpec
 from muster.storage import run_registry
 
+DOCUMENTS = Discovery(found, (*APIS, API)) if (found := discovery_folder()) else None
+REGION = "us-central1"
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 #: What sbatch says before the reason.
 FAILED = "sbatch: error: Batch job submission failed: "
@@ -48,8 +63,9 @@ class LocalCase:
     def lose_record(self, request: JobRequest) -> None:
         (Path(request.run_dir) / "job.json").unlink()
 
-    def spec(self, name: str = "contract", hosts: int = 1) -> RunSpec:
-        return RunSpec.model_validate({"name": name, "command": ["true"], "resources": {"hosts": hosts}})
+    def spec(self, name: str = "contract", hosts: int = 1, spares: int = 0) -> RunSpec:
+        resources = {"hosts": hosts, "spare_hosts": spares}
+        return RunSpec.model_validate({"name": name, "command": ["true"], "resources": resources})
 
     def request(self, *argvs: tuple[str, ...], name: str = "contract") -> JobRequest:
         run_id = run_registry.new_run_id(name)
@@ -100,8 +116,8 @@ class SlurmCase:
     def lose_record(self, request: JobRequest) -> None:
         (Path(request.run_dir) / "job.json").unlink()
 
-    def spec(self, name: str = "contract", hosts: int = 1) -> RunSpec:
-        resources = {"hosts": hosts, "device": "cpu"}
+    def spec(self, name: str = "contract", hosts: int = 1, spares: int = 0) -> RunSpec:
+        resources = {"hosts": hosts, "spare_hosts": spares, "device": "cpu"}
         return RunSpec.model_validate({"name": name, "backend": "slurm", "command": ["true"], "resources": resources})
 
     def request(self, *argvs: tuple[str, ...], name: str = "contract") -> JobRequest:
@@ -111,5 +127,80 @@ class SlurmCase:
         return dataclasses.replace(rendered, files={SCRIPT: "\n".join(["#!/bin/bash", *lines, ""])})
 
 
-Case = LocalCase | SlurmCase
-CASES: dict[str, Callable[[Path], Case]] = {"local": LocalCase, "slurm": SlurmCase}
+class VertexCase:
+    """The played custom-job service, whose containers run here; the bucket is in memory."""
+
+    METRIC = "custom_model_training_nvidia_l4_gpus"
+
+    def __init__(self, folder: Path) -> None:
+        if DOCUMENTS is None:
+            pytest.skip("google-api-python-client (Google's discovery documents) is not installed")
+        self.folder, self.argvs = folder, dict[str, tuple[tuple[str, ...], ...]]()
+        clock, line = timeline()
+        self.containers = Containers(self.command)
+        quick = Manners(queue_s=0, machine_s=0, skew_s=0, shutdown_s=0, sigterm=lambda worker: None)
+        self.vertex = self.containers.service = FakeVertex(
+            discovery=DOCUMENTS, timeline=line, manners=quick, log_late_s=0.0, elsewhere=FakeSecrets(DOCUMENTS),
+            programs=Programs(self.containers.start, self.containers.stop),
+            limits={(region, self.METRIC): 1000 for region in ("us-central1", "us-east4", "us-west2")},
+        )  # fmt: skip
+        self.wire = Wire(self.containers, clock)
+        self.launcher = VertexLauncher(http=self.wire, store=Bucket(), clock=clock)
+
+    def command(self, job: Job, worker: Worker, environment: Mapping[str, str]) -> Any:
+        run_id = job.body["labels"]["muster-run"]
+        return self.argvs[run_id] if worker.primary else (), {**os.environ, **environment, "MUSTER_RUN_ID": run_id}
+
+    def living(self, run_id: str) -> list[int]:
+        self.containers.settle()
+        return [process.pid for process in processes.labelled(run_id)]
+
+    def refusals(self) -> Iterator[tuple[type[MusterError], JobRequest]]:
+        self.vertex.acts_as = set()
+        yield AccessError, self.request()
+        self.vertex.acts_as = None
+        self.vertex.limits[REGION, self.METRIC] = 0
+        yield CapacityError, self.request()
+        self.vertex.limits[REGION, self.METRIC] = 1000
+        yield BackendError, self.request(locations=["us-west2"])  # no such machine there
+
+    def submit_without_answer(self, request: JobRequest) -> None:
+        send, self.wire.service = self.wire.service, self
+
+        def lost(call: Call) -> Reply:
+            reply = send.send(call)
+            if call.method == "POST" and call.url.endswith("/customJobs"):
+                self.wire.service = send
+                raise Unreachable(f"no answer from {call.url}")
+            return reply
+
+        self.send = lost
+        self.launcher.submit(request)
+        self.lose_record(request)
+
+    def lose_record(self, request: JobRequest) -> None:
+        (Path(request.run_dir) / "job.json").unlink()
+
+    def spec(self, name: str = "contract", hosts: int = 1, spares: int = 0, **resources: Any) -> RunSpec:
+        image = "us-docker.pkg.dev/example-project/muster/train:1"
+        base = {
+            "hosts": hosts, "spare_hosts": spares, "machine": "g2-standard-96", "provisioning_model": "on_demand",
+            "image": image, "project": "example-project", "locations": [REGION], **resources,
+        }  # fmt: skip
+        return RunSpec.model_validate(
+            {"name": name, "backend": "vertex", "command": ["true"], "resources": base,
+             "checkpoint": {"dir": "gs://example-bucket/checkpoints"},
+             "vertex": {"service_account": "trainer@example-project.iam.gserviceaccount.com"}}
+        )  # fmt: skip
+
+    def request(self, *argvs: tuple[str, ...], name: str = "contract", **resources: Any) -> JobRequest:
+        run_id = run_registry.new_run_id(name)
+        self.argvs[run_id] = argvs or (SLEEP,)
+        spec = self.launcher.resolve(self.spec(name, **resources))
+        path = self.folder / run_id
+        run_registry.create(run_id, path, run_file="", resolved=spec.model_dump_json(indent=1) + "\n")
+        return self.launcher.render(spec, run_id=run_id, run_dir=str(path))
+
+
+Case = LocalCase | SlurmCase | VertexCase
+CASES: dict[str, Callable[[Path], Case]] = {"local": LocalCase, "slurm": SlurmCase, "vertex": VertexCase}

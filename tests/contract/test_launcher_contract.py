@@ -23,7 +23,6 @@ import pytest
 from launcher_cases import CASES, SLEEP, Case
 from waiting import eventually
 
-from muster.config.spec import RunSpec
 from muster.core import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, MusterError, UsageError
 from muster.core.types import JobHandle, JobState, TaskSpec
@@ -92,7 +91,7 @@ def test_the_audit_would_have_seen_a_touch(tmp_path: Path) -> None:
 
 
 def test_render_names_the_run_and_counts_hosts_and_spares(case: Case) -> None:
-    spec = RunSpec.model_validate({"name": "n", "command": ["x"], "resources": {"hosts": 2, "spare_hosts": 1}})
+    spec = case.spec(hosts=2, spares=1)
     found = case.launcher.render(spec, run_id="r-1", run_dir="/d")
     tasks = {task.name: task for task in found.tasks}
     assert tasks["supervisor"].count == 1

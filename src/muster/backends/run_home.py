@@ -61,17 +61,17 @@ def begin(local: Path, run_id: str, uri: str, store: Store | None = None) -> Non
     raise BackendError(f"the run's beginning cannot be written to {uri}: {log.unsealed}", hint="the same command again")
 
 
-def end_of(home: Home) -> EndRecord | None:
+def end_of(home: Home, *, again: bool = False) -> EndRecord | None:
     """How the newest submission from this folder ended; None where nothing says so, or the bucket does not answer.
 
-    An allocation that ended while the run wants to go on (75) is no end of the run.
+    An allocation that ended while the run wants to go on (75) is no end of the run, but with ``again``.
     """
     found = _read(home, END)
     try:
         end = decode(EndRecord, found) if found is not None else None
     except Unreadable:
         return None
-    mine = end is not None and end.submission == submission_of(home.local) and end.exit_code != AGAIN
+    mine = end is not None and end.submission == submission_of(home.local) and (again or end.exit_code != AGAIN)
     return end if mine else None
 
 

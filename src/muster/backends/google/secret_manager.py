@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from muster.backends.google.http import Call, Unreachable
 from muster.backends.google.session import Session, refusal
 from muster.core.errors import AccessError, BackendError, ConflictError
-from muster.core.typed_json import Json, children, text
+from muster.core.typed_json import Json, children, text, texts
 
 ROOT = "https://secretmanager.googleapis.com/v1"
 GRANT_S = 120.0
 """For this long a grant that was just made may not hold yet."""
 RETRY_S = 3.0
+ACCESSOR = "roles/secretmanager.secretAccessor"
+POLICY_TRIES = 5
 _VERSION = re.compile(r"projects/([^/]+)/secrets/([A-Za-z0-9_-]{1,255})/versions/([1-9][0-9]*)")
 
 
@@ -49,6 +51,27 @@ class SecretManager:
             held = self._held(version)
         if held != data:
             raise ConflictError(f"{version} holds something else", hint="muster down RUN removes the run's secret")
+
+    def allow(self, version: str, account: str) -> None:
+        """Let the service account ``account`` read the secret of ``version``; the same again changes nothing.
+
+        Raises:
+            AccessError, BackendError: Google's refusal.
+        """
+        project, secret, _ = _parts(version)
+        url, member = f"{ROOT}/projects/{project}/secrets/{secret}", f"serviceAccount:{account}"
+        for tries_left in reversed(range(POLICY_TRIES)):
+            policy = self.session.ok(Call(method="GET", url=f"{url}:getIamPolicy")).body
+            bindings = children(policy, "bindings")
+            if any(text(row, "role") == ACCESSOR and member in texts(row, "members") for row in bindings):
+                return
+            wanted: dict[str, Json] = {**policy, "bindings": [*bindings, {"role": ACCESSOR, "members": [member]}]}
+            call = Call(method="POST", url=f"{url}:setIamPolicy", body={"policy": wanted})
+            reply = self.session.send(call)
+            if reply.status < 300:
+                return
+            if reply.status != 409 or not tries_left:  # 409: somebody else changed it meanwhile
+                raise refusal(call, reply)
 
     def access(self, version: str, *, project: str | None = None, patience_s: float = GRANT_S) -> bytes:
         """What ``version`` holds; a refused account is asked for again for ``patience_s``. ``project``: the number by

@@ -1,4 +1,4 @@
-"""Vertex AI custom jobs: what is asked for (``custom_job``), and what its answers mean."""
+"""Vertex AI custom jobs: what is asked for (``custom_job``), who asks (``launcher``), and what hosts do (``host``)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from muster.backends.protocols import Launcher
 from muster.backends.vertex.run_file_rules import rules, unused_settings
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
-from muster.core.errors import Problem, UsageError
+from muster.core.errors import Problem
 from muster.core.typed_json import JsonObject
 
 
 def _launcher() -> Launcher:
-    """Raises UsageError: requests are made and checked, and not sent yet."""
-    raise UsageError(
-        "backend: vertex can be planned and rendered; submitting is not built yet",
-        hint="muster render RUN.yaml prints the requests; backend: gke or slurm runs it",
-    )
+    from muster.backends.vertex.launcher import VertexLauncher
+
+    return VertexLauncher()
 
 
 def _rendered(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:

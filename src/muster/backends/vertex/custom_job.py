@@ -6,16 +6,16 @@ finds its place in ``CLUSTER_SPEC``. Whoever may read a job reads its arguments:
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 
 from muster.backends.backend import RenderedFiles
+from muster.backends.run_folder import RunFiles, digest
 from muster.backends.vertex.placement import Placement, nonce, place, resolved
 from muster.backends.vertex.run_file_rules import rules, warnings
 from muster.catalog.vertex import FLEX_START, RESERVATION, SPOT
 from muster.config.spec import RunSpec
-from muster.core.errors import Problem, RunFileError
+from muster.core.errors import RunFileError
 from muster.core.typed_json import Json, JsonObject
 
 Body = dict[str, Json]
@@ -35,7 +35,8 @@ if [[ -r $0 ]]; then words=("$@"); source "$0"; set -- "${words[@]}"
 else echo "warning: no $0: NCCL will use plain TCP" >&2; fi
 exec "$@"
 """
-NOT_SENT = Problem("backend", "vertex: these requests are made and checked, and cannot be submitted yet")
+HOST_DIR = "/tmp/muster"
+"""Where a host keeps what is its own: the user's code lies at a path that is known before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,12 @@ def rendered(spec: RunSpec, *, run_id: str, run_dir: str | None) -> RenderedFile
         raise RunFileError(problems)
     placement = place(spec, run_id=run_id, run_dir=run_dir)
     files = {f"custom-job.{request.region}.json": request.text() for request in requests(placement)}
-    return RenderedFiles(files=files, warnings=(*warnings(placement), NOT_SENT))
+    return RenderedFiles(files=files, warnings=tuple(warnings(placement)))
 
 
-def requests(placement: Placement, *, submission: int = 1, turn: int = 1) -> list[Request]:
-    """What creates the job, by region; one at a time is sent."""
+def requests(placement: Placement, *, submission: int = 1, turn: int = 1, sha256: str | None = None) -> list[Request]:
+    """What creates the job, by region; one at a time is sent. ``sha256``: of the run's files, where the user's own code
+    is among them."""
     project, run = placement.spec.resources.project, placement.run_id
     mark = nonce(run, submission, turn)
     return [
@@ -75,22 +77,31 @@ def requests(placement: Placement, *, submission: int = 1, turn: int = 1) -> lis
             body={
                 "displayName": run,
                 "labels": {RUN_LABEL: run, NONCE_LABEL: mark},
-                "jobSpec": _job(placement, region, mark, submission),
+                "jobSpec": _job(placement, region, mark, submission, sha256 or digest(run_files(placement).encoded())),
             },
         )
         for region in placement.regions
     ]
 
 
-def run_file(placement: Placement) -> bytes:
-    """The resolved run file as it is put into the home, where hosts fetch it; its digest is in their arguments."""
-    return (resolved(placement).model_dump_json(indent=1) + "\n").encode()
+def run_files(placement: Placement) -> RunFiles:
+    """What hosts fetch from the home, without code of the user's own; its digest is in their arguments."""
+    spec = resolved(placement)
+    return RunFiles(
+        resolved=spec.model_dump_json(indent=1) + "\n",
+        run_yaml=placement.spec.model_dump_json(indent=1, exclude_defaults=True) + "\n",
+    )
 
 
-def _job(placement: Placement, region: str, mark: str, submission: int) -> JsonObject:
+def code_dir(run_id: str) -> str:
+    """The folder on a host that has the user's code below it."""
+    return f"{HOST_DIR}/{run_id}"
+
+
+def _job(placement: Placement, region: str, mark: str, submission: int, sha256: str) -> JsonObject:
     asked = placement.spec.vertex
     job: Body = {
-        "workerPoolSpecs": _pools(placement, region, mark, submission),
+        "workerPoolSpecs": _pools(placement, region, _container(placement, mark, submission, sha256)),
         "scheduling": _scheduling(placement),
     }
     if asked.service_account:
@@ -121,14 +132,14 @@ def _scheduling(placement: Placement) -> JsonObject:
     return scheduling
 
 
-def _pools(placement: Placement, region: str, mark: str, submission: int) -> list[JsonObject]:
+def _pools(placement: Placement, region: str, container: JsonObject) -> list[JsonObject]:
     host: Body = {
         "machineSpec": _machine(placement),
         "diskSpec": {
             "bootDiskType": placement.spec.vertex.boot_disk_type or placement.machine.boot_disk,
             "bootDiskSizeGb": placement.boot_disk_gb,
         },
-        "containerSpec": _container(placement, mark, submission),
+        "containerSpec": container,
     }
     pools: list[JsonObject] = [{**host, "replicaCount": "1"}]
     if placement.hosts > 1:
@@ -158,12 +169,12 @@ def _machine(placement: Placement) -> JsonObject:
     return spec
 
 
-def _container(placement: Placement, mark: str, submission: int) -> JsonObject:
+def _container(placement: Placement, mark: str, submission: int, sha256: str) -> JsonObject:
     chip, secret = placement.machine.accelerator, placement.spec.vertex.hugging_face_secret
     program = ["python", "-m", HOST_PROGRAM]
     words = [
         "--run-id", placement.run_id, "--home", placement.home, "--submission", str(submission), "--nonce", mark,
-        "--run-file-sha256", hashlib.sha256(run_file(placement)).hexdigest(),
+        "--run-file-sha256", sha256,
         "--token-secret", placement.token_secret,
         *(["--hugging-face-secret", secret] if secret else []),
     ]  # fmt: skip

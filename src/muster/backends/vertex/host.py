@@ -14,7 +14,6 @@ import random
 import shutil
 import string
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from muster.backends import run_folder
+from muster.backends import code_bundle, run_folder
 from muster.backends.children import Children, RealChildren
 from muster.backends.google.http import Http
 from muster.backends.google.metadata import MachineHttp
@@ -33,6 +32,7 @@ from muster.backends.run_state import RunState
 from muster.backends.vertex import claim, presence
 from muster.backends.vertex.claim import Claim
 from muster.backends.vertex.cluster_spec import VARIABLE, Seat, seat
+from muster.backends.vertex.custom_job import HOST_DIR
 from muster.backends.vertex.exits import exit_code
 from muster.backends.vertex.keeper import Keeper, Program, say
 from muster.backends.vertex.letters import Letters
@@ -136,7 +136,8 @@ class Host:
         self.record = HostRecord(index=mine.index, host=host, address=own, state="up")
         self._tell("up")
         token, values = self._secrets(placement.spec)
-        folder = given.run_dir / self.mark
+        base = given.run_dir / given.run_id
+        folder = base / self.mark
         for part in ("host", "supervisor"):
             run_folder.place(
                 folder / part, run_id=given.run_id, backend="vertex", files=files, submission=given.submission,
@@ -145,6 +146,9 @@ class Host:
             (folder / part / "logs").mkdir(mode=0o700, exist_ok=True)
             processes.replace_text(folder / part / "token", token)
         run_secrets.write(folder / "host", values)
+        with contextlib.suppress(FileNotFoundError):  # of an earlier start on this disk
+            (base / code_bundle.FOLDER).unlink()
+        (base / code_bundle.FOLDER).symlink_to(Path(self.mark, "host", code_bundle.FOLDER))
         say(f"{host} at {own}: {_shared_memory()}")
         return Serving(host=self, claim=held, placement=placement, seat=mine, own=own, folder=folder, secrets=values)
 
@@ -309,7 +313,7 @@ def arguments() -> argparse.ArgumentParser:
     for name in ("run-id", "home", "submission", "nonce", "run-file-sha256", "token-secret"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--hugging-face-secret")
-    parser.add_argument("--run-dir", type=Path, default=Path(tempfile.gettempdir()) / "muster")
+    parser.add_argument("--run-dir", type=Path, default=Path(HOST_DIR))
     return parser
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.backends.vertex.job_state import Cause, CustomJob, cause
+from muster.core.typed_json import Name, Record
 
 LIST_LAG_S = 60.0
 """For this long a new job may be missing in a list: nothing promises that it is there at once."""
@@ -19,11 +20,11 @@ LOOK_EVERY_S, LONGEST_LOOK_S = 5.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(Record):
     """One region's request, as it is recorded before it is sent."""
 
-    region: str
-    nonce: str
+    region: Name
+    nonce: Name
     at_s: float
     """When it was last sent, seconds since 1970."""
     name: str = ""

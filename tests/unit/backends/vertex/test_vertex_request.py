@@ -1,7 +1,6 @@
 """What is sent to Vertex AI: byte by byte (``python tests/golden/vertex/vertex_cases.py`` rewrites), and held against
 Google's own description of the API."""
 
-import hashlib
 import json
 import subprocess
 import urllib.parse
@@ -11,7 +10,8 @@ import pytest
 from fakes.discovery import Discovery, folder
 from vertex_cases import HERE, RUN_ID, cases, placement, spec, text
 
-from muster.backends.vertex.custom_job import NCCL_SCRIPT, SOURCE_AND_RUN, requests, run_file
+from muster.backends.run_folder import digest
+from muster.backends.vertex.custom_job import NCCL_SCRIPT, SOURCE_AND_RUN, requests, run_files
 from muster.backends.vertex.placement import nonce, resolved
 from muster.config.load import loads
 
@@ -116,8 +116,8 @@ def test_arguments_are_lists_and_name_the_run_files_digest():
     for name, case in CASES.items():
         for job in jobs(case):
             words = job["workerPoolSpecs"][0]["containerSpec"]["args"]
-            digest = words[words.index("--run-file-sha256") + 1]
-            assert digest == hashlib.sha256(run_file(case)).hexdigest(), name
+            named = words[words.index("--run-file-sha256") + 1]
+            assert named == digest(run_files(case).encoded()), name
 
 
 def test_the_same_submission_has_the_same_nonce_and_another_has_another():

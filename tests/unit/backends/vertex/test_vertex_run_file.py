@@ -9,7 +9,7 @@ from muster.backends.vertex.offers import rents
 from muster.backends.vertex.run_file_rules import rules, warnings
 from muster.catalog import offers, vertex
 from muster.config.spec import RunSpec
-from muster.core.errors import RunFileError, UsageError
+from muster.core.errors import RunFileError
 
 
 def problems(of):
@@ -120,18 +120,11 @@ def test_warned_of_quota_regions_and_what_is_not_documented():
     assert any(problem.key == "vertex.boot_disk_gb" for problem in warnings(small))
 
 
-def test_render_prints_the_requests_and_that_they_are_not_sent():
+def test_render_prints_the_requests():
     rendered = render.render(spec(), run_id="llama-1", run_dir=None)
     assert list(rendered.files) == ["custom-job.us-central1.json"]
-    assert any("cannot be submitted yet" in warning.message for warning in rendered.warnings)
     with pytest.raises(RunFileError, match="names no region"):
         render.render(spec(locations=[]), run_id="llama-1")
-
-
-def test_submitting_is_refused_before_anything_is_made():
-    with pytest.raises(UsageError, match="submitting is not built yet") as error:
-        backends.load("vertex")
-    assert "muster render" in error.value.hint
 
 
 def test_settings_of_other_places_have_no_effect():

@@ -133,6 +133,7 @@ NIGHTLY = {
     ),
     "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",
     "test_check_gpu_live.py": "test_check_live.py; the benchmark is started by hand",
+    "test_evidence_cost_live.py": "test_hang_culprits_live.py; the benchmark is started by hand",
     "test_gke_losses_live.py::test_a_node_lost_for_good_and_an_eviction_change_no_bit": (
         "test_gke_run_live.py::test_a_run_from_submit_to_its_end_with_everything_that_a_user_does"
     ),

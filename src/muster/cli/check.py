@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 import typer
@@ -67,15 +69,21 @@ def check(
     elif captures is not None:
         result = use_case.check_captures(captures, target, hosts=hosts)
     else:
+        if not passive and sys.stderr.isatty():
+            output.info("looking at this machine: processor or GPUs, memory, disk (30 s at most; --passive: 2 s)")
         result = use_case.check_machine(target, passive=passive)
     if raw:
         output.result(result.raw.decode(errors="replace").rstrip("\n"))
     elif json:
         output.as_json(result.to_json())
     else:
-        for line in result.lines():
-            output.result(line)
+        _show(result.lines())
     raise typer.Exit(result.exit_code)
+
+
+def _show(lines: Iterable[str]) -> None:
+    for line in lines:
+        output.folded(line, 13 if line.startswith(" ") else 2)
 
 
 def _network(
@@ -90,6 +98,7 @@ def _network(
     if json:
         output.as_json({**result.to_json(), "tables": tables})
     else:
-        for line in [*tables, *result.lines()]:
+        for line in tables:
             output.result(line)
+        _show(result.lines())
     raise typer.Exit(result.exit_code)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 
 from muster.app import api
@@ -14,6 +15,19 @@ from muster.app import api
 def result(text: str) -> None:
     """One line of the result."""
     print(text, flush=True)
+
+
+def folded(text: str, hang: int) -> None:
+    """One line of the result; on a terminal what is longer goes on ``hang`` columns in, never within a word."""
+    columns = width()
+    if columns is None or len(text) <= columns:
+        return result(text)
+    indent = len(text) - len(text.lstrip())
+    words = textwrap.wrap(
+        text.lstrip(), max(20, columns), initial_indent=" " * indent, subsequent_indent=" " * hang,
+        break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
+    )  # fmt: skip
+    result("\n".join(words))
 
 
 def as_json(value: object) -> None:

@@ -28,4 +28,4 @@ def why(
         output.as_json(result.to_json())
         return
     for line in result.lines(whole=everything):
-        output.result(line)
+        output.folded(line, 2 + len(line) - len(line.lstrip()))

@@ -33,7 +33,7 @@ class RunningGoodput:
     """Of the steps that count."""
     _counted: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_TAKEN_BACK))
     """The newest of them: (step, tokens), in rising order."""
-    _newest: int = 0
+    _newest: int = -1
     _clean: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)
     """Ranks -> the newest clean steps: (step, nanoseconds for a token)."""
     _measured: tuple[float, int] | None = None

@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from muster.app.inspect.check import Checked
+from muster.cli import output
 from muster.cli.main import run
 from muster.core.typed_json import encode
 from muster.health.machine.report import ProbeLine, Settings
+from muster.health.verdicts import Finding, Verdict
 
 SETTINGS = Settings(processors=8, memory_bytes=10**11, memory_available_bytes=10**10, clock_source="tsc")
 XID = "[ 1000.000000] NVRM: Xid (PCI:0000:9b:00): {}, pid=4242, name=python, Ch 00000010\n"
@@ -86,3 +89,39 @@ def test_this_machine_without_loading_it(capsys):
     code, out, _ = checked(capsys, "--passive", "--raw")
     assert out.splitlines()[0].startswith('{"rung":"begin"') and '"rung":"end"' in out.splitlines()[-1]
     assert code in (0, 1, 6)
+
+
+def test_what_is_the_same_of_several_gpus_is_one_line():
+    slow = [
+        Finding(
+            check="gpu.clocks",
+            verdict=Verdict.DRAIN,
+            host="a",
+            gpu=gpu,
+            message=f"GPU {gpu}: braked",
+            evidence=f"{gpu}",
+        )
+        for gpu in (0, 1, 2, 5)
+    ]
+    other = Finding(check="gpu.clocks", verdict=Verdict.DRAIN, host="a", gpu=3, message="GPU 3: hot", command="cool it")
+    shown = Checked(findings=(*slow[:2], other, *slow[2:]), commands={}).lines()
+    assert shown == [
+        "a: drain",
+        "  drain      GPUs 0-2, 5: braked",
+        "  drain      GPU 3: hot",
+        "             try: cool it",
+    ]
+    assert len(Checked(findings=tuple(slow)).to_json()["findings"]) == 4, "for programs each is one"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_on_a_terminal_long_lines_go_on_below_their_text(capsys, captures, monkeypatch, columns):
+    (captures / "node-1" / "kern.log").write_text(XID.format(119))
+    monkeypatch.setattr(output, "width", lambda: columns)
+    code, out, _ = checked(capsys, "--from", captures)
+    assert code == 6 and max(map(len, out.splitlines())) <= columns
+    monkeypatch.setattr(output, "width", lambda: None)
+    _, whole, _ = checked(capsys, "--from", captures)
+    assert out.split() == whole.split(), "nothing is lost"
+    begins = [line[:13].strip() for line in out.splitlines() if line.startswith("  ")]
+    assert set(begins) <= {*Verdict, ""}, "the column of verdicts holds nothing else"

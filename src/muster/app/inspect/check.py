@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 from muster.core.errors import BackendError, UsageError
 from muster.core.typed_json import JsonObject
+from muster.health.hang.stack_groups import ranges
 from muster.health.machine.expected import Expected, expected_of
 from muster.health.machine.fleet import compare_hosts
 from muster.health.machine.judge import judge_machine
@@ -73,12 +74,26 @@ class Checked:
         for host, group in groupby(sorted(self.findings, key=lambda one: one.host), key=lambda one: one.host):
             here = sorted(group, key=lambda one: _GRAVEST.index(one.verdict))
             shown.append(f"{host or self.whole}: {worst(here).value}")
-            for one in here:
+            for one in _said_once(here):
                 expected = f" (expected {one.expected}{f'; {one.source}' * bool(one.source)})" if one.expected else ""
                 shown.append(f"  {one.verdict.value:<10} {one.message}{expected}")
                 if one.command:
                     shown.append(f"  {'':<10} try: {one.command}")
         return [*shown, *(f"{host}: {command}" for host, command in self.commands.items())]
+
+
+def _said_once(findings: Iterable[Finding]) -> list[Finding]:
+    """What is the same of several GPUs is one line: of eight that one power supply slows down, for example."""
+    found: dict[Finding, list[int]] = {}
+    for one in findings:
+        own = f"GPU {one.gpu}: "
+        alike = one.gpu is not None and one.message.startswith(own)
+        key = replace(one, gpu=None, evidence="", message=one.message.removeprefix(own)) if alike else one
+        found.setdefault(key, []).extend([one.gpu] if alike and one.gpu is not None else [])
+    return [
+        replace(one, message=f"{'GPU' if len(gpus) == 1 else 'GPUs'} {ranges(gpus)}: {one.message}") if gpus else one
+        for one, gpus in found.items()
+    ]
 
 
 def check_machine(run_file: str | None = None, *, passive: bool = False) -> Checked:

@@ -93,7 +93,8 @@ class Why:
         for one in analysis.culprits:
             yield f"{one.sentence} [{one.kind.value}, confidence {one.confidence.value}]"
         if analysis.culprits:
-            yield f"{analysis.victims} {'rank waits' if analysis.victims == 1 else 'ranks wait'} for it"
+            whom = "it" if len(analysis.culprits) == 1 else "them"
+            yield f"{analysis.victims} {'rank waits' if analysis.victims == 1 else 'ranks wait'} for {whom}"
         yield from (f"missing: {sentence}" for sentence in analysis.missing)
         named = {f"rank {one.rank}" for one in analysis.culprits}
         yield from sorted(self.ranks, key=lambda line: line.split(":")[0].split(" on ")[0] not in named)

@@ -72,6 +72,7 @@ CORE = {
     "data": ("test_data_live.py::test_rivals_prepare_the_same_data_once",),
     "export": ("test_export_live.py::test_a_whole_model",),
     "ledger, report": ("test_ledger_live.py", "test_report_page_live.py::test_it_draws_every_chart_without_an_error"),
+    "watch --web": ("test_watch_page_live.py::test_the_address_leaves_the_history_and_opens_no_second_page",),
     "plan": ("test_plan_page_live.py::test_it_draws_the_chart_and_every_plan_without_an_error",),
     "simulate": ("test_rehearsal_page_live.py",),
     "Slurm": ("test_slurm_live.py::test_a_time_limit_is_continued_in_a_second_job",),

@@ -67,8 +67,9 @@ class Browser:
         except urllib.error.HTTPError as error:
             raise AssertionError(json.loads(error.read())["value"]["message"]) from error
 
-    def open(self, page: Path) -> None:
-        self._call("POST", f"{self._session}/url", {"url": page.as_uri()})
+    def open(self, page: Path | str) -> None:
+        url = page if isinstance(page, str) else page.as_uri()
+        self._call("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *given: Any) -> Any:
         """The value of a JavaScript function body."""

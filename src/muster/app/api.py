@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from muster.app.run.submit import preview as preview
     from muster.app.run.submit import submit as submit
     from muster.app.run.train import train as train
+    from muster.app.web.watch_page import watch_page as watch_page
     from muster.backends.backend import Backend as Backend
     from muster.backends.cluster import Cluster as Cluster
     from muster.backends.protocols import Terminal as Terminal
@@ -69,6 +70,7 @@ _EXPORTS = {
     "muster.app.run.stop": ("down", "restart", "stop"),
     "muster.app.run.submit": ("preview", "submit"),
     "muster.app.run.train": ("train",),
+    "muster.app.web.watch_page": ("watch_page",),
     "muster.backends.backend": ("Backend",),
     "muster.backends.cluster": ("Cluster",),
     "muster.backends.protocols": ("Terminal",),

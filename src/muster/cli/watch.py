@@ -10,7 +10,7 @@ import typer
 
 from muster.app import api
 from muster.cli import output
-from muster.cli.run_commands import RUN
+from muster.cli.inspect_commands import RUNS
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -29,13 +29,39 @@ _SHOWN = (
 _STYLES = {"training": "green", "spare": "cyan", "lost": "red", "quarantined": "red", "released": "dim"}
 
 
-def watch(run: str = RUN, every: float = typer.Option(0.5, "--every", min=0.1, help="Seconds between looks.")) -> None:
+def watch(
+    runs: list[str] = RUNS,
+    every: float = typer.Option(0.5, "--every", min=0.1, help="Seconds between looks."),
+    web: bool = typer.Option(False, "--web", help="In a browser on this machine, with charts; several runs at once."),
+    port: int | None = typer.Option(None, "--port", min=1, max=65535, help="With --web; default: any that is free."),
+) -> None:
     """Show a run live: hosts, ranks, step, checkpoints, incidents.
 
     Ctrl-C does not stop the run.
     """
+    if web:
+        _served(runs, every, port or 0)
+        return
+    if port is not None:
+        raise api.UsageError("--port goes with --web")
+    if len(runs) > 1:
+        raise api.UsageError("a terminal shows one run", hint=f"muster watch --web {' '.join(runs)}")
     with output.looking():
-        (_live if sys.stdout.isatty() else _lines)(api.watch(run, every_s=every))
+        (_live if sys.stdout.isatty() else _lines)(api.watch(runs[0], every_s=every))
+
+
+def _served(runs: list[str], every: float, port: int) -> None:
+    """Until Ctrl-C. Addresses go to stdout, where a program may take them."""
+    import threading
+
+    page = api.watch_page(runs, every_s=every, port=port, address=output.result)
+    output.info("open this address on this machine; for a second page take the next one that is printed")
+    with output.looking():
+        page.begin()
+        try:
+            threading.Event().wait()
+        finally:
+            page.end()
 
 
 def _live(views: Iterable[View]) -> None:

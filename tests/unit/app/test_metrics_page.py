@@ -13,9 +13,10 @@ import pytest
 from waiting import eventually
 
 from muster.app.run import metrics_page
-from muster.app.run.metrics_page import MOST_CLIENTS, MetricsPage, metrics_sinks
+from muster.app.run.metrics_page import MetricsPage, metrics_sinks
 from muster.app.run.otlp import OtlpExport
 from muster.app.run.run_figures import RunFigures
+from muster.app.web.server import MOST_CLIENTS
 from muster.cli import main
 from muster.config import load
 from muster.config.spec import Metrics

@@ -19,6 +19,7 @@ from muster.core.event_log import Damage, EventReader
 from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.protocol.client import SupervisorStatus
+from muster.report.api import Report
 from muster.report.run_view import HostView, RunView
 from muster.storage import run_registry
 from muster.storage.memory_dir import MemoryDir
@@ -85,12 +86,15 @@ class Watcher:
 
     run: RunDir
     clock: Clock = field(default_factory=SystemClock)
+    account_share: int = ACCOUNT_SHARE
 
     def __post_init__(self) -> None:
         self.launcher, self.handle = job(self.run)
         self.spec = spec_of(self.run)
         self.view = View(run=self.run, total_steps=self.spec.training.steps)
         self._reader = EventReader(self.run.events)
+        self.report: Report | None = None
+        """As of some seconds ago."""
         self._account_due_ns = 0
 
     def look(self) -> View:
@@ -138,17 +142,23 @@ class Watcher:
         )
 
     def _account(self, now_ns: int) -> None:
-        """Figures and sentences come from the whole log: now and then, and when something has changed about them."""
+        """Now and then, and when something has changed about figures and sentences."""
         kinds = {IncidentDetected.kind, IncidentDecided.kind, IncidentResolved.kind, RunFinished.kind}
         if now_ns < self._account_due_ns and not any(event.kind in kinds for event in self.view.news):
             return
         began_ns = self.clock.monotonic_ns()
+        self.fold()
+        took_ns = self.clock.monotonic_ns() - began_ns
+        wait_ns = self.account_share * took_ns if self._account_due_ns else 0  # the first loads the ledger, too
+        self._account_due_ns = now_ns + max(int(ACCOUNT_EVERY_S * 1e9), wait_ns)
+
+    def fold(self) -> None:
+        """Figures and sentences come from the whole log, which is read for them."""
         try:
-            document = report(str(self.run.path), brought=True).document
+            self.report = report(str(self.run.path), brought=True)
         except MusterError:
             return
-        took_ns = self.clock.monotonic_ns() - began_ns
-        self._account_due_ns = now_ns + max(int(ACCOUNT_EVERY_S * 1e9), ACCOUNT_SHARE * took_ns)
+        document = self.report.document
         self.view.incidents = tuple(incident.sentence for incident in document.incidents[-SHOWN_INCIDENTS:])
         shares = {name: spent.share or 0.0 for name, spent in document.categories.items() if name != "productive"}
         losses = sorted(shares.items(), key=lambda item: -item[1])[:SHOWN_LOSSES]

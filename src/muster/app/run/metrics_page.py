@@ -10,17 +10,15 @@ import contextlib
 import hmac
 import http.client
 import json
-import socketserver
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6, socket
+from http.server import BaseHTTPRequestHandler
 
 from muster.app.run.event_writer import Sink
 from muster.app.run.otlp import otlp_export
 from muster.app.run.run_figures import RunFigures
+from muster.app.web.server import CLIENT_S, BoundedServer
 from muster.config.spec import Metrics
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, MusterError, UsageError
@@ -36,10 +34,6 @@ from muster.transport.secure_session import run_token, token_for_pages
 ADDRESS = "metrics.json"
 """File in the run's folder: where the page is served now."""
 PATH = "/metrics"
-#: How often the server looks whether it is to end.
-LOOK_S = 0.2
-#: Questions that are answered at once; further ones are closed. Each has so long for every part of its request.
-MOST_CLIENTS, CLIENT_S = 16, 5.0
 
 
 @dataclass
@@ -71,7 +65,7 @@ class MetricsPage(Sink):
         except OSError as error:
             self.supervisor.note(f"no metrics page: {bind} port {port}: {error.strerror or error} (metrics.port)")
             return
-        threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), name="muster-metrics", daemon=True).start()
+        self._server.begin("muster-metrics")
         where = {"host": bind, "port": self._server.server_address[1]}
         with contextlib.suppress(OSError):  # a full disk: the page is served all the same
             replace_text(self.figures.run_dir / ADDRESS, json.dumps(where))
@@ -88,35 +82,15 @@ class MetricsPage(Sink):
     def end(self, code: int | None) -> None:
         server, self._server = self._server, None
         if server is not None:
-            server.shutdown()
-            server.server_close()
+            server.end()
             with contextlib.suppress(OSError):
                 (self.figures.run_dir / ADDRESS).unlink(missing_ok=True)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
+class _Server(BoundedServer):
     def __init__(self, owner: MetricsPage, bind: str, port: int) -> None:
         self.owner, self._failed = owner, False
-        self._room = threading.Semaphore(MOST_CLIENTS)
-        self.address_family = AF_INET6 if ":" in bind else AF_INET
-        super().__init__((bind, port), _Handler)
-
-    def server_bind(self) -> None:
-        """Without the host's name, which may take a name server's time."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def verify_request(self, request: object, client_address: object) -> bool:
-        return self._room.acquire(blocking=False)
-
-    def process_request_thread(self, request: socket | tuple[bytes, socket], client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+        super().__init__(bind, port, _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Whoever asked is gone, as a rule; a mistake of ours is told, once."""

@@ -1,6 +1,7 @@
 /* The charts of one run, by time, step or tokens. `report` and `series`: as the page of a report holds them.
-   `kept`: what another one's `kept()` gave, so that a page that grows shows the same part again. */
-muster.charts = (report, series, kept) => {
+   `kept`: what another one's `kept()` gave, so that a page that grows shows the same part again.
+   `grows`: what has nothing to draw yet is left out. */
+muster.charts = (report, series, kept, grows) => {
   const { COLORS, known, number, percent, usd, bytes, span, short, label, el, say, color } = muster;
 
   // A short pause keeps its true width in a lane; a short loss stays visible.
@@ -292,8 +293,8 @@ muster.charts = (report, series, kept) => {
     note.textContent = by !== "time" ? "What hosts did and used is drawn by time alone."
       : left_out ? `${pauses.length === 1 ? "A pause" : `${pauses.length} pauses`} in which nothing was held (${span(left_out)}) ${pauses.length === 1 ? "is" : "are"} left out, at the dotted line${pauses.length === 1 ? "" : "s"}.` : "";
     note.hidden = !note.textContent;
-    drawn = all();
-    grid.replaceChildren(...drawn.map((one) => one.box));
+    drawn = all().filter((one) => one.place || !grows);
+    grid.replaceChildren(...(drawn.length ? drawn.map((one) => one.box) : [el("p", { class: "sub" }, "No step yet.")]));
   }
   function choose(name) {
     if (name === by) return;

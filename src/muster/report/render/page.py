@@ -30,8 +30,16 @@ def render(ledger: Ledger, document: Document) -> str:
     return fill(data, title=title)
 
 
-def fill(data: JsonObject, *, title: str, scripts: Sequence[str] = REPORT, plain: str = "muster report RUN") -> str:
-    """The page around ``data``, drawn by ``scripts``; ``plain``: the command that prints the same without JavaScript.
+def fill(
+    data: JsonObject,
+    *,
+    title: str,
+    scripts: Sequence[str] = REPORT,
+    plain: str = "muster report RUN",
+    connects: bool = False,
+) -> str:
+    """The page around ``data``, drawn by ``scripts``; ``plain``: the command that prints the same without JavaScript;
+    ``connects``: it is served, and may ask its server.
 
     Text from a run never becomes markup: the script writes it as text alone.
     """
@@ -40,6 +48,7 @@ def fill(data: JsonObject, *, title: str, scripts: Sequence[str] = REPORT, plain
         ("/*STYLE*/", _asset("uplot.min.css") + _asset("page.css")),
         ("/*LIBRARY*/", _asset("uplot.iife.min.js")),
         ("/*SCRIPT*/", "\n".join(map(_asset, scripts))),
+        ("; connect-src 'self'", "; connect-src 'self'" if connects else ""),
         ("<!--TITLE-->", _text(title)),
         ("<!--PLAIN-->", _text(plain)),
         ("/*DATA*/", _embedded(data)),

@@ -22,6 +22,8 @@ SLOW = {
     "test_gke_provision.py::test_killed_after_every_request_and_run_again": 35,
     "test_plan_search.py::test_an_impossible_wish_gets_the_nearest_plan": 11,
     "test_identity.py::test_identity_closes_over_runs_that_could_be": 10,
+    "test_gce_launcher.py::test_each_request_of_a_submit_may_go_wrong_in_each_way": 90,
+    "test_gce_launcher.py::test_killed_after_every_request_of_submit_and_down": 20,
     "test_gce_provision.py::test_down_killed_after_every_request_leaves_nothing": 6,
     "test_gce_provision.py::test_each_request_may_go_wrong_in_each_way": 25,
     "test_gke_provision_places.py": 10,

@@ -100,7 +100,7 @@ class Place:
 
     def submitted(self, placement: Placement):
         """What ``submit`` puts there before there is a machine."""
-        data = requests.run_files(placement).encoded()
+        data = requests.run_files(placement.spec, placement).encoded()
         home = placement.home.removeprefix("gs://example-bucket/")
         self.put(f"{home}/run-files/{hashlib.sha256(data).hexdigest()}", data)
         self.secret(placement.token_secret, SECRET_TOKEN.encode())

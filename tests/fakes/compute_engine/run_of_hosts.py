@@ -9,6 +9,7 @@ from typing import Any
 
 from fakes.compute_engine.operator import Operator
 from fakes.google_wire import Fault, Killed, Wire
+from fakes.timeline import EPOCH
 
 from muster.backends.gce import requests, teardown
 from muster.backends.gce.compute import Compute
@@ -72,7 +73,7 @@ class RunOfHosts:
     def down(self, *, kill_at: int | None = None, faults: dict[int, Fault] | None = None) -> list[teardown.Left]:
         self.wire = Wire(self.user.cloud, self.user.clock, faults=faults or {}, kill_at=kill_at)
         self.file.close()
-        return teardown.remove(self.compute(self.wire), self.placement.stem, _Settling(self.user), patience_s=4000.0)
+        return teardown.remove(self.compute(self.wire), self.placement.stem, Settling(self.user), patience_s=4000.0)
 
     @property
     def journal(self) -> Journal:
@@ -93,7 +94,7 @@ class RunOfHosts:
 
 
 @dataclasses.dataclass
-class _Settling:
+class Settling:
     """A program's clock: time passes in the cloud, too."""
 
     user: Operator
@@ -103,6 +104,10 @@ class _Settling:
 
     def monotonic_ns(self) -> int:
         return self.user.clock.monotonic_ns()
+
+    def wall_ns(self) -> int:
+        """As the cloud's stamps say it."""
+        return int((EPOCH.timestamp() + self.user.clock.now_s) * 1e9)
 
 
 __all__ = ["Killed", "RunOfHosts"]

@@ -9,16 +9,14 @@ from muster.backends.gce.run_file_rules import rules, unused_settings
 from muster.backends.protocols import Launcher
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
-from muster.core.errors import Problem, UsageError
+from muster.core.errors import Problem
 from muster.core.typed_json import JsonObject
 
 
 def _launcher() -> Launcher:
-    """Raises UsageError: requests are made and checked, and not sent yet."""
-    raise UsageError(
-        "backend: gce can be planned and rendered; submitting is not built yet",
-        hint="muster render RUN.yaml prints the requests; backend: gke or slurm runs it",
-    )
+    from muster.backends.gce.launcher import GceLauncher
+
+    return GceLauncher()
 
 
 def _rendered(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:

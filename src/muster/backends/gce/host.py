@@ -1,8 +1,10 @@
 """``python -m muster.backends.gce.host --role host|supervisor``: what systemd keeps alive on a run's machine.
 
 It fetches the run's files by the digest in the machine's metadata, reads the run's token and secrets with the machine's
-own account, and keeps the agent (or the supervisor) running until the run has ended. It holds no state: killed, or
-after a reboot, it does the same again. Exit code 0: the run is over, and systemd lets it rest.
+own account, and keeps the agent (or the supervisor) running until the run has ended; questions from outside come
+through the run's home (``letters``). On the supervisor's machine it asks for hosts and replaces lost ones
+(``provision``), and when the run is over it removes everything, itself last. It holds no state: killed, or after a
+reboot, it does the same again. Exit code 0: the run is over, and systemd lets it rest.
 """
 
 from __future__ import annotations
@@ -13,19 +15,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 from muster.backends import run_folder
+from muster.backends.children import RealChildren
 from muster.backends.gce import machine as machines
+from muster.backends.gce import teardown
+from muster.backends.gce.compute import Compute
+from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.machine import HOST, SUPERVISOR, Machine
-from muster.backends.gce.placement import supervisor_of
+from muster.backends.gce.placement import RUNS, place, supervisor_of
+from muster.backends.gce.provision import Hosts
 from muster.backends.google.metadata import MachineHttp
 from muster.backends.google.secret_manager import SecretManager
 from muster.backends.google.session import Session
+from muster.backends.letters import Letters
 from muster.backends.run_state import RunState
 from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
@@ -38,9 +47,15 @@ from muster.storage.store import open_store
 MEMORY = Path("/run/muster")
 """On tmpfs: the run's token is on no disk."""
 LOOK_S = 5.0
+PROVISION_S = 10.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 LIVED_S = 600.0
 """A program that lived this long before it ended starts again without a pause."""
+AGAIN = 75
+"""The run saved itself because its machines were about to go, and wants to go on."""
+LINGER_S = 45.0
+"""After the run's end hosts bring home the last of their logs."""
+GONE_WITHIN_S = 3600.0
 LEAVE_S = 100.0
 """Of the 110 s that the unit has to stop in: a Spot machine has 30 s after its notice, others 120."""
 
@@ -53,6 +68,8 @@ class Keeper:
     argv: Sequence[str]
     environ: Mapping[str, str]
     state: RunState
+    clear: Callable[[], None] = lambda: None
+    """Once the run is over: what this machine has to see to."""
     look_s: float = LOOK_S
     _child: subprocess.Popen[bytes] | None = None
     _goes: bool = False
@@ -60,12 +77,22 @@ class Keeper:
     """Ends in a row of a program that had just been started."""
     _ended_s: float = field(default=-LONGEST_PAUSE_S)
 
+    @property
+    def runs(self) -> bool:
+        """Whether the program is running."""
+        return self._child is not None
+
     def run(self) -> int:
         """0: the run has ended; 75: this machine is to go."""
         signal.signal(signal.SIGTERM, self._go)
         while not self._goes:
             if self._child is None and time.monotonic() - self._ended_s >= self._pause_s():
-                if self._ended() is not None:
+                ended = self._ended()
+                if ended == AGAIN and self.machine.role == SUPERVISOR:
+                    # Its hosts were taken from it, and others come: the run goes on where it was saved.
+                    self.state.withdraw_end(AGAIN)
+                elif ended is not None and ended != AGAIN:
+                    self.clear()
                     return 0
                 self._start()
             self._wait(self.look_s)
@@ -136,8 +163,8 @@ def prepare(machine: Machine, store: Store, session: Session) -> dict[str, str]:
         run_secrets.write(machine.run_dir, values)
     environ = {
         **environment.inherited(),
-        "HOME": str(machines.RUNS),
-        "MUSTER_HOME": str(machines.RUNS / "home"),
+        "HOME": RUNS,
+        "MUSTER_HOME": f"{RUNS}/home",
         "MUSTER_RUN_ID": machine.run_id,
         "MUSTER_RUN_DIR": str(machine.run_dir),
         "MUSTER_BIND": machine.address,
@@ -148,6 +175,49 @@ def prepare(machine: Machine, store: Store, session: Session) -> dict[str, str]:
     elif machine.hugging_face_secret:
         environ["HF_TOKEN"] = secrets.access(machine.hugging_face_secret).decode().strip()
     return environ
+
+
+def provisioned(machine: Machine, store: Store, session: Session) -> tuple[Hosts, Callable[[], None]]:
+    """What asks for this run's hosts, and what removes everything at the run's end."""
+    spec = RunSpec.model_validate_json(run_folder.get(store, machine.home, machine.files).resolved)
+    placement = replace(
+        place(spec, run_id=machine.run_id, run_dir=machine.home),
+        submission=machine.submission, files_sha256=machine.files,
+    )  # fmt: skip
+    file = JournalFile(store=store, home=machine.home)
+    compute = Compute(session=session, project=placement.project)
+
+    def clear() -> None:
+        time.sleep(LINGER_S)
+        print("the run is over: its machines are removed", flush=True)
+        try:
+            file.close()
+            SecretManager(session=session).delete(placement.token_secret)
+        except MusterError as error:  # a secret costs cents, and the account may not be allowed to
+            print(f"not all is removed: {error}", flush=True)
+        stem, own = placement.stem, machine.name
+        for left in teardown.remove(compute, stem, session.clock, patience_s=GONE_WITHIN_S, spared=own):
+            print(f"still there: {left}", flush=True)
+
+    return Hosts(placement=placement, compute=compute, file=file, log=_say), clear
+
+
+def keep_hosts(hosts: Hosts, pause_s: float = PROVISION_S) -> None:
+    """Step after step, in a thread; it never ends."""
+    said = ""
+    while True:
+        try:
+            hosts.step()
+            said = ""
+        except Exception as error:  # noqa: BLE001 (a thread's edge; the journal says what is under way)
+            if str(error) != said:
+                _say(f"hosts: {error}")
+            said = str(error)
+        time.sleep(pause_s)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def program(machine: Machine) -> list[str]:
@@ -171,12 +241,12 @@ def main() -> int:
     parser.add_argument("--role", choices=[HOST, SUPERVISOR], required=True)
     role = parser.parse_args().role
     clock, store = SystemClock(), open_store(timeout_s=10.0, patience_s=30.0)
-    machine = machines.read(clock)
+    machine, session = machines.read(clock), Session(http=MachineHttp(), clock=clock)
     if machine.role != role:
         print(f"error: this machine is the run's {machine.role}, not its {role}", file=sys.stderr)
         return 2
     try:
-        environ = prepare(machine, store, Session(http=MachineHttp(), clock=clock))
+        environ = prepare(machine, store, session)
     except MusterError as error:
         print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         with contextlib.suppress(MusterError):
@@ -184,7 +254,16 @@ def main() -> int:
         return error.exit_code
     machine.tell(store, "checked", f"the files and secrets of submission {machine.submission}")
     state = RunState(run_dir=machine.run_dir, job=supervisor_of(machine.run_id))
-    return Keeper(machine=machine, argv=program(machine), environ=environ, state=state).run()
+    keeper = Keeper(machine=machine, argv=program(machine), environ=environ, state=state)
+    if role == SUPERVISOR:
+        hosts, keeper.clear = provisioned(machine, store, session)
+        threading.Thread(target=keep_hosts, args=(hosts,), name="hosts", daemon=True).start()
+    Letters(
+        store=store, home=machine.home, run_id=machine.run_id,
+        token=Path(environ["MUSTER_TOKEN_FILE"]).read_bytes().strip(), index=machine.name, children=RealChildren(),
+        env=environ, run_dir=machine.run_dir, holds=lambda: role == SUPERVISOR and keeper.runs,
+    ).start()  # fmt: skip
+    return keeper.run()
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class JournalFile:
         """
         for _ in range(TRIES):
             before, generation = self.read()
-            if before is not None and before.submission == submission and not before.closed:
+            if before is not None and before.submission == submission:  # closed, too: no repeat undoes a `down`
                 return before
             first = before.next_number if before is not None else 1
             fresh = Journal(submission=submission, first_turn=first)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.backends.gce.placement import RUNS
 from muster.backends.google import metadata
 from muster.backends.google.http import Unreachable
 from muster.core import processes
@@ -16,8 +17,6 @@ from muster.storage import uris
 FOLDER = "machines"
 """Of the home: ``NAME/BOOT.STAGE``, one line each."""
 HOST, SUPERVISOR = "host", "supervisor"
-RUNS = Path("/var/lib/muster")
-"""Runs' folders; on the boot disk, which outlives a reboot."""
 PATIENCE_S = 100.0
 """Refused connections and 503 are normal while a machine boots, and during maintenance."""
 
@@ -43,7 +42,7 @@ class Machine:
 
     @property
     def run_dir(self) -> Path:
-        return RUNS / self.run_id
+        return Path(RUNS) / self.run_id
 
     def tell(self, store: Store, stage: str, said: str) -> None:
         """Put a stage of the start-up into the home, as the start-up script does. Raises as the store."""

@@ -25,6 +25,8 @@ SUPERVISOR_LEAD_S = 86_400
 """How much longer than the hosts' requests and time the supervisor's machine may live."""
 START_TIMEOUT_S = 3600.0
 """The driver, the bundle and its installation take 1 to 10 minutes after a machine's boot, and machines come apart."""
+RUNS = "/var/lib/muster"
+"""On every machine: runs' folders; on the boot disk, which outlives a reboot."""
 PREFIX = "muster"
 """Of networks that a project has once, for all runs; GKE's names, so that one set serves both."""
 LONGEST_STEM = 63 - len("-supervisor")
@@ -44,10 +46,9 @@ class Placement:
     machine: Machine
     mode: str
     submission: str = "1"
-    run_yaml: str = ""
-    """The run file as a person wrote it, or as near as can be."""
-    code: bytes | None = None
-    """``code_bundle.pack``'s."""
+    files_sha256: str = ""
+    """Digest of the run's files as they are in the home (``run_folder``); empty: of those without the user's own code.
+    """
 
     @property
     def project(self) -> str:

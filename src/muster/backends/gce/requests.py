@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
@@ -22,7 +22,7 @@ from muster.backends.run_folder import RunFiles
 from muster.catalog import gce as catalogue
 from muster.catalog.gce import CALENDAR, FLEX_START, ON_DEMAND, RESERVATION, SPOT
 from muster.config.spec import RunSpec
-from muster.core.errors import Problem, RunFileError
+from muster.core.errors import RunFileError
 from muster.core.typed_json import Json, JsonObject
 
 Body = dict[str, Json]
@@ -52,7 +52,6 @@ PERMISSIONS = (
 )  # fmt: skip
 """What the supervisor does with machines. Beside it: ``roles/iam.serviceAccountUser`` on the hosts' account, and the
 bucket and the secret as hosts have them."""
-NOT_SENT = Problem("backend", "gce: these requests are made and checked, and cannot be submitted yet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ def rendered(spec: RunSpec, *, run_id: str, run_dir: str | None) -> RenderedFile
     placement = place(spec, run_id=run_id, run_dir=run_dir)
     return RenderedFiles(
         files={name: text(rows) for name, rows in files(placement).items()},
-        warnings=(*warnings(placement), NOT_SENT),
+        warnings=tuple(warnings(placement)),
     )
 
 
@@ -125,7 +124,8 @@ def supervisor(placement: Placement, zone: str) -> Request:
         "metadata": _metadata(placement, "supervisor"),
         "reservationAffinity": {"consumeReservationType": "NO_RESERVATION"},
     }  # fmt: skip
-    url = f"{API}/{placement.project}/zones/{zone}/instances?requestId={request_id(placement, name)}"
+    own = request_id(placement, f"{name}/{zone}/{placement.submission}")
+    url = f"{API}/{placement.project}/zones/{zone}/instances?requestId={own}"
     return Request(what=f"instances/{name}", url=url, body=body)
 
 
@@ -304,7 +304,7 @@ def _metadata(placement: Placement, role_of_it: str) -> JsonObject:
         "muster-run": placement.run_id,
         "muster-home": placement.home,
         "muster-bundle": asked.bundle or "",
-        "muster-files": run_folder.digest(run_files(placement).encoded()),
+        "muster-files": placement.files_sha256 or run_folder.digest(run_files(placement.spec, placement).encoded()),
         "muster-submission": placement.submission,
         "muster-token-secret": placement.token_secret,
         "muster-gpus": str(placement.machine.gpus if role_of_it == "host" else 0),
@@ -314,10 +314,12 @@ def _metadata(placement: Placement, role_of_it: str) -> JsonObject:
     return {"items": [{"key": key, "value": value} for key, value in values.items()]}
 
 
-def run_files(placement: Placement) -> RunFiles:
-    """What is put into the home, where hosts fetch it; its digest is in their metadata."""
-    spec = resolved(placement).model_dump_json(indent=1) + "\n"
-    return RunFiles(resolved=spec, run_yaml=placement.run_yaml, code=placement.code)
+def run_files(spec: RunSpec, placement: Placement, code: bytes | None = None) -> RunFiles:
+    """What is put into the home, where hosts fetch it; its digest is in their metadata. ``spec`` is the run file, or
+    what it becomes with the user's own ``code`` (``code_bundle.pack``)."""
+    whole = resolved(replace(placement, spec=spec)).model_dump_json(indent=1) + "\n"
+    text = json.dumps(spec.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"  # JSON is YAML
+    return RunFiles(resolved=whole, run_yaml=text, code=code)
 
 
 @cache

@@ -138,7 +138,9 @@ def test_metadata_is_small_enough_and_names_the_run_file():
         for inner in properties(case):
             values = {row["key"]: row["value"] for row in inner["metadata"]["items"]}
             assert sum(len(key) + len(value) for key, value in values.items()) < 64 << 10, "of 512 KiB"
-            assert values["muster-files"] == hashlib.sha256(requests.run_files(case).encoded()).hexdigest(), name
+            assert (
+                values["muster-files"] == hashlib.sha256(requests.run_files(case.spec, case).encoded()).hexdigest()
+            ), name
             assert values["muster-gpus"] == str(case.machine.gpus), name
     whole = resolved(CASES["full-8b-flex-two-zones"])
     assert (whole.resources.ranks_per_host, whole.resources.device) == (8, "cuda")

@@ -1,0 +1,185 @@
+"""One submission of a run to Compute Engine: what is put where, and the supervisor's machine, which asks for hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from muster.backends import code_bundle, run_folder
+from muster.backends.gce import requests, teardown
+from muster.backends.gce.compute import Cause, Compute, refused
+from muster.backends.gce.journal import JournalFile
+from muster.backends.gce.placement import RUNS, Placement, place
+from muster.backends.gce.provision import Instance, instances_of
+from muster.backends.gce.run_file_rules import rules
+from muster.backends.google.http import Unreachable
+from muster.backends.google.secret_manager import SecretManager
+from muster.backends.google.session import NotOver
+from muster.backends.run_folder import RunFiles
+from muster.config.spec import RunSpec
+from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, RunFileError
+from muster.core.protocols import Clock, Store
+from muster.core.typed_json import child, children, text
+from muster.core.types import JobRequest, TaskSpec
+
+BACKEND = "gce"
+SUBMISSION = "submission"
+"""Label of a request: tells one submission of a run from the next."""
+RESOLVED = "resolved.json"
+RUN_LABEL = "muster-run"
+GONE_WITHIN_S = 600.0
+GRANT_S = 120.0
+"""A role that was just given may not hold yet."""
+RETRY_S = 5.0
+OPERATION_S = 600.0
+
+
+def render(spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
+    """The requests by file, and the run file. Pure.
+
+    Raises:
+        RunFileError: rules across keys are broken; all of them at once, with reasons.
+        UsageError: no such machine.
+    """
+    if problems := list(rules(spec)):
+        raise RunFileError(problems)
+    placement = place(spec, run_id=run_id, run_dir=run_dir)
+    supervisor = ("python", "-m", "muster.app.supervisor", "--run-id", run_id)
+    host = ("python", "-m", "muster.agent.watchdog", "--run-id", run_id)
+    shown = {name: requests.text(rows) for name, rows in requests.files(placement).items()}
+    return JobRequest(
+        run_id=run_id,
+        backend=BACKEND,
+        run_dir=run_dir,
+        tasks=(TaskSpec(name="supervisor", argv=supervisor), TaskSpec(name="agent", argv=host, count=placement.hosts)),
+        labels={RUN_LABEL: run_id},
+        files={**shown, RESOLVED: spec.model_dump_json(indent=1) + "\n"},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A request with the user's own code as it is now."""
+
+    placement: Placement
+    files: RunFiles
+
+    def put(self, store: Store, secrets: SecretManager, token: str) -> None:
+        """The run's files into its home, its token into a secret; the same again changes nothing.
+
+        Raises:
+            ConflictError: the secret holds another token.
+            AccessError, BackendError: refused.
+        """
+        run_folder.put(store, self.placement.home, self.files.encoded())
+        secrets.create(self.placement.token_secret, token.encode(), {RUN_LABEL: self.placement.stem})
+
+
+def submission_of(request: JobRequest) -> Submission:
+    """Raises UsageError: more code than is shipped."""
+    spec = RunSpec.model_validate_json(request.files[RESOLVED])
+    placement = place(spec, run_id=request.run_id, run_dir=request.run_dir)
+    shipped, code = code_bundle.pack(spec, f"{RUNS}/{request.run_id}")
+    files = requests.run_files(shipped, placement, code)
+    sha256, number = run_folder.digest(files.encoded()), request.labels.get(SUBMISSION, "1")
+    return Submission(placement=replace(placement, submission=number, files_sha256=sha256), files=files)
+
+
+@dataclass(kw_only=True)
+class Start:
+    """Makes the supervisor's machine, once, in the first zone that has one."""
+
+    placement: Placement
+    compute: Compute
+    file: JournalFile
+    clock: Clock
+    log: Callable[[str], None]
+
+    def run(self) -> None:
+        """Until it is made. Killed anywhere and run again it makes none twice.
+
+        Raises:
+            ConflictError: machines of an older submission are still being removed.
+            CapacityError: no zone has one.
+            AccessError, BackendError: Google refuses.
+        """
+        journal = self.file.open_for(self.placement.submission)
+        if journal.closed:  # `down` came first
+            return
+        there = instances_of(self.compute, self.placement.stem)
+        if any(submission_number(one) != self.placement.submission for one in there):
+            self.log("removing the machines of the run's last submission")
+            stem, within_s = self.placement.stem, GONE_WITHIN_S
+            if left := teardown.remove(self.compute, stem, self.clock, patience_s=within_s):
+                raise ConflictError(f"still being removed: {left[0]}", hint="submit again in a minute")
+            there = []
+        if any(one.name == self.placement.supervisor for one in there):
+            return
+        zones = self.placement.zones
+        if journal.supervisor_zone in zones:  # a request there may be under way
+            zones = zones[zones.index(journal.supervisor_zone) :]
+        reasons = []
+        for zone in zones:
+            self._intend(zone)
+            if (reason := self._in(zone)) is None:
+                return
+            self.log(f"the supervisor's machine is not to be had in {zone}: {reason}")
+            reasons.append(f"{zone}: {reason}")
+        self._intend("")
+        raise CapacityError("no zone has a machine for the supervisor: " + "; ".join(reasons))
+
+    def _intend(self, zone: str) -> None:
+        journal, generation = self.file.read()
+        if journal is not None and journal.supervisor_zone != zone:
+            self.file.write(replace(journal, supervisor_zone=zone), generation)
+
+    def _in(self, zone: str) -> str | None:
+        """None: it is there; else why ``zone`` has none."""
+        request, waited_s = requests.supervisor(self.placement, zone), 0.0
+        while True:
+            try:
+                reply = self.compute.send("POST", request.url, request.body)
+            except Unreachable:
+                if waited_s >= GRANT_S:
+                    raise
+                self._pause()
+                waited_s += RETRY_S
+                continue
+            if reply.status < 300:
+                return self._waited(self.compute.address(text(reply.body, "selfLink")))
+            trouble = refused(reply)
+            if trouble.cause is Cause.EXISTS:
+                return None
+            if trouble.cause in (Cause.NO_MACHINES, Cause.QUOTA):
+                return str(trouble)
+            transient = trouble.cause in (Cause.RATE, Cause.ACCESS) or reply.status >= 500
+            if not transient or waited_s >= GRANT_S:
+                kind = AccessError if trouble.cause is Cause.ACCESS else BackendError
+                raise kind(f"{request.what} in {zone}: {trouble}", hint="docs/gce.md lists accounts, roles, networks")
+            self._pause()
+            waited_s += RETRY_S
+
+    def _waited(self, operation: str) -> str | None:
+        """At its end a request may turn out to have failed, although its answer was 200."""
+        waited_s = 0.0
+        while True:
+            found = self.compute.get(operation)
+            if found is None or text(found, "status") == "DONE":
+                break
+            if waited_s >= OPERATION_S:
+                raise NotOver(f"the supervisor's machine is not made after {waited_s:.0f} s", hint="submit again")
+            self._pause()
+            waited_s += RETRY_S
+        trouble = self.compute.why(found) if found is not None else None
+        if trouble is None or trouble.cause is Cause.EXISTS:
+            return None
+        return str(trouble)
+
+    def _pause(self) -> None:
+        self.clock.sleep(RETRY_S)
+
+
+def submission_number(machine: Instance) -> str:
+    """Of the submission that a machine was made for."""
+    items = children(child(machine.row, "metadata"), "items")
+    return next((text(one, "value") for one in items if text(one, "key") == "muster-submission"), "")

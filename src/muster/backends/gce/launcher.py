@@ -12,7 +12,7 @@ import json
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.backends import code_bundle, mailbox, run_home
@@ -109,14 +109,15 @@ class GceLauncher:
         placement, local = found.placement, run_registry.find(request.run_id).path
         run_home.begin(local, request.run_id, placement.home, self.store)
         file = self._file(placement)
+        warnings: list[str] = []
         if not file.open_for(placement.submission).closed:
-            found.put(self._store(), self._secrets(), self._token(local))
+            warnings = found.put(self._store(), self._secrets(), self._token(local))
             Start(
                 placement=placement, compute=self._compute(placement), file=file, clock=self.clock,
                 log=lambda line: print(f"muster: {line}", file=sys.stderr, flush=True),
             ).run()  # fmt: skip
         self._record(local, request.run_id, placement.submission)
-        return self._handle(request.run_id, local, placement)
+        return replace(self._handle(request.run_id, local, placement), warnings=tuple(warnings))
 
     # ------------------------------------------------------------ watch
 

@@ -64,15 +64,26 @@ class Submission:
     placement: Placement
     files: RunFiles
 
-    def put(self, store: Store, secrets: SecretManager, token: str) -> None:
-        """The run's files into its home, its token into a secret; the same again changes nothing.
+    def put(self, store: Store, secrets: SecretManager, token: str) -> list[str]:
+        """The run's files into its home, its token into a secret that both accounts may read; the same again changes
+        nothing. Returns warnings.
 
         Raises:
             ConflictError: the secret holds another token.
             AccessError, BackendError: refused.
         """
         run_folder.put(store, self.placement.home, self.files.encoded())
-        secrets.create(self.placement.token_secret, token.encode(), {RUN_LABEL: self.placement.stem})
+        version, asked = self.placement.token_secret, self.placement.spec.gce
+        secrets.create(version, token.encode(), {RUN_LABEL: self.placement.stem})
+        warnings = []
+        for account in (asked.service_account, asked.supervisor_service_account):
+            try:
+                if account is not None:
+                    secrets.allow(version, account)
+            except AccessError as error:
+                words = f"cannot let {account} read the run's secret, so it has to be allowed already: {error}"
+                warnings.append(words)
+        return warnings
 
 
 def submission_of(request: JobRequest) -> Submission:

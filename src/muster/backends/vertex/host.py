@@ -27,6 +27,7 @@ from muster.backends.google.http import Http
 from muster.backends.google.metadata import MachineHttp
 from muster.backends.google.secret_manager import SecretManager
 from muster.backends.google.session import Session
+from muster.backends.letters import Letters
 from muster.backends.log_forwarder import LogForwarder
 from muster.backends.run_state import RunState
 from muster.backends.vertex import claim, presence
@@ -35,7 +36,6 @@ from muster.backends.vertex.cluster_spec import VARIABLE, Seat, seat
 from muster.backends.vertex.custom_job import HOST_DIR
 from muster.backends.vertex.exits import exit_code
 from muster.backends.vertex.keeper import Keeper, Program, say
-from muster.backends.vertex.letters import Letters
 from muster.backends.vertex.meeting import Meeting, meet, own_address
 from muster.backends.vertex.placement import START_TIMEOUT_S, Placement, place
 from muster.backends.vertex.presence import HostRecord

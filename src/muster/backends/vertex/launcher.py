@@ -17,13 +17,13 @@ from muster.backends import code_bundle, mailbox, run_folder, run_home
 from muster.backends.google.http import GoogleHttp, Http
 from muster.backends.google.secret_manager import SecretManager
 from muster.backends.google.session import Session
+from muster.backends.letters import ASK, RUN, Command, Outcome, box_of
 from muster.backends.log_forwarder import writer_of
 from muster.backends.mailbox import Box
 from muster.backends.protocols import Terminal
 from muster.backends.vertex import claim, presence
 from muster.backends.vertex.custom_job import code_dir
 from muster.backends.vertex.jobs_api import Jobs
-from muster.backends.vertex.letters import ASK, RUN, Command, Outcome, box_of
 from muster.backends.vertex.offers import rents
 from muster.backends.vertex.placement import Placement, place, resolved
 from muster.backends.vertex.progress import FILE as REQUESTS

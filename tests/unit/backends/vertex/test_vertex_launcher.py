@@ -28,10 +28,10 @@ from vertex_cases import spec  # noqa: E402
 from muster.app.inspect import status as status_app  # noqa: E402
 from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit as submit_app  # noqa: E402
+from muster.backends.letters import Letters  # noqa: E402
 from muster.backends.protocols import Terminal  # noqa: E402
 from muster.backends.vertex import claim, presence  # noqa: E402
 from muster.backends.vertex.launcher import VertexLauncher  # noqa: E402
-from muster.backends.vertex.letters import Letters  # noqa: E402
 from muster.backends.vertex.presence import HostRecord  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, MusterError, UsageError  # noqa: E402
@@ -387,7 +387,7 @@ class Host:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr("muster.backends.vertex.letters.LOOK_S", 0.02)
+    monkeypatch.setattr("muster.backends.letters.LOOK_S", 0.02)
     monkeypatch.setattr("muster.backends.mailbox.LOOK_S", 0.02)
 
 

@@ -23,7 +23,7 @@ def opened(browser, tmp_path_factory):
     place = tmp_path_factory.mktemp("rehearsal")
     (place / "run.yaml").write_text(RUN)
     command = [sys.executable, "-m", "muster.cli.main", "simulate", "run.yaml", "--failures-per-day", "24",
-               "--hours", "6", "--seeds", "3", "--paired", "0", "--html", "page.html"]  # fmt: skip
+               "--hours", "6", "--seeds", "3", "--paired", "1", "--html", "page.html"]  # fmt: skip
     told = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
     browser.size(1280, 900)
@@ -41,6 +41,21 @@ def test_it_draws_without_an_error_and_says_what_it_is(opened):
                        ".map(c => c.querySelector('h3').textContent)")  # fmt: skip
     for title in ("Goodput", "What every host was doing", "Work at risk"):
         assert any(each.startswith(title) for each in drawn), (title, drawn)
+
+
+def test_it_shows_the_distribution_and_the_tables_of_the_terminal(opened):
+    text = opened.run("return document.getElementById('main').innerText")
+    for words in ("3 rehearsals", "8 hosts (64 GPUs), 1 spare", "of purchased hosts", "Where host time went",
+                  "host-hours", "Lost per interruption", "Without one thing", "Spare hosts", "Time between saves",
+                  "Policies", "most of what is paid for", "No contention, no network", "One of them"):  # fmt: skip
+        assert words in text, words
+    bars = opened.run("return [...document.querySelectorAll('.histogram')].map(h => h.getAttribute('aria-label'))")
+    for said in bars:
+        assert sum(int(part.rpartition(": ")[2]) for part in said.split(", ")) == 3
+    assert len(bars) == 2
+    opened.size(480, 900)
+    opened.wait("document.documentElement.scrollWidth <= 480")
+    opened.size(1280, 900)
 
 
 def test_every_host_has_a_lane_and_the_figures_are_numbers(opened):

@@ -43,7 +43,7 @@ def simulate(
     step_s: float | None = typer.Option(None, "--step-s", help="Seconds per step; default: the plan's."),
     usd: float | None = typer.Option(None, "--usd-per-host-hour", help="Price; default: the plan's."),
     json: bool = JSON,
-    html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write one rehearsal as the report's page."),
+    html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page: all, and one as a report."),
 ) -> None:
     """Rehearse failures of this run on a virtual cluster.
 

@@ -119,15 +119,17 @@ def _render(view: View) -> Group:
     head = Text(f"{view.run.run_id}  ", style="bold")
     head.append(f"{view.state}: {view.sentence}", style="red" if view.state == "failed" else "")
     step = Text(f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else ""), style="bold green")
-    step.append(f"  attempt {view.attempt}  {_counted(view.world_size, 'rank')} ({axes})", style="")
     ago = [] if view.step_age_s is None or view.ended else [f"{output.age(view.step_age_s)} ago"]
-    step.append("  ".join(["", *step_figures(view.numbers), *ago]), style="")
+    step.append("  ".join(["", *_eta(view), *step_figures(view.numbers), *ago]), style="")
+    ranks = f"attempt {view.attempt}  {_counted(view.world_size, 'rank')} ({axes})"
     parts: list[RenderableType] = [
         head,
         step,
-        *([Text(text)] if (text := account(view)) else []),
+        *([Text("  ".join(figures))] if (figures := [*_learned(view), *_spent(view)]) else []),
+        Text(ranks),
         _hosts(view),
         _tiers(view),
+        *(Text(text) for text in (goodput(view), losses(view)) if text),
     ]
     parts += [Text(f"event log: {sentence}", style="red") for sentence in api.damage_in_words(view.damaged)]
     if view.incidents:
@@ -136,20 +138,42 @@ def _render(view: View) -> Group:
     return Group(*parts)
 
 
-def account(view: View) -> str:
-    """The ledger's figures so far; empty where there are none yet."""
-    result, parts = view.account, []
-    if result is None:
+def _eta(view: View) -> list[str]:
+    from muster.app.inspect.event_format import short_time
+
+    every = view.step_every_s
+    if view.ended or view.total_steps is None or not every:
+        return []
+    return [f"ETA {short_time((view.total_steps - view.step) * every)}"]
+
+
+def _learned(view: View) -> list[str]:
+    """The last evaluation's."""
+    from muster.app.inspect.event_format import eval_figures
+
+    last = max(view.evals, default=None)
+    return [] if last is None else [f"{label} {figure}" for label, figure in eval_figures(view.evals[last])]
+
+
+def _spent(view: View) -> list[str]:
+    return [f"${view.account.usd:,.2f} so far"] if view.account is not None and view.account.usd else []
+
+
+def goodput(view: View) -> str:
+    """By the ledger so far; empty where it is not known yet."""
+    result = view.account
+    if result is None or result.goodput_active is None or result.goodput_purchased is None:
         return ""
-    if result.goodput_active is not None and result.goodput_purchased is not None:
-        parts.append(
-            f"goodput {result.goodput_active:.1%} of active, {result.goodput_purchased:.1%} of purchased hosts"
-        )
-    if result.usd:
-        parts.append(f"${result.usd:,.2f} so far")
-    if result.losses:
-        parts.append("not training: " + ", ".join(f"{name} {share:.1%}" for name, share in result.losses))
-    return "  ".join(parts)
+    if result.goodput_active == result.goodput_purchased:
+        return f"goodput {result.goodput_active:.1%}"
+    return f"goodput {result.goodput_active:.1%} of active, {result.goodput_purchased:.1%} of purchased hosts"
+
+
+def losses(view: View) -> str:
+    """What else host time went to; empty where nothing did."""
+    if view.account is None or not view.account.losses:
+        return ""
+    return "not training: " + ", ".join(f"{name} {share:.1%}" for name, share in view.account.losses)
 
 
 def _hosts(view: View) -> Table:

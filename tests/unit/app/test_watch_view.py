@@ -1,10 +1,11 @@
 """One look at a run, folded from its events."""
 
 import pytest
+from rich.console import Console
 
 from muster.app.inspect.watch import Watcher, watch
 from muster.cli.output import age
-from muster.cli.watch import _render, account, summary
+from muster.cli.watch import _render, goodput, summary
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError
 from muster.core.event_log import EventLog
@@ -29,6 +30,12 @@ def run(tmp_path, monkeypatch):
         }
     )
     return run_registry.create("w-1", tmp_path / "home" / "runs" / "w-1", run_file="", resolved=spec.model_dump_json())
+
+
+def drawn(view, width):
+    with (console := Console(width=width, force_terminal=False)).capture() as captured:
+        console.print(_render(view))
+    return captured.get()
 
 
 def log_of(run, writer, attempt):
@@ -120,8 +127,12 @@ def test_the_ledgers_figures_stand_beside_it_and_are_not_folded_at_each_look(run
     clock.ns += 10**10
     later = watcher.look().account
     assert later.goodput_active == pytest.approx(6 / 7)
-    text = account(watcher.view)
-    assert "goodput 85.7% of active, 85.7% of purchased hosts" in text and "$0.07 so far" in text
+    assert goodput(watcher.view) == "goodput 85.7%"
+    for width in (80, 120):
+        text = drawn(watcher.view, width)
+        assert "$0.07 so far" in text and "not training: " in text and "None" not in text
+        assert text.index("loss 2.5000") < text.index("$0.07") < text.index("goodput"), "goodput comes last"
+        assert max(map(len, text.splitlines())) <= width
     assert "goodput 85.7%" in summary(watcher.view)
 
 

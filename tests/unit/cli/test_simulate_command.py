@@ -1,6 +1,7 @@
 """``muster simulate`` from the command line: table, JSON, page, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,9 @@ def test_the_page_is_the_reports(tmp_path, capsys):
     text = target.read_text(encoding="utf-8")
     assert "rehearsal, seed" in text and "virtual hosts and clock" in text and "host-7" in text
     assert "http-equiv" in text, "the report's own page, with its content policy"
+    found = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+    assert found["study"]["seeds"] == 2 and [len(values) for values in found["spread"].values()] == [2, 2]
+    assert sum(found["spread"]["active"]) / 2 == pytest.approx(found["study"]["goodput_active"]["mean"])
 
 
 def test_a_trace_replaces_failures_a_day(tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""One rehearsal as an event log, and so as the report's own page: the ledger folds it like any run's."""
+"""A study of rehearsals as a page: all of them, and under them one as an event log, and so as the report's own page:
+the ledger folds it like any run's.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from muster.app.planning.simulate import to_json
 from muster.core.errors import UsageError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.events import Event
@@ -24,7 +27,7 @@ MOST_STEPS = 1_000_000
 
 
 def write_page(study: Study, target: str) -> Path:
-    """Write the rehearsal whose goodput is the median of the study's as the report's page; return its path.
+    """Write the study's figures, and the rehearsal whose goodput is their median as the report's page; return its path.
 
     Raises:
         UsageError: the file cannot be written, or the rehearsal has too many steps for a page.
@@ -39,7 +42,12 @@ def write_page(study: Study, target: str) -> Path:
     ledger = ledger_of(study.scenario, seed)
     name = f"rehearsal, seed {seed} of {study.scenario.spec.name} (virtual hosts and clock)"
     result = replace(document(ledger, {}), name=name)
-    return page.write(page.render(ledger, result), target)
+    spread = {
+        "active": [outcome.goodput_active for outcome in study.outcomes],
+        "purchased": [outcome.goodput_purchased for outcome in study.outcomes],
+    }
+    more: JsonObject = {"study": to_json(study), "spread": spread}
+    return page.write(page.render(ledger, result, more=more, scripts=page.STUDY), target)
 
 
 def ledger_of(scenario: Scenario, seed: int) -> Ledger:
@@ -62,6 +70,8 @@ def _supervisor(play: Simulation) -> Iterator[Event]:
         if log.kind == "incident.detected":
             fault = play.last_fault_before(at_s)
             detail |= {} if fault is None else {"since_ns": round(fault * SECOND_NS)}
+        if log.kind == "host.allocated" and play.scenario.usd_per_host_hour is not None:
+            detail |= {"usd_per_hour": play.scenario.usd_per_host_hour}
         yield _event(seq, at_s, log.kind, attempt, log.host or "supervisor", detail, rank=log.rank, step=log.step,
                      phase=log.phase)  # fmt: skip
 

@@ -238,7 +238,7 @@ muster.charts = (report, series, kept, grows) => {
     const lost = columns(s, ["lost_loss"], (i) => known(s.lost_loss[i]));
     if (some(lost[1])) { tables.push(lost); lines.push({ label: "lost steps", color: "--bad", dash: [3, 3] }); }
     if (some(series.evals.loss)) { tables.push(columns(series.evals, ["loss"])); lines.push({ label: "held-out", color: "--c3", points: true, spanGaps: true, dash: [5, 4] }); }
-    found.push(chart("Loss", "mean per supervised token", s.t.length || some(series.evals.loss) ? joined(...tables) : null, lines, { value: (value) => value.toFixed(4), said: `Ends at ${number(report.final_loss, 4)}.`, none: "No step has a loss yet." }));
+    if (!s.t.length || some(s.loss) || some(series.evals.loss)) found.push(chart("Loss", "mean per supervised token", s.t.length || some(series.evals.loss) ? joined(...tables) : null, lines, { value: (value) => value.toFixed(4), said: `Ends at ${number(report.final_loss, 4)}.`, none: "No step has a loss yet." }));
     if (some(series.evals.execution_accuracy)) found.push(chart("Execution accuracy", "held-out questions whose SQL gives the right rows", columns(series.evals, ["execution_accuracy"]), [{ label: "accuracy", color: "--good", points: true, spanGaps: true, width: 2 }], whole));
     const rate = columns(s, ["tokens_per_s"], kept_step), rate_lines = [{ label: "tokens/s", color: "--c4" }];
     if (R && rate[0].length) { rate.push(rate[0].map(() => R.tokens_per_s)); rate_lines.push({ label: "reference R*", color: "--soft", dash: [6, 4], width: 1.2 }); }

@@ -2,15 +2,15 @@
 (() => {
   const { COLORS, UNKNOWN, known, number, percent, usd, span, clock, short, label, el, table } = muster;
   const data = JSON.parse(document.getElementById("data").textContent);
-  const report = data.report, charts = muster.charts(report, data.series), at = (t) => clock(charts.held(t));
+  const report = data.report, charts = muster.charts(report, data.series, null, Boolean(data.study)), at = (t) => clock(charts.held(t));
   const root = document.documentElement, free = report.cost.usd === 0;
 
   // ------------------------------------------------------------ head and figures
 
   function head() {
-    const outcome = report.outcome || "not finished";
+    const outcome = data.study ? "rehearsal" : report.outcome || "not finished";
     const tone = { succeeded: "good", failed: "bad" }[outcome] || "warn";
-    const facts = [report.name && report.name !== report.run_id ? report.run_id : null, report.backend, report.started && `started ${report.started.replace("T", " ").slice(0, 19)} UTC`, span(report.wall_s)];
+    const facts = [report.name && report.name !== report.run_id ? report.run_id : null, report.backend, report.started && !data.study && `started ${report.started.replace("T", " ").slice(0, 19)} UTC`, span(report.wall_s)];
     document.getElementById("head").append(
       el("div", null,
         el("h1", null, report.name || report.run_id, el("span", { class: `badge ${tone}` }, outcome)),
@@ -36,13 +36,13 @@
     const price = known(cost.usd) ? `${usd(cost.usd_per_million_tokens)} per million tokens` : `no price for ${cost.hosts_without_price.length} hosts`;
     return el("section", { class: "figures", "aria-label": "Headline figures" },
       known(report.heldout_loss) ? figure("Held-out loss", number(report.heldout_loss, 4), before, true) : null,
-      figure("Training loss", number(report.final_loss, 4), known(report.final_step) ? `at step ${number(report.final_step)}` : null, !known(report.heldout_loss)),
+      known(report.final_loss) || !report.steps ? figure("Training loss", number(report.final_loss, 4), known(report.final_step) ? `at step ${number(report.final_step)}` : null, !known(report.heldout_loss)) : null,
       known(report.execution_accuracy) ? figure("Execution accuracy", percent(report.execution_accuracy, 1), accuracy, true) : null,
       figure("Time", span(report.wall_s), waits.length ? `of it ${waits.join(", ")}` : null),
       free ? null : figure("Cost", usd(cost.usd), price),
       figure("Tokens", tokens, `${number(report.steps)} steps, each counted once`),
       figure("Tokens/s", number(report.tokens_per_s), known(report.speed.step_s) ? `step ${span(report.speed.step_s)}` : null),
-      free && !known(report.mfu) ? null : figure("MFU", percent(report.mfu, 1), known(report.mfu) ? "median of clean steps" : "no peak FLOPs in the log"),
+      (free || data.study) && !known(report.mfu) ? null : figure("MFU", percent(report.mfu, 1), known(report.mfu) ? "median of clean steps" : "no peak FLOPs in the log"),
       figure("Interruptions", number(report.interruptions), all && known(all.lost_s_p50) ? `lost p50 ${span(all.lost_s_p50)}, p95 ${span(all.lost_s_p95)}` : null),
       ...(g.active === g.purchased ? [figure("Goodput", percent(g.active), rate)]
         : [figure("Goodput, active hosts", percent(g.active), rate), figure("Goodput, purchased hosts", percent(g.purchased), "spares in the denominator")]),
@@ -125,7 +125,7 @@
   function log() {
     const lines = [...report.log.problems, ...report.notes], files = Object.entries(report.log.files);
     const torn = files.filter(([, found]) => found.torn_bytes).map(([name]) => name);
-    const chain = report.log.verified ? el("p", { class: "good" }, `All ${files.length} hash chains hold.`) : el("p", { class: "bad" }, files.length ? "The log was changed after it was written." : "The log's hash chains were not checked.");
+    const chain = data.study ? el("p", { class: "sub" }, "Virtual: made by the simulator, folded as a run's log is.") : report.log.verified ? el("p", { class: "good" }, `All ${files.length} hash chains hold.`) : el("p", { class: "bad" }, files.length ? "The log was changed after it was written." : "The log's hash chains were not checked.");
     const reference = report.goodput.reference;
     if (reference) lines.push(`R* is ${number(reference.tokens_per_s, 1)} tokens/s: ${reference.source}${reference.steps ? `, ${reference.steps} steps` : ""}${known(reference.spread) ? `, spread ${percent(reference.spread)}` : ""}.`);
     if (torn.length) lines.push(`Torn last line left out: ${torn.join(", ")}.`);

@@ -22,12 +22,17 @@ from muster.report.render.series import series
 #: What draws a run's report.
 REPORT = ("words.js", "charts.js", "page.js")
 
+#: What draws a study of rehearsals above the report of one.
+STUDY = (*REPORT, "study.js")
 
-def render(ledger: Ledger, document: Document) -> str:
-    """The page of one run. ``document``: that of the same ledger."""
+
+def render(
+    ledger: Ledger, document: Document, *, more: JsonObject | None = None, scripts: Sequence[str] = REPORT
+) -> str:
+    """The page of one run. ``document``: that of the same ledger; ``more``: what further ``scripts`` draw."""
     title = f"{document.name or document.run_id} · Muster"
     data: JsonObject = {"report": document.to_json(), "series": series(ledger), "next": next_steps(document)}
-    return fill(data, title=title)
+    return fill({**data, **(more or {})}, title=title, scripts=scripts)
 
 
 def fill(

@@ -5,8 +5,9 @@
 crash: one run whose ranks are killed one after the other. After every other kill the agent looks around (the other
 ranks' stacks, the kernel's words), after the others it does not: a file decides, which a ``sitecustomize`` reads in the
 agent, so that nothing in Muster knows of it. Counted is the time from the kill until all ranks of the next attempt
-begin their first step; the figure is the mean over the pairs of with - without, and its bootstrap 95 % interval. The
-goal is at most 0.02 s; where the interval holds that, the answer is "not resolvable".
+begin their first step; the figure is the median over the pairs of with - without (what else the machine does
+lengthens single recoveries by half a second), and its bootstrap 95 % interval. The goal is at most 0.02 s; where the
+interval holds that, the answer is "not resolvable".
 
 hang: a rank is stopped; counted is the time from the report of the hang until the ranks may be ended, by the event
 ``evidence.gathered``. The goal is at most 0.3 s.
@@ -50,10 +51,10 @@ if "muster.agent.host_agent" in sys.orig_argv:
 
 
 def interval(differences: Sequence[float], *, draws: int = 4000, seed: int = 0) -> tuple[float, float]:
-    """Bootstrap 95 % interval of their mean."""
+    """Bootstrap 95 % interval of their median."""
     dice = random.Random(seed)
-    means = sorted(statistics.fmean(dice.choices(differences, k=len(differences))) for _ in range(draws))
-    return means[round(0.025 * (draws - 1))], means[round(0.975 * (draws - 1))]
+    medians = sorted(statistics.median(dice.choices(differences, k=len(differences))) for _ in range(draws))
+    return medians[round(0.025 * (draws - 1))], medians[round(0.975 * (draws - 1))]
 
 
 def verdict(differences: Sequence[float], goal_s: float) -> str:
@@ -152,8 +153,9 @@ def measure_crash(pairs: int, ranks: int) -> dict[str, Any]:
     return {
         "pairs": pairs, "ranks": ranks, "looked_at": seen,
         "with_s": round(statistics.median(with_s), 4), "without_s": round(statistics.median(without_s), 4),
-        "added_s": round(statistics.fmean(differences), 4), "added_median_s": round(statistics.median(differences), 4),
+        "added_s": round(statistics.median(differences), 4), "added_mean_s": round(statistics.fmean(differences), 4),
         "interval_s": [round(low, 4), round(high, 4)], "verdict": verdict(differences, CRASH_GOAL_S),
+        "all_s": [[round(one, 4), round(other, 4)] for one, other in zip(with_s, without_s, strict=True)],
     }  # fmt: skip
 
 
@@ -193,7 +195,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": job.machine()}
     if "crash" in given.only:
         result["crash"] = measure_crash(given.pairs, given.ranks)
-        print(f"crash {json.dumps(result['crash'])}", flush=True)
+        shown = {name: value for name, value in result["crash"].items() if name != "all_s"}
+        print(f"crash {json.dumps(shown)}", flush=True)
     if "hang" in given.only:
         result["hang"] = measure_hang(given.hangs, given.ranks)
         print(f"hang  {json.dumps(result['hang'])}", flush=True)

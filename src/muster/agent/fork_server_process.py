@@ -68,6 +68,7 @@ class ForkServer:
         self._pid: int | None = None
         self._socket = str(identity.memory.path(SOCKET))
         """Where it looks for an agent."""
+        self.started = False
         self.follows = False
         """Another agent was here before: its ranks may live, and connect by themselves."""
         self._deaths = 0
@@ -86,7 +87,7 @@ class ForkServer:
 
     def start(self) -> bool:
         """Start one; False where a dead predecessor's still lives, which connects by itself."""
-        self.follows = self._identity.memory.exists(PID_FILE)
+        self.started, self.follows = True, self._identity.memory.exists(PID_FILE)
         if self._predecessors_lives():
             return False
         self._start()

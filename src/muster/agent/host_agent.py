@@ -100,7 +100,7 @@ class HostAgent:
         )  # fmt: skip
         self.programs = Programs(
             identity=identity, hub=hub, log=log, spec=lambda: self.spec,
-            is_ending=lambda: self.exit_reason is not None, on_prepared=self._check_ready,
+            is_ending=lambda: self.exit_reason is not None, on_prepared=self._check_ready, on_set_up=self._on_set_up,
             has_ranks=lambda: bool(self.pool.living()),
             on_failure=lambda failure: self.link.keep("data", failure),
             on_notice=lambda source: self.preemption.on_notice(source),
@@ -204,14 +204,19 @@ class HostAgent:
 
     def _start(self) -> None:
         self.home.start(self.log.writer)
-        self.programs.start()
         self.kernel_log.start()
         self.replicator.start()
+        self.programs.start()
+        typed_json.prepare(*to_agent.TO_AGENT.messages, *to_supervisor.FROM_AGENT.messages, *TO_RANK.messages)
+
+    def _on_set_up(self) -> None:
+        """What ranks import is there: the fork server starts, the first time."""
+        if self.fork_server.started:
+            return
         if self.fork_server.start():
             self.host_check.begin()
         if self.fork_server.follows:
             self._contact_after = time.monotonic() + ADOPTION_S
-        typed_json.prepare(*to_agent.TO_AGENT.messages, *to_supervisor.FROM_AGENT.messages, *TO_RANK.messages)
 
     # ------------------------------------------------------------ supervisor
 

@@ -1,18 +1,22 @@
-"""The programs of a host that serve no rank directly: data preparation, and the watcher of preemption notices."""
+"""The programs of a host that serve no rank directly: setup, data preparation, the watcher of preemption notices."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.rank_process import end_child, on_exit
+from muster.agent.ranks.setup_program import steps_of
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, UsageError
 from muster.core.typed_json import Unreadable
@@ -26,6 +30,10 @@ from muster.transport.connections import ConnectionPool
 RETRY_S = 10.0
 #: Data preparation that was killed is restarted this often: what it has done is in the cache.
 PREPARE_KILLS = 1
+#: In the host's folder in memory: the digest of the setup that this host has had. A new host has none.
+SETUP_DONE = "setup.done"
+SETUP = "muster.agent.ranks.setup_program"
+SETUP_PATIENCE_S = 10.0
 _decode_notice = reader_of(PREEMPTION_NOTICES)
 
 
@@ -40,17 +48,22 @@ class Programs:
         log: HostLog,
         spec: Callable[[], RunSpec],
         is_ending: Callable[[], bool],
+        on_set_up: Callable[[], None],
         on_prepared: Callable[[], None],
         has_ranks: Callable[[], bool],
         on_failure: Callable[[StartFailed | None], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        """``has_ranks``: ranks run here, which a restarted agent's preparation must not end. ``on_failure``: the data
+        """``on_set_up``: the host has had its setup.
+
+        ``has_ranks``: ranks run here, which a restarted agent's preparation must not end. ``on_failure``: the data
         cannot be prepared; None: now it was. ``on_notice``: this host is being preempted; who says so."""
         self._identity, self._hub, self._log, self._spec = identity, hub, log, spec
         self._is_ending, self._on_prepared = is_ending, on_prepared
         self._has_ranks, self._on_failure, self._on_notice = has_ranks, on_failure, on_notice
         self.prepared = False
+        self._on_set_up = on_set_up
+        self._setup = HostSetup(identity=identity, hub=hub, on_failure=on_failure, on_note=log.note)
         self._prepare: subprocess.Popen[bytes] | None = None
         self._prepare_kills = 0
         self._failure: StartFailed | None = None
@@ -60,13 +73,18 @@ class Programs:
         self._preemption_watcher: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self._start_prepare()
+        """The setup, then data preparation."""
+        self._setup.run(self._spec(), self._after_setup)
         if self._identity.metadata_url is not None:
             self._start_preemption_watcher(self._identity.metadata_url)
 
     def prepare_again(self) -> None:
         """The run file changed."""
         self.prepared, self._failure = False, None
+        self._setup.run(self._spec(), self._after_setup)
+
+    def _after_setup(self) -> None:
+        self._on_set_up()
         self._start_prepare()
 
     def on_start(self) -> None:
@@ -86,6 +104,7 @@ class Programs:
 
     def shutdown(self) -> None:
         """End them; never waits long."""
+        self._setup.shutdown()
         end_child(self._prepare)
         end_child(self._preemption_watcher)
 
@@ -175,3 +194,78 @@ class Programs:
             else:
                 source = f"the metadata server: {notice.value}"
                 self._log.write("termination.notice", {"notice": notice.notice, "source": source, "grace_s": 60.0})
+
+
+class HostSetup:
+    """Once on a host: a restarted agent finds it done."""
+
+    def __init__(
+        self,
+        *,
+        identity: HostIdentity,
+        hub: ConnectionPool,
+        on_failure: Callable[[StartFailed | None], None],
+        on_note: Callable[[str], None],
+    ) -> None:
+        self._identity, self._hub, self._on_failure, self._on_note = identity, hub, on_failure, on_note
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(self, spec: RunSpec, then: Callable[[], None]) -> None:
+        """Call ``then`` once it is done: at once where there is nothing to do. A failure is told, not tried again."""
+        digest = _digest(spec)
+        memory, identity = self._identity.memory, self._identity
+        if not steps_of(spec) or (memory.exists(SETUP_DONE) and memory.read(SETUP_DONE) == digest.encode()):
+            then()
+            return
+        try:
+            env = identity.variables(spec)
+        except AccessError as error:
+            self._on_failure(StartFailed(reason=str(error), exit_code=error.exit_code, hint=error.hint))
+            return
+        began = time.monotonic()
+        child = self._child = identity.start_program(
+            "setup", SETUP, "--run-dir", str(identity.run_dir), "--log", str(identity.log_path("setup")),
+            "--done", str(memory.path(SETUP_DONE)), "--digest", digest, stdout=subprocess.PIPE, env=env,
+        )  # fmt: skip
+        on_exit(self._hub, child.pid, lambda: self._on_exit(child, then, began))
+
+    def _on_exit(self, child: subprocess.Popen[bytes], then: Callable[[], None], began: float) -> None:
+        assert child.stdout is not None
+        out, code = child.stdout.read(1 << 16), child.wait()
+        child.stdout.close()
+        if child is not self._child:
+            return  # the run file has changed meanwhile, or the agent ends
+        self._child = None
+        if code == 0:
+            self._on_note(f"setup on {self._identity.host} took {time.monotonic() - began:.1f} s")
+            self._on_failure(None)
+            then()
+            return
+        failed = None
+        with contextlib.suppress(Unreadable, IndexError):
+            failed = reader_of(PREPARATION)(out.strip().splitlines()[-1])
+        reason = f"setup ended with code {code}; see logs/setup-{self._identity.host}.log"
+        hint = None
+        if isinstance(failed, DataFailed):
+            reason, hint = failed.error, failed.hint
+        self._on_failure(
+            StartFailed(reason=f"{self._identity.host}: {reason}", exit_code=UsageError.exit_code, hint=hint)
+        )
+
+    def shutdown(self) -> None:
+        """End it with its programs; never waits long."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(SETUP_PATIENCE_S)
+
+
+def _digest(spec: RunSpec) -> str:
+    """Of what it runs, and in which code."""
+    script = b""
+    if isinstance(spec.setup, str):
+        with contextlib.suppress(OSError):
+            script = (Path(spec.workdir or "/") / spec.setup).read_bytes()
+    words = json.dumps([spec.setup, spec.workdir]).encode()
+    return hashlib.sha256(words + script).hexdigest()

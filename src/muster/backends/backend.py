@@ -28,6 +28,8 @@ class Capabilities:
     """Hosts are processes of the machine that submits: the run uses its GPUs, packages and memory for free."""
     secret_manager: bool = False
     """Hosts read the run's ``secrets`` from Google's Secret Manager; else values are read at submission."""
+    ships_code: bool = False
+    """``workdir`` and a script of ``setup`` reach its hosts."""
     supervised_in_terminal: bool = False
     """``muster train`` and ``muster recover --watch``: the supervisor may run in the foreground."""
 

@@ -34,7 +34,9 @@ def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES, ranks: str
 
     loaded = _load(run_file, overrides)
     display = display_of(loaded.spec, ranks)
-    _leave(api.train(loaded, argv=["muster", *sys.argv[1:]], on_start=display.started, sinks=[display]))
+    _leave(
+        api.train(loaded, argv=["muster", *sys.argv[1:]], on_start=display.started, sinks=[display], tell=output.info)
+    )
 
 
 def submit(
@@ -52,7 +54,7 @@ def submit(
 
         output.as_json(asdict(use_case.preview(loaded)))
         return
-    result = use_case.submit(loaded, argv=["muster", *sys.argv[1:]])
+    result = use_case.submit(loaded, argv=["muster", *sys.argv[1:]], tell=output.info)
     output.result(result.run.run_id)
     if result.again:
         output.info("it is already running; nothing was started")

@@ -12,7 +12,7 @@ from pathlib import Path
 from muster.config.backends import BACKENDS
 from muster.config.sources import glob_of
 from muster.config.spec import CHAT_TEMPLATES, RunSpec
-from muster.config.validation import config_problems, is_remote, looks_local
+from muster.config.validation import config_problems, is_remote, looks_local, within
 from muster.core.errors import Problem
 
 
@@ -38,11 +38,34 @@ def _files(spec: RunSpec) -> Iterator[Problem]:
     tokenizer = model.tokenizer if model is not None else None
     if isinstance(tokenizer, str) and looks_local(tokenizer) and not _exists(tokenizer):
         yield Problem("model.tokenizer", f"no folder {tokenizer}")
-    if spec.command and spec.command[0] != "-m" and not os.path.isfile(os.path.expanduser(spec.command[0])):
-        hint = 'paths start where you are; it begins with the script itself: ["train.py", "--flag"] or ["-m", "module"]'
-        yield Problem("command", f"no file {spec.command[0]}", hint=hint)
+    yield from _own_code(spec)
     if spec.recovery.policy.endswith(".py") and not _exists(spec.recovery.policy):
         yield Problem("recovery.policy", f"no file {spec.recovery.policy}")
+
+
+def _own_code(spec: RunSpec) -> Iterator[Problem]:
+    place = "" if spec.workdir is None else f" in {spec.workdir}"
+    if spec.workdir is not None and not os.path.isdir(os.path.expanduser(spec.workdir)):
+        yield Problem("workdir", f"no folder {spec.workdir}")
+    elif spec.command and spec.command[0] != "-m" and _own_file(spec, spec.command[0]) is None:
+        hint = 'paths start where you are; it begins with the script itself: ["train.py", "--flag"] or ["-m", "module"]'
+        yield Problem("command", f"no file {spec.command[0]}{place}", hint=hint)
+    if isinstance(spec.setup, str):
+        file = _own_file(spec, spec.setup)
+        if file is None:
+            yield Problem("setup", f"no file {spec.setup}{place}", hint="or argument lists: [[pip, install, einops]]")
+        elif not os.access(file, os.X_OK) or Path(file).read_bytes()[:2] != b"#!":
+            hint = f"chmod +x {spec.setup}, and a first line as #!/bin/bash"
+            yield Problem("setup", f"{spec.setup} is no executable script", hint=hint)
+
+
+def _own_file(spec: RunSpec, path: str) -> str | None:
+    """Where the run's own file lies here; with a work folder only what that holds is shipped."""
+    if spec.workdir is None:
+        file = os.path.expanduser(path)
+        return file if os.path.isfile(file) else None
+    inside = within(spec.workdir, path)
+    return inside and os.path.join(os.path.expanduser(spec.workdir), inside)
 
 
 def _model_folder(spec: RunSpec, source: str) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.vertex import SECRET
 from muster.core.errors import Problem, UsageError
-from muster.core.redact import gives_away
+from muster.core.redact import gives_away, secret_word
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SOURCE = re.compile(r"env|env:[A-Za-z_][A-Za-z0-9_]*|file:.+")
@@ -45,7 +45,13 @@ def problems(spec: RunSpec) -> Iterator[Problem]:
                 )
             elif "\0" in value:
                 yield Problem(key, "holds a NUL byte, which no variable can")
-    managed = BACKENDS.get(spec.backend).capabilities.secret_manager
+    capabilities = BACKENDS.get(spec.backend).capabilities
+    for key, given in (("workdir", spec.workdir), ("setup", spec.setup)):
+        if isinstance(given, str) and not capabilities.ships_code:
+            hint = "put it into the image" + (", or give setup as argument lists" if key == "setup" else "")
+            yield Problem(key, f"{given} does not reach hosts of {spec.backend}", hint=hint)
+    yield from _setup_problems(spec.setup if isinstance(spec.setup, list) else [])
+    managed = capabilities.secret_manager
     for name, source in spec.secrets.items():
         key = f"secrets.{name}"
         if name in spec.env:
@@ -57,6 +63,17 @@ def problems(spec: RunSpec) -> Iterator[Problem]:
             yield Problem(key, f"Secret Manager is not read on {spec.backend}", hint="env, env:OTHER_NAME or file:PATH")
         elif not managed and not _SOURCE.fullmatch(source):  # not shown: it may be the secret itself
             yield Problem(key, "does not say where the value is", hint="env, env:OTHER_NAME or file:PATH")
+
+
+def _setup_problems(setup: list[list[str]]) -> Iterator[Problem]:
+    for index, argv in enumerate(setup):
+        if not argv or not argv[0]:
+            yield Problem(f"setup.{index}", "names no program", hint="for example [pip, install, einops]")
+        elif any("\0" in word for word in argv):
+            yield Problem(f"setup.{index}", "holds a NUL byte, which no argument can")
+        elif secret_word(argv) is not None:
+            message = "looks like a secret, and would stand in clear in run.yaml, resolved.json and every `ps`"
+            yield Problem(f"setup.{index}", message, hint="secrets: {NAME: env}: its programs have the variable NAME")
 
 
 def _name_problems(key: str, name: str) -> Iterator[Problem]:

@@ -334,6 +334,14 @@ class RunSpec(Section):
     secrets: dict[str, str] = Field(default_factory=dict)
     """Variables of the same whose values stand nowhere in clear: name -> ``env`` (the same variable where you submit),
     ``env:OTHER`` or ``file:PATH`` (mode 0600); on Vertex AI Secret Manager's name of a version."""
+    workdir: str | None = None
+    """Folder that is packed and shipped with the run: ``command`` starts there, and finds its script and modules. In a
+    git tree without what ``.gitignore`` names."""
+    setup: list[list[str]] | str | None = None
+    """What each host runs once, before its ranks start: programs with their arguments, as in ``[[pip, install, -r,
+    requirements.txt]]``, or an executable script."""
+    setup_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Of all of it, on one host."""
     command: list[str] | None = None
     """Instead of ``model`` and ``data``: run this torchrun-style script under the same agents."""
 

@@ -310,6 +310,18 @@ def _limits(spec: RunSpec) -> Iterator[Problem]:
 # ---------------------------------------------------------------- paths
 
 
+def within(workdir: str | None, path: str) -> str | None:
+    """``path`` as it is named in the work folder, given from there or from here; None: no such file in it."""
+    if workdir is None:
+        return None
+    root = os.path.realpath(os.path.expanduser(workdir))
+    for found in (os.path.join(root, path), os.path.abspath(os.path.expanduser(path))):
+        place = os.path.realpath(found)
+        if os.path.isfile(place) and os.path.commonpath([root, place]) == root:
+            return os.path.relpath(place, root)
+    return None
+
+
 def absolute(spec: RunSpec) -> RunSpec:
     """The same spec with local paths made absolute: other processes have other working directories."""
 
@@ -341,5 +353,8 @@ def absolute(spec: RunSpec) -> RunSpec:
             update={"sources": sources, "cache_dir": full(spec.data.cache_dir), "chat_template": template}
         )
     if spec.command and spec.command[0] != "-m":
-        changes["command"] = [full(spec.command[0]), *spec.command[1:]]
+        changes["command"] = [within(spec.workdir, spec.command[0]) or full(spec.command[0]), *spec.command[1:]]
+    changes["workdir"] = full(spec.workdir)
+    if isinstance(spec.setup, str):
+        changes["setup"] = within(spec.workdir, spec.setup) or full(spec.setup)
     return spec.model_copy(update=changes)

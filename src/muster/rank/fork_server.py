@@ -311,11 +311,11 @@ def _first_assignment(connection: AgentConnection[ToRank], spec: RunSpec, *, loc
 
 def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool) -> int:
     try:
-        command = json.loads(resolved_file.read(Path(context.run_dir), patient=True)).get("command")
-        if command:
+        resolved = json.loads(resolved_file.read(Path(context.run_dir), patient=True))
+        if command := resolved.get("command"):
             from muster.rank.user_script import run_command
 
-            code = run_command(command, context, agent)
+            code = run_command(command, context, agent, workdir=resolved.get("workdir"))
         else:
             from muster.rank import worker
 

@@ -16,9 +16,9 @@ from muster.protocol.ranks import EXPECTED_EXIT_CODES, AgentClient, RankContext
 _OURS = (__file__, os.path.join(os.path.dirname(__file__), "fork_server.py"))
 
 
-def run_command(command: list[str], context: RankContext, agent: AgentClient) -> int:
-    """Run ``[script.py, argument...]`` or ``[-m, module, argument...]`` in this process; return its exit code, one of
-    ``EXPECTED_EXIT_CODES``.
+def run_command(command: list[str], context: RankContext, agent: AgentClient, *, workdir: str | None = None) -> int:
+    """Run ``[script.py, argument...]`` or ``[-m, module, argument...]`` in this process, in ``workdir`` where one is
+    given; return its exit code, one of ``EXPECTED_EXIT_CODES``.
 
     ``env://`` finds the run's rendezvous store, which is new for each attempt.
 
@@ -29,6 +29,8 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient) ->
     muster.run.enter(context, agent)
     agent.emit("phase.changed", phase="start")
     script, arguments = command[0], command[1:]
+    if workdir is not None:
+        os.chdir(workdir)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # somebody looks on, as on a terminal
     try:

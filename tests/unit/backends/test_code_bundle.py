@@ -1,5 +1,10 @@
 """The user's code: what is packed, what is passed over, and that it comes out as it went in."""
 
+import os
+import pathlib
+import shutil
+import subprocess
+
 import pytest
 
 from muster.backends import code_bundle
@@ -63,8 +68,75 @@ def test_a_policy_of_ones_own_goes_along(tmp_path):
 
 
 def test_too_much_is_refused_and_the_largest_is_named(project):
-    import os
 
     (project / "weights.bin").write_bytes(os.urandom(code_bundle.LIMIT_BYTES + 1))
     with pytest.raises(UsageError, match=r"largest: weights\.bin"):
         code_bundle.pack(own(project / "train.py"), "/r")
+
+
+def work(folder, **more):
+    return RunSpec.model_validate({"name": "own", "command": ["train.py"], "workdir": str(folder), **more})
+
+
+@pytest.fixture
+def tree(tmp_path):
+    folder = tmp_path / "tree"
+    for name in ("train.py", "lib/net.py", ".gitignore", ".env", "data/big.bin", "build/kept.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("data/\n" if name == ".gitignore" else name)
+    (folder / "train.py").chmod(0o755)
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    return folder
+
+
+def shipped(spec, tmp_path):
+    seen, data = code_bundle.pack(spec, str(tmp_path / "run"))
+    code_bundle.unpack(data, tmp_path / "run")
+    below = pathlib.Path(seen.workdir)
+    assert below.parent == tmp_path / "run" / "code"
+    return seen, {str(path.relative_to(below)) for path in below.rglob("*") if not path.is_dir()}
+
+
+def test_a_git_tree_is_shipped_without_what_it_ignores(tree, tmp_path):
+    spec, names = shipped(work(tree), tmp_path)
+    assert names == {"train.py", "lib/net.py", ".gitignore", "build/kept.py"}
+    assert spec.command == ["train.py"] and os.access(f"{spec.workdir}/train.py", os.X_OK)
+
+
+def test_its_name_is_its_content(tree, tmp_path):
+    before, again = shipped(work(tree), tmp_path)[0], shipped(work(tree), tmp_path)[0]
+    (tree / "data" / "big.bin").write_text("ignored")
+    assert before.workdir == again.workdir == shipped(work(tree), tmp_path)[0].workdir
+    (tree / "lib" / "net.py").write_text("changed")
+    assert shipped(work(tree), tmp_path)[0].workdir != before.workdir
+
+
+def test_links_stay_inside(tree, tmp_path):
+    (tree / "same.py").symlink_to(tree / "lib" / "net.py")
+    spec, names = shipped(work(tree), tmp_path)
+    assert "same.py" in names and (pathlib.Path(spec.workdir) / "same.py").read_text() == "lib/net.py"
+    (tree / "lib" / "out.py").symlink_to("/etc/hostname")
+    with pytest.raises(UsageError, match=r"the link lib/out\.py leads out of .* \(to /etc/hostname\)"):
+        code_bundle.pack(work(tree), "/r")
+
+
+def test_a_folder_outside_git_is_shipped_without_what_is_hidden(project, tmp_path, monkeypatch):
+    shutil.rmtree(project / ".git")
+    (project / "link.py").unlink()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert shipped(work(project), tmp_path)[1] == {"train.py", "lib/net.py"}
+
+
+def test_a_hole_of_a_terabyte_is_refused_unread(tree):
+    with (tree / "huge.bin").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match=r"1099511627\d+ bytes, at most 700000 are shipped \(largest: huge\.bin"):
+        code_bundle.pack(work(tree), "/r")
+
+
+def test_a_setup_of_ones_own_goes_along(tmp_path):
+    (tmp_path / "prepare.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "prepare.sh").chmod(0o755)
+    spec, data = code_bundle.pack(own("-m", setup=str(tmp_path / "prepare.sh")), str(tmp_path / "run"))
+    code_bundle.unpack(data, tmp_path / "run")
+    assert spec.setup == str(tmp_path / "run/code/setup/prepare.sh") and os.access(spec.setup, os.X_OK)

@@ -12,6 +12,7 @@ from muster.app.run.event_writer import Sink
 from muster.app.run.mend import mend_run_file
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
 from muster.app.run.train import Ended
+from muster.backends import code_bundle
 from muster.config import load
 from muster.core import event_log, resolved_file
 from muster.core.errors import ConflictError, UsageError
@@ -84,6 +85,9 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
     if overrides:
         spec = load.loads(resolved_file.read(run.path), overrides, source=str(run.resolved)).spec
         submit.check_same_run(run, spec)
+        if spec.workdir is not None and spec.workdir != spec_of(run).workdir and launcher.remote is None:
+            spec, code = code_bundle.pack(spec, str(run.path), limit_bytes=code_bundle.SHARED_LIMIT_BYTES)
+            code_bundle.unpack(code or b"", run.path)
     if launcher.remote is None:
         _check_folder(run)
         load_policy(spec.recovery.policy)

@@ -115,7 +115,7 @@ def restart(reference: str, overrides: Sequence[str] = ()) -> RunDir:
 
 #: What a held host was started with; another value needs other processes, or other machines.
 _STARTED_WITH = (
-    "backend", "run_dir", "env", "secrets", "resources.ranks_per_host", "resources.device",
+    "backend", "run_dir", "env", "secrets", "workdir", "resources.ranks_per_host", "resources.device",
     "resources.threads_per_rank", "resources.machine", "resources.accelerator", "resources.provisioning_model",
     "resources.locations", "resources.reservation",
     "resources.project", "resources.cluster", "resources.image", "resources.queue",

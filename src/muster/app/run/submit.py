@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +16,7 @@ from muster.app.inspect.home_view import home_of
 from muster.app.inspect.status import spec_of
 from muster.app.planning.prices import priced
 from muster.app.run.mend import as_submitted
+from muster.backends import code_bundle
 from muster.backends.protocols import Launcher
 from muster.config.load import Loaded, loads
 from muster.config.run_environment import read_secrets
@@ -33,6 +34,7 @@ from muster.storage.run_registry import RunDir
 
 #: Label that tells one submission of a run from the next.
 SUBMISSION = "submission"
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class Intent:
     """Nobody else starts a run there until it is closed: ``start`` does."""
 
 
-def submit(loaded: Loaded, *, argv: Sequence[str] = ()) -> Submitted:
+def submit(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _text: None) -> Submitted:
     """Start the run and return at once; where ``run_dir`` holds the same run, still running, it is left alone.
 
     Raises:
@@ -72,7 +74,7 @@ def submit(loaded: Loaded, *, argv: Sequence[str] = ()) -> Submitted:
         ConflictError: ``run_dir`` holds a run that is running with another file, or somebody else starts one there now.
         CapacityError, AccessError, BackendError: the back end's; nothing of a new run is left then.
     """
-    intent = begin(loaded, argv=argv)
+    intent = begin(loaded, argv=argv, tell=tell)
     handle = start(intent, intent.request)
     return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle, again=intent.running)
 
@@ -99,8 +101,10 @@ def _placing(loaded: Loaded) -> Iterator[None]:
         raise loaded.placed(error) from error
 
 
-def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
+def begin(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _text: None) -> Intent:
     """Resolve what only the machine knows, make the folder, log ``run.submitted``. Starts nothing.
+
+    ``tell``: what was packed, in one line.
 
     Raises as ``submit``.
     """
@@ -114,7 +118,7 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
     lock = _alone(spec, launcher)
     try:
         path, held = _own_folder(spec, launcher)  # whoever was faster has made it meanwhile
-        intent = _begin(loaded, spec, launcher, path, held, argv)
+        intent = _begin(loaded, spec, launcher, path, held, argv, tell)
         if intent.running and lock is not None:
             lock.close()  # nothing is started
         return dataclasses.replace(intent, made=made, lock=None if intent.running else lock)
@@ -127,7 +131,13 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = ()) -> Intent:
 
 
 def _begin(
-    loaded: Loaded, spec: RunSpec, launcher: Launcher, path: Path | None, run_id: str | None, argv: Sequence[str]
+    loaded: Loaded,
+    spec: RunSpec,
+    launcher: Launcher,
+    path: Path | None,
+    run_id: str | None,
+    argv: Sequence[str],
+    tell: Tell,
 ) -> Intent:
     new = run_id is None
     secrets = read_secrets(spec.secrets, environment.inherited())
@@ -135,6 +145,9 @@ def _begin(
     run_id = run_id or run_registry.new_run_id(spec.name)
     path = path or run_registry.place(run_id, None)
     run = RunDir(path=path, run_id=run_id)
+    code = None
+    if spec.workdir is not None and launcher.remote is None:  # to pods it goes at submission
+        spec, code = code_bundle.pack(spec, str(path), limit_bytes=code_bundle.SHARED_LIMIT_BYTES)
     resolved = spec.model_dump_json(indent=1) + "\n"
     if not new:
         check_same_run(run, spec)
@@ -147,6 +160,9 @@ def _begin(
         damaged = None if new else _set_damaged_aside(run)
         run_registry.create(run_id, path, run_file=loaded.text, resolved=resolved)
         run_secrets.write(path, secrets)
+        if code is not None:
+            code_bundle.unpack(code, path)
+            tell(code_bundle.described(code))
         if damaged is not None:
             log_event(run, "run.message", {"text": f"{damaged}; this submit writes it anew"})
         log_intent(run, spec, resolved, argv, planned_step_s=loaded.planned_step_s)

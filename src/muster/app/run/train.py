@@ -46,11 +46,12 @@ def train(
     argv: Sequence[str] = (),
     on_start: Callable[[RunDir, tuple[str, ...]], None] | None = None,
     sinks: Sequence[Sink] = (),
+    tell: Callable[[str], None] = lambda _text: None,
 ) -> Ended:
     """Run to the end; Ctrl-C saves and leaves (130), SIGTERM too (75), a second one leaves at once.
 
     A terminal that is closed (SIGHUP) ends nothing. ``on_start`` gets what may go wrong with the run besides.
-    ``sinks`` get its events, each in a thread of its own.
+    ``sinks`` get its events, each in a thread of its own. ``tell``: what was packed of the user's code.
 
     Raises:
         UsageError: the run file names another back end.
@@ -62,7 +63,7 @@ def train(
             f"muster train runs on this machine, and the run file says backend: {backend.name}",
             hint="muster submit, or backend=local",
         )
-    intent = submit.begin(loaded, argv=argv)
+    intent = submit.begin(loaded, argv=argv, tell=tell)
     if intent.running:
         raise ConflictError(f"{intent.run.run_id} is running already", hint=f"muster logs -f {intent.run.run_id}")
     return supervise(intent, on_start=on_start, sinks=sinks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from muster.backends.backend import Backend, RenderedFiles
+from muster.backends.backend import Backend, Capabilities, RenderedFiles
 from muster.backends.cluster import Cluster
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
@@ -39,6 +39,7 @@ def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
 BACKEND = Backend(
     name="gke",
     launcher=_launcher,
+    capabilities=Capabilities(ships_code=True),
     formats={"yaml": partial(_rendered, "yaml"), "helm": partial(_rendered, "helm")},
     cluster=_cluster,
     rehearse=_rehearse,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.backends.backend import Backend, RenderedFiles
+from muster.backends.backend import Backend, Capabilities, RenderedFiles
 from muster.backends.protocols import Launcher
 from muster.backends.slurm.run_file_rules import rules
 from muster.config.spec import RunSpec
@@ -35,6 +35,7 @@ def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Json
 BACKEND = Backend(
     name="slurm",
     launcher=_launcher,
+    capabilities=Capabilities(ships_code=True),
     rules=rules,
     fixed_keys=("slurm",),
     formats={"yaml": _script, "toolkit": _blueprint},

@@ -109,7 +109,9 @@ def start_when_drained(ctx: SupervisorContext) -> None:
 def patience_s(ctx: SupervisorContext, following: NextHosts) -> float:
     """How long to wait before the policy is asked: for hosts that are to come as long as it says, for one that is here
     and not ready as long as for a start; less where it has said that it cannot start."""
-    name, limit_s = unready_host(ctx, following), ctx.settings.spec.recovery.start_timeout_s
+    spec = ctx.settings.spec
+    name, limit_s = unready_host(ctx, following), spec.recovery.start_timeout_s
+    limit_s += spec.setup_timeout_s if spec.setup else 0.0
     if name is None:
         return ctx.policy.max_wait_s
     return min(limit_s, AFTER_FAILURE_S) if ctx.state.hosts[name].start_failed else limit_s

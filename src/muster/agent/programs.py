@@ -212,9 +212,9 @@ class HostSetup:
 
     def run(self, spec: RunSpec, then: Callable[[], None]) -> None:
         """Call ``then`` once it is done: at once where there is nothing to do. A failure is told, not tried again."""
-        digest = _digest(spec)
         memory, identity = self._identity.memory, self._identity
-        if not steps_of(spec) or (memory.exists(SETUP_DONE) and memory.read(SETUP_DONE) == digest.encode()):
+        digest = _digest(spec) if steps_of(spec) else ""
+        if not digest or (memory.exists(SETUP_DONE) and memory.read(SETUP_DONE) == digest.encode()):
             then()
             return
         try:

@@ -22,7 +22,7 @@ def preparing(run_dir):
     """A host that has data to prepare, its programs, and what is called when their processes exit."""
     calls = []
     hub = SimpleNamespace(watch=lambda fd, call: calls.append(call), unwatch=lambda fd: None)
-    host = RecordingHost(run_dir, spec=SimpleNamespace(data={"sources": []}, env={}), hub=hub)
+    host = RecordingHost(run_dir, spec=SimpleNamespace(data={"sources": []}, env={}, setup=None, workdir=None), hub=hub)
     programs = host.programs()
     programs.start()
     return host, programs, calls

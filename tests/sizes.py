@@ -94,6 +94,7 @@ CORE = {
     "Compute Engine: a machine starts": (
         "test_gce_machine_live.py::test_from_the_boot_to_the_agent_and_again_after_a_reboot",
         "test_gce_machine_live.py::test_a_flipped_byte_is_refused_with_its_reason",
+        "test_gce_run_live.py::test_a_run_loses_a_host_and_its_supervisor_and_leaves_nothing",
     ),
     "README": (
         "test_readme.py::test_every_block_says_how_it_is_held",

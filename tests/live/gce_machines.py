@@ -105,18 +105,26 @@ class Place:
         self.put(f"{home}/run-files/{hashlib.sha256(data).hexdigest()}", data)
         self.secret(placement.token_secret, SECRET_TOKEN.encode())
 
-    def machine(self, body, name, *, hidden=(), address="127.0.0.1"):
-        """Powered off; ``body`` is what was asked for at Compute Engine."""
+    def machine(self, body, name, *, hidden=(), address="127.0.0.1", account=ACCOUNT, plug=None, compute=None):
+        """Powered off; ``body`` is what was asked for at Compute Engine. ``plug``: what connects it to others, inside;
+        ``compute``: Compute Engine as that account is answered."""
         values = {f"attributes/{row['key']}": row["value"] for row in body["metadata"]["items"]}
         values |= {"name": name, "zone": "projects/123456789/zones/us-central1-a", "network-interfaces/0/ip": address}
-        values |= {"preempted": "FALSE", "maintenance-event": "NONE", **token(ACCOUNT)}
+        values |= {"preempted": "FALSE", "maintenance-event": "NONE", **token(account)}
         values["project/project-id"] = "example-project"
-        made = MachineRoot(
-            Path(tempfile.mkdtemp(prefix="machine-", dir="/dev/shm")), values, hidden, image=self.image,
-            services=lambda: Front(
-                self.bucket, lambda call: self.secrets.as_account(ACCOUNT, call), {ACCESS}, tuple(self.certificate)
-            ),
-        )  # fmt: skip
+
+        def ask(call):
+            if compute is not None and "://compute." in call.url:
+                return compute(account, call)
+            return self.secrets.as_account(account, call)
+
+        def services():
+            if plug is not None:
+                plug(made, address)
+            return Front(self.bucket, ask, {ACCESS}, tuple(self.certificate))
+
+        folder = Path(tempfile.mkdtemp(prefix="machine-", dir="/dev/shm"))
+        made = MachineRoot(folder, values, hidden, image=self.image, services=services)
         self.machines.append(made)
         return made
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -70,9 +71,9 @@ class MachineRoot:
         ready_in, ready_out = os.pipe()
         go_in, go_out = os.pipe()
         program = [sys.executable, "-m", "fakes.compute_engine.machine_root", str(self.folder), str(ready_out),
-                   str(go_in), str(self.image or ""), *self.hidden]  # fmt: skip
+                   str(go_in), self.values.get("name", ""), str(self.image or ""), *self.hidden]  # fmt: skip
         tests = Path(__file__).parents[2]
-        command = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", *program]
+        command = ["unshare", "--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", *program]
         with self.log.open("ab") as log:
             self.first = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(ready_out, go_in),
@@ -137,10 +138,12 @@ class MachineRoot:
         return self.log.read_text(errors="replace")
 
 
-def _first_process(folder: Path, ready: int, go: int, image: str, hidden: list[str]) -> None:
+def _first_process(folder: Path, ready: int, go: int, name: str, image: str, hidden: list[str]) -> None:
     def call(*command: str) -> None:
         subprocess.run(command, check=True)
 
+    if name:
+        socket.sethostname(name)
     root = folder / "root"
     for path in (folder / "upper", folder / "work", root):
         path.mkdir(exist_ok=True)
@@ -150,7 +153,7 @@ def _first_process(folder: Path, ready: int, go: int, image: str, hidden: list[s
     call("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
     call("mount", "-t", "proc", "proc", f"{root}/proc")
     call("mount", "--rbind", "/dev", f"{root}/dev")
-    for volatile in ("tmp", "run"):
+    for volatile in ("tmp", "run", "dev/shm"):
         call("mount", "-t", "tmpfs", "tmpfs", f"{root}/{volatile}")
     for program in hidden:
         if (root / program.lstrip("/")).is_file():
@@ -177,4 +180,4 @@ def _first_process(folder: Path, ready: int, go: int, image: str, hidden: list[s
 
 
 if __name__ == "__main__":
-    _first_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    _first_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], sys.argv[6:])

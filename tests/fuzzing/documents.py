@@ -13,8 +13,8 @@ from muster.backends.gke.operate.exec_stream import exit_code
 from muster.backends.google.http import parse_reply
 from muster.backends.log_forwarder import _names
 from muster.backends.slurm import parse
-from muster.backends.vertex.cluster_spec import seat
 from muster.backends.vertex.job_state import cause, custom_job, sentence, web_links
+from muster.backends.vertex.on_host.cluster_spec import seat
 from muster.catalog.rows import prices_from
 from muster.config import load
 from muster.core.errors import BackendError, RunFileError, UsageError

@@ -40,8 +40,9 @@ class Vertex(Section):
     """Secret Manager's name of the Hugging Face token, with its version (``projects/P/secrets/NAME/versions/3``)."""
     tensorboard: Annotated[str, Field(pattern=TENSORBOARD)] | None = None
     """A Vertex AI TensorBoard that shows the run (``projects/P/locations/R/tensorboards/NUMBER``)."""
-    reduction_servers: NotNegative = 0
-    """Machines of Google's Reduction Server, which add up gradients where the network is plain TCP; 0: none. The image
-    must have the package ``google-reduction-server``."""
+    reduction_servers: NotNegative | Literal["auto"] = 0
+    """Machines of Google's Reduction Server, which add up gradients where the network is plain TCP; 0: none; ``auto``:
+    as many as the hosts' network needs where they help (replicas on three hosts or more, no GPUDirect, no flex-start).
+    The image must have the package ``google-reduction-server``."""
     web_access: bool = False
     """A shell in the browser for each host, behind Google's sign-in; the image needs bash."""

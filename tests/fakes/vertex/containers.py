@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fakes.timeline import EPOCH, Timeline
 from fakes.vertex.jobs import Job
@@ -26,17 +27,20 @@ Command = Callable[[Job, Worker, Mapping[str, str]], tuple[Sequence[Sequence[str
 
 
 class RealTime:
-    """The machine's clock; whoever sleeps on it goes ahead by as much, at once. ``pace``: so much faster it goes."""
+    """The machine's clock; whoever sleeps on it goes ahead by as much, at once, or ``really`` sleeps."""
 
-    def __init__(self, pace: float = 1.0) -> None:
-        self._began, self._slept, self.pace = time.monotonic(), 0.0, pace
+    def __init__(self, *, really: bool = False) -> None:
+        self._began, self._slept, self.really = time.monotonic(), 0.0, really
 
     @property
     def now_s(self) -> float:
-        return (time.monotonic() - self._began) * self.pace + self._slept
+        return time.monotonic() - self._began + self._slept
 
     def sleep(self, seconds: float) -> None:
-        self._slept += seconds
+        if self.really:
+            time.sleep(seconds)
+        else:
+            self._slept += seconds
 
     def monotonic_ns(self) -> int:
         return int(self.now_s * 1e9)
@@ -83,7 +87,8 @@ class Containers:
         children = self.running.pop((job.number, worker.name), [])
         if grace_s is not None:
             for child in children:
-                child.send_signal(signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(first_process(child.pid), signal.SIGTERM)
             until = time.monotonic() + grace_s
             while any(child.poll() is None for child in children) and time.monotonic() < until:
                 time.sleep(0.05)
@@ -111,6 +116,13 @@ class Containers:
             return self.service.send(call)
 
 
-def timeline(pace: float = 1.0) -> tuple[RealTime, Timeline]:
-    clock = RealTime(pace)
+def first_process(pid: int) -> int:
+    """Of a container that ``unshare --fork`` has made: its child. Of any other program: itself."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if Path(f"/proc/{pid}").exists() else [b""]
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if words[0] == b"unshare" else []
+    return int(children[0]) if children else pid
+
+
+def timeline(*, really: bool = False) -> tuple[RealTime, Timeline]:
+    clock = RealTime(really=really)
     return clock, Timeline(clock)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from muster.backends.backend import RenderedFiles
 from muster.backends.run_folder import RunFiles, digest
+from muster.backends.vertex import reducers
 from muster.backends.vertex.placement import Placement, nonce, place, resolved
 from muster.backends.vertex.run_file_rules import rules, warnings
 from muster.catalog.vertex import FLEX_START, RESERVATION, SPOT
@@ -22,7 +23,6 @@ Body = dict[str, Json]
 
 HOST_PROGRAM = "muster.backends.vertex.host"
 RUN_LABEL, NONCE_LABEL = "muster-run", "muster-nonce"
-REDUCER_MACHINE = "n1-highcpu-16"
 REDUCER_IMAGE = "{where}-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
 """Google documents no other tag."""
 NEAREST = {"europe": "europe", "me": "europe", "africa": "europe", "asia": "asia", "australia": "asia"}
@@ -144,13 +144,13 @@ def _pools(placement: Placement, region: str, container: JsonObject) -> list[Jso
     pools: list[JsonObject] = [{**host, "replicaCount": "1"}]
     if placement.hosts > 1:
         pools.append({**host, "replicaCount": str(placement.hosts - 1)})
-    if reducers := placement.spec.vertex.reduction_servers:
+    if servers := reducers.count(placement):
         where = NEAREST.get(region.partition("-")[0], "us")
         pools.append(
             {
-                "machineSpec": {"machineType": REDUCER_MACHINE},
+                "machineSpec": {"machineType": reducers.MACHINE},
                 "containerSpec": {"imageUri": REDUCER_IMAGE.format(where=where)},
-                "replicaCount": str(reducers),
+                "replicaCount": str(servers),
             }
         )
     return pools

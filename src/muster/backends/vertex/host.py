@@ -2,7 +2,7 @@
 
 It claims the run for its job, so that of two jobs one trains; fetches the run's files, checked by the digest in its
 arguments, and the secrets, each of one version; meets the other hosts; and keeps the agent and, where it is due, the
-supervisor (``keeper.py``) until the run is over. What its exit means is in ``exits.py``.
+supervisor (``on_host/keeper.py``) until the run is over. What its exit means is in ``on_host/exits.py``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from muster.backends.google.session import Session
 from muster.backends.letters import Letters
 from muster.backends.log_forwarder import LogForwarder
 from muster.backends.run_state import RunState
-from muster.backends.vertex import claim, presence
+from muster.backends.vertex import claim
 from muster.backends.vertex.claim import Claim
-from muster.backends.vertex.cluster_spec import VARIABLE, Seat, seat
 from muster.backends.vertex.custom_job import HOST_DIR
-from muster.backends.vertex.exits import exit_code
-from muster.backends.vertex.keeper import Keeper, Program, say
-from muster.backends.vertex.meeting import Meeting, meet, own_address
+from muster.backends.vertex.on_host import presence
+from muster.backends.vertex.on_host.cluster_spec import VARIABLE, Seat, seat
+from muster.backends.vertex.on_host.exits import exit_code
+from muster.backends.vertex.on_host.keeper import Keeper, Program, say
+from muster.backends.vertex.on_host.meeting import Meeting, meet, own_address
+from muster.backends.vertex.on_host.presence import HostRecord
 from muster.backends.vertex.placement import START_TIMEOUT_S, Placement, place
-from muster.backends.vertex.presence import HostRecord
 from muster.catalog.vertex import SPOT
 from muster.config.spec import RunSpec
 from muster.core import environment, processes

@@ -21,10 +21,11 @@ from muster.backends.letters import ASK, RUN, Command, Outcome, box_of
 from muster.backends.log_forwarder import writer_of
 from muster.backends.mailbox import Box
 from muster.backends.protocols import Terminal
-from muster.backends.vertex import claim, presence
+from muster.backends.vertex import claim
 from muster.backends.vertex.custom_job import code_dir
 from muster.backends.vertex.jobs_api import Jobs
 from muster.backends.vertex.offers import rents
+from muster.backends.vertex.on_host import presence
 from muster.backends.vertex.placement import Placement, place, resolved
 from muster.backends.vertex.progress import FILE as REQUESTS
 from muster.backends.vertex.progress import Requests

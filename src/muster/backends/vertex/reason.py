@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from muster.backends.vertex.job_state import CustomJob, cause, sentence, web_links
-from muster.backends.vertex.presence import HostRecord
+from muster.backends.vertex.on_host.presence import HostRecord
 from muster.backends.vertex.progress import Looked
 from muster.backends.vertex.turns import NoRoom, Over
 from muster.core.typed_json import JsonObject

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from muster.backends.bucket_paths import as_uri, home_of
+from muster.backends.vertex import reducers
 from muster.backends.vertex.placement import SEVEN_DAYS_S, Placement, machine_of, place
 from muster.catalog import rows, vertex
 from muster.catalog.vertex import FLEX_START, MODES, RESERVATION, SPOT
@@ -79,6 +80,8 @@ def warnings(placement: Placement) -> Iterator[Problem]:
         if chip.network == "unknown" and placement.hosts > 1:
             message = f"whether Vertex sets up GPUDirect on {machine.name} is not documented: it may be plain TCP"
             yield Problem("resources.machine", message)
+    if spec.vertex.reduction_servers == reducers.AUTO:
+        yield Problem("vertex.reduction_servers", reducers.sentence(placement))
     if placement.mode == SPOT:
         yield Problem("resources.provisioning_model", "a preempted host restarts the whole job, at most six times")
     if spec.recovery.grace_s > NOTICE_S and "grace_s" in spec.recovery.model_fields_set:
@@ -194,23 +197,10 @@ def _network(placement: Placement) -> Iterator[Problem]:
 
 def _reducers(placement: Placement) -> Iterator[Problem]:
     """Why Reduction Server cannot help here."""
-    key, count = "vertex.reduction_servers", placement.spec.vertex.reduction_servers
-    if not count:
-        return
-    chip = placement.machine.accelerator
-    reason = None
-    if placement.mode == FLEX_START:
-        reason = "flex-start wants the same machine for all hosts, and these are others"
-    elif placement.hosts == 1:
-        reason = "one host has no network between hosts"
-    elif chip is None:
-        reason = "it serves NCCL, and the hosts have no GPUs"
-    elif chip.network in ("configured", "script"):
-        reason = f"{placement.machine.name} has GPUDirect, which is faster than what goes through its hosts' TCP"
-    elif placement.spec.command is None and placement.spec.parallelism.dp_replicate % placement.spec.resources.hosts:
-        reason = "gradients are sharded across hosts, and it serves the all-reduce of replicas alone"
+    key, asked = "vertex.reduction_servers", placement.spec.vertex.reduction_servers
+    reason = reducers.impossible(placement) if asked and asked != reducers.AUTO else None
     if reason:
-        yield Problem(key, f"Reduction Server is not for this run: {reason}", value=count, hint=f"{key}: 0")
+        yield Problem(key, f"Reduction Server is not for this run: {reason}", value=asked, hint=f"{key}: 0")
 
 
 def _bound(placement: Placement, key: str, region: str) -> Iterator[Problem]:

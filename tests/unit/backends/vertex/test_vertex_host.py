@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.backends.vertex.cluster_spec import PORT, Peer, Seat, seat
-from muster.backends.vertex.exits import Effect, effect, exit_code, may_end
+from muster.backends.vertex.on_host.cluster_spec import PORT, Peer, Seat, seat
+from muster.backends.vertex.on_host.exits import Effect, effect, exit_code, may_end
 from muster.core.errors import BackendError
 
 PREFIXES = st.sampled_from(

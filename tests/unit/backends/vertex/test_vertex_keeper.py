@@ -5,8 +5,8 @@ import signal
 import pytest
 from fakes.clock import VirtualClock
 
-from muster.backends.vertex import keeper
-from muster.backends.vertex.keeper import AGAIN, AGENT, NOTICE_S, Keeper, Program
+from muster.backends.vertex.on_host import keeper
+from muster.backends.vertex.on_host.keeper import AGAIN, AGENT, NOTICE_S, Keeper, Program
 
 SUPERVISOR = "supervisor"
 

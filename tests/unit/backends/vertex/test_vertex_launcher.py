@@ -30,9 +30,10 @@ from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit as submit_app  # noqa: E402
 from muster.backends.letters import Letters  # noqa: E402
 from muster.backends.protocols import Terminal  # noqa: E402
-from muster.backends.vertex import claim, presence  # noqa: E402
+from muster.backends.vertex import claim  # noqa: E402
 from muster.backends.vertex.launcher import VertexLauncher  # noqa: E402
-from muster.backends.vertex.presence import HostRecord  # noqa: E402
+from muster.backends.vertex.on_host import presence  # noqa: E402
+from muster.backends.vertex.on_host.presence import HostRecord  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, MusterError, UsageError  # noqa: E402
 from muster.core.typed_json import encode  # noqa: E402

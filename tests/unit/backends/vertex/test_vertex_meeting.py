@@ -7,8 +7,8 @@ import threading
 import pytest
 from fakes.clock import VirtualClock
 
-from muster.backends.vertex.cluster_spec import Peer
-from muster.backends.vertex.meeting import CALL_S, Meeting, meet, own_address
+from muster.backends.vertex.on_host.cluster_spec import Peer
+from muster.backends.vertex.on_host.meeting import CALL_S, Meeting, meet, own_address
 from muster.core.errors import BackendError
 from muster.protocol.codec import reader_of
 from muster.protocol.hello import MET, MeetingHello, Met, Refused
@@ -110,7 +110,7 @@ def test_another_version_is_named_and_not_tried_again(chief, monkeypatch):
     other = Version(protocol=MINE.protocol + 1, muster="9.9")
     refused = say(call, hello(("127.0.0.7", 1), version=other))
     assert isinstance(refused, Refused) and "9.9" in refused.reason
-    monkeypatch.setattr("muster.backends.vertex.meeting.MINE", other)
+    monkeypatch.setattr("muster.backends.vertex.on_host.meeting.MINE", other)
     clock = VirtualClock()
     with pytest.raises(OtherVersion, match=r"9\.9"):
         come(call, clock=clock)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from muster.backends.vertex.cluster_spec import Peer
+from muster.backends.vertex.on_host.cluster_spec import Peer
 from muster.core.errors import AccessError, BackendError
 from muster.core.protocols import Clock
 from muster.core.typed_json import Unreadable

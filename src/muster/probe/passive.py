@@ -10,11 +10,15 @@ import time
 from pathlib import Path
 from uuid import uuid4
 
+from muster.health.hardware.infiniband import COUNTERS
 from muster.health.hardware.nvlink import is_nvlink
 from muster.health.machine.report import Disk, KernelLines, ProbeLine, Settings
 from muster.probe.nvml import read_gpus
 from muster.probe.programs import output_of
 
+PORTS = Path("/sys/class/infiniband")
+#: Between two readings of the ports' counters: the passive part has two seconds in all.
+APART_S = 1.0
 _PORT_FILES = ("state", "phys_state", "rate", "link_layer")
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")
 _WRITE_BYTES = 64 << 20
@@ -44,14 +48,29 @@ def settings() -> ProbeLine:
     return ProbeLine(rung="settings", settings=found)
 
 
-def ports() -> ProbeLine:
-    """The state of every RDMA port; none where the machine has none."""
+def ports(folder: Path = PORTS, apart_s: float = APART_S) -> ProbeLine:
+    """The state of every RDMA port and what its counters of errors do meanwhile; none where the machine has none."""
+    before, begun = _counters(folder), time.monotonic()
+    found = _port_files(folder)
+    if not before:
+        return ProbeLine(rung="ports", ports=found)
+    time.sleep(apart_s)
+    after, took_s = _counters(folder), time.monotonic() - begun
+    return ProbeLine(rung="ports", ports=found, counters=(before, after), apart_s=took_s)
+
+
+def _counters(adapters: Path) -> dict[str, str]:
+    paths = (path for path in adapters.glob("*/ports/*/*counters/*") if path.name in COUNTERS)
+    return {str(path): text for path in sorted(paths) if (text := _read(path))}
+
+
+def _port_files(adapters: Path) -> dict[str, str]:
     found: dict[str, str] = {}
-    for folder in sorted(Path("/sys/class/infiniband").glob("*")):
+    for folder in sorted(adapters.glob("*")):
         paths = [folder / "hca_type", folder / "board_id", *folder.glob("ports/*/*")]
         found |= {str(path): _read(path) for path in paths if path.name not in _PORT_FILES and path.parent == folder}
         found |= {str(path): _read(path) for path in paths if path.name in _PORT_FILES}
-    return ProbeLine(rung="ports", ports={path: text for path, text in found.items() if text})
+    return {path: text for path, text in found.items() if text}
 
 
 def links(limit_s: float) -> ProbeLine:

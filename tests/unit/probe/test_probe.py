@@ -348,3 +348,32 @@ def test_a_tool_that_fails_says_nothing_of_links(tool, monkeypatch, script, fail
     monkeypatch.setenv("PATH", tool(script))
     line = passive.links(10.0)
     assert failed in line.failed and bool(line.failed) == bool(failed) and not line.nvlink
+
+
+def test_a_ports_counters_are_read_twice(tmp_path):
+    """Files as the kernel shows them; the link goes down between the two readings."""
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    (port / "counters").mkdir(parents=True)
+    (tmp_path / "mlx5_0" / "hca_type").write_text("MT4129\n")
+    for name, text in {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}.items():
+        (port / name).write_text(text + "\n")
+    (port / "link_layer").write_text("InfiniBand\n")
+    (port / "counters" / "link_downed").write_text("2\n")
+    (port / "counters" / "port_xmit_data").write_text("1\n")
+    flap = threading.Timer(0.1, lambda: (port / "counters" / "link_downed").write_text("3\n"))
+    flap.start()
+    line = passive.ports(tmp_path, apart_s=0.4)
+    flap.join()
+    assert [list(one.values()) for one in line.counters] == [["2"], ["3"]] and line.apart_s >= 0.4
+
+    # The judge knows files by their place in /sys/class.
+    def placed(files):
+        return {path.replace(str(tmp_path), "/sys/class/infiniband"): text for path, text in files.items()}
+
+    before, after = line.counters
+    line = replace(line, ports=placed(line.ports), counters=(placed(before), placed(after)))
+    found = judge_machine(MachineReport(host="a", lines=(line,)))
+    assert [one.message.split(" in ")[0] for one in found if one.check == "net.counters"] == [
+        "port mlx5_0/1 lost its link 1 time"
+    ]
+    assert passive.ports(tmp_path / "none").counters == ()

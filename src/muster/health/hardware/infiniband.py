@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from muster.health.verdicts import Finding, Verdict
 
-#: Counters that grow only where something is wrong: of every port, and (the second line) of ports that run RoCE.
+#: Counters that grow only where something is wrong: of ports that run RoCE (``_OF_PACKETS``), and of every port.
 #: ``np_cnp_sent`` and its like mean congestion, which is no fault. Names: Linux, Documentation/ABI/stable/
 #: sysfs-class-infiniband; NVIDIA, understanding mlx5 counters.
-_FAULTY = (
-    "symbol_error", "port_rcv_errors", "local_link_integrity_errors",
-    "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "roce_adp_retrans",
-)  # fmt: skip
+_OF_PACKETS = ("packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "roce_adp_retrans")
+_FAULTY = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", *_OF_PACKETS)
 _LINK_DOWNED = "link_downed"
+#: What is read twice.
+COUNTERS = (_LINK_DOWNED, *_FAULTY)
 #: Ports of one kind from which the kind counts as the data network: fewer are storage or management.
 _MANY = 4
 _SYSFS = re.compile(r"(?:.*/)?infiniband/([^/\s]+)/(?:ports/(\d+)/)?([a-z_A-Z0-9/]+)")
@@ -188,9 +188,12 @@ def _among_like(ports: Sequence[Port], host: str) -> Iterator[Finding]:
 
 
 def judge_counters(
-    before: Mapping[str, str], after: Mapping[str, str], *, seconds: float, host: str = ""
+    before: Mapping[str, str], after: Mapping[str, str], *, seconds: float, host: str = "", idle: bool = True
 ) -> list[Finding]:
-    """From two readings of the sysfs files (as for ``read_sysfs``), ``seconds`` apart, without load on the network."""
+    """From two readings of the sysfs files (as for ``read_sysfs``), ``seconds`` apart.
+
+    ``idle``: nothing of ours loads the network, where errors of packets are no congestion's; else they are noted.
+    """
     out = []
     for path, text in after.items():
         match = _SYSFS.fullmatch(path)
@@ -200,11 +203,14 @@ def judge_counters(
             continue
         grown = int(new) - int(old)
         if grown > 0 and (name == _LINK_DOWNED or name in _FAULTY):
+            verdict = Verdict.DRAIN if idle or name not in _OF_PACKETS else Verdict.NOTE
             what = "lost its link" if name == _LINK_DOWNED else f"counted errors ({name})"
-            message = f"port {match[1]}/{match[2]} {what} {grown} times in {seconds:.0f} s"
+            message = (
+                f"port {match[1]}/{match[2]} {what} {grown} {'time' if grown == 1 else 'times'} in {seconds:.1f} s"
+            )
             out.append(
                 Finding(
-                    check="net.counters", verdict=Verdict.DRAIN, host=host, message=message, value=str(grown),
+                    check="net.counters", verdict=verdict, host=host, message=message, value=str(grown),
                     evidence=f"{path}: {old}, then {new}", expected="0", source="mlx5 counters",
                 )
             )  # fmt: skip

@@ -16,7 +16,7 @@ from statistics import median
 from muster.health.hardware.driver_errors import judge_kernel_log
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.gpu_judge import judge_gpus
-from muster.health.hardware.infiniband import judge_ports, read_sysfs
+from muster.health.hardware.infiniband import judge_counters, judge_ports, read_sysfs
 from muster.health.hardware.kernel_log import read_kernel_log
 from muster.health.hardware.nvlink import judge_links, read_nvlink
 from muster.health.machine.floors import floor_of
@@ -68,6 +68,8 @@ def judge_machine(
     for line in report.lines:
         if line.ports is not None and (line.ports or ports):
             found += judge_ports(read_sysfs(line.ports), expected=ports, rate=port_gbps, source=source)
+        if len(line.counters) == 2:
+            found += judge_counters(*line.counters, seconds=line.apart_s, idle=idle)
         if line.nvlink:
             found += _links(line.nvlink, report)
         if line.kernel_log is not None:

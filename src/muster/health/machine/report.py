@@ -84,6 +84,9 @@ class ProbeLine(Record):
     settings: Settings | None = None
     ports: Mapping[str, str] | None = None
     """Files of ``/sys/class/infiniband``, by path."""
+    counters: tuple[Mapping[str, str], ...] = ()
+    """Two readings of the ports' counters of errors, by path, ``apart_s`` apart; nothing where there are none."""
+    apart_s: Seconds = 0.0
     disk: Disk | None = None
     nvlink: str | None = None
     """``nvidia-smi nvlink --status``; empty: these GPUs have none."""

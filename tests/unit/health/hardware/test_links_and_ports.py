@@ -112,9 +112,20 @@ def test_counters_that_grow():
     congested = listing(**{"ports/1/hw_counters/np_cnp_sent": "99999"})
     assert not judge_counters(listing(), congested, seconds=5), "congestion is no fault"
     (found,) = judge_counters(listing(), listing(**{"ports/1/counters/link_downed": "3"}), seconds=5)
-    assert found.verdict is Verdict.DRAIN and "mlx5_0/1 lost its link 1 times" in found.message
+    assert found.verdict is Verdict.DRAIN and "mlx5_0/1 lost its link 1 time in 5.0 s" in found.message
     (found,) = judge_counters(listing(), listing(**{"ports/1/hw_counters/packet_seq_err": "9"}), seconds=5)
-    assert "packet_seq_err" in found.message and found.value == "4"
+    assert "packet_seq_err" in found.message and found.value == "4" and found.verdict is Verdict.DRAIN
+
+
+def test_beside_a_run_only_what_congestion_does_not_do_costs_a_host():
+    def verdict(name):
+        (found,) = judge_counters(
+            listing(**{f"ports/1/{name}": "1"}), listing(**{f"ports/1/{name}": "9"}), seconds=1, idle=False
+        )
+        return found.verdict
+
+    assert verdict("hw_counters/local_ack_timeout_err") is Verdict.NOTE
+    assert verdict("counters/link_downed") is verdict("counters/symbol_error") is Verdict.DRAIN
 
 
 def test_recorded_ibstats():

@@ -111,6 +111,7 @@ def _counted(count: int, noun: str) -> str:
 
 def _render(view: View) -> Group:
     from rich.console import Group
+    from rich.padding import Padding
     from rich.text import Text
 
     from muster.app.inspect.event_format import step_figures
@@ -134,7 +135,7 @@ def _render(view: View) -> Group:
     parts += [Text(f"event log: {sentence}", style="red") for sentence in api.damage_in_words(view.damaged)]
     if view.incidents:
         parts.append(Text("last incidents", style="bold"))
-        parts += [Text(f"  {sentence}") for sentence in view.incidents]
+        parts += [Padding(Text(sentence), (0, 0, 0, 2)) for sentence in view.incidents]
     return Group(*parts)
 
 

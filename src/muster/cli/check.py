@@ -70,7 +70,7 @@ def check(
         result = use_case.check_captures(captures, target, hosts=hosts)
     else:
         if not passive and sys.stderr.isatty():
-            output.info("looking at this machine: processor or GPUs, memory, disk (30 s at most; --passive: 2 s)")
+            output.info("looking at this machine, and loading it for 30 s at most (--passive: 2 s)")
         result = use_case.check_machine(target, passive=passive)
     if raw:
         output.result(result.raw.decode(errors="replace").rstrip("\n"))

@@ -70,7 +70,7 @@ def boss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     )
     found = Supervisor(run)
     launcher = SimpleNamespace(poll=found.poll, remote=None)
-    for module in ("profile", "logs"):
+    for module in ("profile", "logs", "check"):
         monkeypatch.setattr(f"muster.app.inspect.{module}.job", lambda run: (launcher, None))
     monkeypatch.setattr("muster.app.inspect.logs.mirror", lambda *_: None)
     monkeypatch.setattr("muster.app.inspect.profile.request", found)
@@ -127,6 +127,8 @@ def test_refusals_and_a_run_that_has_ended(boss: Supervisor, capsys: pytest.Capt
     for words in ([], ["--stacks"]):
         assert main.run(["profile", "demo-1", *words]) == 2
         assert "demo-1 has ended: as it is" in capsys.readouterr().err
+    assert main.run(["check", "demo-1"]) == 2
+    assert "demo-1 has ended: as it is" in capsys.readouterr().err
 
 
 def test_stacks_for_people_and_for_programs(boss: Supervisor, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from muster.app.inspect.nccl_tests import launching
 from muster.app.inspect.network import NetworkTest, check_network
 from muster.app.inspect.network_hosts import of_run, places, reaching
-from muster.app.inspect.status import spec_of
+from muster.app.inspect.status import job, spec_of
 from muster.app.inspect.supervisor_client import request
 from muster.app.inspect.why import captured_files
 from muster.catalog.rows import machines
@@ -127,10 +127,16 @@ def check_run(reference: str) -> Checked:
     """Have the agents of a live run look at their hosts, all at once and beside the training: nothing is loaded.
 
     Raises:
-        UsageError: no such run.
-        SupervisorUnreachable: it has no supervisor: it is over, or nobody holds it.
+        UsageError: no such run; it has ended.
+        SupervisorUnreachable: nobody holds it.
     """
-    return check_hosts_of(run_registry.find(reference))
+    run = run_registry.find(reference)
+    launcher, handle = job(run)
+    status = launcher.poll(handle)
+    if status.state.ended:
+        hint = "a run's hosts are looked at while it lives; muster check alone looks at this machine"
+        raise UsageError(f"{run.run_id} has ended: {status.reason}", hint=hint)
+    return check_hosts_of(run)
 
 
 def check_hosts_of(run: RunDir) -> Checked:

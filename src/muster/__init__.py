@@ -1,18 +1,41 @@
 """Muster: assemble GPUs, train on them, keep the run alive, account for every second and dollar.
 
-``muster.api`` has the verbs of the command line as functions; ``muster.run`` is for training loops of your own.
+The verbs of the command line as functions, with the values that ``--json`` prints (``to_json``)::
+
+    import muster
+    run_id = muster.submit("run.yaml", ["training.steps=100"]).run.run_id
+    print(muster.status(run_id).to_json()["state"])
+
+Each is imported when it is first used. ``muster.api`` has the rest of them and their types; ``muster.run`` is for
+training loops of your own.
 """
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.2.0"
-__all__ = ["__version__", "api"]
+_VERBS = ("down", "events", "plan", "recover", "report", "status", "stop", "submit", "train")
+_PACKAGES = ("plan", "report", "train")
+"""Verbs whose name is that of a package of Muster's own, too."""
+__all__ = ["__version__", "api", *_VERBS]
+
+
+class CallablePackage(ModuleType):
+    """A package that is a verb when it is called: whoever imports one of its modules binds the package to that name."""
+
+    def __call__(self, *given: object, **named: object) -> object:
+        """The verb of this name."""
+        return getattr(importlib.import_module("muster.app.api"), self.__name__.rpartition(".")[2])(*given, **named)
 
 
 def __getattr__(name: str) -> Any:
     if name == "api":  # imported when it is asked for: ``import muster`` stays cheap
         return importlib.import_module("muster.app.api")
+    if name in _PACKAGES:
+        return importlib.import_module(f"muster.{name}")
+    if name in _VERBS:
+        return getattr(importlib.import_module("muster.app.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,7 +39,7 @@ def plan(
     if out is not None and not out.endswith(".json"):
         raise api.UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
     result = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
-    answer = dict(result.plan.to_json())
+    answer = dict(result.to_json())
     compared = None
     if trace:
         from muster.app.planning.memory_trace import compare

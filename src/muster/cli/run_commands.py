@@ -145,10 +145,7 @@ def down(
         )
     result = api.down(run)
     if as_json:
-        usd = result.usd_per_hour
-        output.as_json(
-            {"run_id": result.run.run_id, "clean": not result.left, "left": result.left, "stopped_usd_per_hour": usd}
-        )
+        output.as_json(result.to_json())
         return
     output.info(f"{result.run.run_id} is down: no processes or memory are left; ${result.usd_per_hour:.2f}/h stopped")
     output.info(f"its folder is kept: {result.run.path}")

@@ -97,6 +97,17 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool =
     return loads(text, overrides, source=source, environment=environment)
 
 
+def given(run_file: Loaded | str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """A run file that was loaded, or is now. Raises as ``load``; UsageError: overrides of one that was."""
+    if not isinstance(run_file, Loaded):
+        return load(run_file, overrides)
+    if overrides:
+        raise UsageError(
+            "overrides are given where the run file is loaded", hint="muster.api.load(RUN_FILE, overrides)"
+        )
+    return run_file
+
+
 def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file", environment: bool = True) -> Loaded:
     """``load`` for a text."""
     parsed = parse(text, source=source)

@@ -2,3 +2,9 @@
 
 Pure: no clock, no files, no network; offers and the present moment are arguments.
 """
+
+import sys
+
+from muster import CallablePackage
+
+sys.modules[__name__].__class__ = CallablePackage

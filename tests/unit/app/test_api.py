@@ -1,10 +1,16 @@
 """What ``muster`` and ``muster.api`` export: adding or removing a name is a decision, written down here."""
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import muster
 from muster.app import api
+from muster.config import load
 
 VERBS = [
     "all_runs",
@@ -27,7 +33,10 @@ VERBS = [
     "submit",
     "train",
     "watch",
+    "watch_page",
 ]
+#: What ``import muster`` gives beside them.
+TOP = ["down", "events", "plan", "recover", "report", "status", "stop", "submit", "train"]
 TYPES = [
     "Backend",
     "Cluster",
@@ -48,7 +57,7 @@ TYPES = [
 
 
 def test_exports():
-    assert muster.__all__ == ["__version__", "api"] and muster.api is api
+    assert muster.__all__ == ["__version__", "api", *TOP] and muster.api is api
     assert api.__all__ == sorted([*VERBS, *TYPES])
     assert all(callable(getattr(api, name)) for name in api.__all__)
 
@@ -57,3 +66,37 @@ def test_importing_costs_nothing():
     code = "import sys, muster.app.api; print(sorted(m for m in sys.modules if m.startswith('muster.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['muster.app', 'muster.app.api']"
+
+
+def test_muster_itself_is_imported_without_anything_and_gives_the_verbs():
+    code = (
+        "import sys, muster; assert not [m for m in sys.modules if m.startswith('muster.')]\n"
+        "import muster.train, muster.plan.format, muster.report.api\n"  # packages of those names
+        "assert all(callable(getattr(muster, name)) for name in muster.__all__[2:])\n"
+        "assert not {'torch', 'transformers', 'rich', 'typer'} & sys.modules.keys(), 'loaded too early'\n"
+        "assert muster.plan.format is sys.modules['muster.plan.format']\n"
+        "try: muster.train('/nowhere/run.yaml')\n"
+        "except muster.api.MusterError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "/nowhere/run.yaml" in done.stdout, done.stderr
+
+
+def test_the_types_are_those_of_the_verbs():
+    stub = ast.parse(Path(muster.__file__).with_name("__init__.pyi").read_text())
+    told = {
+        each.asname: (node.module, each.name)
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("muster.app.")
+        for each in node.names
+    }
+    assert sorted(told) == TOP
+    for name, (module, there) in told.items():
+        assert getattr(importlib.import_module(module), there) is getattr(api, name)
+
+
+def test_overrides_of_what_was_loaded_are_refused():
+    loaded = api.load(str(Path(__file__).parents[3] / "examples" / "text2sql-cpu.yaml"))
+    assert load.given(loaded) is loaded
+    with pytest.raises(api.UsageError, match="where the run file is loaded"):
+        load.given(loaded, ["training.steps=3"])

@@ -57,6 +57,9 @@ class Planned:
     here: bool = False
     """It trains on this machine: no offer is chosen among."""
 
+    def to_json(self) -> JsonObject:
+        return self.plan.to_json()
+
 
 def plan(
     run_file: str | Path,

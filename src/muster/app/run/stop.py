@@ -18,6 +18,7 @@ from muster.core import event_log, resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Clock
+from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobStatus
 from muster.policy.load import load_policy
 from muster.protocol.client import AskStatus, FromClient, RestartRun, StopRun, SupervisorStatus
@@ -145,6 +146,10 @@ class Down:
     """What still exists; empty is the proof."""
     usd_per_hour: float = 0.0
     """Cost that has stopped."""
+
+    def to_json(self) -> JsonObject:
+        left, usd = list(self.left), self.usd_per_hour
+        return {"run_id": self.run.run_id, "clean": not left, "left": left, "stopped_usd_per_hour": usd}
 
 
 def down(reference: str) -> Down:

@@ -18,7 +18,7 @@ from muster.app.planning.prices import priced
 from muster.app.run.mend import as_submitted
 from muster.backends import code_bundle
 from muster.backends.protocols import Launcher
-from muster.config.load import Loaded, loads
+from muster.config.load import Loaded, given, loads
 from muster.config.run_environment import read_secrets
 from muster.config.spec import RunSpec
 from muster.core import environment, event_log, resolved_file
@@ -66,7 +66,13 @@ class Intent:
     """Nobody else starts a run there until it is closed: ``start`` does."""
 
 
-def submit(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _text: None) -> Submitted:
+def submit(
+    run_file: Loaded | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    argv: Sequence[str] = (),
+    tell: Tell = lambda _text: None,
+) -> Submitted:
     """Start the run and return at once; where ``run_dir`` holds the same run, still running, it is left alone.
 
     Raises:
@@ -74,7 +80,7 @@ def submit(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _tex
         ConflictError: ``run_dir`` holds a run that is running with another file, or somebody else starts one there now.
         CapacityError, AccessError, BackendError: the back end's; nothing of a new run is left then.
     """
-    intent = begin(loaded, argv=argv, tell=tell)
+    intent = begin(given(run_file, overrides), argv=argv, tell=tell)
     handle = start(intent, intent.request)
     return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle, again=intent.running)
 
@@ -326,8 +332,7 @@ def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
     return priced(launcher.resolve(spec))
 
 
-def resolve_again(spec: RunSpec) -> RunSpec:
-    """``resolve``, of a run that was submitted before."""
+def resolve_again(spec: RunSpec) -> RunSpec:  # of a run that was submitted before
     return resolve(spec, backends.load(spec.backend))
 
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from muster import backends
 from muster.app.inspect.event_format import Narrator
@@ -18,7 +19,7 @@ from muster.app.run.metrics_page import metrics_sinks
 from muster.app.run.revive import revivals
 from muster.app.run.submit import Intent
 from muster.backends.protocols import Launcher
-from muster.config.load import Loaded
+from muster.config.load import Loaded, given
 from muster.core import processes
 from muster.core.errors import ConflictError, UsageError
 from muster.core.types import JobHandle
@@ -41,7 +42,8 @@ class Ended:
 
 
 def train(
-    loaded: Loaded,
+    run_file: Loaded | str | Path,
+    overrides: Sequence[str] = (),
     *,
     argv: Sequence[str] = (),
     on_start: Callable[[RunDir, tuple[str, ...]], None] | None = None,
@@ -57,6 +59,7 @@ def train(
         UsageError: the run file names another back end.
         ConflictError: the folder holds a run that is running.
     """
+    loaded = given(run_file, overrides)
     backend = backends.get(loaded.spec.backend)
     if not backend.capabilities.supervised_in_terminal:
         raise UsageError(

@@ -95,6 +95,14 @@ def test_it_shows_what_the_terminal_shows_and_grows(browser, served, growing):
     browser.run(f"{RUNS}[0].querySelector('[data-by=step]').click()")
     before = steps_drawn(browser)
     eventually(lambda: steps_drawn(browser) > before, 90)
+    browser.keys(".run .charts [tabindex='0']", "+")
+    part = browser.run("return document.getElementById('said').textContent")
+    drawn = "document.querySelector('.run .charts')"
+    browser.run(f"window.former = {drawn}")
+    browser.wait(f"{drawn} !== window.former", 60)
+    browser.keys(".run .charts [tabindex='0']", "\ue014\ue012")  # right and back: where it is, is said
+    said = browser.run("return document.getElementById('said').textContent")
+    assert said == part, "the part that was looked at is shown on"
     pressed = browser.run(f"return {RUNS}[0].querySelector('[aria-pressed=true]').textContent")
     assert pressed == "steps", "what was chosen stays when the charts are drawn anew"
     assert browser.messages() == []

@@ -44,7 +44,7 @@
     if (report && known(report.execution_accuracy)) found.push(figure("Execution accuracy", percent(report.execution_accuracy, 1)));
     if (report) found.push(figure("Time", span(report.wall_s)));
     if (report && report.cost.usd > 0) found.push(figure("Cost so far", usd(report.cost.usd)));
-    if (report && known(report.goodput.active)) found.push(figure("Goodput", percent(report.goodput.active, 1), `${percent(report.goodput.purchased, 1)} of purchased hosts`));
+    if (report && known(report.goodput.active)) found.push(figure("Goodput", percent(report.goodput.active, 1), report.goodput.purchased === report.goodput.active ? null : `${percent(report.goodput.purchased, 1)} of purchased hosts`));
     return el("div", { class: "figures" }, found);
   }
 

@@ -43,5 +43,5 @@ def test_a_runs_hosts_before_the_start_and_beside_the_training(shell: Shell) -> 
     assert (now["state"], now["attempt"]) == ("running", 1), "nobody was disturbed"
 
     shell.run("stop", "there")
-    over = shell.run("check", "there", code=1)
-    assert "no supervisor holds" in over.stderr
+    over = shell.run("check", "there", code=2)
+    assert "has ended: muster stop" in over.stderr

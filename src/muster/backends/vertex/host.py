@@ -104,6 +104,7 @@ class Host:
         return self._patiently(
             lambda: claim.counts(self.store, uri, nonce=self.given.nonce, job=job, now_ns=self.clock.wall_ns()),
             run_folder.PATIENCE_S,
+            silent_s=SETTLED_S,
         )
 
     def _prepared(self, held: Claim) -> Serving:
@@ -113,16 +114,21 @@ class Host:
         Raises:
             MusterError: something cannot be read, or is not what was submitted.
         """
+        index = seat(self.environ.get(VARIABLE), hosts=None).index
+        self.record = HostRecord(index=index, host=f"host-{index}-{self.mark}", state="up")
         settled = self.clock.wall_ns() - held.began_wall_ns > SETTLED_S * 1e9
         return self._patiently(lambda: self._prepare(held), PREPARE_S if settled else 0.0)
 
-    def _patiently(self, look: Callable[[], Found], limit_s: float) -> Found:
-        until = self.clock.monotonic_ns() + int(limit_s * 1e9)
+    def _patiently(self, look: Callable[[], Found], limit_s: float, *, silent_s: float = 0.0) -> Found:
+        """``silent_s``: for how long, where that is longer, of what does not answer at all: this may be a host that
+        comes back to a run, and its end would be the run's."""
+        began_ns = self.clock.monotonic_ns()
         while True:
             try:
                 return look()
             except (AccessError, BackendError) as error:
-                if self.clock.monotonic_ns() >= until:
+                longest_s = limit_s if isinstance(error, AccessError) else max(limit_s, silent_s)
+                if self.clock.monotonic_ns() - began_ns >= longest_s * 1e9:
                     raise
                 say(f"{error}; again in {RETRY_S:.0f} s")
                 self.clock.sleep(RETRY_S)
@@ -135,7 +141,6 @@ class Host:
         own = self.environ.get("MUSTER_BIND") or own_address()
         host = f"host-{mine.index}-{self.mark}"
         self.record = HostRecord(index=mine.index, host=host, address=own, state="up")
-        self._tell("up")
         token, values = self._secrets(placement.spec)
         base = given.run_dir / given.run_id
         folder = base / self.mark
@@ -150,6 +155,7 @@ class Host:
         with contextlib.suppress(FileNotFoundError):  # of an earlier start on this disk
             (base / code_bundle.FOLDER).unlink()
         (base / code_bundle.FOLDER).symlink_to(Path(self.mark, "host", code_bundle.FOLDER))
+        self._tell("up")
         say(f"{host} at {own}: {_shared_memory()}")
         return Serving(host=self, claim=held, placement=placement, seat=mine, own=own, folder=folder, secrets=values)
 

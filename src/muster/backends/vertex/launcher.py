@@ -114,7 +114,7 @@ class VertexLauncher:
             raise ConflictError(f"{local} holds another run", hint="choose another run_dir")
         submission = submission_of(request)
         home, store = submission.placement.home, self._store()
-        run_home.begin(local, request.run_id, home, self.store)
+        self._begin(local, request.run_id, home)
         requests = self._requests(submission.placement)
         before, _ = requests.held()
         try:
@@ -130,6 +130,17 @@ class VertexLauncher:
         run_registry.replace_text(local / "job.json", json.dumps({**record, "run_dir": request.run_dir}) + "\n")
         name = looked.job.name if looked.job is not None else looked.progress.asked[-1].name
         return self._handle(request.run_id, local, name, warnings)
+
+    def _begin(self, local: Path, run_id: str, home: str) -> None:
+        """As ``run_home.begin``; a folder whose home is another's, or cannot be written, does not name it: ending that
+        run would end the other."""
+        named = (local / HOME_FILE).exists()
+        try:
+            run_home.begin(local, run_id, home, self.store)
+        except MusterError:
+            if not named:
+                (local / HOME_FILE).unlink(missing_ok=True)
+            raise
 
     def _forget(self, handle: JobHandle, home: str) -> None:
         """A run that never began leaves its home to others. A job of it that comes late finds no claim and ends."""
@@ -265,6 +276,10 @@ class VertexLauncher:
                 "no terminal can be opened on a host of a custom job: nobody can dial it",
                 hint="a command without a terminal (muster exec ... < /dev/null), or vertex.web_access: true",
             )
+        progress, _ = known[1].held()
+        there = presence.hosts(self._store(), home.uri, progress.mark) if progress is not None else []
+        if not any(one.index == index and one.state == "up" for one in there):
+            raise BackendError(f"host {index} of {run_id} is not there now", hint=f"muster status {run_id}")
         letter = Command(argv=tuple(argv), timeout_s=COMMAND_S)
         box = self._box(run_id, known[0], home, box_of(index))
         outcome = decode(Outcome, box.send(RUN, encode(letter).decode(), timeout_s=COMMAND_S + ASK_S).encode())

@@ -30,6 +30,7 @@ FILE = "vertex-requests.json"
 class Progress(Record):
     """Of the newest submission."""
 
+    run_id: str = ""
     submission: Count
     sha256: str = ""
     """Of the run's files."""
@@ -79,12 +80,16 @@ class Requests:
     clock: Clock
 
     def held(self) -> tuple[Progress | None, str | None]:
-        """The record and its generation; None: nothing was submitted. Raises as the store."""
+        """The record and its generation; None: nothing was submitted. Raises as the store, and ConflictError where
+        another run lives in the home."""
         try:
             found = self.store.get(self._uri(FILE))
         except FileNotFoundError:
             return None, None
-        return decode(Progress, found.data), found.generation
+        progress = decode(Progress, found.data)
+        if progress.run_id != self.placement.run_id:
+            raise ConflictError(f"the run {progress.run_id} lives in {self.placement.home}", hint="another run_dir")
+        return progress, found.generation
 
     def begin(self, submission: int, sha256: str) -> Looked:
         """Ask the first region, and the next ones as long as they refuse at once; the same submission again asks
@@ -102,7 +107,7 @@ class Requests:
                     f"custom job {going[0].name.rpartition('/')[2]} of an older submission still goes on",
                     hint=f"muster down {self.placement.run_id}",
                 )
-            self._write(Progress(submission=submission, sha256=sha256), generation)
+            self._write(Progress(run_id=self.placement.run_id, submission=submission, sha256=sha256), generation)
         while True:
             looked = self.look()
             last = looked.progress.asked[-1] if looked.progress.asked else None

@@ -314,6 +314,15 @@ def test_two_who_submit_at_the_same_time_make_one_run(user, tmp_path, monkeypatc
     with pytest.raises(ConflictError, match=run.run_id):
         other.submit()
     assert len(user.vertex.jobs) == 1 and not list(run_registry.registry())
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    assert user.until(run, JobState.RUNNING) and len(trained(user)) == 1, "giving up has not ended the other run"
+
+
+def test_a_bucket_that_may_not_be_written_leaves_nothing_and_says_so(user):
+    user.bucket.closed = True
+    with pytest.raises(AccessError, match="403"):
+        user.submit()
+    assert not user.vertex.jobs and not list(run_registry.registry())
 
 
 def test_a_job_that_came_after_down_trains_never_and_is_ended(tmp_path, monkeypatch):
@@ -420,6 +429,10 @@ def test_a_command_runs_on_the_host_that_was_meant(spoken):
     user, run = spoken
     out, err = bytearray(), bytearray()
     terminal = Terminal(out=out.extend, err=err.extend)
+    with pytest.raises(BackendError, match="host 1 of"):
+        user.launcher.exec(run.run_id, ["x"], terminal, host=1)
+    up = HostRecord(index=1, host="host-1-x", state="up")
+    presence.tell(user.bucket, user.home, user.job.body["labels"]["muster-nonce"], up)
     with Host(user, run, index=0), Host(user, run, index=1, holds=False) as second:
         assert user.launcher.exec(run.run_id, ["nvidia-smi", "-L"], terminal, host=1) == 7
     assert (bytes(out), bytes(err)) == (b"o\xff", b"e") and second.asked == [(["nvidia-smi", "-L"], b"")]

@@ -48,20 +48,21 @@ class Seat:
         return self.index == 0
 
 
-def seat(value: str | None, *, hosts: int) -> Seat:
-    """This host's place, from the variable's value (None: it is not set), in a job of ``hosts`` hosts.
+def seat(value: str | None, *, hosts: int | None) -> Seat:
+    """This host's place, from the variable's value (None: it is not set), in a job of ``hosts`` hosts (None: of as many
+    as it names).
 
     Raises:
         BackendError: it cannot be read, or it is of another number of hosts.
     """
     if not value or not value.strip():
-        if hosts == 1:
+        if hosts in (1, None):
             return Seat(index=0, peers=())
         raise BackendError(f"{VARIABLE} is not set on one of {hosts} hosts", hint="this is not a worker of Vertex AI")
     spec = _object(value)
     pools = [[_peer(one) for one in texts(spec, "cluster", pool)] for pool in POOLS]
     peers = tuple(peer for pool in pools for peer in pool)
-    if len(peers) != hosts:
+    if hosts is not None and len(peers) != hosts:
         raise BackendError(f"{VARIABLE} names {len(peers)} hosts, and the run has {hosts}: {_short(value)}")
     kind, within = text(spec, "task", "type"), _index(at(spec, "task", "index"))
     if kind not in POOLS or within is None or within >= len(pools[POOLS.index(kind)]):

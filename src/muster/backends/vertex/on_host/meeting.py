@@ -73,9 +73,9 @@ class Meeting:
             if not reason:
                 self.hosts[hello.index] = hello
         returned = before is not None and before.boot != hello.boot
-        stream.send(Met(reached=not reason, reason=reason, returned=returned))
         if reason:
             self.log(f"host {hello.index} cannot be reached at {hello.address[0]}: {reason}")
+        stream.send(Met(reached=not reason, reason=reason, returned=returned))
 
     def _call(self, address: Address) -> str:
         """Why the host that gave ``address`` does not answer there; empty: it does."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.bucket import Bucket
+from fakes.compute_engine.guest import Guest
+from fakes.compute_engine.guest import Programs as MachinePrograms
+from fakes.compute_engine.operator import Operator
+from fakes.compute_engine.run_of_hosts import Settling
 from fakes.discovery import Discovery
 from fakes.discovery import folder as discovery_folder
 from fakes.google_wire import Wire
@@ -22,7 +28,13 @@ from fakes.vertex.jobs import Job, Manners
 from fakes.vertex.service import APIS, FakeVertex
 from fakes.vertex.workers import Programs, Worker
 
+from muster.backends.gce.compute import Compute
+from muster.backends.gce.journal import JournalFile
+from muster.backends.gce.launcher import GceLauncher
+from muster.backends.gce.provision import Hosts, instances_of
+from muster.backends.gce.submission import submission_of
 from muster.backends.google.http import Call, Reply, Unreachable
+from muster.backends.google.session import Session
 from muster.backends.local.launcher import LocalLauncher
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.launcher import SlurmLauncher
@@ -31,8 +43,12 @@ from muster.backends.vertex.launcher import VertexLauncher
 from muster.config.spec import RunSpec
 from muster.core import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, MusterError, UsageError
+from muster.core.typed_json import encode
 from muster.core.types import JobHandle, JobRequest, TaskSpec
+from muster.protocol.client import HostStatus, SupervisorStatus
+from muster.protocol.lease import EndRecord, HomeStatus
 from muster.storage import run_registry
+from muster.storage.home.bucket import BucketHome
 
 DOCUMENTS = Discovery(found, (*APIS, API)) if (found := discovery_folder()) else None
 REGION = "us-central1"
@@ -202,5 +218,152 @@ class VertexCase:
         return self.launcher.render(spec, run_id=run_id, run_dir=str(path))
 
 
-Case = LocalCase | SlurmCase | VertexCase
-CASES: dict[str, Callable[[Path], Case]] = {"local": LocalCase, "slurm": SlurmCase, "vertex": VertexCase}
+class GceCase:
+    """The played Compute Engine: what the supervisor's machine would run runs here; the bucket is in memory."""
+
+    ZONE = "us-central1-a"
+
+    def __init__(self, folder: Path) -> None:
+        if DOCUMENTS is None:
+            pytest.skip("google-api-python-client (Google's discovery documents) is not installed")
+        self.folder, self.argvs = folder, dict[str, tuple[tuple[str, ...], ...]]()
+        self.user = Operator(programs=MachinePrograms(boot=self.boot, kill=self.kill))
+        self.cloud, self.clock, self.bucket = self.user.cloud, Settling(self.user), Bucket()
+        region = "projects/example-project/regions/us-central1"
+        self.subnet = f"compute/v1/{region}/subnetworks/muster-sub"
+        self.cloud.store[self.subnet] = {"name": "muster-sub"}
+        for account in self.accounts.values():
+            self.cloud.store[f"iam/x/serviceAccounts/{account}"] = {}
+        self.secrets = FakeSecrets(DOCUMENTS)
+        self.wire = Wire(self, self.user.clock)
+        self.launcher = _Meanwhile(http=self.wire, store=self.bucket, clock=self.clock)
+        self.launcher.meanwhile = self.hosts_come
+        self.lost = False
+        self.started: dict[str, list[subprocess.Popen[bytes]]] = {}
+
+    @property
+    def accounts(self) -> dict[str, str]:
+        names = {"service_account": "hosts", "supervisor_service_account": "supervisor"}
+        return {key: f"{name}@example-project.iam.gserviceaccount.com" for key, name in names.items()}
+
+    def send(self, call: Call) -> Reply:
+        reply = (self.secrets if "secretmanager" in call.url else self.cloud).send(call)
+        if self.lost and call.method == "POST" and "/instances?" in call.url:
+            self.lost = False
+            raise Unreachable(f"no answer from {call.url}")
+        return reply
+
+    def hosts_come(self, request: JobRequest) -> None:
+        """The supervisor's machine asks for hosts, and they join: no agents run here."""
+        of = submission_of(request).placement
+        session = Session(http=self, clock=self.clock)
+        hosts = Hosts(
+            placement=of, compute=Compute(session=session, project=of.project), log=lambda line: None,
+            file=JournalFile(store=self.bucket, home=of.home), wall_s=lambda: self.clock.wall_ns() / 1e9,
+        )  # fmt: skip
+        for _ in range(30):
+            if hosts.step():
+                break
+            self.clock.sleep(10)
+        names = [one.name for one in instances_of(hosts.compute, of.stem) if one.turn]
+        known = {name: HostStatus(connected=True, ready=True, active=True, ranks=(0,)) for name in names}
+        status = SupervisorStatus(phase="train", reason="", attempt=1, step=0, hosts=known)
+        self.bucket.put(f"{of.home}/status.json", encode(HomeStatus(wall_ns=1, term=1, status=status)))
+
+    def boot(self, guest: Guest) -> None:
+        """Starts the run's programs; what the supervisor leaves in the home at their end comes from a thread."""
+        if guest.metadata["attributes/muster-role"] != "supervisor":
+            return
+        run_id, home = guest.metadata["attributes/muster-run"], guest.metadata["attributes/muster-home"]
+        local = self.folder / "machines" / run_id
+        (local / "logs").mkdir(parents=True)
+        (local / "run_id").write_text(run_id)
+        sync = BucketHome(local, home, store=self.bucket, bulk=self.bucket).start("h0")
+        started = self.started[guest.name] = []
+        for number, argv in enumerate(self.argvs[run_id]):
+            with open(local / "logs" / f"task{number}.log", "wb") as out:
+                environment = {**os.environ, "MUSTER_RUN_ID": run_id}
+                started.append(subprocess.Popen(argv, stdout=out, stderr=out, env=environment))
+
+        def wait() -> None:
+            codes = [one.wait() for one in started]
+            sync.stop(5.0)
+            if guest.up:
+                self._end(guest, home, max(codes))
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _end(self, guest: Guest, home: str, code: int) -> None:
+        record = EndRecord(
+            job=guest.name, submission="1", term=1, outcome="finished", exit_code=code, reason="its programs ended",
+            wall_ns=1,
+        )  # fmt: skip
+        self.bucket.put(f"{home}/end.json", encode(record))
+
+    def kill(self, guest: Guest) -> None:
+        for one in self.started.get(guest.name, ()):
+            one.kill()
+            one.wait()
+
+    def living(self, run_id: str) -> list[int]:
+        return [process.pid for process in processes.labelled(run_id)]
+
+    def refusals(self) -> Iterator[tuple[type[MusterError], JobRequest]]:
+        self.cloud.actors = {self.accounts["supervisor_service_account"]: 1e9}
+        yield AccessError, self.request()
+        self.cloud.actors = None
+        self.cloud.stock[self.ZONE] = 0
+        yield CapacityError, self.request()
+        del self.cloud.stock[self.ZONE]
+        subnet = self.cloud.store.pop(self.subnet)
+        yield BackendError, self.request()
+        self.cloud.store[self.subnet] = subnet
+
+    def submit_without_answer(self, request: JobRequest) -> None:
+        self.lost = True
+        self.launcher.submit(request)
+        assert not self.lost
+        self.lose_record(request)
+
+    def lose_record(self, request: JobRequest) -> None:
+        (Path(request.run_dir) / "job.json").unlink()
+
+    def spec(self, name: str = "contract", hosts: int = 1, spares: int = 0) -> RunSpec:
+        resources = {
+            "hosts": hosts, "spare_hosts": spares, "machine": "g2-standard-48", "provisioning_model": "on_demand",
+            "project": "example-project", "locations": [self.ZONE],
+        }  # fmt: skip
+        gce = {**self.accounts, "bundle": f"gs://example-bucket/bundles/{'0' * 64}.tar.gz"}
+        return RunSpec.model_validate(
+            {"name": name, "backend": "gce", "command": ["true"], "resources": resources, "gce": gce,
+             "checkpoint": {"dir": "gs://example-bucket/checkpoints"}}
+        )  # fmt: skip
+
+    def request(self, *argvs: tuple[str, ...], name: str = "contract") -> JobRequest:
+        run_id = run_registry.new_run_id(name)
+        self.argvs[run_id] = argvs or (SLEEP,)
+        spec = self.launcher.resolve(self.spec(name))
+        path = self.folder / run_id
+        run_registry.create(run_id, path, run_file="", resolved=spec.model_dump_json(indent=1) + "\n")
+        return self.launcher.render(spec, run_id=run_id, run_dir=str(path))
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Meanwhile(GceLauncher):
+    """A person's, with what happens in the project after a submission."""
+
+    meanwhile: Callable[[JobRequest], None] = lambda request: None
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        handle = super().submit(request)
+        self.meanwhile(request)
+        return handle
+
+
+Case = LocalCase | SlurmCase | VertexCase | GceCase
+CASES: dict[str, Callable[[Path], Case]] = {
+    "local": LocalCase,
+    "slurm": SlurmCase,
+    "vertex": VertexCase,
+    "gce": GceCase,
+}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from muster.backends import code_bundle, mailbox, run_home
 from muster.backends.gce import reason, teardown
 from muster.backends.gce.compute import Compute
+from muster.backends.gce.journal import FILE as JOURNAL
 from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.offers import rents
 from muster.backends.gce.placement import RUNS, Placement, place, resolved
@@ -33,7 +33,7 @@ from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
 from muster.core import resolved_file
 from muster.core.clock import SystemClock
-from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
 from muster.core.protocols import Clock, Store
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
@@ -105,19 +105,35 @@ class GceLauncher:
             AccessError, BackendError: Google refuses.
             ConflictError: another run lives in that home, or an older submission is still being removed.
         """
+        local = Path(request.run_dir)
+        if run_registry.existing_id(local) not in (None, request.run_id):
+            raise ConflictError(f"{local} holds another run", hint="choose another run_dir")
         found = submission_of(request)
-        placement, local = found.placement, run_registry.find(request.run_id).path
+        placement = found.placement
         run_home.begin(local, request.run_id, placement.home, self.store)
-        file = self._file(placement)
-        warnings: list[str] = []
-        if not file.open_for(placement.submission).closed:
-            warnings = found.put(self._store(), self._secrets(), self._token(local))
-            Start(
-                placement=placement, compute=self._compute(placement), file=file, clock=self.clock,
-                log=lambda line: print(f"muster: {line}", file=sys.stderr, flush=True),
-            ).run()  # fmt: skip
+        file, warnings, handle = self._file(placement), [], self._handle(request.run_id, local, placement)
+        before, _ = file.read()
+        try:
+            if not file.open_for(placement.submission).closed:
+                warnings = found.put(self._store(), self._secrets(), read_token(str(local / "token")).decode())
+                Start(
+                    placement=placement, compute=self._compute(placement), file=file, clock=self.clock,
+                    log=lambda line: print(f"muster: {line}", file=sys.stderr, flush=True),
+                ).run()  # fmt: skip
+        except MusterError:
+            if before is None:
+                with contextlib.suppress(MusterError):
+                    self._forget(handle, placement)
+            raise
         self._record(local, request.run_id, placement.submission)
-        return replace(self._handle(request.run_id, local, placement), warnings=tuple(warnings))
+        return replace(handle, warnings=tuple(warnings))
+
+    def _forget(self, handle: JobHandle, placement: Placement) -> None:
+        """A run that never began leaves its home to others, and no machine that came after all."""
+        self.cancel(handle)
+        for name in (JOURNAL, run_home.RUN_ID):
+            with contextlib.suppress(MusterError, FileNotFoundError):
+                self._store().delete(f"{placement.home}/{name}")
 
     # ------------------------------------------------------------ watch
 
@@ -261,13 +277,6 @@ class GceLauncher:
     def _box(self, run_id: str, local: Path, home: Home, name: str) -> Box:
         token = read_token(str(local / "token"))
         return Box(store=self._store(), home=home.uri, name=name, run_id=run_id, token=token, clock=self.clock)
-
-    def _token(self, local: Path) -> str:
-        """Of the run's folder, made where there is none."""
-        path = local / "token"
-        if not path.exists():
-            run_registry.replace_text(path, secrets.token_hex(32) + "\n")
-        return path.read_text().strip()
 
     def _record(self, local: Path, run_id: str, submission: str) -> None:
         record = {"version": 1, "run_id": run_id, "backend": self.name, "submission": int(submission)}

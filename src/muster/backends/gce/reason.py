@@ -84,9 +84,11 @@ def explain(looked: Looked, placement: Placement, end: EndRecord | None, now_s: 
     tasks = {_task(placement, one): _machine_text(looked, one, now_s) for one in machines}
     if end is not None:
         return ended_with(end, tasks)
-    if journal is None or journal.closed:
+    if journal is None:
+        return JobStatus(state=JobState.ABSENT, reason="nothing was asked for", tasks=tasks)
+    if journal.closed:
         left = f"; {len(machines)} of its machines are being removed" if machines else ""
-        return JobStatus(state=JobState.ABSENT, reason=f"it was taken down{left}", tasks=tasks)
+        return JobStatus(state=JobState.STOPPED, reason=f"it was taken down{left}", tasks=tasks)
     supervisor = next((one for one in machines if one.name == placement.supervisor), None)
     hosts = [one for one in machines if one.turn and one.lives]
     joined = [one for one in hosts if one.name in looked.connected]

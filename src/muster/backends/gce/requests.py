@@ -104,8 +104,9 @@ def role(placement: Placement) -> Request:
     return Request(what=f"roles/{ROLE}", url=url, body=body)
 
 
-def supervisor(placement: Placement, zone: str) -> Request:
-    """The small machine that outlives hosts; it ends by itself long after the run had to."""
+def supervisor(placement: Placement, zone: str, attempt: int = 0) -> Request:
+    """The small machine that outlives hosts; it ends by itself long after the run had to. ``attempt`` makes another
+    request of it: one that was carried out is not carried out again, though its machine be gone."""
     asked, name = placement.spec.gce, placement.supervisor
     small = asked.supervisor_machine
     image = catalogue.supervisor_image().name
@@ -124,7 +125,7 @@ def supervisor(placement: Placement, zone: str) -> Request:
         "metadata": _metadata(placement, "supervisor"),
         "reservationAffinity": {"consumeReservationType": "NO_RESERVATION"},
     }  # fmt: skip
-    own = request_id(placement, f"{name}/{zone}/{placement.submission}")
+    own = request_id(placement, f"{name}/{zone}/{placement.submission}/{attempt}")
     url = f"{API}/{placement.project}/zones/{zone}/instances?requestId={own}"
     return Request(what=f"instances/{name}", url=url, body=body)
 

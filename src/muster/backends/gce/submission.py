@@ -11,6 +11,7 @@ from muster.backends.gce.compute import Cause, Compute, refused
 from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.placement import RUNS, Placement, place
 from muster.backends.gce.provision import Instance, instances_of
+from muster.backends.gce.requests import Request
 from muster.backends.gce.run_file_rules import rules
 from muster.backends.google.http import Unreachable
 from muster.backends.google.secret_manager import SecretManager
@@ -32,6 +33,7 @@ GRANT_S = 120.0
 """A role that was just given may not hold yet."""
 RETRY_S = 5.0
 OPERATION_S = 600.0
+ATTEMPTS = 5
 
 
 def render(spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
@@ -146,7 +148,17 @@ class Start:
 
     def _in(self, zone: str) -> str | None:
         """None: it is there; else why ``zone`` has none."""
-        request, waited_s = requests.supervisor(self.placement, zone), 0.0
+        own = self.compute.url(f"zones/{zone}/instances/{self.placement.supervisor}")
+        for attempt in range(ATTEMPTS):
+            if (reason := self._once(requests.supervisor(self.placement, zone, attempt), zone)) is not None:
+                return reason
+            if self.compute.get(own) is not None:
+                return None
+        raise BackendError(f"{own} is made and is gone again, {ATTEMPTS} times", hint="submit again in a minute")
+
+    def _once(self, request: Request, zone: str) -> str | None:
+        """As ``_in``, of one request, which may be an old one that was carried out."""
+        waited_s = 0.0
         while True:
             try:
                 reply = self.compute.send("POST", request.url, request.body)

@@ -1,6 +1,6 @@
 """Muster from Python, cell by cell (VS Code and Jupyter run ``# %%`` as cells): plan, train, look, continue.
 
-    python examples/from_python.py            # about a minute on two cores
+python examples/from_python.py            # about a minute on two cores
 """
 
 # %% The run file, and what is to differ from it. Nothing heavy is imported yet.

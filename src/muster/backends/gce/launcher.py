@@ -110,7 +110,13 @@ class GceLauncher:
             raise ConflictError(f"{local} holds another run", hint="choose another run_dir")
         found = submission_of(request)
         placement = found.placement
-        run_home.begin(local, request.run_id, placement.home, self.store)
+        known = (local / HOME_FILE).exists()
+        try:
+            run_home.begin(local, request.run_id, placement.home, self.store)
+        except MusterError:
+            if not known:  # nothing was asked for, so nobody has to look for anything
+                (local / HOME_FILE).unlink(missing_ok=True)
+            raise
         file, warnings, handle = self._file(placement), [], self._handle(request.run_id, local, placement)
         before, _ = file.read()
         try:

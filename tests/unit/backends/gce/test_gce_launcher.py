@@ -316,6 +316,14 @@ def test_muster_submit_and_down_as_a_person_uses_them(stage):
     assert stop_app.down(found.run.run_id).left == () and at.names() == []
 
 
+def test_where_the_bucket_cannot_be_written_nothing_starts_and_nothing_is_kept(stage):
+    at = stage()
+    at.bucket.closed = True
+    with pytest.raises(AccessError, match=r"storage\.objects"):
+        submit_app.submit(Loaded(spec=at.spec, text="name: llama\n", source="run.yaml"))
+    assert at.names() == [] and list(run_registry.registry()) == []
+
+
 # ---------------------------------------------------------------- questions
 
 

@@ -37,7 +37,7 @@ HELP = "Train language models on GPUs that come and go. Start: muster train RUN.
 
 #: The commands of ``muster --help``, by what a person is doing.
 GROUPS = {
-    "Run": ("train", "submit", "stop", "recover", "restart", "down", "export", "rm", "prune"),
+    "Run": ("init", "train", "submit", "stop", "recover", "restart", "down", "export", "rm", "prune"),
     "Inspect": (
         "status", "watch", "logs", "events", "why", "check", "profile", "metrics", "report", "compare", "checkpoints",
         "exec",
@@ -85,6 +85,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 for command in (
+    plan.init,
     run_commands.train, run_commands.submit, run_commands.recover, run_commands.restart, run_commands.stop,
     run_commands.down, run_commands.export,
     inspect_commands.status, inspect_commands.logs, inspect_commands.events, inspect_commands.profile,

@@ -1,8 +1,9 @@
-"""The verbs of planning: plan, prices, calibrate. ``register`` adds them."""
+"""The verbs of planning: init, plan, prices, calibrate. ``register`` adds them."""
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +14,39 @@ from muster.cli import output
 from muster.cli.inspect_commands import JSON
 from muster.cli.run_commands import OVERRIDES, RUN_FILE
 
+_FROM = typer.Option(None, "--from", metavar="FILE_OR_HUB", help="Rows: a file, a glob, a folder, or OWNER/DATASET.")
+_MODEL = typer.Option(
+    None, "--model", metavar="FOLDER_OR_HUB", help="Fine-tune this; default: a small one from scratch."
+)
+_OUT = typer.Option("run.yaml", "--out", "-o", help="The file to write; never overwritten.")
+_YES = typer.Option(False, "--yes", "-y", help="Ask nothing.")
 prices_app = typer.Typer(help="List prices: what ships, what was fetched, what is yours.", no_args_is_help=True)
+
+
+def init(source: str | None = _FROM, model: str | None = _MODEL, out: Path = _OUT, yes: bool = _YES) -> None:
+    """Look at your rows and write a run file that trains on them.
+
+    Asks at most three questions on a terminal: rows, base model, adapters or all weights.
+    """
+    from muster.app.planning import draft as use_case
+
+    use_case.free(out)
+    asks = not yes and sys.stdin.isatty()
+    if source is None:
+        source = typer.prompt("Rows (file, folder or hub data set)", err=True) if asks else use_case.data_here(Path())
+    if model is None and asks:
+        model = typer.prompt("Base model (folder or hub id; empty: a small one from scratch)", default="", err=True,
+                             show_default=False)  # fmt: skip
+    base = use_case.base_of(model) if model else None
+    lora = base is not None and (base.parameters or 0) >= use_case.LORA_FROM
+    if base is not None and asks:
+        lora = typer.confirm("Train adapters (LoRA) instead of all weights?", default=lora, err=True)
+    made = use_case.draft(source, base, lora=lora, gpus=use_case.gpus_here())
+    use_case.write(out, made.text)
+    output.result(str(out))
+    for sentence in made.assumed:
+        output.info(f"  {sentence}")
+    output.info(f"hint: muster data {out} (what is learned), muster plan {out} (how long), muster train {out}")
 
 
 def plan(

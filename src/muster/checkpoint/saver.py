@@ -96,10 +96,11 @@ class Saver:
         store: Store,
         on_event: Callable[..., None],
         handover: Handover | None = None,
+        keep_best: int = 0,
     ) -> None:
         self.directory = directory_uri
         self.run_id, self.attempt, self.layout = run_id, attempt, layout
-        self.keep_last, self.asynchronous = keep_last, asynchronous
+        self.keep_last, self.keep_best, self.asynchronous = keep_last, keep_best, asynchronous
         self.tier = "disk" if uris.is_local(directory_uri) else "bucket"
         self._group, self._store, self._on_event = group, store, on_event
         self.rank = exchange.rank_of(group)
@@ -326,7 +327,9 @@ class Saver:
         self._failed = [uri for uri in self._failed if uri != self._uri(job.step)]  # tried again, and done
         self._sweep(job)
         try:
-            job.removed += manifests.prune(store, folder, keep_last=self.keep_last, run_id=run_id, attempt=attempt)
+            job.removed += manifests.prune(
+                store, folder, keep_last=self.keep_last, keep_best=self.keep_best, run_id=run_id, attempt=attempt
+            )
             if not self._tidied:
                 job.removed += manifests.remove_orphans(store, folder, run_id=run_id, attempt=attempt)
                 self._tidied = True

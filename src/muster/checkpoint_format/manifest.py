@@ -14,8 +14,9 @@ A checkpoint exists when its marker does and the fence (``checkpoint_format.fenc
 from __future__ import annotations
 
 import builtins
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -41,6 +42,10 @@ OnSkip = Callable[[str, str], None]
 """Called with (uri, reason) for what is there and not usable."""
 
 
+HELDOUT_LOSS = "heldout_loss"
+"""In ``extra``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Record):
     """One committed checkpoint: everything needed to decide whether it can be restored."""
@@ -63,6 +68,16 @@ class Manifest(Record):
     """Small JSON values: data and model fingerprints."""
     directory: str = ""
     """The folder it was read from; not written into the marker."""
+
+    @property
+    def heldout_loss(self) -> float | None:
+        """Of the state that it holds, where that was evaluated."""
+        found = self.extra.get(HELDOUT_LOSS)
+        return (
+            float(found)
+            if isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+            else None
+        )
 
     @property
     def uri(self) -> str:
@@ -230,8 +245,14 @@ def commit(store: Store, manifest: Manifest, *, on_rebuilt: OnRebuilt = lambda r
             _hold(store, directory, run_id=manifest.run_id, attempt=manifest.attempt, on_rebuilt=on_rebuilt)
 
 
-def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt: int) -> list[str]:
-    """Remove all but the ``keep_last`` newest checkpoints; returns the folders removed.
+def best(found: Iterable[Manifest]) -> list[Manifest]:
+    """Those whose state was evaluated, the lowest held-out loss first; of equal ones the newer step."""
+    losses = [(loss, -each.step, each) for each in found if (loss := each.heldout_loss) is not None]
+    return [each for _, _, each in sorted(losses, key=lambda row: row[:2])]
+
+
+def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt: int, keep_best: int = 0) -> list[str]:
+    """Remove all but the ``keep_last`` newest and the ``keep_best`` best checkpoints; returns the folders removed.
 
     Newest means last committed: this attempt's own before older attempts', whatever their steps. Marker
     first, data after, so that a kill in between leaves an orphan and never a marker without data. Should
@@ -244,9 +265,13 @@ def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt:
         return (manifest.run_id == run_id, manifest.attempt, manifest.step)
 
     removed, whole = [], False
-    for number, manifest in enumerate(sorted(committed(store, directory), key=age, reverse=True)):
+    there = committed(store, directory)
+    spared = [each.uri for each in best(there) if keep_best and missing(each) is None][:keep_best]
+    for number, manifest in enumerate(sorted(there, key=age, reverse=True)):
         if number < keep_last or not whole:
             whole = whole or missing(manifest) is None
+            continue
+        if manifest.uri in spared:
             continue
         fences.check(store, directory, run_id=run_id, attempt=attempt)
         store.delete(manifest.marker_uri)

@@ -155,10 +155,11 @@ def export(
     run: str = RUN,
     out: Path | None = OUT,
     step: int | None = typer.Option(None, "--step", help="Checkpoint of this step; default: the newest."),
+    best: bool = typer.Option(False, "--best", help="The checkpoint with the lowest held-out loss."),
     adapter: bool = typer.Option(False, "--adapter", help="LoRA: write the adapter alone instead of merging it."),
 ) -> None:
     """Write a Hugging Face folder, then reload and compare it."""
-    result = api.export(run, out=out, step=step, merge=not adapter)
+    result = api.export(run, out=out, step=step, best=best, merge=not adapter)
     output.result(str(result.folder))
     for line in result.lines:
         output.info(line)

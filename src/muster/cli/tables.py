@@ -178,11 +178,14 @@ def before_and_after(result: RunView) -> Iterator[str]:
 
 def catalogue(result: Catalogue) -> Iterator[str]:
     """One line a version; ``>`` marks what a restart would take."""
-    rows: list[tuple[str, ...]] = [("", "step", "attempt", "tier", "age", "size", "layout", "whole", "where")]
+    rows: list[tuple[str, ...]] = [
+        ("", "step", "attempt", "tier", "age", "held-out loss", "size", "layout", "whole", "where")
+    ]
     for version in result.versions:
         where = ", ".join(version.hosts) or version.uri
         rest = (
             output.age(result.age_s(version)),
+            "-" if version.heldout_loss is None else f"{version.heldout_loss:.4f}",
             f"{version.bytes / 2**20:.1f} MiB",
             version.layout,
             _whole(version),
@@ -191,7 +194,7 @@ def catalogue(result: Catalogue) -> Iterator[str]:
         rows.append((">" if version.used else "", str(version.step), f"a{version.attempt}", version.tier, *rest))
     if len(rows) == 1:
         return
-    yield from aligned(rows, left=(0, 2, 3, 6, 7, 8))
+    yield from aligned(rows, left=(0, 2, 3, 7, 8, 9))
 
 
 def _whole(version: Version) -> str:

@@ -216,6 +216,8 @@ class CheckpointSpec(Section):
     dir: str | None = None
     """Folder or URI (``gs://``, ``s3://``, ``memory://``); default: ``checkpoints`` in the run's folder."""
     keep_last: Positive = 2
+    keep_best: NotNegative = 0
+    """Besides, those with the lowest held-out loss: of saves at the step of an evaluation."""
     asynchronous: bool = True
     resume: bool = True
     """Continue from the newest committed checkpoint found in ``dir``."""

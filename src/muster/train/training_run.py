@@ -83,6 +83,8 @@ class TrainingRun:
     arrivals: Arrivals = field(default_factory=lambda: Arrivals(StepClock()))
     pace: SnapshotPace = field(init=False)
     _pending: StepResult | None = None
+    _evaluated: tuple[int, float | None] = (-1, None)
+    """The step that was evaluated last, and its held-out loss."""
 
     def __post_init__(self) -> None:
         held = 0 if self.snapshots is None else self.snapshots.size_bytes
@@ -234,7 +236,7 @@ class TrainingRun:
         """Held-out figures of the state after ``step``; training waits."""
         self.flush_pending_metrics()
         with self._phase("eval", step):
-            self.evaluator.run(step, final=final)
+            self._evaluated = (step, self.evaluator.run(step, final=final).get("loss"))
 
     def checkpoint_is_due(self, step: int) -> bool:
         """By the step count, or because a save was deferred. The same on every rank: training waits for no save."""
@@ -263,7 +265,8 @@ class TrainingRun:
             return
         with self._phase("checkpoint", step):
             self.agent.progress(for_s=SAVE_LIMIT_S)
-            self.saves.save(step)
+            evaluated, loss = self._evaluated
+            self.saves.save(step, heldout_loss=loss if evaluated == step else None)
             self.agent.progress()
 
     def finish(self) -> None:

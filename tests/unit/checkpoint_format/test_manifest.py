@@ -361,3 +361,20 @@ def test_any_course_leaves_whole_versions_of_attempts_that_held_the_fence(moves)
         assert all(manifest.damage(one) is None for one in found)
         if newest is not None:
             assert newest in found
+
+
+def test_pruning_spares_the_best_by_held_out_loss(store, folder):
+    claim(store, folder, 1)
+    for step, loss in ((10, 2.5), (20, 1.5), (30, 1.75), (40, None), (50, True), (60, 3.0)):
+        found = dataclasses.replace(made(folder, step), extra={} if loss is None else {manifest.HELDOUT_LOSS: loss})
+        store.put(uris.join(found.uri, SHARD), shard(step, 1, "run", b"0123456789")[0])
+        store.put(uris.join(found.uri, INDEX.name), b"{}")
+        manifest.commit(store, found)
+    assert [found.step for found in manifest.best(committed(store, folder))] == [20, 30, 10, 60]
+    manifest.prune(store, folder, keep_last=1, keep_best=2, run_id="run", attempt=1)
+    assert steps(store, folder) == [(60, 1), (30, 1), (20, 1)]
+    store.delete(
+        uris.join(committed(store, folder)[-1].uri, SHARD)
+    )  # the best is damaged: the next one takes its place
+    manifest.prune(store, folder, keep_last=1, keep_best=1, run_id="run", attempt=1)
+    assert steps(store, folder) == [(60, 1), (30, 1)]

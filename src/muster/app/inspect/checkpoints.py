@@ -57,6 +57,8 @@ class Version:
     """Wall clock; None: no event of that step is known."""
     problem: str | None = None
     """Why it could not be used, though it is there."""
+    heldout_loss: float | None = None
+    """Of disk and bucket, where a save came with an evaluation."""
     used: bool = False
     """A restart would begin from it (or from it and the other memory tier's shards)."""
 
@@ -216,6 +218,7 @@ def _on_disk(result: Manifest) -> Version:
         missing=(),
         hosts=(),
         bytes=result.bytes,
+        heldout_loss=result.heldout_loss,
         uri=result.uri,
         written_ns=result.created_ns,
         problem=problem,

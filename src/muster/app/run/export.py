@@ -25,13 +25,19 @@ class Exported:
     """Messages about it."""
 
 
-def export(reference: str, *, out: Path | None = None, step: int | None = None, merge: bool = True) -> Exported:
-    """Write the folder, reload it in a fresh process, compare logits.
+def export(
+    reference: str, *, out: Path | None = None, step: int | None = None, best: bool = False, merge: bool = True
+) -> Exported:
+    """Write the folder, reload it in a fresh process, compare logits. ``best``: of the checkpoint with the lowest
+    held-out loss; default: the newest.
 
     Raises:
+        UsageError: both ``step`` and ``best``.
         UsageError: no such run, the folder is taken, or the trainer is not installed.
         MusterError: nothing to export, or the comparison failed.
     """
+    if best and step is not None:
+        raise UsageError("--best and --step name different checkpoints", hint="give one of them")
     run = run_registry.find(reference)
     if importlib.util.find_spec("torch") is None:
         raise UsageError("muster export needs torch", hint="pip install 'muster[train]'")
@@ -42,6 +48,8 @@ def export(reference: str, *, out: Path | None = None, step: int | None = None, 
         argv += ["--out", os.path.abspath(os.path.expanduser(out))]
     if step is not None:
         argv += ["--step", str(step)]
+    if best:
+        argv.append("--best")
     if not merge:
         argv.append("--adapter")
     code, printed = run_visibly(argv)

@@ -78,6 +78,7 @@ def export(
     out_dir: str | Path | None = None,
     *,
     checkpoint: int | None = None,
+    best: bool = False,
     merge_lora: bool = True,
     dtype: str | None = None,
     verify: bool = True,
@@ -99,7 +100,7 @@ def export(
     dtype = dtype or spec.model.dtype
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    manifest = choose_checkpoint(spec, run_dir, checkpoint)
+    manifest = choose_checkpoint(spec, run_dir, checkpoint, lowest_loss=best)
     adapter = spec.model.lora is not None and not merge_lora
     kind = "adapter" if adapter else "merged" if spec.model.lora else "model"
     target = free_folder(Path(out_dir) if out_dir else run_dir / "exports" / f"step-{manifest.step:08d}-{kind}")
@@ -294,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--step", type=int)
+    parser.add_argument("--best", action="store_true", help="the lowest held-out loss")
     parser.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone, not merged")
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--no-verify", action="store_true")
@@ -303,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given.run_dir,
             given.out,
             checkpoint=given.step,
+            best=given.best,
             merge_lora=not given.adapter,
             dtype=given.dtype,
             verify=not given.no_verify,

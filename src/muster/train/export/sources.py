@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muster.checkpoint.load import newest_valid
 from muster.checkpoint.shards import ShardReader, read_tensor
-from muster.checkpoint_format.manifest import Manifest, committed, damage, missing
+from muster.checkpoint_format.manifest import Manifest, best, committed, damage, missing
 from muster.config.spec import RunSpec
 from muster.core import resolved_file
 from muster.core.errors import CheckpointError, UsageError
@@ -72,11 +72,18 @@ def read_spec(run_dir: Path) -> RunSpec:
     return spec
 
 
-def choose_checkpoint(spec: RunSpec, run_dir: Path, step: int | None) -> Manifest:
-    """The checkpoint to export, with verified checksums."""
+def choose_checkpoint(spec: RunSpec, run_dir: Path, step: int | None, *, lowest_loss: bool = False) -> Manifest:
+    """The checkpoint to export, with verified checksums: of ``step``, the one with the lowest held-out loss, or the
+    newest."""
     store: Store = open_store()
     directory = spec.checkpoint.dir or uris.join(str(run_dir), "checkpoints")
     rejected: list[str] = []
+    if lowest_loss:
+        for manifest in best(committed(store, directory)):
+            if (missing(manifest) or damage(manifest)) is None:
+                return manifest
+        hint = "evaluation.every_steps and checkpoint.every_steps at the same steps, and checkpoint.keep_best: 1"
+        raise CheckpointError(f"no usable checkpoint in {directory} has a held-out loss", hint=hint)
     if step is None:
         newest = newest_valid(store, directory, lambda uri, reason: rejected.append(f"{uris.name(uri)}: {reason}"))
         if newest is None:

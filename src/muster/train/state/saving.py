@@ -13,6 +13,7 @@ import torch.distributed as dist
 from muster.checkpoint.exchange import gather
 from muster.checkpoint.handover import Handover
 from muster.checkpoint.saver import Saver
+from muster.checkpoint_format.manifest import HELDOUT_LOSS
 from muster.config.spec import CheckpointSpec, RunSpec
 from muster.core import intervals
 from muster.protocol.ranks import AgentClient, Command, RankContext
@@ -93,12 +94,14 @@ class Saves:
         slowest_s: float = max(gather(self.seconds, group))
         return slowest_s * SAFETY < command.deadline_s
 
-    def save(self, step: int) -> None:
-        """Write the state after ``step``; asynchronous saves return when the bytes are staged."""
+    def save(self, step: int, *, heldout_loss: float | None = None) -> None:
+        """Write the state after ``step``; asynchronous saves return when the bytes are staged. ``heldout_loss``: of it,
+        where it was evaluated."""
         if step == self.last_saved:
             return
         began = time.monotonic()
-        self.saver.save(step, self.state.sharded(), dict(self.extra))
+        evaluated = {} if heldout_loss is None else {HELDOUT_LOSS: heldout_loss}
+        self.saver.save(step, self.state.sharded(), {**self.extra, **evaluated})
         self._stall_s = time.monotonic() - began
         self._since = time.monotonic()
         self.last_saved, self.deferred, self._failed_at = step, False, None
@@ -134,6 +137,7 @@ def open_saver(
         attempt=context.attempt,
         layout=context.layout,
         keep_last=spec.keep_last,
+        keep_best=spec.keep_best,
         asynchronous=spec.asynchronous,
         group=group,
         store=open_store(),

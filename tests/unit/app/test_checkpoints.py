@@ -134,7 +134,7 @@ def test_the_command_marks_it_and_says_who_is_missing(place, capsys):
     hold(place, "host-0", 0, 6)
     assert command(["checkpoints", "c-1"]) == 0
     head, memory, disk = capsys.readouterr().out.splitlines()
-    assert head.split() == ["step", "attempt", "tier", "age", "size", "layout", "whole", "where"]
+    assert head.split() == ["step", "attempt", "tier", "age", "held-out", "loss", "size", "layout", "whole", "where"]
     assert "no: without rank 1" in memory and memory.endswith("host-0")
     assert disk.startswith(">") and "yes" in disk and "step-00000005.a1" in disk
     assert command(["checkpoints", "c-1", "--json"]) == 0

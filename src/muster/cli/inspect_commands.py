@@ -6,16 +6,20 @@ import typer
 
 from muster.app import api
 from muster.cli import output
-from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE
+from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE, run_ids
 
 KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
-RUNS = typer.Argument(..., metavar="RUN...", help="A run's id, its folder, or `last`; several: side by side.")
-TWO_RUNS = typer.Argument(..., metavar="RUN RUN...", help="Ids, folders, or `last`.")
+RUNS = typer.Argument(
+    ..., metavar="RUN...", help="Id, folder, or `last`; several: side by side.", autocompletion=run_ids
+)
+TWO_RUNS = typer.Argument(..., metavar="RUN RUN...", help="Ids, folders, or `last`.", autocompletion=run_ids)
 JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 def status(
-    run: str | None = typer.Argument(None, metavar="[RUN]", help="A run; default: all of this machine."),
+    run: str | None = typer.Argument(
+        None, metavar="[RUN]", help="Default: all of this machine.", autocompletion=run_ids
+    ),
     json: bool = JSON,
 ) -> None:
     """Show where a run is and why, or list this machine's runs, newest first."""

@@ -16,10 +16,29 @@ from muster.cli import output
 if TYPE_CHECKING:
     from muster.app.run.train import Ended
 
+
+def run_ids(incomplete: str) -> list[str]:
+    """For the shell's completion: runs of this user, the newest first."""
+    from muster.storage import run_registry
+
+    found = {run_id: path.stat().st_mtime for run_id, path in run_registry.registry() if path.is_dir()}
+    return [name for name in ("last", *sorted(found, key=lambda each: -found[each])) if name.startswith(incomplete)]
+
+
+def key_paths(incomplete: str) -> list[str]:
+    """For the shell's completion: key paths of a run file."""
+    from muster.config.schema_keys import every_key
+
+    paths = sorted({path for places in every_key().values() for path in places})
+    return [f"{path}=" for path in paths if path.startswith(incomplete)]
+
+
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
-OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
+OVERRIDES = typer.Argument(
+    None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.", autocompletion=key_paths
+)
 OUT = typer.Option(None, "--out", "-o", help="Folder to write; default: exports in the run's folder.")
-RUN = typer.Argument(..., metavar="RUN", help="A run's id (or its beginning), its folder, or `last`.")
+RUN = typer.Argument(..., metavar="RUN", help="Id (or its beginning), folder, or `last`.", autocompletion=run_ids)
 RANKS = typer.Option(
     None, "--ranks", metavar="0,3|all", help="Ranks whose output is shown; default: rank 0's of a `command`."
 )

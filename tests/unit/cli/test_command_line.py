@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -294,3 +295,20 @@ def test_a_stderr_that_is_gone_takes_nothing_from_stdout(
     )
     display.end(1)
     assert "failed: so" in capsys.readouterr().out
+
+
+def completed(words: str, **variables: str) -> list[str]:
+    """What bash is told after these words."""
+    env = {**os.environ, "_MUSTER_COMPLETE": "complete_bash", "COMP_WORDS": words,
+           "COMP_CWORD": str(len(words.split(" ")) - 1), **variables}  # fmt: skip
+    argv = [sys.executable, "-c", "from muster.cli.main import app; app(prog_name='muster')"]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=False).stdout.split()
+
+
+def test_completion_knows_runs_and_key_paths(tmp_path: Path):
+    for name in ("mine-20260101-000000-aaaa", "other-20260101-000000-bbbb"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run_id").write_text(name)
+    assert completed("muster report mi", MUSTER_HOME=str(tmp_path)) == ["mine-20260101-000000-aaaa"]
+    keys = completed("muster train run.yaml training.st", MUSTER_HOME=str(tmp_path))
+    assert "training.steps=" in keys and all(key.startswith("training.st") for key in keys)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import typer
 
 from muster.app import api
+from muster.app.completion import run_ids
 from muster.cli import output
-from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE, run_ids
+from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE
 
 KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
 RUNS = typer.Argument(

@@ -11,27 +11,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from muster.app import api
+from muster.app.completion import key_paths, run_ids
 from muster.cli import output
 
 if TYPE_CHECKING:
     from muster.app.run.train import Ended
-
-
-def run_ids(incomplete: str) -> list[str]:
-    """For the shell's completion: runs of this user, the newest first."""
-    from muster.storage import run_registry
-
-    found = {run_id: path.stat().st_mtime for run_id, path in run_registry.registry() if path.is_dir()}
-    return [name for name in ("last", *sorted(found, key=lambda each: -found[each])) if name.startswith(incomplete)]
-
-
-def key_paths(incomplete: str) -> list[str]:
-    """For the shell's completion: key paths of a run file."""
-    from muster.config.schema_keys import every_key
-
-    paths = sorted({path for places in every_key().values() for path in places})
-    return [f"{path}=" for path in paths if path.startswith(incomplete)]
-
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(

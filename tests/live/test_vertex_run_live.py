@@ -54,6 +54,7 @@ pytestmark = [
 ACCOUNT = "trainer@example-project.iam.gserviceaccount.com"
 REGION = "us-central1"
 NOTICE_S = 25.0
+STEPS = 500
 CONTAINER = ["unshare", "--uts", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child"]
 
 
@@ -216,13 +217,14 @@ def place(tmp_path, monkeypatch):
 
 
 def test_a_spot_run_is_taken_away_and_goes_on_from_its_bucket_to_its_end(place):
-    run = place.submit("spot", 120, provisioning_model="spot")
+    run = place.submit("spot", STEPS, provisioning_model="spot")
     place.wait(lambda: place.step() >= 5, "fifth step")
     assert "shell: https://workerpool1-0" in place.state().tasks["host-1"]
     a_letter_is_answered(place, run)
     a_second_job_of_the_same_request_trains_nothing(place)
     place.wait(lambda: place.step() >= 22, "first checkpoint")
     before = place.step()
+    assert before < STEPS, "too late to take anything away"
     with place.containers.lock:
         place.job.preempt()
     assert not [one for one in processes.labelled(run.run_id)], "the machines are gone"
@@ -230,7 +232,7 @@ def test_a_spot_run_is_taken_away_and_goes_on_from_its_bucket_to_its_end(place):
     seen = place.steps()
     again = [step for step, count in Counter(step for step, _, _ in seen).items() if count > 1]
     print(f"taken away at step {before}; {len(again)} steps made again: {again}")
-    assert {step for step, _, _ in seen} == set(range(1, 121))
+    assert {step for step, _, _ in seen} == set(range(1, STEPS + 1))
     assert len(again) <= 20, "not from the beginning"
     for step in again:
         assert len({loss for one, _, loss in seen if one == step}) == 1, "bit for bit"

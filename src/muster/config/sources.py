@@ -18,7 +18,9 @@ from muster.config.section import NotNegative, Positive, Section
 from muster.core.errors import Problem
 from muster.core.registry import Registry
 
-FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet.gz")
+FILE_ENDINGS = tuple(
+    name + packed for packed in ("", ".gz") for name in (".jsonl", ".json", ".csv", ".parquet", ".txt")
+)
 #: Type -> its value. (``Any``: the value's class is above this package; see the module's docstring.)
 SOURCE_TYPES: Registry[Any] = Registry(
     family="data source",
@@ -120,7 +122,8 @@ class HubSource(Source):
 
 
 class FileSource(Source):
-    """Local files: .jsonl, .json, .parquet, .txt, each also gzipped; a glob is allowed."""
+    """Local files: .jsonl, .json, .csv (the first line names the columns), .parquet, .txt, each also gzipped; a glob is
+    allowed."""
 
     type: Literal["file"]
     path: str
@@ -148,7 +151,7 @@ class FileSource(Source):
         if not self.path.endswith(FILE_ENDINGS):
             yield Problem(
                 "path", f"{self.path!r} is not a supported kind of file",
-                hint="jsonl, json, parquet or txt, each also .gz",
+                hint="jsonl, json, csv, parquet or txt, each also .gz",
             )  # fmt: skip
         if self.database and re.search(r"[{}]", _COLUMN.sub("", self.database.replace("{{", "").replace("}}", ""))):
             yield Problem(

@@ -1,7 +1,8 @@
-"""Rows of data files (.jsonl, .json, .parquet, .txt, each also .gz), and what identifies a file's content."""
+"""Rows of data files (.jsonl, .json, .csv, .parquet, .txt, each also .gz), and what identifies a file's content."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import io
@@ -17,7 +18,9 @@ from muster.core.errors import AccessError, UsageError
 from muster.core.typed_json import JsonObject
 from muster.data.task import Row
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+#: Longest text of a CSV field, in characters: Python's own limit of 128 Ki is less than a document may have.
+_FIELD_CHARACTERS = 1 << 30
 #: Files up to this size are identified by their whole content; larger ones by size, time and both ends.
 _HASHED_WHOLE_BYTES = 256 * 2**20
 _END_BYTES = 2**20
@@ -48,6 +51,8 @@ def _placed_rows(path: Path) -> Iterator[tuple[str, Row]]:
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(_parquet_rows(path), start=1))
         elif suffix == ".jsonl":
             yield from ((f"{path}:{number}", row) for number, row in _jsonl_rows(path))
+        elif suffix == ".csv":
+            yield from ((f"{path}:{number}", row) for number, row in _csv_rows(path))
         elif suffix == ".json":
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(_json_rows(path), start=1))
         elif suffix == ".txt":
@@ -128,6 +133,29 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
                 raise UsageError(f"{path}:{number}: a row must be an object, got {type(row).__name__}")
             reader.refuse(row, f"{path}:{number}")
             yield number, row
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """(line that a row ends on, row): the first line names the columns, every value is text."""
+    csv.field_size_limit(_FIELD_CHARACTERS)
+    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, strict=True)
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise UsageError(f"{path}:1: column {twice!r} occurs twice", hint="rename one of them")
+            for values in reader:
+                if not values:
+                    continue
+                if len(values) != len(names):
+                    raise UsageError(
+                        f"{path}:{reader.line_num}: {len(values)} values for {len(names)} columns",
+                        hint="values that hold commas, quotes or line ends stand in double quotes",
+                    )
+                yield reader.line_num, dict(zip(names, values, strict=True))
+        except csv.Error as error:
+            raise UsageError(f"{path}:{reader.line_num}: not CSV: {error}") from error
 
 
 def _json_rows(path: Path) -> Iterator[Row]:

@@ -58,7 +58,7 @@ WRONG = {
         "later pieces would lose their prompt",
     ),
     "no roles": (["data.train_on=[]"], "no token would be supervised"),
-    "kind of file": (["data.sources=[{type: file, path: x.csv}]"], "is not a supported kind of file"),
+    "kind of file": (["data.sources=[{type: file, path: x.xls}]"], "is not a supported kind of file"),
     "steps and epochs": (["training.epochs=1"], "cannot be combined with `steps`"),
     "neither steps nor epochs": (["training.steps=null"], "does not say how long"),
     "micro-batch": (["training.global_batch_size=5", "training.micro_batch_size=2"], "2 does not divide"),

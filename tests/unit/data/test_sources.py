@@ -57,7 +57,7 @@ BROKEN = {
     "b.jsonl": (b"[1]\n", r"b\.jsonl:1: a row must be an object, got list"),
     "c.json": (b"{", "not JSON"),
     "d.json": (b"3", "expected a list of objects"),
-    "e.csv": (b"a,b", r"cannot read files of kind '\.csv'"),
+    "e.xls": (b"a,b", r"cannot read files of kind '\.xls'"),
     "f.jsonl.gz": (b"not gzip", "cannot be read"),
     "g.parquet": (b"not parquet", "not a readable Parquet file"),
     "h.jsonl": (b"\xff\xfe\n", r"not JSON"),

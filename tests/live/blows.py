@@ -161,6 +161,7 @@ class Disks:
 
     def __init__(self) -> None:
         self._full: dict[Path, Disk] = {}
+        self._filled: set[Path] = set()
         self._away: set[Path] = set()
 
     def put(self, folder: Path) -> None:
@@ -176,8 +177,14 @@ class Disks:
         if disk is None:
             raise Skipped("nothing can be mounted")
         disk.fill()
-        later.after(seconds, disk.free)
+        self._filled.add(folder)
+        later.after(seconds, lambda: self._free(folder))
         return f"{seconds} s"
+
+    def _free(self, folder: Path) -> None:
+        self._filled.discard(folder)
+        if not any(folder.is_relative_to(away) for away in self._away):  # `mount` would find what covers it
+            self._full[folder].free()
 
     def take_away(self, folder: Path, seconds: float, later: Later) -> str:
         """An empty folder that takes nothing is in its place. Returns what was done. Raises Skipped."""
@@ -199,3 +206,6 @@ class Disks:
     def _back(self, folder: Path) -> None:
         subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
         self._away.discard(folder)
+        for full, disk in self._full.items():  # what was to be freed while it was away
+            if full not in self._filled and full.is_relative_to(folder):
+                disk.free()

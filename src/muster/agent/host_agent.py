@@ -378,6 +378,7 @@ class HostAgent:
             part.shutdown()
         self.log.write("agent.ended", {"reason": self.exit_reason or ""})
         self.hub.shutdown()
+        self.log.close()
         self.home.stop()
         with contextlib.suppress(OSError):
             self.identity.memory.remove()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from muster.core.event_log import EventLog
+from muster.core.event_log import CLOSE_PATIENCE_S, EventLog
 from muster.core.event_log.names import files_of, parts_pattern
 from muster.core.typed_json import Json, parse_object
 from muster.protocol.to_supervisor import FlushCommitted
@@ -78,6 +79,14 @@ class HostLog:
         for log in [log for log in self._behind if log.tend()]:
             log.close()
             self._behind.remove(log)
+
+    def close(self) -> None:
+        """The end of this host: what a full disk has not accepted is waited for, at most ``CLOSE_PATIENCE_S``."""
+        until = time.monotonic() + CLOSE_PATIENCE_S
+        for log in (*self._behind, *([self._log] if self._log else [])):
+            log.close(patience_s=until - time.monotonic())
+            if log.trouble is not None:
+                print(f"{log.path} lacks its last events: {log.trouble}", file=sys.stderr)
 
     def note(self, text: str) -> None:
         """An informational message."""

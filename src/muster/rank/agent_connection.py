@@ -133,16 +133,11 @@ class AgentAddress:
         return AgentConnection(self.path, self.token, hello, decode, timeout_s=timeout_s)
 
     def wait_for_connection(
-        self,
-        hello: Callable[[], Record],
-        decode: Callable[[bytes], Message],
-        *,
-        timeout_s: float = 5.0,
-        no_longer: Callable[[], bool] = lambda: False,
+        self, hello: Callable[[], Record], decode: Callable[[bytes], Message], *, timeout_s: float = 5.0
     ) -> AgentConnection[Message] | None:
-        """Try until an agent accepts; None: none did within ``orphan_s``, or ``no_longer`` said so."""
+        """Try until an agent accepts; None: none did within ``orphan_s``."""
         deadline = time.monotonic() + self.orphan_s
-        while time.monotonic() < deadline and not no_longer():
+        while time.monotonic() < deadline:
             try:
                 return self.connection(hello(), decode, timeout_s=timeout_s)
             except (OSError, AccessError, ValueError):
@@ -270,10 +265,13 @@ class SocketAgentClient:
         self._send(last)
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """Send what is queued, within ``timeout_s``."""
+        """Send what is queued, within ``timeout_s``; where the agent is away, to its successor, within ``orphan_s``:
+        the last steps of a rank that ends meanwhile are known nowhere else."""
         self._closing.set()
         self._wake()
         self._thread.join(timeout_s)
+        if self._connection is None:
+            self._thread.join(self._agent.orphan_s)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # 2**64 wakes
@@ -343,7 +341,6 @@ class SocketAgentClient:
             lambda: RankHello(pid=os.getpid(), attempt=self._attempt, rank=self._rank, step=self._step),
             reader_of(TO_RANK),
             timeout_s=1.0,
-            no_longer=self._closing.is_set,
         )
         if self._connection is None and not self._closing.is_set():
             os._exit(1)

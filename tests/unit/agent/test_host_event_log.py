@@ -2,8 +2,10 @@
 
 import errno
 import os
+import threading
 from dataclasses import replace
 
+from muster.agent import host_event_log
 from muster.agent.host_event_log import NEWEST, HostLog
 from muster.core.event_log import check_directory, read
 from muster.protocol.values import RankEvent
@@ -36,6 +38,32 @@ def test_lines_of_an_older_attempt_are_written_when_there_is_room(tmp_path):
     log.write("run.message", {"text": "three"})
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["one", "two", "three"]
     assert all(found.problem is None for found in check_directory(tmp_path / "events", run_id="r").values())
+
+
+def test_the_end_of_a_host_waits_for_a_full_disk(tmp_path):
+    """The run may end while its disk is full: nothing else holds the last steps."""
+    log = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
+    disks = []
+    for attempt in (1, 2):
+        log.open(attempt)
+        log._log._file = disk = Full(log._log._file)
+        disks.append(disk)
+        log.write("run.message", {"text": f"of {attempt}"})
+    room = threading.Timer(0.3, lambda: [setattr(disk, "full", False) for disk in disks])
+    room.start()
+    log.close()
+    assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["of 1", "of 2"]
+    assert all(found.problem is None for found in check_directory(tmp_path / "events", run_id="r").values())
+
+
+def test_the_end_of_a_host_says_what_is_lost(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(host_event_log, "CLOSE_PATIENCE_S", 0.2)
+    log = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
+    log.open(1)
+    log._log._file = Full(log._log._file)
+    log.write("run.message", {"text": "lost"})
+    log.close()
+    assert "host-0.1.jsonl lacks its last events: No space left on device" in capsys.readouterr().err
 
 
 def test_an_attempt_begins_on_a_full_disk(tmp_path, monkeypatch):

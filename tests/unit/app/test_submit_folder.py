@@ -132,7 +132,8 @@ def test_another_model_is_refused_by_the_run_file_where_the_resolved_one_is_dama
 
 @pytest.mark.parametrize("run_file", [None, b"", b"\xff", b"name: [\n"])
 def test_a_run_that_nothing_identifies_is_refused_in_one_line(paper: Paper, there: Path, run_file: bytes | None):
-    (there / "resolved.json").write_bytes(b"{")
+    for name in ("resolved.json", "resolved.copy.json"):
+        (there / name).write_bytes(b"{")
     (there / "run.yaml").unlink()
     if run_file is not None:
         (there / "run.yaml").write_bytes(run_file)
@@ -185,8 +186,20 @@ def test_recover_writes_a_damaged_run_file_anew_as_it_was_submitted(paper: Paper
     assert "resolved.json is damaged" in text and "resolved.json.damaged" in text and "as it was submitted" in text
 
 
+def test_a_damaged_run_file_of_a_run_whose_log_is_damaged_too_is_told_by_its_copy(paper: Paper, typed: Path):
+    """What the command line changed is in neither ``run.yaml`` nor, now, the log."""
+    whole = (typed / "resolved.json").read_bytes()
+    (log,) = (typed / "events").glob("client.*.jsonl")
+    line = log.read_bytes()
+    log.write_bytes(line[:60] + line[70:90] + line[60:70] + line[90:])
+    flipped(typed)
+    recover.recover(str(typed), argv=["muster", "recover", str(typed)])
+    assert (typed / "resolved.json").read_bytes() == whole
+
+
 def test_a_run_file_that_nothing_tells_is_refused(paper: Paper, typed: Path):
     (typed / "run.yaml").write_text(RUN_FILE.replace("steps: 5", "steps: 6"))
+    (typed / "resolved.copy.json").write_bytes(b"{}")
     flipped(typed)
     before = state(typed)
     with pytest.raises(UsageError, match=r"is damaged: .*, and .*run\.yaml gives another one today") as caught:

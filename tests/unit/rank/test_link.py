@@ -209,3 +209,21 @@ def test_a_new_agent_is_told_where_the_rank_is(link, tmp_path):
     assert successor.hellos[0].step == 7 and successor.heard == [RankBeat(step=7, micro=1)]
     client.close()
     successor.shutdown()
+
+
+def test_a_rank_that_ends_while_its_agent_is_away_tells_the_successor(link, tmp_path):
+    agent, client = link
+    client.beat(1)
+    agent.hear(1)
+    agent.shutdown()
+    os.unlink(tmp_path / "agent.sock")
+    client.emit("step", step=2, loss=1.0)
+    closing = threading.Thread(target=lambda: client.close(timeout_s=0.1))
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive(), "nobody else knows of its last step"
+    successor = Agent(tmp_path / "agent.sock")
+    eventually(lambda: (successor.serve(0.02), any(isinstance(each, RankEvent) for each in successor.heard))[1])
+    closing.join(10)
+    assert not closing.is_alive()
+    successor.shutdown()

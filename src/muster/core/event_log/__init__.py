@@ -16,10 +16,11 @@ from pathlib import Path
 from muster.core.event_log.chain import Verdict, check_directory, genesis, head, heads, verify
 from muster.core.event_log.order import merge_by_monotonic_clock
 from muster.core.event_log.reader import Damage, EventReader, in_words
-from muster.core.event_log.writer import SEAL_TIMEOUT_S, EventLog, Sealer
+from muster.core.event_log.writer import CLOSE_PATIENCE_S, SEAL_TIMEOUT_S, EventLog, Sealer
 from muster.core.events import Event
 
 __all__ = [
+    "CLOSE_PATIENCE_S",
     "SEAL_TIMEOUT_S",
     "Damage",
     "EventLog",

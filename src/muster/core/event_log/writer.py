@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import io
 import os
+import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,9 @@ from muster.core.typed_json import JsonObject, parse_object
 
 #: How long ``sync`` waits for the home's answer before the caller is told that it has to try again.
 SEAL_TIMEOUT_S = 2.0
+#: For ``close`` at the end of a run: a full disk has room again one day, and nothing else holds what waits.
+CLOSE_PATIENCE_S = 30.0
+_AGAIN_S = 0.1
 #: Errors at opening that no waiting heals: a link, another user's file or folder.
 _NOT_OURS = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG})
 
@@ -256,10 +260,11 @@ class EventLog:
                 self.unsealed = f"{self.path}: {self.trouble}"
         return self.unsealed is None
 
-    def close(self) -> None:
-        """Try once more to write what waits, then let go of the file."""
-        if self._queue:
-            self.tend()
+    def close(self, *, patience_s: float = 0.0) -> None:
+        """Try for so long to write what waits, and at least once, then let go of the file."""
+        until = time.monotonic() + patience_s
+        while self._queue and not self.tend() and time.monotonic() < until:
+            time.sleep(_AGAIN_S)
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -29,6 +29,8 @@ from muster.core.typed_json import parse_object
 NAME = "resolved.json"
 #: What a damaged one is kept as.
 DAMAGED = "resolved.json.damaged"
+#: The same text once more: command lines may have changed what ``run.yaml`` says, and their record may be damaged, too.
+COPY = "resolved.copy.json"
 #: For so long a program of the run that reads a damaged one waits for the supervisor to write it anew, in seconds: that
 #: looks at the file three times in a lease's length.
 PATIENCE_S = 8.0
@@ -100,8 +102,18 @@ def read(run_dir: Path, *, patient: bool = False) -> str:
 
 
 def write(run_dir: Path, text: str) -> None:
-    """Replace it by ``text`` with its checksum: readers see the old one or all of the new one. Raises OSError."""
-    processes.replace_text(run_dir / NAME, sealed(text))
+    """Replace it and its copy by ``text`` with its checksum: readers see the old one or all of the new one. Raises
+    OSError."""
+    for name in (NAME, COPY):
+        processes.replace_text(run_dir / name, sealed(text))
+
+
+def copied(run_dir: Path) -> str | None:
+    """What the copy holds, without its checksum; None: there is none that is whole."""
+    with contextlib.suppress(OSError, DamagedRunFile):
+        data = (run_dir / COPY).read_bytes()
+        return unsealed(data) if _LINE.match(data) else None
+    return None
 
 
 def set_aside(run_dir: Path) -> None:

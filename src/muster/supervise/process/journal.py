@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from muster.core.event_log import EventLog
+from muster.core.event_log import CLOSE_PATIENCE_S, EventLog
 from muster.core.events import Event
 from muster.core.typed_json import JsonObject
 from muster.supervise.process.home_sync import SupervisorHome
@@ -70,3 +70,7 @@ class Journal:
             text = f"the event log could not be written for a while ({self._trouble}); it is complete again"
             self._trouble = None
             self.say(text)
+
+    def close(self) -> None:
+        """The end of this term: how the run ended is told by the log alone, so a full disk is waited for."""
+        self.log.close(patience_s=CLOSE_PATIENCE_S)

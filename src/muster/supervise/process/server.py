@@ -136,7 +136,7 @@ class Supervisor:
         finally:
             self.pool.shutdown()
             self.home.close()
-            self.journal.log.close()
+            self.journal.close()
         assert self.result is not None
         return self.result.exit_code
 

@@ -20,6 +20,9 @@ from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.inputs import SECOND_NS, End
 from muster.supervise.recovery.phases import Ended, Flushing, RunEnd, Running, Stopping
 
+#: Between two attempts to write a version on a disk that does not take it.
+RETRY_S = 1.0
+
 
 def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None:
     """End the run, once: log it, release the hosts."""
@@ -108,6 +111,8 @@ def on_answer(ctx: SupervisorContext, name: str, message: SnapshotsFlushed | Flu
     if flushing.committing != isinstance(message, FlushCommitted):
         return
     del flushing.waiting[name]
+    if flushing.retrying:  # another host could not write its share
+        return
     if message.failure is not None:
         _give_up(ctx, flushing, flushing.choice, f"{name}: {message.failure}", message)
     elif isinstance(message, SnapshotsFlushed):
@@ -127,10 +132,19 @@ def on_answer(ctx: SupervisorContext, name: str, message: SnapshotsFlushed | Flu
 def _give_up(
     ctx: SupervisorContext, flushing: Flushing, choice: Choice, problem: str, answer: SnapshotsFlushed | FlushCommitted
 ) -> None:
-    """Without the copies that are not intact; where that is not what is wrong, the next older version."""
+    """Without the copies that are not intact; where that is not what is wrong (a disk that is full for a while), the
+    same version again until half of ``grace_s`` is over, and then the next older one."""
+    first = problem != flushing.problem
     flushing.problem = problem
     if isinstance(answer, SnapshotsFlushed) and answer.rejected:
         ctx.reject(answer.rejected, problem)
+    elif ctx.now_ns + int((RETRY_S + ctx.settings.spec.recovery.grace_s / 2) * SECOND_NS) < flushing.until_ns:
+        if first:
+            text = f"step {choice.step} of attempt {choice.attempt} cannot be written from memory yet: {problem}"
+            ctx.log("run.message", {"text": text}, step=choice.step)
+        flushing.retrying = True
+        ctx.deadline(RETRY_S)
+        return
     else:
         flushing.given_up.add((choice.step, choice.attempt))
         text = f"step {choice.step} of attempt {choice.attempt} cannot be written from memory: {problem}"
@@ -165,8 +179,9 @@ def on_host_returned(ctx: SupervisorContext, flushing: Flushing, name: str) -> N
 
 def on_deadline(ctx: SupervisorContext, flushing: Flushing) -> None:
     """The deadline has passed: continue without the hosts that have not answered."""
-    if flushing.choice is None and ctx.now_ns < flushing.until_ns:
-        flushing.waiting = {}
+    if flushing.retrying or (flushing.choice is None and ctx.now_ns < flushing.until_ns):
+        if not flushing.retrying:
+            flushing.waiting = {}
         _write(ctx, flushing)
     else:
         finish_unsaved(ctx, flushing, f"not within grace_s={ctx.settings.spec.recovery.grace_s:g} s")
@@ -175,7 +190,7 @@ def on_deadline(ctx: SupervisorContext, flushing: Flushing) -> None:
 def _write(ctx: SupervisorContext, flushing: Flushing) -> None:
     """Have the newest version that is left written; without one the run ends."""
     state = ctx.state
-    flushing.files, flushing.writers, flushing.committing = [], [], False
+    flushing.files, flushing.writers, flushing.committing, flushing.retrying = [], [], False, False
     choice = ctx.newest_held(hosts=flushing.answered, without=flushing.given_up)
     if choice is None or choice.step <= state.committed_step:
         finish_unsaved(ctx, flushing, flushing.problem)

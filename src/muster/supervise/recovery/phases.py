@@ -151,6 +151,8 @@ class Flushing(Phase):
     """Newest step that was to be written."""
     given_up: set[tuple[int, int]] = field(default_factory=set)
     """(step, attempt) of versions that could not be written."""
+    retrying: bool = False
+    """The version could not be written (a full disk), and is written again at the phase's deadline."""
     problem: str = ""
     """What last went wrong with it."""
 

@@ -131,6 +131,20 @@ def test_a_disk_that_does_not_take_it_ends_the_run_with_a_word():
     assert "was only in memory and was not written (host-" in end.reason and "no space left" in end.reason
 
 
+def test_a_disk_that_has_room_again_takes_the_newest_version():
+    """It was full when the run ended: nothing is lost, and people read once why it takes longer."""
+    found = cluster(spec(hosts=3), policy=SHIPPED["none"])
+    found.disk_takes = False
+    found.at(10.0, lambda: found.kill_rank(0))
+    found.at(18.0, lambda: setattr(found, "disk_takes", True))
+    end = ended(found)
+    step = found.machine.state.last_applied_step
+    assert committed(found) == step > 10 and 18.0 < found.now_s < 20.5
+    assert f"step {step} was written from memory" in end.reason and "could not be" not in end.reason
+    notes = [log.detail["text"] for _, log in kinds(found, "run.message")]
+    assert len([text for text in notes if "cannot be written from memory yet: host-" in text]) <= 3, notes
+
+
 def test_a_version_that_is_refused_is_followed_by_the_next_older_one_and_that_is_said():
     found = cluster(spec(hosts=2), policy=SHIPPED["none"])
 

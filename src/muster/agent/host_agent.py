@@ -51,8 +51,7 @@ from muster.transport.secure_session import run_token
 #: A restarted agent listens for this long to its predecessor's ranks before it answers a supervisor: they try to
 #: reconnect every 0.1 s.
 ADOPTION_S = 0.5
-#: How often a supervisor is looked for while none is connected.
-SEARCH_S = 0.1
+SEARCH_S = 0.1  # how often a supervisor is looked for while none is connected
 
 
 class HostAgent:

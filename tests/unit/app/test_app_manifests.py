@@ -10,6 +10,7 @@ import typer
 from fakes.gke_run import invoke, on_gke
 from typer.testing import CliRunner
 
+from muster.app.run import stop
 from muster.backends.cluster import Down, Leftover, Said
 from muster.backends.gke.provision import pinned_manifests
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster
@@ -132,7 +133,7 @@ def test_down_as_json_fails_while_anything_of_ours_bills(tmp_path, monkeypatch, 
 
 def test_down_of_a_run_as_json(monkeypatch, tmp_path):
     run = SimpleNamespace(run_id="tiny-1", path=tmp_path)
-    gone = SimpleNamespace(run=run, left=(), usd_per_hour=12.5)
+    gone = stop.Down(run=run, left=(), usd_per_hour=12.5)
     monkeypatch.setattr("muster.app.run.stop.down", lambda reference: gone)
     app = typer.Typer()
     app.command()(run_commands.down)

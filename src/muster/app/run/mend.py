@@ -43,8 +43,8 @@ def mend_run_file(run: RunDir, resolve: Resolve) -> str | None:
 def as_submitted(run: RunDir, resolve: Resolve) -> str | None:
     """The text of a damaged one as it was: of which the file's own checksum speaks, or the last ``run.submitted``.
 
-    That is its copy, the file without its first line, or ``run.yaml`` resolved again, with what the command lines changed
-    in it. ``resolve``: what the machines decide is filled in. None: none of them fits.
+    That is its copy, the file without its first line, or ``run.yaml`` resolved again, with what the command lines
+    changed in it. ``resolve``: what the machines decide is filled in. None: none of them fits.
     """
     events = sorted((event for _, event in event_log.read(run.events)), key=lambda event: event.wall_ns)
     submitted = [event.detail for event in events if event.kind == RunSubmitted.kind]

@@ -198,7 +198,9 @@ def test_clocks_that_are_stepped_by_an_hour_are_nobodys_incident(tmp_path, unfai
         run.supervisor.wait()
         run.start_supervisor()
         run.ended()
-        assert run.actions() == ["restart"] and not run.events("host.lost"), run.story()
+        # A rank that the rest of this machine leaves without a processor may be told as a straggler, and left alone.
+        assert [what for what in run.actions() if what != "ignore"] == ["restart"], run.story()
+        assert not run.events("host.lost"), run.story()
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert {hours_off(event) for event in run.events("step")} == {-1, 0, 1}, "rank 0's clock was stepped"
         assert [hours_off(event) for event in run.events("incident.decided")] == [-1], "and the supervisor's"

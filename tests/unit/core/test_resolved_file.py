@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,10 +86,29 @@ def test_one_that_is_gone_is_waited_for_in_a_run_s_folder_alone(tmp_path: Path, 
         resolved_file.write(tmp_path, TEXT)
 
     monkeypatch.setattr("time.sleep", written_meanwhile)
+    (tmp_path / "notes.txt").write_text("a folder, and no run")
     with pytest.raises(FileNotFoundError):
         resolved_file.read(tmp_path, patient=True)
     (tmp_path / "job.json").write_text("{}")
     assert not waits and resolved_file.read(tmp_path, patient=True) == TEXT and len(waits) == 1
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_whose_disk_is_away_is_waited_for(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A mount point without its disk is an empty folder, and may be none."""
+    folder = tmp_path / "run"
+    if there:
+        folder.mkdir()
+
+    def back(seconds: float) -> None:
+        folder.mkdir(exist_ok=True)
+        resolved_file.write(folder, TEXT)
+
+    monkeypatch.setattr("time.sleep", back)
+    assert resolved_file.read(folder, patient=True) == TEXT
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError):
+        resolved_file.read(folder)
 
 
 def test_a_damaged_one_is_kept_where_it_is_and_beside_it(tmp_path: Path):

@@ -85,6 +85,7 @@ def read(run_dir: Path, *, patient: bool = False) -> str:
     """The resolved run file of the run in ``run_dir``, verified, as JSON text without its checksum.
 
     ``patient``: one that is damaged, or gone from a run's folder, is waited for: the run's supervisor writes it anew.
+    So is a folder that is gone or empty: its disk is away, and a mount point without its disk is an empty folder.
 
     Raises:
         DamagedRunFile: it is not what was written.
@@ -95,10 +96,17 @@ def read(run_dir: Path, *, patient: bool = False) -> str:
         try:
             return unsealed((run_dir / NAME).read_bytes(), run_dir / NAME)
         except (DamagedRunFile, FileNotFoundError) as error:
-            no_run = isinstance(error, FileNotFoundError) and not (run_dir / "job.json").exists()
-            if no_run or time.monotonic() >= until:
+            if time.monotonic() >= until or (isinstance(error, FileNotFoundError) and _holds_no_run(run_dir)):
                 raise
         time.sleep(_AGAIN_S)
+
+
+def _holds_no_run(folder: Path) -> bool:
+    """Whether the folder is there, holds something, and no run."""
+    with contextlib.suppress(OSError):
+        names = {path.name for path in folder.iterdir()}
+        return bool(names) and "job.json" not in names
+    return False
 
 
 def write(run_dir: Path, text: str) -> None:

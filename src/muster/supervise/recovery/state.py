@@ -286,7 +286,7 @@ class State:
             self.committed_step = 0
 
     def add_checkpoint(self, step: int | None, detail: JsonObject) -> None:
-        """From a ``checkpoint.committed`` event."""
+        """From a ``checkpoint.committed`` event, or a ``checkpoint.restored`` one: what was read is there."""
         if detail.get("tier") in ("disk", "bucket"):
             self.committed_step = max(self.committed_step, step or 0)
             self.save_failed = None

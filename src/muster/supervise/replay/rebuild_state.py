@@ -46,8 +46,7 @@ from muster.supervise.recovery.phases import (
 )
 from muster.supervise.recovery.state import Attempt, Fault, Host, State
 
-#: Writer of what supervisors log.
-SUPERVISOR = "supervisor"
+SUPERVISOR = "supervisor"  # the writer of what supervisors log
 
 
 def finish_of(events: Iterable[Event], job: str, submission: str) -> RunFinished | None:
@@ -237,6 +236,7 @@ class _Replay:
             self.state.progress.stragglers.add((event.rank, event.read(StragglerNamed).cause))
 
     def restored(self, event: Event, _at_ns: int) -> None:
+        self.committed(event, _at_ns)
         if event.step is not None and event.attempt == self.state.attempt:
             self.state.advance(event.step)
 

@@ -317,7 +317,7 @@ class State:
                 phase.waiting = {
                     host: replace(order, answer_by_ns=order.answer_by_ns + by_ns) for host, order in orders
                 }
-            elif isinstance(phase, Flushing):
+            elif isinstance(phase, Flushing | Adopting) and phase.until_ns is not None:
                 phase.until_ns += by_ns
             elif isinstance(phase, Running) and phase.resize is not None:
                 phase.resize = replace(phase.resize, until_ns=phase.resize.until_ns + by_ns)

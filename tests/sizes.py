@@ -50,6 +50,10 @@ CORE = {
         "test_train_equivalence_live.py::test_replicas_and_tensor_parallel_agree_with_the_plain_loop",
     ),
     "training: exact sums": ("test_train_exact_live.py::test_one_hash_at_any_world_size[plain]",),
+    "training: sums over replicas that begin early": (
+        "test_early_sums_live.py::test_they_have_the_bits_of_sums_that_begin_afterwards[each-round-2x2]",
+        "test_early_sums_live.py::test_a_replica_lost_in_the_middle_of_the_backward_pass[2-2-once-SIGKILL]",
+    ),
     "training: resume bit for bit": ("test_train_resume_live.py::test_a_stop_saves_at_one_step_and_leaves_130",),
     "checkpoints: any number of ranks": ("test_checkpoint_live.py::test_four_ranks_to_any_number",),
     "checkpoints: copies in another host's memory": (

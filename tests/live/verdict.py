@@ -20,10 +20,9 @@ TEMPORARY = re.compile(r"\.(tmp|part)$")
 
 
 class Traces:
-    """Processes and listeners that a run had at some moment: none may outlive it. Made before the run begins."""
+    """Processes and listeners that a run had at some moment: none may outlive it."""
 
     def __init__(self) -> None:
-        self._before = set(_tcp_listeners(Path("/proc/self/net")))
         self._seen: dict[int, processes.Process] = {}
         self._listeners: dict[str, str] = {}
 
@@ -55,8 +54,7 @@ class Traces:
     def left(self, run_id: str) -> list[str]:
         problems = [f"left: process {found.pid} {' '.join(found.argv)[:120]}" for found in self.living(run_id)]
         listening = _tcp_listeners(Path("/proc/self/net"))
-        mine = self._listeners.keys() - self._before
-        return problems + [f"left: {self._listeners[inode]}" for inode in mine & listening.keys()]
+        return problems + [f"left: {self._listeners[inode]}" for inode in self._listeners.keys() & listening.keys()]
 
 
 def _parents() -> dict[int, int]:
@@ -75,9 +73,7 @@ def _listeners(pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{pid}/fd/{name}")
-                if target.startswith("socket:["):  # the end of a pipe's number may be one
-                    held.add(target[len("socket:[") : -1])
+                held.add(os.readlink(f"/proc/{pid}/fd/{name}")[len("socket:[") : -1])
     found = _tcp_listeners(Path(f"/proc/{pid}/net"))
     return {inode: f"the listener on {found[inode]} of process {pid}" for inode in held & found.keys()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 
 from muster.agent.heartbeat import supervisor_address
 from muster.agent.host_identity import HostIdentity
-from muster.core.errors import AccessError
 from muster.protocol.codec import reader_of
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_agent import TO_AGENT, ToAgent
@@ -19,7 +17,6 @@ from muster.protocol.to_supervisor import FromAgent, HostFault, StartFailed
 from muster.protocol.values import Address, RankEvent
 from muster.protocol.version import OtherVersion
 from muster.transport.connections import Connection, ConnectionPool
-from muster.transport.secure_session import run_token
 
 #: How often the lease is read while a supervisor is connected.
 LEASE_CHECK_S = 1.0
@@ -47,8 +44,6 @@ class SupervisorLink:
         self._lease_check_s = 0.0
         self._lease: tuple[int, int, int] | None = None
         """The lease's file when it was last read."""
-        self._proved = False
-        """A supervisor has proved that it knows this process's token."""
         self._kept: dict[str, StartFailed] = {}
         self._committed: RankEvent | None = None
         """A checkpoint of which no supervisor was told: ranks say again what a dead agent may not have heard, before
@@ -90,23 +85,15 @@ class SupervisorLink:
         self._kept.clear()
 
     def connect(self) -> bool:
-        """Try once to reach the holder of the lease, and greet it.
-
-        Raises:
-            AccessError: no supervisor has answered so far, and the run's token is another one than this process began
-                with: the file was damaged then and has been put back. Whoever starts anew reads the right one, and so
-                do its programs.
-        """
+        """Try once to reach the holder of the lease, and greet it."""
         self._address = self.find_address()
         if self._address is None:
             return False
-        if not self._proved and self._token_differs():
-            raise AccessError("the run's token is another one than when this agent started: it starts again")
         try:
             self._peer = self._hub.connect(*self._address, timeout_s=0.5)
         except OSError:
             return False
-        self._peer.expect(reader_of(TO_AGENT), lambda _, message: self._on_answer(message))
+        self._peer.expect(reader_of(TO_AGENT), lambda _, message: self._on_message(message))
         self.greet()
         for failure in self._kept.values():
             self.send(failure)
@@ -117,15 +104,6 @@ class SupervisorLink:
         if fault is not None:
             self.send(fault)
         return True
-
-    def _on_answer(self, message: ToAgent) -> None:
-        self._proved = True
-        self._on_message(message)
-
-    def _token_differs(self) -> bool:
-        with contextlib.suppress(AccessError):
-            return run_token(self._identity.run_dir) != self._hub.token
-        return False
 
     def greet(self) -> None:
         """Tell everything that a supervisor needs to know about this host, again where it has changed."""

@@ -49,7 +49,7 @@ VARIABLES = (
     Variable("MUSTER_PART", "Number of a requeued job's part.", "the Slurm back end"),
     Variable(
         "MUSTER_BIND", "Address on which the supervisor and the agents listen.",
-        "the Slurm, GKE, Vertex AI and Compute Engine back ends", "`127.0.0.1`",
+        "the Slurm, GKE and Vertex AI back ends", "`127.0.0.1`",
     ),
     Variable(
         "MUSTER_TERM", "`ignored`: SIGTERM comes to every process of a job; only the supervisor acts on it.",
@@ -59,16 +59,10 @@ VARIABLES = (
     Variable("MUSTER_NICE", "Niceness that ranks and data programs go back to.", "the watchdog", "0"),
     Variable("MUSTER_ATTEMPT", "Number of the attempt of a rank.", "the fork server"),
     Variable("MUSTER_DRILL", "`1`: ranks accept injected faults.", "`muster drill`"),
-    Variable(
-        "MUSTER_TOKEN_FILE", "File with the run's token.",
-        f"{GKE}; the Compute Engine back end, on its machines", "`token` in the run's folder",
-    ),
+    Variable("MUSTER_TOKEN_FILE", "File with the run's token.", GKE, "`token` in the run's folder"),
     Variable("MUSTER_MODEL_COPIES", "Folder of models copied from the hub (`model.weights: bucket`).", GKE),
     Variable("MUSTER_NAMESPACE", "Namespace of the pod.", GKE),
-    Variable(
-        "MUSTER_JOBSET", "JobSet of the pod; mark of the custom job's request; name of the supervisor's machine.",
-        f"{HOSTED}; the Compute Engine back end, on that machine",
-    ),
+    Variable("MUSTER_JOBSET", "JobSet of the pod; mark of the custom job's request.", HOSTED),
     Variable("MUSTER_HOST_INDEX", "Index of the host's Job.", GKE),
     Variable("MUSTER_POD", "Name of the pod; of the host with the mark of its start.", HOSTED),
     Variable("MUSTER_NODE", "Name of the node.", GKE),

@@ -270,7 +270,8 @@ def _tensor(work: Workload, setting: Setting, links: Links, rounds: int) -> floa
 
 
 def _replicas(work: Workload, setting: Setting, links: Links) -> float:
-    """Seconds of the sum over replicas, after the last round."""
+    """Seconds of the sum over replicas. It begins within the last backward pass; what that hides was never measured,
+    and nothing is taken off."""
     layout = setting.layout
     if layout.dp_replicate == 1:
         return 0.0

@@ -195,10 +195,7 @@ class SteppingHosts:
         new = max(self.machine.state.last_applied_step + 1 - run.first_step, done + 1)
         for steps in sorted({done + 1, new}):
             self.at(run.when_s(steps, self.disk), lambda: self._report_step_of(segment, attempt))
-        self.at(
-            run.when_s(self.total_steps - run.first_step, self.disk),
-            lambda: self._leave(segment, attempt, 0, save=True),
-        )
+        self.at(run.when_s(self.total_steps - run.first_step, self.disk), lambda: self._leave(segment, attempt, 0))
 
     def _report_step_of(self, segment: int, attempt: int) -> None:
         if segment == self._segment:

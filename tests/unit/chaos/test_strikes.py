@@ -1,7 +1,6 @@
 """The random driver's trials: replayable, and nothing that it can do is never done."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "live"))
 
 import strikes
 import trials
-import verdict
 from striking import Outcome
 from verdict import Traces, files_left
 
@@ -102,50 +100,6 @@ def test_what_a_run_leaves_is_found():
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie, which is nothing that is left
     assert traces.left(label["MUSTER_RUN_ID"]) == []
     process.communicate()
-
-
-@pytest.fixture
-def piped():
-    """A labelled process that listens nowhere: its run and the inode of its output, a pipe."""
-    label = {**os.environ, "MUSTER_RUN_ID": f"piped-{os.getpid()}"}
-    process = subprocess.Popen(["sleep", "600"], env=label, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    yield label["MUSTER_RUN_ID"], os.fstat(process.stdout.fileno()).st_ino
-    process.kill()
-    process.communicate()
-
-
-def test_a_pipe_with_a_number_like_a_listeners_is_no_listener(monkeypatch, piped):
-    """Seed 110: pipe:[231529] was read as the socket 1529, on which the machine had listened since its start."""
-    run_id, inode = piped
-    there: dict[str, str] = {}
-    monkeypatch.setattr(verdict, "_tcp_listeners", lambda folder: there)
-    traces = Traces()
-    there |= {str(inode)[cut:]: "port 2024" for cut in range(len(str(inode)))}
-    traces.look(run_id)
-    assert [line for line in traces.left(run_id) if "listener" in line] == []
-
-
-def test_a_listener_that_was_there_before_the_run_is_nothing_that_it_left(piped):
-    run_id, _ = piped
-    with socket.create_server(("127.0.0.1", 0)) as before:
-        traces = Traces()
-        label = {**os.environ, "MUSTER_RUN_ID": run_id}
-        heir = subprocess.Popen(["sleep", "600"], env=label, pass_fds=[before.fileno()])  # it holds it, too
-        try:
-            traces.look(run_id)
-            assert [line for line in traces.left(run_id) if "listener" in line] == []
-        finally:
-            heir.kill()
-            heir.wait()
-
-
-def test_another_programs_listener_is_nothing_that_a_run_left(piped):
-    run_id, _ = piped
-    traces = Traces()
-    with socket.create_server(("127.0.0.1", 0)):
-        traces.look(run_id)
-        assert [line for line in traces.left(run_id) if "listener" in line] == []
 
 
 def test_what_its_children_are_is_remembered_without_a_label():

@@ -74,7 +74,7 @@ class Keeper:
     _child: subprocess.Popen[bytes] | None = None
     _goes: bool = False
     _early: int = 0
-    """Ends in a row, none of them orderly, of a program that had just been started."""
+    """Ends in a row of a program that had just been started."""
     _ended_s: float = field(default=-LONGEST_PAUSE_S)
 
     @property
@@ -116,9 +116,7 @@ class Keeper:
         except subprocess.TimeoutExpired:
             return
         self._child, self._ended_s = None, time.monotonic()
-        # An agent that found no supervisor and had no work came to its own end: no crash, and it is wanted at once.
-        orderly = self.machine.role == HOST and code == 0
-        self._early = 0 if orderly or self._ended_s - self._began_s >= LIVED_S else self._early + 1
+        self._early = 0 if self._ended_s - self._began_s >= LIVED_S else self._early + 1
         print(f"the {self.machine.role}'s program ended with code {code}", flush=True)
         if code:
             self.state.ship(self.machine.name if self.machine.role == HOST else SUPERVISOR, 6.0)

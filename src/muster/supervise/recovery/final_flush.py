@@ -42,20 +42,18 @@ def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None
 
 
 def finish_training(ctx: SupervisorContext) -> None:
-    """Every rank has exited with code 0: after the last step, or the run has failed. Where no checkpoint of that step
-    is known, the hosts write it again: the save failed (a full disk), perhaps while an agent was away that would have
-    said so."""
+    """Every rank has exited with code 0: after the last step, or the run has failed. Where the save failed (a full
+    disk), the hosts write it again."""
     state, spec = ctx.state, ctx.settings.spec
     wanted = spec.training.steps if spec.command is None else None  # what a loop of the user's own ends with is its say
     if wanted is not None and state.last_applied_step < wanted:
         flush_and_finish(ctx, "failed", 1, f"ranks ended at step {state.last_applied_step} of {wanted}")
         return
     reason = f"done after step {state.last_applied_step}"
-    problem = state.save_failed or ("no rank told of its checkpoint" if spec.command is None else None)
-    if problem is None or state.committed_step >= state.last_applied_step:
+    if state.save_failed is None or state.committed_step >= state.last_applied_step:
         finish(ctx, "succeeded", 0, reason)
     elif not spec.checkpoint.snapshot_every_steps or not _connected(ctx):
-        finish(ctx, "failed", 1, f"{reason}, which could not be saved ({problem}): {_newest_checkpoint(ctx)}")
+        finish(ctx, "failed", 1, f"{reason}, which could not be saved ({state.save_failed}): {_newest_checkpoint(ctx)}")
     else:
         flush_and_finish(ctx, "succeeded", 0, reason)
 

@@ -101,7 +101,6 @@ def _event(ctx: SupervisorContext, event: RankEvent) -> None:
     elif event.kind == "step" and event.attempt == state.attempt and event.step is not None:
         _step(ctx, event.step, event.detail)
     elif event.kind == "checkpoint.restored" and event.attempt == state.attempt and event.step is not None:
-        state.add_checkpoint(event.step, event.detail)
         state.advance(event.step)  # whose own event another life of the run has, or nobody
 
 

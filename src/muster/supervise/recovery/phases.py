@@ -53,8 +53,6 @@ class Adopting(Phase):
     """The same, of an earlier supervisor."""
     deferred: list[FromHost] = field(default_factory=list)
     """Reports that are judged once it is known whether the attempt continues."""
-    until_ns: int | None = None
-    """No host has answered in time, and until then the first one is awaited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +193,7 @@ TRANSITIONS = (
     Transition(Adopting, "its ranks were saving", Stopping),
     Transition(Adopting, "the run was ending", Flushing),
     Transition(Adopting, "nothing of the attempt is left: all agents are new", Starting),
-    Transition(
-        Adopting,
-        "no host comes in time; a stop meanwhile; it was ending, and nothing is left to write; a forced stop",
-        Ended,
-    ),
+    Transition(Adopting, "no host answers in time; it was ending, and nothing is left to write; a forced stop", Ended),
     Transition(Running, "restart, reset, swap, shrink, wait, grow", Draining),
     Transition(Running, "a stop, an announced preemption; ranks that leave by themselves", Stopping),
     Transition(Running, "the policy stops after the user's own error, and hosts are to be held", Held),

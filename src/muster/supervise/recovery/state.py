@@ -286,7 +286,7 @@ class State:
             self.committed_step = 0
 
     def add_checkpoint(self, step: int | None, detail: JsonObject) -> None:
-        """From a ``checkpoint.committed`` event, or a ``checkpoint.restored`` one: what was read is there."""
+        """From a ``checkpoint.committed`` event."""
         if detail.get("tier") in ("disk", "bucket"):
             self.committed_step = max(self.committed_step, step or 0)
             self.save_failed = None
@@ -317,7 +317,7 @@ class State:
                 phase.waiting = {
                     host: replace(order, answer_by_ns=order.answer_by_ns + by_ns) for host, order in orders
                 }
-            elif isinstance(phase, Flushing | Adopting) and phase.until_ns is not None:
+            elif isinstance(phase, Flushing):
                 phase.until_ns += by_ns
             elif isinstance(phase, Running) and phase.resize is not None:
                 phase.resize = replace(phase.resize, until_ns=phase.resize.until_ns + by_ns)

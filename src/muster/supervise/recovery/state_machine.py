@@ -18,7 +18,7 @@ from muster.protocol.to_agent import Reload
 from muster.protocol.to_supervisor import HostFault, HostLooked, RankExit, RankHang, StartFailed
 from muster.supervise.hangs import gathering
 from muster.supervise.recovery import final_flush, host_messages, preemption_notices
-from muster.supervise.recovery.adoption import adopt_failed, ask_while_adopting
+from muster.supervise.recovery.adoption import adopt_failed
 from muster.supervise.recovery.attempts import ask_to_save, drain, patience_s, start_attempt, unready_host
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
@@ -149,7 +149,7 @@ class RecoveryStateMachine:
     def _stop_request(self, given: StopRequest) -> None:
         ctx, phase = self._ctx, self._ctx.state.phase
         if isinstance(phase, Adopting) and not given.force:
-            ask_while_adopting(ctx, phase, given)
+            phase.asked = given  # hosts that have not answered yet must hear of it too
             return
         again = given.force
         if isinstance(phase, Stopping | Flushing):

@@ -71,8 +71,6 @@ def sentence(machine: RecoveryStateMachine) -> str:
         here = [state.hosts[name] for name in phase.next.hosts if name in state.hosts and state.hosts[name].connected]
         slow = [host.name for host in here if not host.ready or host.store is None]
         return f"waiting for {', '.join(slow)} to get ready" if slow else "waiting for a host to return"
-    if isinstance(phase, Adopting) and phase.until_ns is not None:
-        return "no host has answered a new supervisor yet: waiting for the first one"
     if isinstance(phase, Held):
         return f"failed; hosts are held for muster restart: {phase.reason}"
     return _SENTENCES[type(phase)]

@@ -46,7 +46,8 @@ from muster.supervise.recovery.phases import (
 )
 from muster.supervise.recovery.state import Attempt, Fault, Host, State
 
-SUPERVISOR = "supervisor"  # the writer of what supervisors log
+#: Writer of what supervisors log.
+SUPERVISOR = "supervisor"
 
 
 def finish_of(events: Iterable[Event], job: str, submission: str) -> RunFinished | None:
@@ -236,7 +237,6 @@ class _Replay:
             self.state.progress.stragglers.add((event.rank, event.read(StragglerNamed).cause))
 
     def restored(self, event: Event, _at_ns: int) -> None:
-        self.committed(event, _at_ns)
         if event.step is not None and event.attempt == self.state.attempt:
             self.state.advance(event.step)
 

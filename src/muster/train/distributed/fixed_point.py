@@ -14,7 +14,8 @@ Beyond it the step is refused; integers never wrap around.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from muster.core.errors import UsageError
 from muster.train.distributed.process_groups import Waits
-from muster.train.distributed.reduce import REPLICATE, SHARD, ReduceGroups, axis_sets, local, sharded_axes
+from muster.train.distributed.reduce import REPLICATE, SHARD, ReduceGroups, axis_sets, early_sums, local, sharded_axes
 
 GRADIENT_BITS = 40
 LOSS_BITS = 40
@@ -46,6 +47,9 @@ class FixedPointReduceScatter(ReduceScatter):
     def __init__(self, waits: Waits | None = None) -> None:
         self._waits = waits or Waits()
         self.clear()
+
+    added: Callable[[], None] | None = None
+    """Called after a micro-batch was added."""
 
     def clear(self) -> None:
         self.total: Tensor | None = None
@@ -96,6 +100,8 @@ class FixedPointReduceScatter(ReduceScatter):
         else:
             self.total += part
         output.zero_()
+        if self.added is not None:
+            self.added()
 
 
 class FixedPointReducer:
@@ -117,18 +123,34 @@ class FixedPointReducer:
                 if groups.size(SHARD) == 1:
                     part.set_all_reduce_hook(comm.alone)
                 self.comms.append(comm)
+        backward = self.comms[::-1]  # the root is done last
+        self.early = early_sums(groups, [partial(self._totals, comm) for comm in backward], parts=[1] * len(backward))
+        for number, comm in enumerate(backward):
+            comm.added = partial(self._unit_added, number)
+        self._last = False
 
     def begin(self, *, micro_batches: int) -> None:
         for parameter in self.parameters:
             parameter.grad = None
         for comm in self.comms:
             comm.clear()
+        self.early.begin()
+        self._last = False
         self.limit = 2.0**RANGE_BITS / max(1, micro_batches)
         self._loss: Tensor | None = None
         self._loss_fault: Tensor | None = None
 
     def before_forward(self, *, last: bool) -> None:
         """Every round is reduced: accumulating before the conversion would be a float sum."""
+        self._last = last
+
+    def _unit_added(self, number: int) -> None:
+        if self._last and REPLICATE in self.groups.by_axis:
+            self.early.came(number)
+
+    @staticmethod
+    def _totals(comm: FixedPointReduceScatter) -> list[Tensor]:
+        return [] if comm.total is None else [comm.total]
 
     def add_loss(self, loss: Tensor) -> None:
         exact = loss.detach().double()
@@ -140,7 +162,8 @@ class FixedPointReducer:
     @torch.no_grad()
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         used = [comm for comm in self.comms if comm.total is not None]
-        self.groups.sum_buckets_([comm.total for comm in used if comm.total is not None], REPLICATE)
+        if REPLICATE in self.groups.by_axis:
+            self.early.finish()
         by_storage = {comm.storage: comm.total for comm in used}
         squares = {axes: SquareSum() for axes in axis_sets(self.parameters)}
         for parameter in self.parameters:

@@ -8,8 +8,9 @@ removes a lost replica without touching the ranks that remain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from muster.train.distributed.early_sums import EarlySums, storages, units_of
 from muster.train.distributed.process_groups import GroupAborter, Waits, all_reduce, confirm_completed
 
 SHARD, REPLICATE, TENSOR = "dp_shard", "dp_replicate", "tp"
-BUCKET_NUMEL = 8 * 1024 * 1024
 
 
 @dataclass
@@ -40,11 +41,19 @@ class ReduceGroups:
         return 1 if group is None else group.size()
 
     def sum_(self, tensor: Tensor, axis: str) -> Tensor:
-        """Sum ``tensor`` in place over the ranks of one axis. The only collective across replicas."""
-        group = self.by_axis.get(axis)
-        if group is not None:
-            self.waits.wait(all_reduce(tensor, group))
+        """Sum ``tensor`` in place over the ranks of one axis."""
+        work = self.start_sum(tensor, axis)
+        if work is not None:
+            self.waits.wait(work)
         return tensor
+
+    def start_sum(self, tensor: Tensor, axis: str) -> dist.Work | None:
+        """Begin to; None: nothing to do. The only collective across replicas.
+
+        ``tensor`` must not be touched until the work was awaited.
+        """
+        group = self.by_axis.get(axis)
+        return None if group is None else all_reduce(tensor, group)
 
     def sum_everywhere_(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` in place over the ranks that read different data, and confirm the sum.
@@ -87,42 +96,15 @@ class ReduceGroups:
         if group is not None and self.aborter is not None:
             confirm_completed(group, self.aborter, tensor.device)
 
-    def sum_buckets_(self, tensors: Sequence[Tensor], axis: str) -> None:
-        """Sum tensors of one dtype in place over an axis, several to a message.
+    def lost_replica(self, error: RuntimeError) -> None:
+        """Another replica was lost while gradients were summed over replicas: they are invalid.
 
-        If another replica is lost meanwhile the tensors are invalid, and ``sum_scalars`` raises: this rank first takes
-        part in its replica's own sums, in which ranks that do not know of the loss would wait for it.
+        Raises ``error`` where this replica is one rank. Else ``sum_scalars`` does: this rank first takes part in its
+        replica's own sums, in which ranks that do not know of the loss would wait for it.
         """
-        if axis not in self.by_axis:
-            return
-        try:
-            self._sum_buckets(tensors, axis)
-        except RuntimeError as error:
-            if axis != REPLICATE or not ({SHARD, TENSOR} & self.by_axis.keys()):
-                raise
-            self._failure = error
-
-    def _sum_buckets(self, tensors: Sequence[Tensor], axis: str) -> None:
-        for bucket in buckets(tensors):
-            if len(bucket) == 1 and bucket[0].is_contiguous():
-                self.sum_(bucket[0], axis)
-                continue
-            flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in bucket]), axis)
-            parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
-
-
-def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Consecutive tensors grouped up to ``BUCKET_NUMEL`` elements: the same groups on every rank of the axis."""
-    groups: list[list[Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not groups or tensor.numel() > room:
-            groups.append([])
-            room = BUCKET_NUMEL
-        groups[-1].append(tensor)
-        room -= tensor.numel()
-    return groups
+        if not ({SHARD, TENSOR} & self.by_axis.keys()):
+            raise error
+        self._failure = error
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -175,36 +157,64 @@ class FloatReducer:
         self._axes_of = [sharded_axes(parameter) for parameter in self.parameters]
         self._axis_sets = axis_sets(self.parameters)
         self._synced = True
+        self._last = False
+        units = units_of(module)
+        self.early = early_sums(groups, [partial(self._gradients, unit) for unit in units], parts=[*map(len, units)])
+        for number, unit in enumerate(units):
+            for part, parameter in enumerate(unit):  # FSDP calls it with the reduced gradient
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._gradient_came, number, part)
+                )
 
     def begin(self, *, micro_batches: int) -> None:
         for parameter in self.parameters:
             parameter.grad = None
         self._losses: list[Tensor] = []
+        self._last = False
+        self.early.begin()
 
     def before_forward(self, *, last: bool) -> None:
         sync = last or not self.accumulate_locally
         if sync != self._synced and isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(sync)
             self._synced = sync
+        self._last = last
+
+    def _gradient_came(self, unit: int, part: int, parameter: Tensor) -> None:
+        if self._last and REPLICATE in self.groups.by_axis:
+            self.early.came(unit, part)
+
+    @staticmethod
+    def _gradients(unit: Sequence[nn.Parameter]) -> list[Tensor]:
+        """What is summed over replicas: FSDP's flat buffer of the unit, or the gradient itself."""
+        found = [parameter.grad for parameter in unit if parameter.grad is not None]
+        cut = [local(gradient) for gradient in found if isinstance(gradient, DTensor)]
+        return [*storages(cut), *(gradient for gradient in found if not isinstance(gradient, DTensor))]
 
     def add_loss(self, loss: Tensor) -> None:
         self._losses.append(loss.detach().double())
 
     @torch.no_grad()
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        gradients: list[Tensor] = []
         by_axes: dict[frozenset[str], list[Tensor]] = {axes: [] for axes in self._axis_sets}
         for parameter, axes in zip(self.parameters, self._axes_of, strict=True):
-            if parameter.grad is not None:
-                gradients.append(local(parameter.grad))
-                if gradients[-1].numel():
-                    by_axes[axes].append(gradients[-1])
-        self.groups.sum_buckets_(gradients, REPLICATE)
+            if parameter.grad is not None and (gradient := local(parameter.grad)).numel():
+                by_axes[axes].append(gradient)
+        if REPLICATE in self.groups.by_axis:
+            self.early.finish()
         values = [(torch.stack(self._losses).sum(), frozenset((SHARD, REPLICATE)))]
         values += [(squared_norm(parts, like=values[0][0]), axes) for axes, parts in by_axes.items()]
         loss, *parts = self.groups.sum_scalars(values)
         norm = torch.stack(parts).sum().sqrt() if parts else torch.zeros_like(loss)
         return loss, norm, torch.zeros_like(loss)
+
+
+def early_sums(
+    groups: ReduceGroups, units: Sequence[Callable[[], Sequence[Tensor]]], *, parts: Sequence[int]
+) -> EarlySums:
+    """The sums of these units over replicas."""
+    start = partial(groups.start_sum, axis=REPLICATE)
+    return EarlySums(units, parts=parts, start=start, wait=groups.waits.wait, lost=groups.lost_replica)
 
 
 def axis_sets(parameters: Iterable[Tensor]) -> list[frozenset[str]]:

@@ -14,7 +14,6 @@ from muster.supervise.recovery.inputs import StopRequest
 from muster.supervise.recovery.phases import Draining, Running
 from muster.supervise.recovery.rank_exits import rank_exit
 from muster.supervise.recovery.state import Progress
-from muster.supervise.recovery.status import sentence
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 OWN = LastWords(exception="ValueError", message="bad row 17")
@@ -293,80 +292,3 @@ def test_what_is_held_is_written_by_a_supervisor_that_comes_after_the_deadline()
     end = found.run(until_s=1000.0)
     assert end.exit_code == 1
     assert len(kinds(found, "run.ending")) == 1 and 150.0 < kinds(found, "run.finished")[0][0] < 160.0
-
-
-PATIENT = {"start_timeout_s": 600.0}
-
-
-def everybody_goes(found, of, *, more=()):
-    """The supervisor's machine restarts, and agents without work have left when it is back; ``more`` happens."""
-    found.at(10.0, found.lose_supervisor)
-    for name in found.names:
-        found.at(11.0, lambda name=name: found.kill_host(name))
-    found.at(40.0, lambda: replaced(found, of, 0.0))
-    for at, act in more:
-        found.at(at, act)
-
-
-def waits_said(found):
-    said = kinds(found, "run.message")
-    return [(at, one.detail["text"]) for at, one in said if "no host has answered" in one.detail["text"]]
-
-
-@pytest.mark.parametrize("names", [("host-0", "host-1"), ("host-7", "host-8"), ("host-1", "host-8")])
-def test_hosts_that_start_again_or_others_in_their_place_are_awaited(names):
-    """As a group of machines makes them, minutes after the supervisor's own."""
-    of = spec(hosts=2, recovery=PATIENT)
-    found = cluster(of)
-    back = [(200.0 + 3.0 * index, lambda name=name: found.return_host(name)) for index, name in enumerate(names)]
-    everybody_goes(found, of, more=back)
-    assert found.run(until_s=3000.0).exit_code == 0
-    assert [at for at, _ in kinds(found, "attempt.started")][1] < 230.0
-    first, second, third = waits_said(found)
-    assert 40.0 < first[0] < 50.0 and second[0] == first[0] + 60.0 and third[0] == first[0] + 120.0
-    assert "waiting for host-0, host-1, at most 600 s more (recovery.start_timeout_s)" in first[1]
-    assert "540 s" in second[1]
-
-
-def test_they_are_awaited_as_long_as_at_a_start():
-    of = spec(hosts=2, recovery={"start_timeout_s": 100.0})
-    found = cluster(of)
-    everybody_goes(found, of)
-    end = found.run(until_s=3000.0)
-    assert (end.exit_code, end.outcome) == (6, "failed") and "within 100 s (recovery.start_timeout_s)" in end.reason
-    assert 140.0 < found.now_s < 150.0 and [text.split(" at most ")[1][:4] for _, text in waits_said(found)] == [
-        "100 ",
-        "40 s",
-    ]
-
-
-def test_one_that_comes_does_not_wait_for_the_others_that_long():
-    of = spec(hosts=2, min_hosts=1, recovery=PATIENT)
-    found = cluster(of)
-    everybody_goes(found, of, more=[(100.0, lambda: found.return_host("host-1"))])
-    assert found.run(until_s=3000.0).exit_code == 0
-    ((lost, _),) = [(at, one) for at, one in kinds(found, "incident.detected") if one.detail["incident"] == "host_lost"]
-    assert 100.0 < lost < 115.0
-
-
-@pytest.mark.parametrize(("asked_s", "least_s"), [(41.0, 60.0), (90.0, 110.0)])
-def test_a_stop_while_no_host_answers_waits_as_for_a_save(asked_s, least_s):
-    of = spec(hosts=2, recovery={**PATIENT, "grace_s": 20.0})
-    found = cluster(of)
-    stop = StopRequest(source="muster stop", exit_code=130)
-    everybody_goes(found, of, more=[(asked_s, lambda: found.give(stop))])
-    end = found.run(until_s=3000.0)
-    assert (end.exit_code, end.outcome) == (130, "stopped") and "no host answered" in end.reason
-    assert least_s <= found.now_s < least_s + 10.0
-
-
-def test_what_is_awaited_is_put_off_with_everything_else():
-    of = spec(hosts=2, recovery=PATIENT)
-    found = cluster(of)
-    everybody_goes(found, of)
-    found.run(until_s=60.0)
-    phase = found.machine.state.phase
-    until_ns, deadline_ns = phase.until_ns, phase.deadline_ns
-    found.machine.postpone(5)
-    assert (phase.until_ns, phase.deadline_ns) == (until_ns + 5, deadline_ns + 5)
-    assert "no host has answered" in sentence(found.machine)

@@ -2,44 +2,79 @@
 
 import pytest
 import torch
+from torch import nn
 
-from muster.train.distributed.reduce import REPLICATE, SHARD, ReduceGroups
+from muster.train.distributed.reduce import REPLICATE, SHARD, FloatReducer, ReduceGroups
+
+
+class Broken:
+    """What a sum over replicas returns whose peer is gone: ``wait`` raises."""
+
+    def wait(self):
+        raise RuntimeError("Connection reset by peer")
 
 
 class Counted(ReduceGroups):
-    """Axes whose collectives are counted; the one over replicas breaks."""
+    """Axes whose collectives are counted; the one over replicas breaks, as it begins or as it is awaited."""
 
-    def __init__(self, *axes):
+    def __init__(self, *axes, at="wait"):
         super().__init__({axis: axis for axis in axes})
-        self.sums = []
+        self.sums, self.at = [], at
 
-    def sum_(self, tensor, axis):
+    def start_sum(self, tensor, axis):
+        if axis not in self.by_axis:
+            return None
         self.sums.append(axis)
-        if axis == REPLICATE:
+        if axis == REPLICATE and self.at == "wait":
+            return Broken()
+        if axis == REPLICATE and self.at == "start":
             raise RuntimeError("Connection reset by peer")
-        return tensor
+        return None
 
 
-VALUES = [(torch.tensor(1.0), frozenset((SHARD, REPLICATE))), (torch.tensor(2.0), frozenset((SHARD,)))]
+def step(groups, module):
+    """A whole step, which learns when gradients are final, and one whose sums break, up to its backward pass."""
+    reducer = FloatReducer(module, groups, accumulate_locally=False)
+    at, groups.at = groups.at, "never"
+    begin(reducer, module).finish()
+    groups.at = at
+    groups.sums.clear()
+    return begin(reducer, module)
 
 
-def test_the_replicas_own_sums_come_first():
-    groups = Counted(SHARD, REPLICATE)
-    groups.sum_buckets_([torch.ones(2)], REPLICATE)
+def begin(reducer, module):
+    reducer.begin(micro_batches=1)
+    reducer.before_forward(last=True)
+    loss = module(torch.ones(1, 2)).sum()
+    loss.backward()  # in which the sum breaks, and raises nothing
+    reducer.add_loss(loss)
+    return reducer
+
+
+@pytest.mark.parametrize("at", ["start", "wait"])
+def test_the_replicas_own_sums_come_first(at):
+    groups = Counted(SHARD, REPLICATE, at=at)
+    module = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="reset by peer"):
-        groups.sum_scalars(VALUES)
-    assert groups.sums == [REPLICATE, SHARD], "and no further sum over replicas"
+        step(groups, module).finish()
+    begun = 2 if at == "wait" else 1  # weight and bias; after a failure nothing more over replicas
+    assert groups.sums == [REPLICATE] * begun + [SHARD]
     groups.by_axis.pop(REPLICATE)  # the next world has one replica
-    assert groups.sum_scalars(VALUES) == [1.0, 2.0]
+    loss, _, fault = step(groups, module).finish()
+    assert float(loss) == float(module(torch.ones(1, 2)).sum().detach()) and float(fault) == 0.0
 
 
-def test_a_replica_of_one_rank_says_so_at_once():
+@pytest.mark.parametrize("at", ["start", "wait"])
+def test_a_replica_of_one_rank_says_so_once_the_backward_pass_has_ended(at):
+    groups = Counted(REPLICATE, at=at)
     with pytest.raises(RuntimeError, match="reset by peer"):
-        Counted(REPLICATE).sum_buckets_([torch.ones(2)], REPLICATE)
+        step(groups, nn.Linear(2, 2)).finish()
+    assert set(groups.sums) == {REPLICATE}
 
 
 def test_trouble_within_the_replica_is_never_put_off():
     groups = Counted(SHARD, REPLICATE)
-    groups.sum_ = lambda tensor, axis: (_ for _ in ()).throw(RuntimeError("shard"))
+    reducer = step(groups, nn.Linear(2, 2))
+    groups.start_sum = lambda tensor, axis: (_ for _ in ()).throw(RuntimeError("shard")) if axis == SHARD else None
     with pytest.raises(RuntimeError, match="shard"):
-        groups.sum_buckets_([torch.ones(2)], SHARD)
+        reducer.finish()

@@ -3,11 +3,9 @@
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from muster.train.distributed.reduce import BUCKET_NUMEL, REPLICATE, SHARD, TENSOR, FloatReducer, ReduceGroups, buckets
+from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, FloatReducer, ReduceGroups
 
 
 class Doubling(ReduceGroups):
@@ -38,23 +36,7 @@ def test_scalars_cross_their_own_axes_in_one_call_each() -> None:
 def test_no_groups_no_change() -> None:
     axes = ReduceGroups()
     assert [float(v) for v in axes.sum_scalars([(torch.tensor(3.0), frozenset({SHARD}))])] == [3.0]
-    axes.sum_buckets_([torch.ones(3)], REPLICATE)
-
-
-def test_buckets_sum_tensors_of_any_shape_in_place() -> None:
-    axes = Doubling()
-    tensors = [torch.ones(2, 3), torch.ones(4).expand(2, 4).t().contiguous().t(), torch.ones(0)]
-    axes.sum_buckets_(tensors, REPLICATE)
-    assert all(bool((tensor == 2).all()) for tensor in tensors)
-    assert axes.calls == [REPLICATE]
-
-
-@given(st.lists(st.sampled_from([0, 1, BUCKET_NUMEL // 3, BUCKET_NUMEL, BUCKET_NUMEL + 1]), max_size=12))
-def test_buckets_keep_order_and_size(sizes: list[int]) -> None:
-    tensors = [torch.empty(size, device="meta") for size in sizes]
-    found = buckets(tensors)
-    assert [tensor for bucket in found for tensor in bucket] == tensors or not tensors
-    assert all(sum(t.numel() for t in bucket) <= BUCKET_NUMEL or len(bucket) == 1 for bucket in found)
+    assert axes.start_sum(torch.ones(3), REPLICATE) is None
 
 
 def test_float_sums_of_one_rank() -> None:

@@ -32,7 +32,7 @@ def test_what_is_called_mended_names_a_test_that_there_is(row: list[str]) -> Non
     if status.startswith(("mended", "part")) and "(text)" not in status:
         assert tests or named.startswith("as above"), now
     for file, name in tests:
-        (path,) = (ROOT / "tests" / "unit").rglob(file)
+        (path,) = (path for kind in ("unit", "live") for path in (ROOT / "tests" / kind).rglob(file))
         assert name in {
             node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
         }

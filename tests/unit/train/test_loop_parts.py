@@ -341,7 +341,8 @@ def test_places_of_torchrun() -> None:
         torchrun_context(Path("/nowhere"), {}, spec)
 
 
-def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muster.core.resolved_file.PATIENCE_S", 0.0)  # an empty folder may be a disk that is away
     with pytest.raises(UsageError, match=r"resolved\.json"):
         read_spec(tmp_path)
 

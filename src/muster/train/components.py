@@ -31,9 +31,11 @@ from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, FloatReducer, GradientReducer, ReduceGroups
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
+from muster.train.evaluation.evaluated_model import TorchModel
 from muster.train.measurement.metrics import Peak, Phases, StepLog
 from muster.train.measurement.profiling import Collector, Profiler, memory_room_bytes, peak_flops
 from muster.train.measurement.trackers import Trackers, open_trackers
+from muster.train.loop import update
 from muster.train.model import pretrained
 from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.sharding import forget_gradients, reshard
@@ -142,7 +144,7 @@ def assemble(
     evaluator = Evaluator(
         spec=spec,
         prepared=prepared,
-        model=components.built.module,
+        model=TorchModel(components.built.module),
         groups=components.groups,
         data_rank=components.meshes.data_rank,
         data_ranks=context.layout.data_ranks,
@@ -178,6 +180,7 @@ def assemble(
         collector=Collector(spec.training.gc_every_steps),
         last_step=components.last_step,
         batch_schedule=components.batch_schedule,
+        update=update,
         pause_consensus=PauseConsensus(agent, replica_group(spec, context), waits),
         arrivals=arrivals_of(components, context),
     )

@@ -33,7 +33,7 @@ def train(run: TrainingRun) -> Command | None:
             run.start_consensus(work, skipped=True)
             run.record_skipped_step(work, rate)
         else:
-            update(run, work, rate)
+            run.update(run, work, rate)
         run.profiler.end(step)
         run.collector.step(step)
         command = run.consensus.command()

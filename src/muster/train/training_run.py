@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -78,6 +78,8 @@ class TrainingRun:
     collector: Collector
     last_step: int
     batch_schedule: BatchSchedule
+    update: Callable[[TrainingRun, StepWork, float], None]
+    """Computes and applies one step at a learning rate: ``loop.update``, or another library's."""
     times: StepTimes = field(default_factory=StepTimes)
     pause_consensus: PauseConsensus = field(default_factory=PauseConsensus)
     arrivals: Arrivals = field(default_factory=lambda: Arrivals(StepClock()))

@@ -97,7 +97,7 @@ def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
         log=StepLog(agent=agent, rank=0, device=cpu, peak=Peak(flops=None, ranks=1)),  # type: ignore[arg-type]
         phases=Phases(agent), evaluator=quiet, saves=quiet, snapshots=None, hashes=hashes,  # type: ignore[arg-type]
         baseline=BaselineWindow.planned(0, resumed_at=0, world_size=1), profiler=quiet, collector=quiet,
-        last_step=STEPS, batch_schedule=BatchSchedule.of(2),
+        last_step=STEPS, batch_schedule=BatchSchedule.of(2), update=loop.update,
     )  # fmt: skip
     return run, agent
 

@@ -24,11 +24,8 @@ from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch import batch_from, padding_batch
 from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import ReduceGroups
-from muster.train.evaluation.generate import generate
+from muster.train.evaluation.evaluated_model import EvaluatedModel
 from muster.train.measurement.metrics import StepLog
-from muster.train.model.loss import loss_sum
-from muster.train.model.model_with_loss import ModelWithLoss
-from muster.train.model.sharding import evaluating
 
 #: Result rows shown with a sample.
 SHOWN_ROWS = 5
@@ -40,7 +37,7 @@ class Evaluator:
 
     spec: RunSpec
     prepared: Prepared
-    model: ModelWithLoss
+    model: EvaluatedModel
     groups: ReduceGroups
     data_rank: int
     data_ranks: int
@@ -54,7 +51,7 @@ class Evaluator:
         """The figures after ``step``; collective. Returns the detail of the ``eval`` event (rank 0: all of it)."""
         began = time.monotonic_ns()
         detail: dict[str, float] = {}
-        with evaluating(self.model):
+        with self.model.evaluating():
             rows = self.spec.evaluation.num_sequences
             if rows and self.prepared.heldout is not None and len(self.prepared.heldout):
                 loss = self.heldout_loss(self.prepared.heldout, rows)
@@ -84,7 +81,7 @@ class Evaluator:
                 batch = batch_from(store, batches[index], self.device, static_shapes=training.compile)
             else:
                 batch = padding_batch(size, training.sequence_length, self.device, static_shapes=training.compile)
-            loss = loss_sum(self.model, batch, chunk_tokens=training.loss_chunk_tokens, scale=1.0)
+            loss = self.model.loss(batch, chunk_tokens=training.loss_chunk_tokens)
             if index < len(batches):
                 losses[index] = loss.double()
             self.agent.progress()
@@ -121,8 +118,7 @@ class Evaluator:
         share = -(-len(questions) // self.data_ranks)
         prompts = [list(questions[index].prompt_ids) for index in local]
         prompts += [list(questions[0].prompt_ids)] * (share - len(prompts))  # every rank runs the same number
-        completions = generate(
-            self.model,
+        completions = self.model.complete(
             prompts,
             max_new_tokens=width,
             eos_id=self.prepared.eos_id,

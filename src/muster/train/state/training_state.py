@@ -6,6 +6,7 @@ Data order, learning rate and dropout are functions of the step and the seed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +31,42 @@ def named_without_wrappers(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Pa
     return plain
 
 
+class Mirrored(Protocol):
+    """State that lives elsewhere (on TPUs, as JAX arrays), of which the tensors here are a copy."""
+
+    def fetch(self, step: int) -> None:
+        """Bring the tensors up to date with the state after ``step``."""
+        ...
+
+    def push(self) -> None:
+        """Adopt the tensors' values."""
+        ...
+
+
 class TrainingState:
     """The training state of one rank.
 
-    ``step`` is the last applied step; 0 before the first.
+    ``step`` is the last applied step; 0 before the first. ``mirrored``: what the tensors are a copy of, if they are.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], optimizer: ShardOptimizer, *, step: int = 0) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        optimizer: ShardOptimizer,
+        *,
+        step: int = 0,
+        mirrored: Mirrored | None = None,
+    ) -> None:
         self.named = dict(named)
         self.optimizer = optimizer
         self.step = step
+        self.mirrored = mirrored
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's parts, in a fixed order, not as DTensors. They share the storage; 8-bit moments are compact
         (``checkpoint.compact``): read them in slices."""
+        if self.mirrored is not None:
+            self.mirrored.fetch(self.step)
         tensors = {f"model.{name}": local(parameter.detach()) for name, parameter in self.named.items()}
         for moment, parts in self.optimizer.moments.items():
             tensors.update({f"optimizer.{moment}.{name}": part for name, part in parts.items()})
@@ -51,6 +74,8 @@ class TrainingState:
 
     def sharded(self) -> dict[str, Tensor]:
         """The same tensors as DTensors, for checkpoints; plain if nothing is sharded."""
+        if self.mirrored is not None:
+            self.mirrored.fetch(self.step)
         tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
         for moment, parts in self.optimizer.moments.items():
             for name, part in parts.items():
@@ -100,6 +125,8 @@ class TrainingState:
             }
         )
         self.step = step
+        if self.mirrored is not None:
+            self.mirrored.push()
 
 
 def placed_like(parameter: Tensor, part: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""What evaluation asks of a model, whichever library computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from muster.train.data_feed.batch import Batch
+from muster.train.evaluation.generate import generate
+from muster.train.model.loss import loss_sum
+from muster.train.model.model_with_loss import ModelWithLoss
+from muster.train.model.sharding import evaluating
+
+
+class EvaluatedModel(Protocol):
+    """The model in training. All calls are collective."""
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        """Evaluation mode; ``loss`` and ``complete`` are called inside."""
+        ...
+
+    def loss(self, batch: Batch, *, chunk_tokens: int) -> Tensor:
+        """The sum of this rank's cross-entropies at supervised tokens; 0-d float32."""
+        ...
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        eos_id: int | None,
+        pad_id: int,
+        progress: Callable[[], None],
+    ) -> list[list[int]]:
+        """Greedy continuations of this rank's prompts, as ``generate.generate``."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchModel:
+    """The torch trainer's."""
+
+    module: ModelWithLoss
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        return evaluating(self.module)
+
+    def loss(self, batch: Batch, *, chunk_tokens: int) -> Tensor:
+        return loss_sum(self.module, batch, chunk_tokens=chunk_tokens, scale=1.0)
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        eos_id: int | None,
+        pad_id: int,
+        progress: Callable[[], None],
+    ) -> list[list[int]]:
+        return generate(
+            self.module, prompts, max_new_tokens=max_new_tokens, eos_id=eos_id, pad_id=pad_id, progress=progress
+        )

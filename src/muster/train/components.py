@@ -32,10 +32,10 @@ from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, FloatReduc
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.evaluation.evaluated_model import TorchModel
+from muster.train.loop import update
 from muster.train.measurement.metrics import Peak, Phases, StepLog
 from muster.train.measurement.profiling import Collector, Profiler, memory_room_bytes, peak_flops
 from muster.train.measurement.trackers import Trackers, open_trackers
-from muster.train.loop import update
 from muster.train.model import pretrained
 from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.sharding import forget_gradients, reshard

@@ -18,7 +18,7 @@ from muster.backends.vertex.on_host.cluster_spec import seat
 from muster.catalog.rows import prices_from
 from muster.config import load
 from muster.core.errors import BackendError, RunFileError, UsageError
-from muster.data import row_files
+from muster.data.files import row_files
 from muster.plan import plan_file
 from muster.report import resiliency_log
 from muster.simulate import capacity_trace

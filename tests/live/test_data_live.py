@@ -127,6 +127,53 @@ def test_the_same_bytes_whatever_the_hash_seed_and_the_workers(tmp_path):
     assert [name for name in first if first[name] != second[name]] == []
 
 
+def test_a_killed_preparation_is_gone_on_with(tmp_path):
+    """Two processes tokenise; a kill -9 of their parent ends them too, and what was done is not done again."""
+    with open(tmp_path / "rows.jsonl", "w") as file:
+        for number in range(60_000):
+            file.write(json.dumps({"prompt": f"row {number} of many", "completion": f" is {number}" * 4}) + "\n")
+    bpe = {"config": {"vocab_size": 400}, "tokenizer": {"vocab_size": 400, "kind": "bpe"}}
+    source = {"type": "file", "path": str(tmp_path / "rows.jsonl")}
+    victim = start(tmp_path, spec_of([source], tmp_path / "cache", model=bpe, workers=2), "run-a")
+    go(victim)
+    deadline = time.monotonic() + 120
+    while sum(path.read_bytes().count(b"\n") for path in kept(tmp_path)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    workers = children(victim.pid)
+    victim.kill()
+    victim.wait()
+    [journal] = kept(tmp_path)
+    before = journal.read_bytes().splitlines(keepends=True)
+    assert len(before) >= 3 and workers
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers), "the tokenising processes outlived their parent"
+    inode = journal.stat().st_ino
+    again = start(tmp_path, spec_of([source], tmp_path / "cache", model=bpe, workers=2), "run-a")
+    watched = open(journal, "rb")  # noqa: SIM115 (it is removed at the end)
+    go(again)
+    found = finish(again)
+    assert os.fstat(watched.fileno()).st_ino == inode and watched.read().startswith(b"".join(before))
+    watched.close()
+    assert not kept(tmp_path)
+    fresh = start(tmp_path, spec_of([source], tmp_path / "cache-b", model=bpe, workers=1), "run-b")
+    go(fresh)
+    assert finish(fresh)["fingerprint"] == found["fingerprint"]
+    first, second = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "cache" / found["fingerprint"], tmp_path / "cache-b" / found["fingerprint"])
+    )
+    assert len(first) > 10 and first == second
+
+
+def kept(tmp_path):
+    return list((tmp_path / "cache").glob(".kept-*/chunks.jsonl"))
+
+
+def children(pid):
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def test_a_killed_builder_leaves_nothing_that_counts(tmp_path):
     spec = spec_of([{"type": "text2sql", "level": 4, "rows": 200_000}], tmp_path / "cache", workers=1)
     victim = start(tmp_path, spec, "run-a")
@@ -182,7 +229,9 @@ def test_worker_processes_give_the_rows_in_order(tmp_path):
     spec = spec_of([{"type": "file", "path": str(tmp_path / "rows.jsonl")}], tmp_path / "cache", model=model, workers=2)
     prepared = prepare(spec, run_dir=tmp_path / "run", progress=lambda *args: told.append(args))
     assert prepared.stats["rows"] == prepared.stats["documents"] + prepared.heldout.counts["documents"] == rows
-    assert [done for what, done, _ in told if what == "tokenise"] == [*range(4096, rows, 4096), rows]
+    size = (tmp_path / "rows.jsonl").stat().st_size
+    read = [(done, total) for what, done, total in told if what == "tokenise"]
+    assert len(read) == -(-rows // 4096) and sorted(read) == read and read[-1] == (size, size)
     encoder = Encoder(prepared.tokenizer_dir)
     text = encoder.decode(prepared.train[5].input_ids[: prepared.train[5].document_lengths[0]].tolist())
     number = text.split()[1]

@@ -25,7 +25,7 @@ BELOW: dict[str, set[str]] = {
     "probe": {"core", "health"},
     "checkpoint_format": {"core", "storage"},
     "plan": {"core", "config", "catalog", "checkpoint_format"},
-    "data": {"core", "protocol", "config"},
+    "data": {"core", "storage", "protocol", "config"},
     "tasks": {"core", "config", "data"},
     "checkpoint": {"core", "storage", "transport", "protocol", "checkpoint_format"},
     "train": {"core", "catalog", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "data"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -261,16 +262,21 @@ def _ranks(given: str) -> Ranks:
     return frozenset(map(int, numbers))
 
 
+#: Seconds between two lines about data preparation.
+_PREPARING_S = 10.0
+
+
 @contextmanager
 def preparing() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for data preparation on a terminal's stderr; a line per stage elsewhere."""
+    """A progress bar for data preparation on a terminal's stderr; elsewhere a line per stage, and one each 10 s."""
     if not sys.stderr.isatty():
-        said: set[str] = set()
+        said: dict[str, float] = {}
 
         def tell(source: str, done: int, total: int) -> None:
-            if source not in said:
-                said.add(source)
-                output.info(source)
+            now = time.monotonic()
+            if now - said.get(source, -math.inf) >= _PREPARING_S:
+                said[source] = now
+                output.info(f"{source}: {done / total:.0%}" if done and total else source)
 
         yield tell
         return

@@ -18,8 +18,9 @@ from muster.config.section import NotNegative, Positive, Section
 from muster.core.errors import Problem
 from muster.core.registry import Registry
 
-FILE_ENDINGS = tuple(
-    name + packed for packed in ("", ".gz") for name in (".jsonl", ".json", ".csv", ".parquet", ".txt")
+FILE_ENDINGS = (
+    *(name + packed for packed in ("", ".gz", ".zst") for name in (".jsonl", ".json", ".csv", ".parquet", ".txt")),
+    ".arrow",
 )
 #: Type -> its value. (``Any``: the value's class is above this package; see the module's docstring.)
 SOURCE_TYPES: Registry[Any] = Registry(
@@ -122,11 +123,13 @@ class HubSource(Source):
 
 
 class FileSource(Source):
-    """Local files: .jsonl, .json, .csv (the first line names the columns), .parquet, .txt, each also gzipped; a glob is
-    allowed."""
+    """Files here or in a bucket (``gs://``, ``s3://``): .jsonl, .json, .csv (the first line names the columns),
+    .parquet, .txt, each also .gz or .zst, and .arrow."""
 
     type: Literal["file"]
     path: str
+    """A file, a glob, or a folder: of files of one kind, or as ``save_to_disk`` of Hugging Face's datasets writes one.
+    A .txt file is one row, and one over 4 MB several, cut at line ends."""
     heldout_path: str | None = None
     database: str | None = None
     """SQLite file that gold and predicted queries of this source run against (execution accuracy), or one for each row:
@@ -145,18 +148,25 @@ class FileSource(Source):
 
     @property
     def packages(self) -> Mapping[str, str]:
-        return {"pyarrow": "data"} if ".parquet" in self.path else {}
+        needed = {"pyarrow": "data"} if any(kind in self.path for kind in (".parquet", ".zst", ".arrow")) else {}
+        modules = {"gs": "gcsfs", "s3": "s3fs"}
+        return needed | {modules[kind]: extra for kind, extra in _BUCKETS.items() if self.path.startswith(f"{kind}://")}
 
     def problems(self) -> Iterator[Problem]:
-        if not self.path.endswith(FILE_ENDINGS):
-            yield Problem(
-                "path", f"{self.path!r} is not a supported kind of file",
-                hint="jsonl, json, csv, parquet or txt, each also .gz",
-            )  # fmt: skip
+        for key, path in (("path", self.path), ("heldout_path", self.heldout_path)):
+            if path is not None and not path.endswith((*FILE_ENDINGS, "/")) and "." in path.rpartition("/")[2]:
+                yield Problem(
+                    key, f"{path!r} is not a supported kind of file",
+                    hint="jsonl, json, csv, parquet or txt, each also .gz or .zst; arrow; a folder's name ends in /",
+                )  # fmt: skip
         if self.database and re.search(r"[{}]", _COLUMN.sub("", self.database.replace("{{", "").replace("}}", ""))):
             yield Problem(
                 "database", f"{self.database!r} has a brace too many", hint="columns: {name}; braces: {{ and }}"
             )
+
+
+#: Scheme -> the extra of Muster that reads it.
+_BUCKETS = {"gs": "gcs", "s3": "s3"}
 
 
 class RandomSource(Source):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,13 +16,14 @@ from muster.config.spec import Data, RunSpec
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject
 from muster.data import collect_questions, mixture
-from muster.data.arrays import Bytes, Int32s, Int64s
+from muster.data.arrays import Int64s
 from muster.data.collect_questions import located
 from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages, row_text
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order
 from muster.data.sequences import write_store
 from muster.data.source_type import OpenedSource, TokenRows
+from muster.data.spool import Spool
 from muster.data.tokenise import Recipe, RowError, Tokens, tokenise
 from muster.data.tokenizer import Encoder, check_vocabulary
 
@@ -44,12 +47,14 @@ def build(
     encoder: Encoder | None,
     model_vocab: int | None,
     folder: Path,
+    spooled: Path,
     progress: Progress,
     new_tokens: int = 0,
 ) -> None:
     """Write a whole prepared folder: train/, heldout/, questions.jsonl, meta.json (tokenizer/ is there already).
 
-    ``new_tokens``: of the tokenizer, from the chat template; the model's embedding grows by those it has no rows for.
+    ``spooled``: where tokens are kept until then; what a killed build left there is taken up. ``new_tokens``: of the
+    tokenizer, from the chat template; the model's embedding grows by those it has no rows for.
 
     Raises:
         UsageError: no usable row, every label masked, or a vocabulary the model lacks.
@@ -58,24 +63,24 @@ def build(
     fitting = check_vocabulary(size - new_tokens, model_vocab, "the tokenizer")
     vocab_size = max(size, fitting)
     length = spec.training.sequence_length
-    spool = _Spool(folder)
+    spool = Spool(spooled)
     try:
         formats = [_format(opened, data) for opened in sources]
         train, heldout, questions = [], [], []
         for number, (opened, format) in enumerate(zip(sources, formats, strict=True)):
             if opened.token_rows is not None:
-                parts = _token_parts(opened.token_rows(length, vocab_size), spool, data.heldout_fraction)
+                parts = _token_parts(f"{number}", opened.token_rows(length, vocab_size), spool, data.heldout_fraction)
             else:
                 assert encoder is not None and format is not None
                 train_on = data.train_on if isinstance(data.train_on, str) else tuple(data.train_on)
                 recipe = Recipe(encoder.folder, format, opened.section.template, train_on)
-                parts, held_rows = _source(opened, recipe, data, spool, length, progress)
+                parts, held_rows = _source(number, opened, recipe, data, spool, length, progress)
                 questions.append(collect_questions.collect(opened, format, number, held_rows))
             train.append(parts[0])
             heldout.append(parts[1])
         stats = _write(folder, data, sources, train, heldout, spool, encoder, length, progress)
     finally:
-        spool.remove()
+        spool.close()
     stats["unknown_tokens"] = spool.unknown
     asked = [each.entries for each in questions]
     stats["majority_template"] = collect_questions.add_majority_answers(sources, formats, asked) if any(asked) else ""
@@ -111,36 +116,6 @@ def training_texts(opened: OpenedSource) -> Iterator[str]:
         yield from texts
 
 
-class _Spool:
-    """All tokens of a build, appended to two files and read back by mapping: memory does not grow with the data."""
-
-    def __init__(self, folder: Path) -> None:
-        self.paths = (folder / "spool.ids", folder / "spool.mask")
-        self.files = tuple(open(path, "wb") for path in self.paths)  # noqa: SIM115 (held for the build)
-        self.tokens = 0
-        self.unknown = 0
-
-    def add(self, tokens: Tokens) -> None:
-        self.files[0].write(tokens.ids.astype("<i4").tobytes())
-        self.files[1].write(tokens.supervised.astype(np.uint8).tobytes())
-        self.tokens += int(tokens.ids.shape[0])
-        self.unknown += tokens.unknown
-
-    def arrays(self) -> tuple[Int32s, Bytes]:
-        for file in self.files:
-            file.flush()
-        if not self.tokens:
-            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint8)
-        ids = np.memmap(self.paths[0], dtype="<i4", mode="r", shape=(self.tokens,))
-        mask = np.memmap(self.paths[1], dtype=np.uint8, mode="r", shape=(self.tokens,))
-        return ids, mask
-
-    def remove(self) -> None:
-        for file, path in zip(self.files, self.paths, strict=True):
-            file.close()
-            path.unlink(missing_ok=True)
-
-
 def _format(opened: OpenedSource, data: Data) -> Format | None:
     """The source's format by its first row; None for rows of token ids."""
     if opened.token_rows is not None:
@@ -160,44 +135,57 @@ def _format(opened: OpenedSource, data: Data) -> Format | None:
 
 
 def _source(
-    opened: OpenedSource, recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress
+    number: int, opened: OpenedSource, recipe: Recipe, data: Data, spool: Spool, length: int, progress: Progress
 ) -> tuple[tuple[_Part, _Part], Int64s | None]:
     """Tokenise one source: (train, held out) and the numbers of training rows held out (None: it has its own)."""
-    train = _part(opened, False, recipe, data, spool, length, progress)
+    train = _part(number, opened, False, recipe, data, spool, length, progress)
     if not len(train.documents):
         _refuse_empty(opened.label, train, length)
     if opened.heldout_rows is not None:
-        held = _part(opened, True, recipe, data, spool, length, progress)
+        held = _part(number, opened, True, recipe, data, spool, length, progress)
         return (train, held), None
     kept, out, rows = mixture.hold_out(train.documents, data.heldout_fraction)
     return (replace(train, documents=kept), _Part(documents=out, counts={}, rows=len(np.unique(out.rows)))), rows
 
 
 def _part(
-    opened: OpenedSource, heldout: bool, recipe: Recipe, data: Data, spool: _Spool, length: int, progress: Progress
+    number: int,
+    opened: OpenedSource,
+    heldout: bool,
+    recipe: Recipe,
+    data: Data,
+    spool: Spool,
+    length: int,
+    progress: Progress,
 ) -> _Part:
+    """One split's documents: chunks that are in the spool already, then the others."""
+    name = f"{number}-heldout" if heldout else f"{number}"
+    documents: list[mixture.Documents] = []
+    counts = dict.fromkeys(mixture.COUNTS, 0)
+    done = 0
+
+    def take(tokens: Tokens, first_token: int) -> int:
+        found, more = mixture.cut(
+            tokens.lengths, tokens.supervised, length=length, on_overlong=data.on_overlong, first_token=first_token
+        )
+        documents.append(replace(found, rows=found.rows + done))
+        more["empty_completions"] = tokens.empty_completions
+        more["empty"] -= tokens.empty_completions
+        for count in counts:
+            counts[count] += more[count]
+        progress("tokenise", *opened.how_far(done + len(tokens.lengths), heldout))
+        return done + len(tokens.lengths)
+
+    for tokens in spool.resume(name):
+        done = take(tokens, spool.tokens - len(tokens.ids))
     rows = opened.heldout_rows() if heldout and opened.heldout_rows is not None else opened.rows()
-    total = 0 if heldout else opened.expected_rows or 0
-    lengths: list[Int64s] = []
-    first_token = spool.tokens
-    done = empty_completions = 0
     try:
-        for tokens in tokenise(rows, recipe, workers=data.workers):
-            spool.add(tokens)
-            lengths.append(tokens.lengths)
-            done += len(tokens.lengths)
-            empty_completions += tokens.empty_completions
-            progress("tokenise", done, max(total, done) if total else 0)
+        for tokens in tokenise(itertools.islice(rows, done, None), recipe, workers=data.workers, first_row=done):
+            spool.add(name, tokens)
+            done = take(tokens, spool.tokens - len(tokens.ids))
     except RowError as error:
         raise located(opened, error, error.index, heldout) from error
-    row_tokens = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
-    _, mask = spool.arrays()
-    documents, counts = mixture.cut(
-        row_tokens, mask[first_token:], length=length, on_overlong=data.on_overlong, first_token=first_token
-    )
-    counts["empty_completions"] = empty_completions
-    counts["empty"] -= empty_completions
-    return _Part(documents=documents, counts=counts, rows=done)
+    return _Part(documents=mixture.joined(documents), counts=counts, rows=done)
 
 
 def _refuse_empty(name: str, part: _Part, length: int) -> NoReturn:
@@ -224,11 +212,13 @@ def _refuse_empty(name: str, part: _Part, length: int) -> NoReturn:
     raise UsageError(f"all {part.rows} rows of data source {name} are empty")
 
 
-def _token_parts(token_rows: TokenRows, spool: _Spool, fraction: float) -> tuple[_Part, _Part]:
+def _token_parts(name: str, token_rows: TokenRows, spool: Spool, fraction: float) -> tuple[_Part, _Part]:
     """Rows of token ids as (train, held out)."""
     start = spool.tokens
     for ids in token_rows.blocks:
-        spool.add(Tokens(ids=ids, supervised=np.ones(len(ids), dtype=np.uint8), lengths=np.zeros(0, dtype=np.int64)))
+        spool.add(
+            name, Tokens(ids=ids, supervised=np.ones(len(ids), dtype=np.uint8), lengths=np.zeros(0, dtype=np.int64))
+        )
     rows = np.arange(token_rows.count, dtype=np.int64)
     lengths = np.full(token_rows.count, token_rows.tokens - 1, dtype=np.int64)
     documents = mixture.Documents(rows=rows, starts=start + rows * token_rows.tokens, lengths=lengths)
@@ -242,7 +232,7 @@ def _write(
     sources: list[OpenedSource],
     train: list[_Part],
     heldout: list[_Part],
-    spool: _Spool,
+    spool: Spool,
     encoder: Encoder | None,
     length: int,
     progress: Progress,
@@ -256,21 +246,23 @@ def _write(
     ]
     written = {}
     for name, parts in (("train", chosen), ("heldout", [part.documents for part in heldout])):
-        joined = mixture.Documents(
-            *(np.concatenate([getattr(part, field) for part in parts]) for field in ("rows", "starts", "lengths"))
-        )
+        joined = mixture.joined(parts)
         if not len(joined):
             continue
         joined = joined.take(hashed_order(len(joined), "documents"))
-        progress("pack", 0, len(joined))
-        lengths = joined.lengths.tolist()
-        bins = pack(lengths, length) if data.packing else [[place] for place in range(len(lengths))]
+        count = len(joined)
+        report = functools.partial(_packed, progress, count)
+        report(0)
+        windows = pack(joined.lengths, length) if data.packing else iter([[[place] for place in range(count)]])
         written[name] = write_store(
-            folder / name, bins=bins, ids=ids, supervised=mask, starts=joined.starts, lengths=joined.lengths,
-            pad_id=pad_id, length=length,
+            folder / name, windows=windows, ids=ids, supervised=mask, starts=joined.starts, lengths=joined.lengths,
+            pad_id=pad_id, length=length, progress=report,
         )  # fmt: skip
-        progress("pack", len(joined), len(joined))
     return _stats(sources, train, heldout, used, written)
+
+
+def _packed(progress: Progress, count: int, documents: int) -> None:
+    progress("pack", documents, count)
 
 
 def _stats(

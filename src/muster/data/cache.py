@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,9 @@ from muster.core.errors import AccessError, MusterError
 from muster.core.typed_json import Json
 
 _PARTIAL = ".partial-"
+_KEPT = ".kept-"
+#: Work that nobody has gone on with for so long is removed.
+_KEPT_S = 3 * 86400
 _SUMS = "sums.json"
 #: Arrays are large and carry sums of their own (``sequences``).
 _ARRAYS = ".npy"
@@ -47,10 +51,11 @@ def code_version(modules: Iterable[str] = ()) -> str:
     return digest.hexdigest()[:16]
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
+def build_once(folder: Path, build: Callable[[Path, Path], None]) -> bool:
     """Make sure ``folder`` exists, built by ``build`` in a temporary folder; False where it existed already.
 
-    Safe among processes: one builds, the others wait; the next builder removes what a killed one left.
+    Safe among processes: one builds, the others wait; the next builder removes what a killed one left. The second
+    folder that ``build`` is given is for work that outlasts a kill: the next build of the same ``folder`` finds it.
 
     Raises:
         AccessError, MusterError: the folder cannot be written, or the disk is full. Nothing is left behind.
@@ -59,14 +64,17 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
         return False
     with translated(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f".{folder.name}.lock"):
+        with _locked(folder.parent / f".{folder.name}.lock") as is_alone:
             if folder.is_dir():
                 return False
             _clear_abandoned(folder.parent)
             partial = folder.parent / f"{_PARTIAL}{folder.name}{_mine()}"
+            kept = folder.parent / f"{_KEPT}{folder.name}{'' if is_alone else _mine()}"
+            goes_on = False
             try:
                 partial.mkdir()
-                build(partial)
+                kept.mkdir(exist_ok=is_alone)
+                build(partial, kept)
                 _sync(partial)
                 os.rename(partial, folder)
                 _sync_folder(folder.parent)
@@ -75,8 +83,13 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
                 if folder.is_dir() and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     return False
                 raise
+            except KeyboardInterrupt:
+                goes_on = is_alone
+                raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
+                if not goes_on:
+                    shutil.rmtree(kept, ignore_errors=True)
     return True
 
 
@@ -149,9 +162,9 @@ def translated(place: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[bool]:
     """An exclusive lock that leaves no file behind: its holder removes the file, and a waiter that then finds
-    itself on a removed file starts over."""
+    itself on a removed file starts over. False: there are no locks on this file system."""
     while True:
         file = open(path, "a")  # noqa: SIM115 (held for the lock's life)
         try:
@@ -160,7 +173,7 @@ def _locked(path: Path) -> Iterator[None]:
             file.close()
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-            yield  # no locks here: the rename alone decides
+            yield False  # the rename alone decides
             path.unlink(missing_ok=True)
             return
         try:
@@ -170,7 +183,7 @@ def _locked(path: Path) -> Iterator[None]:
             pass
         file.close()
     try:
-        yield
+        yield True
     finally:
         path.unlink(missing_ok=True)
         file.close()
@@ -182,12 +195,17 @@ def _mine() -> str:
 
 
 def _clear_abandoned(parent: Path) -> None:
-    """Remove what killed builders of this host left."""
+    """Remove what killed builders of this host left, and work that nobody went on with."""
     here = f"-{socket.gethostname()}-"
-    for path in parent.glob(f"{_PARTIAL}*{here}*"):
+    for path in (*parent.glob(f"{_PARTIAL}*{here}*"), *parent.glob(f"{_KEPT}*{here}*")):
         pid = path.name.rsplit("-", 1)[1]
         if path.name.endswith(f"{here}{pid}") and pid.isdigit() and not _alive(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
+    for path in parent.glob(f"{_KEPT}*"):
+        with contextlib.suppress(OSError):
+            newest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
+            if newest < time.time() - _KEPT_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:

@@ -25,6 +25,8 @@ RenderChat = Callable[..., str]
 
 #: Columns that hold a chat: turns of role and content, or (ShareGPT's way) of from and value.
 CHAT_COLUMNS = ("messages", "conversations")
+#: Key of a row of text that goes on in the next row: a file that was cut.
+CONTINUES = "_muster_continues"
 #: ShareGPT's names for roles.
 _ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
@@ -191,7 +193,8 @@ def document(
         segments = _chat(messages, train_on, render, turn_end) if _says_something(messages, train_on) else ()
         return Document(segments=segments, whole=True, ends=False)
     if format == "text":
-        return Document(segments=(Segment(row_text(row, "text"), True),), whole=False, ends=True)
+        ends = CONTINUES not in row
+        return Document(segments=(Segment(row_text(row, "text"), True),), whole=False, ends=ends)
     prompt, completion = prompt_and_completion(row, template)
     if not completion.strip() and train_on != "all":  # else the model would learn to answer with nothing
         return Document(segments=(), whole=False, ends=True)

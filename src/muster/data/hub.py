@@ -15,7 +15,7 @@ from typing import Any
 from muster.config.sources import HubSource
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 
-_READABLE = re.compile(r"\.(parquet|jsonl|json|csv|txt)(\.gz)?$")
+_READABLE = re.compile(r"\.(arrow|(parquet|jsonl|json|csv|txt)(\.gz|\.zst)?)$")
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def split_files(names: Sequence[str], split: str, subset: str | None, data_set: 
         chosen = [
             name for name in readable if not named.search(name) and not name.endswith(("_infos.json", "config.json"))
         ]
-    for suffix in ("parquet", "jsonl", "json", "csv", "txt"):
-        result = tuple(name for name in chosen if re.search(rf"\.{suffix}(\.gz)?$", name))
+    for suffix in ("parquet", "jsonl", "json", "csv", "arrow", "txt"):
+        result = tuple(name for name in chosen if re.search(rf"\.{suffix}(\.gz|\.zst)?$", name))
         if result:
             return result
     raise UsageError(

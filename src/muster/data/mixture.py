@@ -38,6 +38,15 @@ class Documents:
         return Documents(rows=self.rows[positions], starts=self.starts[positions], lengths=self.lengths[positions])
 
 
+def joined(parts: Sequence[Documents]) -> Documents:
+    """Those of all parts, in order."""
+    if not parts:
+        return Documents(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    return Documents(
+        *(np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "starts", "lengths"))
+    )
+
+
 #: What is counted of rows: over-long ones by what became of them, ones without a token, ones whose answer is empty,
 #: documents left out because none of their targets counts, and rows of which no document remained for that reason.
 COUNTS = ("dropped", "truncated", "split", "empty", "empty_completions", "masked", "masked_rows")

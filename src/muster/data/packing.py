@@ -7,29 +7,30 @@ Johnson 1973). A new window keeps nothing of the one before it, so memory and di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from muster.data.arrays import Int64s
 
 #: Documents looked at together; larger packs a little tighter and needs more memory.
 WINDOW = 65_536
 
 
-def pack(lengths: Sequence[int], capacity: int, *, window: int = WINDOW) -> list[list[int]]:
-    """Bins of document numbers, each bin's lengths summing to at most ``capacity``. Deterministic.
+def pack(lengths: Sequence[int] | Int64s, capacity: int, *, window: int = WINDOW) -> Iterator[list[list[int]]]:
+    """Bins of document numbers, window by window, each bin's lengths summing to at most ``capacity``. Deterministic.
 
     Raises:
         ValueError: a document is longer than ``capacity``, or empty.
     """
-    if lengths and (max(lengths) > capacity or min(lengths) < 1):
-        raise ValueError(f"document lengths must be 1 to {capacity}, got {min(lengths)} to {max(lengths)}")
-    bins: list[list[int]] = []
     for start in range(0, len(lengths), window):
-        bins += _pack_window(lengths, start, min(start + window, len(lengths)), capacity)
-    return bins
+        part = list(map(int, lengths[start : start + window]))
+        if max(part) > capacity or min(part) < 1:
+            raise ValueError(f"document lengths must be 1 to {capacity}, got {min(part)} to {max(part)}")
+        yield [[start + document for document in each] for each in _pack_window(part, capacity)]
 
 
-def _pack_window(lengths: Sequence[int], start: int, stop: int, capacity: int) -> list[list[int]]:
+def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Bins by free space; a bit set of the spaces in use finds the tightest fit in one shift."""
-    order = sorted(range(start, stop), key=lambda document: -lengths[document])
+    order = sorted(range(len(lengths)), key=lambda document: -lengths[document])
     bins: list[list[int]] = []
     open_bins: list[list[int]] = [[] for _ in range(capacity + 1)]
     spaces = 0

@@ -29,6 +29,7 @@ from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, find_template, install_template, locate, model_vocab_size, train
 
 _POINTER = "data.json"
+_NEW_TOKENS = "new_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +80,19 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
     folder = cache_folder(data) / name
     report = progress or (lambda activity, done, total: None)
 
-    def make(partial: Path) -> None:
-        encoder, new_tokens = _encoder(tokenizer_source, template, sources, partial / "tokenizer", report)
-        build.build(spec, data, sources, encoder, model_vocab, partial, report, new_tokens)
+    def make(partial: Path, kept: Path) -> None:
+        ready = kept / "tokenizer"
+        if not (ready / _NEW_TOKENS).is_file() or damage(ready):
+            shutil.rmtree(kept)
+            ready.mkdir(parents=True)
+            new = _tokenizer(tokenizer_source, template, sources, ready / "tokenizer", report)
+            (ready / _NEW_TOKENS).write_text(str(new))
+            seal(ready)
+        encoder = None
+        if tokenizer_source is not None:
+            encoder = Encoder(Path(shutil.copytree(ready / "tokenizer", partial / "tokenizer")))
+        new_tokens = int((ready / _NEW_TOKENS).read_text())
+        build.build(spec, data, sources, encoder, model_vocab, partial, kept, report, new_tokens)
         seal(partial)
 
     built = build_once(folder, make)
@@ -178,24 +189,23 @@ def _modules(sources: list[OpenedSource]) -> set[str]:
     return tasks | {source.type.open.__module__ for source in sources}
 
 
-def _encoder(
+def _tokenizer(
     tokenizer_source: Path | TrainedTokenizer | None,
     template: ChatTemplate | None,
     sources: list[OpenedSource],
     target: Path,
     report: Progress,
-) -> tuple[Encoder | None, int]:
-    """The tokenizer, trained where asked for, with its copy in ``target``; how many tokens the template added to it."""
+) -> int:
+    """Write the tokenizer to ``target``, trained where asked for; how many tokens the template added to it."""
     if tokenizer_source is None:
-        return None, 0
+        return 0
     if isinstance(tokenizer_source, TrainedTokenizer):
         report("train tokenizer", 0, 0)
         texts = (text for source in sources for text in build.training_texts(source))
         train(lambda: texts, tokenizer_source, target, template.tokens if template else ())
     else:
         Encoder(tokenizer_source).save(target)
-    new_tokens = install_template(target, template) if template else 0
-    return Encoder(target), new_tokens
+    return install_template(target, template) if template else 0
 
 
 class _Damaged(MusterError):

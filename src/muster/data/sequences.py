@@ -8,22 +8,22 @@ checksum of each sequence (XXH3-64), which is verified whenever it is read: a ru
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from muster.core.errors import MusterError
-from muster.data.arrays import Bytes, Int32s, Int64s
+from muster.data.arrays import Bytes, Int32s, Int64s, release
 from muster.data.cache import says_nothing
 
 UNSUPERVISED = -100
-#: Positions gathered at once while writing: 16 MiB an array.
-_BLOCK_POSITIONS = 4_000_000
+#: Positions gathered at once while writing: 4 MiB an array of int32.
+_BLOCK_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -131,80 +131,115 @@ def _sum(inputs: Int32s, labels: Int32s, lengths: Int32s, tokens: int) -> int:
 def write_store(
     folder: Path,
     *,
-    bins: list[list[int]],
+    windows: Iterable[list[list[int]]],
     ids: Int32s,
     supervised: Bytes,
     starts: Int64s,
     lengths: Int64s,
     pad_id: int,
     length: int,
+    progress: Callable[[int], None] = lambda documents: None,
 ) -> dict[str, int]:
     """Write one store; document d's tokens are ``ids[starts[d] : starts[d] + lengths[d] + 1]``.
 
     The last of these tokens is only ever a target, so a document takes ``lengths[d]`` positions. ``supervised``
-    marks tokens that count as targets. Returns the counts, which are stored with them.
+    marks tokens that count as targets. ``windows``: document numbers of each sequence, some sequences at a time.
+    ``progress``: told how many documents are written. Returns the counts, which are stored with them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokens, sums = np.zeros(len(bins), dtype=np.int32), np.zeros(len(bins), dtype=np.uint64)
-    document_lengths: list[Int32s] = []
-    offsets = np.zeros(len(bins) + 1, dtype=np.int64)
-    total_supervised = 0
+    small: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "sums", "lengths", "sizes")}
+    total_supervised = documents = 0
     block = max(1, _BLOCK_POSITIONS // length)
     # Written as files, not through a mapping: on a full disk a mapped write is a SIGBUS, a file write an error.
     with open(folder / "input_ids.npy", "wb") as inputs, open(folder / "labels.npy", "wb") as labels:
         for file in (inputs, labels):
-            header = {"descr": "<i4", "fortran_order": False, "shape": (len(bins), length)}
-            np.lib.format.write_array_header_1_0(file, header)
-        for first in range(0, len(bins), block):
-            part = bins[first : first + block]
-            counts = np.array([len(bin) for bin in part])
-            documents = np.concatenate([np.asarray(bin, dtype=np.int64) for bin in part])
-            sizes = lengths[documents]
-            used = np.add.reduceat(sizes, np.cumsum(counts) - counts)
-            rows, columns = np.repeat(np.arange(len(part)), used), _ranges(used)
-            source = np.repeat(starts[documents], sizes) + _ranges(sizes)
-            targets = np.where(supervised[source + 1] != 0, ids[source + 1], UNSUPERVISED)
-            written = []
-            for file, values, empty in ((inputs, ids[source], pad_id), (labels, targets, UNSUPERVISED)):
-                filled = np.full((len(part), length), empty, dtype="<i4")
-                filled[rows, columns] = values
+            _write_header(file, 0, length)
+        for bins in (window[at : at + block] for window in windows for at in range(0, len(window), block)):
+            written = _gathered(bins, ids, supervised, starts, lengths, pad_id, length)
+            for file, filled in ((inputs, written.inputs), (labels, written.labels)):
                 file.write(filled.tobytes())
-                written.append(filled)
-            total_supervised += int((targets != UNSUPERVISED).sum())
-            last = first + len(part)
-            tokens[first:last] = used
-            padded = used < length
-            tails = (length - used)[padded]
-            document_lengths.append(np.insert(sizes, np.cumsum(counts)[padded], tails).astype(np.int32))
-            offsets[first + 1 : last + 1] = offsets[first] + np.cumsum(counts + padded)
-            parts = np.split(document_lengths[-1], offsets[first + 1 : last] - offsets[first])
-            sums[first:last] = [_sum(*row) for row in zip(*written, parts, used.tolist(), strict=True)]
-    return _finish(folder, bins, length, tokens, total_supervised, document_lengths, offsets, sums)
+            total_supervised += int((written.labels != UNSUPERVISED).sum())
+            documents += sum(map(len, bins))
+            for name, array in written.small().items():
+                small[name].append(array)
+            for array in (ids, supervised):
+                release(array)
+            progress(documents)
+        joined = {name: np.concatenate(arrays) for name, arrays in small.items()}
+        for file in (inputs, labels):
+            file.seek(0)
+            _write_header(file, len(joined["tokens"]), length)
+    return _finish(folder, documents, length, total_supervised, joined)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some sequences, as they are written."""
+
+    inputs: Int32s
+    labels: Int32s
+    lengths: Int32s
+    """Of all their documents, the padding tail being one, end to end."""
+    sizes: Int64s
+    """Documents of each sequence, the padding tail included."""
+    tokens: Int32s
+
+    def small(self) -> dict[str, NDArray[Any]]:
+        """What there is one number of for each sequence or document."""
+        parts = np.split(self.lengths, np.cumsum(self.sizes)[:-1])
+        sums = [_sum(*row) for row in zip(self.inputs, self.labels, parts, self.tokens.tolist(), strict=True)]
+        return {
+            "tokens": self.tokens, "sums": np.array(sums, dtype=np.uint64), "lengths": self.lengths,
+            "sizes": self.sizes,
+        }  # fmt: skip
+
+
+def _gathered(
+    bins: list[list[int]], ids: Int32s, supervised: Bytes, starts: Int64s, lengths: Int64s, pad_id: int, length: int
+) -> _Block:
+    counts = np.array([len(each) for each in bins])
+    documents = np.concatenate([np.asarray(each, dtype=np.int64) for each in bins])
+    sizes = lengths[documents]
+    used = np.add.reduceat(sizes, np.cumsum(counts) - counts)
+    rows, columns = np.repeat(np.arange(len(bins)), used), _ranges(used)
+    source = np.repeat(starts[documents], sizes) + _ranges(sizes)
+    inputs, labels = (np.full((len(bins), length), empty, dtype="<i4") for empty in (pad_id, UNSUPERVISED))
+    inputs[rows, columns] = ids[source]
+    source += 1
+    labels[rows, columns] = np.where(supervised[source] != 0, ids[source], UNSUPERVISED)
+    padded = used < length
+    tails = (length - used)[padded]
+    return _Block(
+        inputs=inputs,
+        labels=labels,
+        lengths=np.insert(sizes, np.cumsum(counts)[padded], tails).astype(np.int32),
+        sizes=counts + padded,
+        tokens=used.astype(np.int32),
+    )
+
+
+def _write_header(file: IO[bytes], count: int, length: int) -> None:
+    """Of int32 [count, length]. NumPy leaves room in it, so that a later count is written over an earlier one."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "<i4", "fortran_order": False, "shape": (count, length)})
 
 
 def _finish(
-    folder: Path,
-    bins: list[list[int]],
-    length: int,
-    tokens: Int32s,
-    supervised_tokens: int,
-    document_lengths: list[Int32s],
-    offsets: Int64s,
-    sums: NDArray[np.uint64],
+    folder: Path, documents: int, length: int, supervised_tokens: int, joined: dict[str, NDArray[Any]]
 ) -> dict[str, int]:
     """Write what has one number a sequence or document, and the counts, which are returned."""
-    joined = np.concatenate(document_lengths) if document_lengths else np.zeros(0, dtype=np.int32)
+    count = len(joined["tokens"])
     arrays: dict[str, NDArray[Any]] = {
-        "document_lengths": joined, "document_offsets": offsets, "tokens": tokens, "checksums": sums,
+        "document_lengths": joined["lengths"], "document_offsets": np.concatenate([[0], np.cumsum(joined["sizes"])]),
+        "tokens": joined["tokens"], "checksums": joined["sums"],
     }  # fmt: skip
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
     result = {
-        "sequences": len(bins),
-        "documents": sum(len(bin) for bin in bins),
-        "tokens": int(tokens.sum()),
+        "sequences": count,
+        "documents": documents,
+        "tokens": int(joined["tokens"].sum()),
         "supervised_tokens": supervised_tokens,
-        "positions": len(bins) * length,
+        "positions": count * length,
     }
     (folder / "counts.json").write_text(json.dumps(result, sort_keys=True))
     return result

@@ -35,8 +35,24 @@ class OpenedSource:
     locate: Callable[[int, bool], str] = lambda index, heldout: f"row {index + 1}"
     """(a row's number from 0, whether of ``heldout_rows``) -> where it stands, for messages: ``file:line``."""
     expected_rows: int | None = None
+    read: Meter | None = None
+    """How much of its files the rows given out so far took."""
     token_rows: Callable[[int, int], TokenRows] | None = None
     """(sequence length, vocabulary size) -> rows of token ids, of a source that needs no tokenizer and has no rows."""
+
+    def how_far(self, rows: int, heldout: bool) -> tuple[int, int]:
+        """(done, total) after so many rows, in rows or bytes; total 0: not known."""
+        if self.read is not None and not heldout:
+            return min(self.read.bytes, self.read.total), self.read.total
+        return rows, 0 if heldout else max(self.expected_rows or 0, rows)
+
+
+@dataclass
+class Meter:
+    """Bytes of files that have been read, of those that there are."""
+
+    bytes: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,34 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import current_process, get_context
+from multiprocessing import current_process, get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 
 from muster.config.sources import PromptTemplate
 from muster.core.errors import MusterError, UsageError
+from muster.core.typed_json import Json
 from muster.data import formats
 from muster.data.arrays import Bytes, Int32s, Int64s
 from muster.data.formats import Document, Format
 from muster.data.task import Row
 from muster.data.tokenizer import Encoder
 
-CHUNK_ROWS = 4096
-#: Up to so many chunks are tokenised here: starting processes costs more (about a second) than they would save.
-_CHUNKS_HERE = 8
+#: A chunk's rows, and its characters (which its last row may exceed): about half a second's work.
+CHUNK_ROWS, CHUNK_CHARACTERS = 4096, 1 << 20
+#: Fewer chunks are tokenised here: starting processes costs more (about a second) than they would save.
+_CHUNKS_HERE = 4
 _AHEAD = 2
+_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 @dataclass(frozen=True)
@@ -63,22 +69,40 @@ class RowError(UsageError):
     index = 0
 
 
-def tokenise(rows: Iterable[Row], recipe: Recipe, *, workers: int) -> Iterator[Tokens]:
-    """Tokens of ``rows``, chunk by chunk, in order. ``workers`` 0: one process per core.
+def tokenise(rows: Iterable[Row], recipe: Recipe, *, workers: int, first_row: int = 0) -> Iterator[Tokens]:
+    """Tokens of ``rows``, chunk by chunk, in order. ``workers``: processes, each on one core; 0: one per core.
+
+    ``first_row``: the number of the first of them.
 
     Raises:
         RowError: a row does not fit.
         MusterError: a worker died.
     """
-    chunks = _chunks(rows)
+    chunks = _chunks(rows, first_row)
     first = list(itertools.islice(chunks, _CHUNKS_HERE))
     count = workers or len(os.sched_getaffinity(0))
     if len(first) < _CHUNKS_HERE or count == 1:
         encoder = Encoder(recipe.folder)
         for start, chunk in itertools.chain(first, chunks):
-            yield tokenise_rows(chunk, recipe, encoder, first_row=start)
+            with _one_thread(count == 1):
+                tokens = tokenise_rows(chunk, recipe, encoder, first_row=start)
+            yield tokens
         return
     yield from _in_processes(itertools.chain(first, chunks), recipe, count)
+
+
+@contextmanager
+def _one_thread(wanted: bool) -> Iterator[None]:
+    """While it lasts the tokenizers library starts no threads of its own: else as many as there are cores."""
+    before = os.environ.pop(_THREADS, None) if wanted else None
+    try:
+        if wanted:
+            os.environ[_THREADS] = "false"
+        yield
+    finally:
+        if wanted:
+            os.environ.pop(_THREADS, None)
+            os.environ.update({} if before is None else {_THREADS: before})
 
 
 def refuse_while_starting() -> None:
@@ -198,12 +222,26 @@ def _mask(document: Document, offsets: Sequence[tuple[int, int]]) -> tuple[bytea
     return mask, crosses
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
-    iterator = iter(rows)
-    start = 0
-    while chunk := list(itertools.islice(iterator, CHUNK_ROWS)):
-        yield start, chunk
-        start += len(chunk)
+def _chunks(rows: Iterable[Row], first_row: int) -> Iterator[tuple[int, list[Row]]]:
+    chunk: list[Row] = []
+    characters = 0
+    for row in rows:
+        chunk.append(row)
+        characters += _characters(row)
+        if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
+            yield first_row, chunk
+            first_row, chunk, characters = first_row + len(chunk), [], 0
+    if chunk:
+        yield first_row, chunk
+
+
+def _characters(value: Json) -> int:
+    """Of all texts in it."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
 def _in_processes(chunks: Iterator[tuple[int, list[Row]]], recipe: Recipe, count: int) -> Iterator[Tokens]:
@@ -232,8 +270,17 @@ _worker: tuple[Recipe, Encoder] | None = None
 def _start_worker(recipe: Recipe) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ[_THREADS] = "false"
     _worker = recipe, Encoder(recipe.folder)
+
+
+def _end_with_parent() -> None:
+    """A pool's processes hold both ends of its queue: after a kill -9 they would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(start: int, chunk: list[Row]) -> Tokens:

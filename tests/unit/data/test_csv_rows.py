@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from muster.core.errors import UsageError
-from muster.data.row_files import locate, read_rows
+from muster.data.files.row_files import locate, read_rows
 
 
 def test_quotes_line_ends_a_mark_at_the_start_and_gzip(tmp_path):

@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.data.packing import pack
+from muster.data import packing
+
+
+def pack(*args, **named):
+    return [each for window in packing.pack(*args, **named) for each in window]
 
 
 @settings(deadline=None, max_examples=200)

@@ -12,7 +12,8 @@ from muster.config.sources import FileSource, HubSource, glob_of
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 from muster.data import hub
-from muster.data.row_files import find_files, identify, locate, read_rows
+from muster.data.files.places import find_files, identify
+from muster.data.files.row_files import locate, read_rows
 from muster.data.source_type import open_source
 from muster.tasks.text2sql.source import Text2SqlSource
 

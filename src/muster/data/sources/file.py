@@ -1,4 +1,4 @@
-"""Local files, identified by their content."""
+"""Files here or in a bucket, identified by their content."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from muster.config.sources import FileSource, glob_of
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject
+from muster.data.files.places import find_files, identify, size_of
+from muster.data.files.row_files import locate, read_files
 from muster.data.formats import fields, fill
-from muster.data.row_files import find_files, identify, locate, read_files
-from muster.data.source_type import OpenedSource, SourceType
+from muster.data.source_type import Meter, OpenedSource, SourceType
 
 
 def _open(section: FileSource) -> OpenedSource:
@@ -21,12 +22,14 @@ def _open(section: FileSource) -> OpenedSource:
         identity["database"] = _databases(section.database)
     identity["files"] = [identify(path) for path in files]
     identity["heldout_files"] = [identify(path) for path in heldout] if heldout else None
+    meter = None if section.limit else Meter(total=sum(map(size_of, files)))
     return OpenedSource(
         type=SOURCE,
         section=section,
         label=repr(section.path),
         identity=identity,
-        rows=lambda: read_files(files, section.limit),
+        rows=lambda: read_files(files, section.limit, meter),
+        read=meter,
         heldout_rows=(lambda: read_files(heldout)) if heldout else None,
         locate=lambda index, is_heldout: locate(heldout or files if is_heldout else files, index),
     )

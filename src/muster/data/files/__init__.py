@@ -1,0 +1,1 @@
+"""Data files: where they are, and their rows."""

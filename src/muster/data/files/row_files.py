@@ -1,0 +1,262 @@
+"""Rows of data files (.jsonl, .json, .csv, .parquet, .txt, each also .gz or .zst, and .arrow)."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+from muster.core.errors import AccessError, UsageError
+from muster.data.files.places import Place, open_place
+from muster.data.formats import CONTINUES
+from muster.data.source_type import Meter
+from muster.data.task import Row
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".arrow")
+PACKED = (".gz", ".zst")
+#: Longest text of a CSV field, in characters: Python's own limit of 128 Ki is less than a document may have.
+_FIELD_CHARACTERS = 1 << 30
+#: A longer text file comes in pieces of about this many characters.
+TEXT_CHARACTERS = 1 << 22
+_READ_BYTES = 1 << 20
+_BATCH_ROWS = 512
+
+
+def read_rows(path: Place, meter: Meter | None = None) -> Iterator[Row]:
+    """Rows of one file, by its suffix; a ``.txt`` file is one row of text, or several in a row.
+
+    Raises:
+        UsageError: unknown suffix, or a line that is not a JSON object, names a key twice or holds half a character
+            (a lone surrogate); with its number.
+        AccessError, BackendError: the file may not be read, or its bucket does not answer.
+    """
+    return (row for _, row in _placed_rows(path, meter))
+
+
+def locate(files: Sequence[Place], index: int) -> str:
+    """Where row ``index`` (from 0) of several files stands: ``file:line`` (of .jsonl), ``file, row N``."""
+    places = (place for path in files for place, _ in _placed_rows(path, None))
+    return next(itertools.islice(places, index, None), f"row {index + 1}")
+
+
+def read_files(files: Sequence[Place], limit: int | None = None, meter: Meter | None = None) -> Iterator[Row]:
+    """The first ``limit`` rows of several files, in their order; errors as ``read_rows`` has them.
+
+    ``meter`` starts at 0 and follows."""
+    if meter is not None:
+        meter.bytes = 0
+    yield from itertools.islice(itertools.chain.from_iterable(read_rows(path, meter) for path in files), limit)
+
+
+def _placed_rows(path: Place, meter: Meter | None) -> Iterator[tuple[str, Row]]:
+    name = path.name
+    packed = next((end for end in PACKED if name.endswith(end)), "")
+    suffix = Path(name.removesuffix(packed)).suffix
+    if suffix not in SUFFIXES:
+        raise UsageError(
+            f"{path}: cannot read files of kind {suffix or 'without suffix'!r}",
+            hint=f"use one of {', '.join(SUFFIXES)}, the first five also .gz or .zst",
+        )
+    try:
+        with open_place(path, meter) as raw, _unpacked(path, raw, packed) as file:
+            if suffix == ".jsonl":
+                yield from ((f"{path}:{number}", row) for number, row in _jsonl_rows(path, file))
+            elif suffix == ".csv":
+                yield from ((f"{path}:{number}", row) for number, row in _csv_rows(path, file))
+            elif suffix == ".txt":
+                for number, row in enumerate(_text_rows(file), start=1):
+                    yield str(path) if number == 1 and CONTINUES not in row else f"{path}, row {number}", row
+            else:
+                kinds = {".parquet": _parquet_rows, ".arrow": _arrow_rows, ".json": _json_rows}
+                rows = kinds[suffix](path, file)
+                yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
+    except PermissionError as error:
+        raise AccessError(f"{path} may not be read", hint="check its permissions") from error
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _unpacked(path: Place, file: IO[bytes], packed: str) -> IO[bytes]:
+    if packed == ".gz":
+        return cast(IO[bytes], gzip.open(file, "rb"))
+    if packed == ".zst":
+        stream = _pyarrow(path, "zstd").CompressedInputStream(file, "zstd")
+        return cast(IO[bytes], io.BufferedReader(stream, _READ_BYTES))
+    return file
+
+
+def _pyarrow(path: Place, what: str) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UsageError(f"{path}: reading {what} needs pyarrow", hint="pip install 'muster[data]'") from error
+    return pyarrow
+
+
+def _text_rows(file: IO[bytes]) -> Iterator[Row]:
+    """The whole text, or pieces that end with a line where there is one; all but the last have ``CONTINUES``."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text, is_last = "", False
+    while not is_last:
+        data = file.read(_READ_BYTES)
+        is_last = not data
+        text += decoder.decode(data, is_last)
+        if not is_last and len(text) >= TEXT_CHARACTERS:
+            cut = text.rfind("\n", 0, TEXT_CHARACTERS) + 1 or TEXT_CHARACTERS
+            yield {"text": text[:cut], CONTINUES: True}
+            text = text[cut:]
+    yield {"text": text}
+
+
+def _jsonl_rows(path: Place, file: IO[bytes]) -> Iterator[tuple[int, Row]]:
+    """(line, row)."""
+    reader = _Reader()
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = reader.read(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{path}:{number}: a row must be an object, got {type(row).__name__}")
+        reader.refuse(row, f"{path}:{number}")
+        yield number, row
+
+
+def _csv_rows(path: Place, file: IO[bytes]) -> Iterator[tuple[int, Row]]:
+    """(line that a row ends on, row): the first line names the columns, every value is text."""
+    csv.field_size_limit(_FIELD_CHARACTERS)
+    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, strict=True)
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise UsageError(f"{path}:1: column {twice!r} occurs twice", hint="rename one of them")
+            for values in reader:
+                if not values:
+                    continue
+                if len(values) != len(names):
+                    raise UsageError(
+                        f"{path}:{reader.line_num}: {len(values)} values for {len(names)} columns",
+                        hint="values that hold commas, quotes or line ends stand in double quotes",
+                    )
+                yield reader.line_num, dict(zip(names, values, strict=True))
+        except csv.Error as error:
+            raise UsageError(f"{path}:{reader.line_num}: not CSV: {error}") from error
+
+
+def _json_rows(path: Place, file: IO[bytes]) -> Iterator[Row]:
+    reader = _Reader()
+    try:
+        rows = reader.read(file.read())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}", hint="one object a line is .jsonl") from error
+    if isinstance(rows, dict):
+        reader.refuse_key(rows, str(path))
+        lists = [value for value in rows.values() if isinstance(value, list)]
+        rows = lists[0] if len(lists) == 1 else rows
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{path}: expected a list of objects")
+    for number, row in enumerate(rows, start=1):
+        reader.refuse(row, f"{path}, row {number}")
+        yield row
+
+
+class _Reader:
+    """JSON of people's rows, with what JSON readers let through: keys that occur twice, halves of characters."""
+
+    def __init__(self) -> None:
+        self._twice: dict[int, tuple[object, str]] = {}
+        """By identity: the objects with a repeated key, and that key."""
+        self._has_surrogates = False
+
+    def read(self, data: bytes) -> object:
+        """Raises ValueError (also for bytes that are not UTF-8) and RecursionError."""
+        text = data.decode(json.detect_encoding(data))
+        self._twice.clear()
+        self._has_surrogates = _SURROGATE.search(text) is not None
+        return json.loads(text, object_pairs_hook=self._object)
+
+    def refuse(self, row: object, place: str) -> None:
+        """Raises UsageError where a part of ``row`` cannot be taken as it is."""
+        if not self._twice and not self._has_surrogates:
+            return
+        for part in _parts(row):
+            self.refuse_key(part, place)
+            if isinstance(part, str):
+                try:
+                    part.encode()
+                except UnicodeEncodeError as error:
+                    half = f"\\u{ord(part[error.start]):04x}"
+                    raise UsageError(
+                        f"{place}: half a character ({half}, a lone surrogate) in {ascii(part)[:80]}",
+                        hint="the other half was cut off when the row was written: remove or repair it",
+                    ) from error
+
+    def refuse_key(self, part: object, place: str) -> None:
+        """Raises UsageError where a key of this very object occurs twice."""
+        if id(part) in self._twice:
+            raise UsageError(f"{place}: key {self._twice[id(part)][1]!r} occurs twice", hint="keep one of them")
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            self._twice[id(found)] = found, next(name for name, count in counts.items() if count > 1)
+        return found
+
+
+#: An escape that is half of a character, alone or not.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _parts(value: object) -> Iterator[object]:
+    """``value`` and everything in it, keys too."""
+    yield value
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from _parts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _parts(item)
+
+
+def _parquet_rows(path: Place, file: IO[bytes]) -> Iterator[Row]:
+    pyarrow = _pyarrow(path, "Parquet")
+    import pyarrow.parquet as parquet
+
+    try:
+        whole = file if file.seekable() and not path.name.endswith(PACKED) else io.BytesIO(file.read())
+        for batch in parquet.ParquetFile(whole).iter_batches(batch_size=_BATCH_ROWS):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UsageError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def _arrow_rows(path: Place, file: IO[bytes]) -> Iterator[Row]:
+    """Of Arrow's stream format, which Hugging Face's datasets writes, or of its file format."""
+    pyarrow = _pyarrow(path, "Arrow")
+    try:
+        begin = file.read(6)
+        file.seek(0)
+        if begin == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            batches = iter(pyarrow.ipc.open_stream(file))
+        for batch in batches:
+            for first in range(0, batch.num_rows, _BATCH_ROWS):
+                yield from batch.slice(first, _BATCH_ROWS).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UsageError(f"{path}: not a readable Arrow file: {error}") from error

@@ -307,6 +307,9 @@ class Metrics(Section):
     """Address on which it is served; on GKE always the pod's."""
     otlp: str | None = None
     """An OpenTelemetry receiver to which they are sent every 15 s, as in http://collector:4318 (OTLP over HTTP)."""
+    cloud_monitoring: bool = False
+    """Sent to Google's Cloud Monitoring of ``resources.project`` once a minute, by the account of the machine that
+    supervises the run (Vertex AI, Compute Engine); on GKE ``port`` brings them there."""
 
 
 class RunSpec(Section):

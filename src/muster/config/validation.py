@@ -258,6 +258,8 @@ def _places(spec: RunSpec) -> Iterator[Problem]:
     receiver = spec.metrics.otlp
     if receiver is not None and not re.match(r"https?://[^/\s]+\S*$", receiver):
         yield Problem("metrics.otlp", f"{receiver!r} is no http:// or https:// address", hint="http://collector:4318")
+    if spec.metrics.cloud_monitoring and not spec.resources.project:
+        yield Problem("metrics.cloud_monitoring", "is of a project, and none is named", hint="resources.project")
     if spec.checkpoint.replicate_snapshots and spec.checkpoint.snapshot_every_steps == 0:
         message = "has nothing to copy: snapshot_every_steps is 0"
         yield Problem("checkpoint.replicate_snapshots", message, hint="1")

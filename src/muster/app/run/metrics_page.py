@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 
+from muster.app.run.cloud_monitoring import cloud_monitoring
 from muster.app.run.event_writer import Sink
 from muster.app.run.otlp import otlp_export
 from muster.app.run.run_figures import RunFigures
@@ -133,7 +134,8 @@ def metrics_sinks(supervisor: Supervisor) -> Sequence[Sink]:
     """What carries this run's figures to where its run file wants them."""
     run_dir = supervisor.run_dir.resolve()
     try:
-        run_id, settings = read_run_id(run_dir), read_spec(run_dir).metrics
+        run_id, spec = read_run_id(run_dir), read_spec(run_dir)
+        settings = spec.metrics
         token = token_for_pages(run_token(run_dir)) if settings.port is not None else ""
     except (MusterError, OSError, ValueError, KeyError):
         return ()  # ``serve`` says so
@@ -142,6 +144,8 @@ def metrics_sinks(supervisor: Supervisor) -> Sequence[Sink]:
         sinks.append(MetricsPage(RunFigures(run_dir, run_id), settings, token, supervisor))
     if settings.otlp is not None:
         sinks.append(otlp_export(settings.otlp, RunFigures(run_dir, run_id), supervisor.note))
+    if settings.cloud_monitoring and spec.resources.project:
+        sinks.append(cloud_monitoring(spec.resources.project, RunFigures(run_dir, run_id), supervisor.note))
     return sinks
 
 

@@ -1,13 +1,11 @@
 """A run's figures for an OpenTelemetry receiver (``metrics.otlp``): OTLP over HTTP, in Protobuf.
 
-https://opentelemetry.io/docs/specs/otlp/#otlphttp. Counters count from the run's begin, so that what a receiver did not
-take is in what is sent next: nothing is kept for it.
+https://opentelemetry.io/docs/specs/otlp/#otlphttp.
 """
 
 from __future__ import annotations
 
 import http.client
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,10 +16,8 @@ from typing import IO, TYPE_CHECKING
 
 from muster.app.run.event_writer import Sink
 from muster.app.run.run_figures import RunFigures
+from muster.app.run.sent_figures import MOST_TOLD, SentFigures
 from muster.core import environment
-from muster.core.clock import SystemClock
-from muster.core.events import Event
-from muster.core.protocols import Clock
 from muster.report.exposition import Family, Sample
 
 if TYPE_CHECKING:
@@ -33,49 +29,18 @@ HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
 """Variable of the supervisor, as every OpenTelemetry exporter reads it: ``name=value,...``, values percent-encoded."""
 #: How often figures are sent, and how long a receiver may take with them.
 EVERY_S, PATIENCE_S = 15.0, 5.0
-#: Characters of its complaint that are told; bytes of its answer that are read.
-MOST_TOLD, MOST_READ = 200, 1 << 16
+#: Bytes of its answer that are read.
+MOST_READ = 1 << 16
 
 
 @dataclass
-class OtlpExport(Sink):
-    """Sends them every ``EVERY_S`` and at the end. That they were not taken is said once, until they are again."""
-
-    figures: RunFigures
-    url: str
-    say: Callable[[str], None]
+class OtlpExport(SentFigures):
     headers: Mapping[str, str] = field(default_factory=dict)
-    clock: Clock = field(default_factory=SystemClock)
     name = "the OTLP export"
-    tend_every_s: float | None = EVERY_S
-    _sent_s: float = float("-inf")
-    _refused: bool = False
+    key = "metrics.otlp"
+    every_s = EVERY_S
 
-    def event(self, event: Event) -> None:
-        self.figures.add(event)
-        self.tend()  # nobody else calls it where events never stop
-
-    def left_out(self, count: int) -> None:
-        self.figures.missed()
-
-    def tend(self) -> None:
-        if time.monotonic() - self._sent_s >= EVERY_S:
-            self._send()
-
-    def end(self, code: int | None) -> None:
-        self._send()
-
-    def _send(self) -> None:
-        if not self.figures.began_ns:
-            return
-        self._sent_s = time.monotonic()
-        problem = self._problem()
-        if problem and not self._refused:
-            self.say(f"the run's figures were not taken at {self.url}: {problem} (metrics.otlp)")
-        self._refused = bool(problem)
-
-    def _problem(self) -> str:
-        """Send; what was wrong, empty: it was taken."""
+    def problem(self) -> str:
         try:
             from google.protobuf.message import DecodeError
             from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
@@ -148,4 +113,4 @@ def otlp_export(url: str, figures: RunFigures, say: Callable[[str], None]) -> Si
     """The sink for ``metrics.otlp``."""
     base = url.rstrip("/")
     target = base if base.endswith(PATH) else base + PATH
-    return OtlpExport(figures, target, say, headers_of(environment.inherited().get(HEADERS, "")))
+    return OtlpExport(figures, target, say, headers=headers_of(environment.inherited().get(HEADERS, "")))

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from model_ranks import CPU, VOCAB, micro_batch, spec_of
+from torch.distributed.fsdp import FSDPModule
 
 from muster.core.types import Layout
+from muster.train.distributed import early_sums
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.early_sums import EarlySums
 from muster.train.distributed.fixed_point import FixedPointReducer
@@ -102,7 +104,14 @@ def same_bits(rank: Rank) -> dict:
             smallest = min(smallest, float(two[1]))
     finally:
         EarlySums.finish, EarlySums.came = after, came
-    return {"begun": begun[::2], "later": begun[1::2], "different": different, "smallest_norm": smallest}
+    return {
+        "units": len(rank.reducer.early._units),
+        "whole": not isinstance(rank.built.module, FSDPModule),
+        "begun": begun[::2],
+        "later": begun[1::2],
+        "different": different,
+        "smallest_norm": smallest,
+    }
 
 
 def loses_one(rank: Rank, number: int) -> dict:
@@ -133,6 +142,7 @@ def loses_one(rank: Rank, number: int) -> dict:
 def main(rank: int, cases: dict, results: str) -> None:
     """Run every case that has this rank; write ``<results>/<case>-<rank>.json`` for each."""
     torch.set_num_threads(1)
+    early_sums.BUCKET_BYTES = 8 << 10  # several even of adapters
     for name, case in cases.items():
         if rank >= case["replicas"] * case["shards"]:
             continue

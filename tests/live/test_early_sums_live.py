@@ -9,7 +9,8 @@ from early_sum_ranks import STEPS, main
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 LORA = {"model": {"lora": {"rank": 4}}}
-#: The root and two layers: three units; of adapters, which are in the layers alone, two.
+#: In FSDP the root and two layers: three units; of adapters, which are in the layers alone, two. A model that one rank
+#: holds whole has no FSDP, and as many units as buckets.
 SAME = {
     f"{name}-{replicas}x{shards}": {"replicas": replicas, "shards": shards, **given}
     for replicas, shards in ((3, 1), (2, 2))
@@ -57,8 +58,11 @@ def same(tmp_path_factory):
 def test_they_have_the_bits_of_sums_that_begin_afterwards(same, case):
     given = SAME[case]
     assert sorted(same[case]) == list(range(given["replicas"] * given["shards"]))
-    units = UNITS.get(case.rsplit("-", 1)[0], 3)
     for found in same[case].values():
+        whole = given["shards"] == 1
+        assert found["whole"] == whole
+        units = found["units"] if whole else UNITS.get(case.rsplit("-", 1)[0], 3)
+        assert units > 1 or case.startswith("one-unit"), found
         assert found["begun"] == [0] + [units] * (STEPS - 1), "in the backward pass, from the second step on"
         assert found["later"] == [0] * STEPS
         assert found["different"] == 0 and found["smallest_norm"] > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from muster.checkpoint_format.reader import Shard
-from muster.checkpoint_format.shards import ITEM_BYTES, Chunk, owner_of
+from muster.checkpoint_format.shards import ITEM_BYTES, Chunk, of_replica, owner_of
 from muster.core.errors import BackendError, CheckpointError, MusterError
 
 _PIECE_BYTES = 64 << 20
@@ -54,6 +54,16 @@ class ShardReader(StorageReader):
                     continue
                 self._where[key] = (shard, chunk)
                 self._tensors[chunk.name].append(chunk)
+
+    def lend(self, names: Iterable[str]) -> None:
+        """Have a replica's own tensors that are not there read from those of the first replica that has them: a replica
+        that joins finds what it can begin with."""
+        for name in [name for name in names if name not in self._tensors and name.startswith("replica")]:
+            others = (of_replica(name, number) for number in sorted({owner_of(other) or 0 for other in self._tensors}))
+            lender = next((other for other in others if other in self._tensors), None)
+            for chunk in self._tensors[lender] if lender is not None else ():
+                self._where[name, chunk.offsets] = self._where[chunk.name, chunk.offsets]
+                self._tensors[name].append(chunk)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> global shape of everything there."""
@@ -157,6 +167,7 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
 
 def read_into(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> None:
     """``restore`` by a reader, which may stage what it reads. Raises as ``restore``."""
+    reader.lend(state)
     problem = mismatch(reader, state) or gaps(reader, state)
     if problem:
         raise CheckpointError(problem)

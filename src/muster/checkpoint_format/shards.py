@@ -30,7 +30,7 @@ _MAGIC = b"MUSTRSH"
 ALIGN_BYTES = 64
 MAX_HEADER_BYTES = 1 << 30
 _FIXED = struct.Struct("<8sQ")
-_OWNED = re.compile(r"rank(\d+)(?:\.|$)")
+_OWNED = re.compile(r"(?:rank|replica)(\d+)(?:\.|$)")
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -40,9 +40,15 @@ ITEM_BYTES: Mapping[str, int] = {
 
 
 def owner_of(name: str) -> int | None:
-    """The rank whose own a tensor is, by its name (``rank3.loader.place``); None: it is the whole world's."""
+    """The rank or replica whose own a tensor is, by its name (``rank3.loader.place``, ``replica1.model.norm.weight``);
+    None: it is the whole world's."""
     result = _OWNED.match(name)
     return int(result[1]) if result else None
+
+
+def of_replica(name: str, replica: int) -> str:
+    """The name that a replica's own tensor has in another replica; any other name stays."""
+    return re.sub(r"^replica\d+\.", f"replica{replica}.", name)
 
 
 @dataclass(frozen=True, kw_only=True)

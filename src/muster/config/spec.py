@@ -12,6 +12,7 @@ from pydantic import Field
 
 from muster.config.backends import BACKENDS
 from muster.config.gce import Gce
+from muster.config.outer import Outer
 from muster.config.resources import Resources
 from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
 from muster.config.slurm import Slurm
@@ -168,6 +169,10 @@ class Training(Section):
     """Sum gradients, norm and loss in 64-bit fixed point: bit for bit at any number of ranks."""
     gc_every_steps: NotNegative = 50
     """Collect garbage explicitly every N steps, on all ranks at once; 0: leave it to Python."""
+    local_steps: NotNegative = 0
+    """Steps that each replica (``parallelism.dp_replicate``) makes by itself between two meetings: little traffic
+    over slow links (DiLoCo). 0: gradients are summed over replicas in each step."""
+    outer: Outer = Outer()
     state_hash_every_steps: NotNegative = 0
     """Hash the whole training state every N steps, into one number that is equal in any layout; 0: never."""
     profile: Profile = Profile()

@@ -203,8 +203,15 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
     if model is not None and model.attention.startswith("flash") and model.dtype == "float32":
         yield Problem("model.attention", f"{model.attention} cannot compute in float32", hint="auto")
     yield from _float8(spec)
+    if training.local_steps and spec.parallelism.dp_replicate == 1:
+        yield Problem("training.local_steps", "is of replicas, and there is one", hint="parallelism.dp_replicate: 2")
     if not training.exact:
         return
+    if training.local_steps:
+        yield Problem(
+            "training.exact", "cannot hold with local_steps: what the replicas learn depends on how many there are",
+            hint="deterministic: true, which holds on the same layout",
+        )  # fmt: skip
     if model is not None and (model.dtype, model.master_dtype) != ("float32", "float32"):
         yield Problem(
             "training.exact", "needs model.dtype: float32 (and master_dtype): sums are exact only then",

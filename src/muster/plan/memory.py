@@ -187,6 +187,8 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
         gradients += trained * 8  # the fixed-point totals
     state = trained * work.optimizer.device_bytes(work.master_bytes)
     saved_state = trained * work.optimizer.saved_bytes(work.master_bytes)
+    if work.local_steps:  # the outer parameters and their momentum
+        state, saved_state = state + 2 * trained * work.master_bytes, saved_state + 2 * trained * work.master_bytes
     compact = work.optimizer.saved_state_bytes is not None
     saves = work.snapshot_every != 0 or work.checkpoint_every != 0
     return {
@@ -219,10 +221,13 @@ class Gathered:
 def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Gathered:
     """FSDP2's buffers: whole parameters in the compute type, the gather of the next unit, reduce-scatter inputs.
 
-    One shard needs no collective: then only a cast copy exists, and none where nothing is cast.
+    One shard needs no collective: then only cast copies exist. Where nothing is cast either there is no FSDP at all.
     """
     c = work.compute_bytes
     base_bytes = work.master_bytes if work.trains_all else c
+    if shards == 1 and work.master_bytes == c and not work.exact:
+        added = work.shape.head_parameters * c if work.shape.tied and work.trains_head else 0.0
+        return Gathered(root=0.0, forward=0.0, between=0.0, backward=0.0, embedding=0.0, root_gradient=added)
     whole = c if shards > 1 or base_bytes != c else 0
     whole_ends = c if shards > 1 or (work.master_bytes if work.trains_head else base_bytes) != c else 0
     trained = units.layer if work.trains_all else units.adapters_per_layer

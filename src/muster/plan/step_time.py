@@ -275,7 +275,7 @@ def _replicas(work: Workload, setting: Setting, links: Links) -> float:
     layout = setting.layout
     if layout.dp_replicate == 1:
         return 0.0
-    shard = trained_here(work, setting) * work.master_bytes * (2 if work.exact else 1)
+    shard = trained_here(work, setting) * work.master_bytes * (2 if work.exact else 1) / max(1, work.local_steps)
     return 2 * (layout.dp_replicate - 1) / layout.dp_replicate * shard / links.replicate() + ALLREDUCE_LATENCY_S
 
 

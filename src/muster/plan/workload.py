@@ -40,6 +40,8 @@ class Workload:
     loss_chunk_tokens: int = 1024
     """0: logits of the whole micro-batch at once."""
     compile: bool = False
+    local_steps: int = 0
+    """Steps of replicas between two meetings; 0: they sum gradients in each."""
     exact: bool = False
     reshard_after_forward: bool = True
     once_a_step: bool = False
@@ -169,6 +171,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         loss_chunk_tokens=training.loss_chunk_tokens,
         compile=training.compile,
         exact=training.exact,
+        local_steps=training.local_steps,
         reshard_after_forward=spec.parallelism.reshard_after_forward,
         snapshot_every=None if held == "auto" else held,
         replicate_snapshots=spec.checkpoint.replicate_snapshots,

@@ -122,6 +122,7 @@ def run_phases(run: TrainingRun) -> Command | None:
         run.leave()
         return command
     if command is None:
+        run.meet_replicas(after=run.state.step, last=True)
         run.evaluate(run.state.step, final=True)
     run.save(run.state.step, command)
     run.finish()

@@ -39,6 +39,7 @@ from muster.train.measurement.trackers import Trackers, open_trackers
 from muster.train.model import pretrained
 from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.sharding import forget_gradients, reshard
+from muster.train.optim.local_steps import LocalSteps
 from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
 from muster.train.state.resume import restore
 from muster.train.state.saving import open_saves
@@ -81,6 +82,7 @@ class TrainerComponents:
         if world.replicate is not None:
             self.groups.by_axis[REPLICATE] = world.replicate
         self.groups.aborter = world.aborter
+        self.state.replica = replica
         forget_gradients(self.built.module)
         reshard(self.built.module)
 
@@ -112,6 +114,8 @@ def make_components(
     time_collectives(built.module, reducer, groups.waits, device)
     named = named_without_wrappers(built.named_trainable())
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
+    every = spec.training.local_steps
+    local_steps = LocalSteps(named, every, spec.training.outer, groups) if every else None
     return TrainerComponents(
         spec=spec,
         device=device,
@@ -123,7 +127,7 @@ def make_components(
         built=built,
         reducer=reducer,
         optimizer=optimizer,
-        state=TrainingState(named, optimizer),
+        state=TrainingState(named, optimizer, local_steps=local_steps, replica=meshes.replica),
     )
 
 
@@ -221,15 +225,15 @@ def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | No
 
 def hashes_of(components: TrainerComponents, world: World) -> StateHashes:
     """The hashes of the training state, if the run file requests them."""
-    meshes = components.meshes
+    meshes, local_steps = components.meshes, components.state.local_steps
     return StateHashes(
         components.state,
         every_steps=components.spec.training.state_hash_every_steps,
-        replica=meshes.replica,
+        replica=meshes.replica if local_steps is None else 0,
         shard_rank=meshes.shard.get_local_rank(),
         tp_rank=meshes.tp.get_local_rank(),
         group=world.control,
-        replicas=meshes.layout.dp_replicate,
+        replicas=meshes.layout.dp_replicate if local_steps is None else 1,
     )
 
 
@@ -247,6 +251,7 @@ def work_of(components: TrainerComponents, world: World) -> Callable[[int], Step
             step=step,
             data_rank=meshes.data_rank,
             data_ranks=meshes.layout.data_ranks,
+            replica_ranks=meshes.layout.dp_shard,
             device=device,
             count_flops=count_flops,
             batch_schedule=batch_schedule,
@@ -321,7 +326,12 @@ def choose_reducer(
     if spec.training.exact:
         return FixedPointReducer(built.module, groups)
     room = memory_room_bytes(device) / (context.local_world_size if device.type == "cpu" else 1)
-    return FloatReducer(built.module, groups, accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room)
+    return FloatReducer(
+        built.module,
+        groups,
+        accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room,
+        over_replicas=not spec.training.local_steps,
+    )
 
 
 def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:

@@ -49,6 +49,7 @@ def train(run: TrainingRun) -> Command | None:
 def update(run: TrainingRun, work: StepWork, rate: float) -> None:
     """One step: forward and backward of every micro-batch, the sums over all ranks, the optimizer."""
     training, step = run.spec.training, work.step
+    run.meet_replicas(after=step - 1)
     run.reducer.begin(micro_batches=work.micro_batches)
     losses = []
     for number, part in enumerate(work.rounds, start=1):
@@ -65,7 +66,9 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
     total, norm, fault = run.reducer.finish()
     run.sums_ended()
     skip = must_skip(total, norm, fault)
-    scale = clip_scale(norm, training.optimizer.max_grad_norm)
+    alone = run.gradient_share(work)
+    norm = norm / alone
+    scale = clip_scale(norm, training.optimizer.max_grad_norm) / alone
     run.before_update()
     run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
     run.record_step(work, losses, total, norm, fault, rate)

@@ -98,6 +98,19 @@ class TrainingRun:
     def clock(self) -> StepClock:
         return self.arrivals.clock
 
+    def meet_replicas(self, *, after: int, last: bool = False) -> None:
+        """With ``training.local_steps``: the meetings of the replicas that are due after that step. ``last``: of all
+        that has moved."""
+        steps = self.state.local_steps
+        if steps is not None and steps.due(after, last=last):
+            self.before_update()
+            steps.meet(after, last=last)
+
+    def gradient_share(self, work: StepWork) -> float:
+        """What the gradients here are a part of the step's: a replica that steps by itself has those of its own tokens,
+        of which it takes the mean. 0 tokens: 1.0, and nothing to divide."""
+        return 1.0 if self.state.local_steps is None else work.replica_share or 1.0
+
     def before_update(self) -> None:
         """The state is about to change."""
         if self.snapshots is not None:
@@ -164,6 +177,8 @@ class TrainingRun:
 
     def pause(self) -> None:
         """The world broke between two updates: emit the last one's event and snapshot it, so that none is lost."""
+        if self.state.local_steps is not None:
+            self.state.local_steps.undo()
         self._emit_pending(wait_for_hash=False)
         if self.snapshots is not None:
             self.snapshots.save_if_newer(self.state.step, self.state.local_tensors())
@@ -226,6 +241,8 @@ class TrainingRun:
 
     def sums_ended(self) -> None:
         """The step's sums have ended, on all ranks: learn who came last to them."""
+        if self.state.local_steps is not None:
+            self.state.local_steps.keep()
         self.arrivals.released()
         if self.arrivals.active:
             self.arrivals.learn(self.consensus.figures())

@@ -132,3 +132,28 @@ def test_a_host_takes_what_a_peers_copy_in_its_own_memory_holds_before_anybody_e
         ]
     )
     assert twins.nearest(0, "host-1").rank == 1, "a replica's twin that lies here serves as well"
+
+
+TWO = "r2s1t1p1c1e1"
+
+
+def test_with_local_steps_a_replicas_own_state_is_taken_before_a_newer_twin():
+    """A copy over a slow link is behind: three steps are redone, and no replica loses its own."""
+    held = [snap(0, step, "a", layout=TWO) for step in (12, 15)] + [snap(1, 12, "a", layout=TWO, tier="peer")]
+    assert newest_complete(held).step == 15
+    found = newest_complete(held, local_steps=10)
+    assert (found.step, found.shards[1].rank, found.shards[1].tier) == (12, 1, "peer")
+    assert needed_shards(found, "a") == [0, 1]
+
+
+def test_with_local_steps_a_copy_from_before_the_last_meeting_is_no_better_than_a_twin():
+    held = [snap(0, step, "a", layout=TWO) for step in (8, 15)] + [snap(1, 8, "a", layout=TWO, tier="peer")]
+    found = newest_complete(held, local_steps=10)
+    assert (found.step, found.shards[1].rank) == (15, 0)
+    assert needed_shards(found, "a") == [0]
+
+
+def test_with_local_steps_a_host_that_holds_a_twin_fetches_the_replicas_own():
+    held = [snap(0, 5, "a", layout=TWO), snap(1, 5, "b", layout=TWO)]
+    assert newest_complete(held).nearest(1, "a").rank == 0
+    assert newest_complete(held, local_steps=10).nearest(1, "a").rank == 1

@@ -10,7 +10,7 @@ from muster.core.batch_schedule import changed
 from muster.core.typed_json import Json, JsonObject
 from muster.policy.cluster_state import NextAttempt
 from muster.policy.snapshot_holders import holders_to_log, snapshot_holders
-from muster.protocol.held_snapshots import Choice, has_replica_on_other_host
+from muster.protocol.held_snapshots import Choice
 from muster.protocol.ranks import REQUESTED_EXIT_CODES
 from muster.protocol.to_agent import EndAttempt
 from muster.protocol.values import CommandRanks
@@ -27,7 +27,7 @@ from muster.supervise.recovery.retained_ranks import (
     retainable_ranks,
     whole_replicas,
 )
-from muster.supervise.recovery.start_message import copies_leave_rack, peer_of, start_message
+from muster.supervise.recovery.start_message import copies_leave_rack, has_replica, peer_of, start_message
 from muster.supervise.recovery.state import Attempt
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
@@ -207,7 +207,7 @@ def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[
         sync=True,
     )
     if state.attempt == 1:
-        copied = all(peer_of(ctx, name) or has_replica_on_other_host(state.layout, state.ranks, name) for name in hosts)
+        copied = all(peer_of(ctx, name) or has_replica(ctx, name) for name in hosts)
         ctx.log("run.message", {"text": expected_loss(ctx.settings.spec, num_hosts=len(hosts), copied=copied)})
         if (outside := copies_leave_rack(ctx)) is not None:
             ctx.log("run.message", {"text": f"copies leave the rack: {outside}"})

@@ -96,8 +96,14 @@ class SupervisorContext:
             and (copy.step, copy.attempt) not in without
             and copy.step <= self.state.distrusted.get(copy.attempt, copy.step)
         ]
-        choice = newest_complete(held)
+        choice = newest_complete(held, local_steps=self.local_steps)
         return choice if choice is not None and choice.step >= self.state.committed_step else None
+
+    @property
+    def local_steps(self) -> int:
+        """Steps that replicas make by themselves, so that what one holds is no copy of another; 0: they do not."""
+        training = self.settings.spec.training
+        return 0 if training is None else training.local_steps
 
     def reject(self, copies: Iterable[SnapshotCopy], reason: str) -> None:
         """These copies are not intact: choose none of them again, and have their hosts drop them."""

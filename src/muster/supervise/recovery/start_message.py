@@ -108,9 +108,14 @@ def _holder_of(ctx: SupervisorContext, name: str) -> str | None:
     active, holders = ctx.state.active, ctx.state.current.holders
     if not holders or requested is False:
         return None
-    if requested is None and has_replica_on_other_host(ctx.state.layout, ctx.state.ranks, name):
-        return None  # another replica holds the same state
+    if requested is None and has_replica(ctx, name):
+        return None
     return active[holders[active.index(name)]]
+
+
+def has_replica(ctx: SupervisorContext, name: str) -> bool:
+    """Whether replicas on other hosts hold the same state as this one's ranks."""
+    return not ctx.local_steps and has_replica_on_other_host(ctx.state.layout, ctx.state.ranks, name)
 
 
 def _copies_of(ctx: SupervisorContext, name: str) -> tuple[int, ...]:

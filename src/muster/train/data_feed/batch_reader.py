@@ -48,6 +48,8 @@ class StepWork:
     """By the CAUSAL convention; 0.0 on ranks other than 0."""
     own_tokens: int = 0
     """Of this rank's rounds, padding excluded."""
+    replica_share: float = 1.0
+    """Of the step's supervised tokens, those of this rank's replica."""
 
 
 def plan_work(
@@ -57,13 +59,15 @@ def plan_work(
     step: int,
     data_rank: int,
     data_ranks: int,
+    replica_ranks: int | None = None,
     device: torch.device,
     count_flops: Callable[[list[int]], float] | None,
     batch_schedule: BatchSchedule,
 ) -> StepWork:
     """Read and build everything that ``step`` needs on this rank.
 
-    ``count_flops``: document lengths of the whole step, without padding -> operations.
+    ``replica_ranks``: how many of the ``data_ranks`` one replica has; None: all. ``count_flops``: document lengths of
+    the whole step, without padding -> operations.
 
     Raises:
         RunFailed: no token of the step is supervised.
@@ -81,11 +85,13 @@ def plan_work(
     tokens = supervised = 0
     lengths: list[int] = []
     tokens_of: dict[int, int] = {}
+    supervised_of: dict[int, int] = {}
     for index in chosen:
         sequence = store[index]
         tokens += sequence.tokens
         tokens_of[index] = sequence.tokens
-        supervised += sequence.supervised_tokens
+        supervised_of[index] = int(sequence.supervised_tokens)
+        supervised += supervised_of[index]
         if count_flops is not None:
             lengths += documents(sequence)
     if supervised == 0:
@@ -96,6 +102,9 @@ def plan_work(
     rounds = tuple(
         make_round(micro_batch, store, training, device, supervised) for micro_batch in plan.for_rank(data_rank)
     )
+    size = replica_ranks or data_ranks
+    first = data_rank // size * size
+    of_replica = (each for rank in range(first, first + size) for each in plan.for_rank(rank) if each is not None)
     return StepWork(
         step=step,
         rounds=rounds,
@@ -107,6 +116,7 @@ def plan_work(
         padding_rounds=plan.padding_rounds,
         model_flops=count_flops(lengths) if count_flops is not None else 0.0,
         own_tokens=sum(tokens_of[index] for one in rounds for index in one.sequences),
+        replica_share=sum(supervised_of[index] for each in of_replica for index in each.sequences) / supervised,
     )
 
 

@@ -1,8 +1,8 @@
 """Gradients are summed over replicas while the backward pass still runs, a unit at a time.
 
-A unit (an FSDP module, mostly one decoder layer) has its final gradient when its part of the last backward pass is
-done: its sum begins then, and is awaited before the update. On a GPU the sum runs on NCCL's stream beside the
-remaining layers, on the CPU in gloo's threads.
+A unit (an FSDP module, mostly one decoder layer; of a model that is not cut some 25 MiB of parameters) has its final
+gradient when its part of the last backward pass is done: its sum begins then, and is awaited before the update. On a
+GPU the sum runs on NCCL's stream beside the remaining layers, on the CPU in gloo's threads.
 
 Never run on a GPU.
 """
@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+#: Of the gradients that go in one message where FSDP does not cut them: as in torch's DistributedDataParallel.
+BUCKET_BYTES = 25 << 20
 
 
 class EarlySums:
@@ -102,20 +105,45 @@ class EarlySums:
 
 
 def units_of(module: nn.Module) -> list[list[nn.Parameter]]:
-    """The trained parameters by the FSDP module that cuts them (each of the others by itself), in about the order in
-    which the backward pass completes them: the last layer first, the root last."""
+    """The trained parameters by the FSDP module that cuts them (the others in buckets), in about the order in which the
+    backward pass completes them: the last layer first, the root or the embedding last."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     owner: dict[nn.Parameter, int] = {}
     for number, part in enumerate(parts):
         owner.update(dict.fromkeys(part.parameters(), number))  # the innermost comes last
     units: dict[int, list[nn.Parameter]] = {number: [] for number in reversed(range(len(parts)))}
-    alone: list[list[nn.Parameter]] = []
+    whole: list[nn.Parameter] = []
     for parameter in module.parameters():
         if parameter.requires_grad and parameter in owner:
             units[owner[parameter]].append(parameter)
         elif parameter.requires_grad:
-            alone.append([parameter])
-    return [*reversed(alone), *(unit for unit in units.values() if unit)]
+            whole.append(parameter)
+    return [*buckets(whole[::-1]), *(unit for unit in units.values() if unit)]
+
+
+def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in their order, together as far as they take ``BUCKET_BYTES`` at most and are of one type."""
+    found: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        size += parameter.nbytes
+        if not found or size > BUCKET_BYTES or parameter.dtype != found[-1][0].dtype:
+            found.append([])
+            size = parameter.nbytes
+        found[-1].append(parameter)
+    return found
+
+
+def flattened(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The gradients of these parameters, moved into one flat tensor that they are views of from then on."""
+    with torch.no_grad():
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        views = iter(torch.split(flat, [gradient.numel() for gradient in gradients]))
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = next(views).view_as(parameter)
+    return flat
 
 
 def storages(tensors: Sequence[Tensor]) -> list[Tensor]:

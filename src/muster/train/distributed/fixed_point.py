@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from muster.core.errors import UsageError
+from muster.train.distributed.early_sums import units_of
 from muster.train.distributed.process_groups import Waits
 from muster.train.distributed.reduce import REPLICATE, SHARD, ReduceGroups, axis_sets, early_sums, local, sharded_axes
 
@@ -88,10 +89,8 @@ class FixedPointReduceScatter(ReduceScatter):
         self._add(self._to_fixed(output), output)
 
     def _to_fixed(self, values: Tensor) -> Tensor:
-        low, high = torch.aminmax(values)  # NaN stays NaN
-        largest = torch.maximum(-low, high)
-        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
-        return values.mul(2.0**GRADIENT_BITS).to(torch.int64)
+        self.largest = largest_of(values, self.largest)
+        return to_fixed(values)
 
     def _add(self, part: Tensor, output: Tensor) -> None:
         if self.total is None:
@@ -102,6 +101,37 @@ class FixedPointReduceScatter(ReduceScatter):
         output.zero_()
         if self.added is not None:
             self.added()
+
+
+class WholeGradients:
+    """The sum over micro-batches of the gradients of parameters that no FSDP module cuts, as integers.
+
+    A gradient is taken from its parameter as it comes, so that no micro-batch finds one to add to.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.clear()
+
+    def clear(self) -> None:
+        self.total: Tensor | None = None
+        """int64, flat: the parameters one after another."""
+        self.parts: dict[nn.Parameter, Tensor] = {}
+        """Views of ``total``, of parameters that had a gradient."""
+        self.largest: Tensor | None = None
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter) -> None:
+        """Add the gradient that the parameter has got, and drop it."""
+        assert parameter.grad is not None
+        if self.total is None:
+            sizes = [each.numel() for each in self.parameters]
+            self.total = torch.zeros(sum(sizes), dtype=torch.int64, device=parameter.device)
+            parts = torch.split(self.total, sizes)
+            self._places = {p: part.view_as(p) for p, part in zip(self.parameters, parts, strict=True)}
+        self.largest = largest_of(parameter.grad, self.largest)
+        self.parts[parameter] = self._places[parameter].add_(to_fixed(parameter.grad))
+        parameter.grad = None
 
 
 class FixedPointReducer:
@@ -123,17 +153,27 @@ class FixedPointReducer:
                 if groups.size(SHARD) == 1:
                     part.set_all_reduce_hook(comm.alone)
                 self.comms.append(comm)
-        backward = self.comms[::-1]  # the root is done last
-        self.early = early_sums(groups, [partial(self._totals, comm) for comm in backward], parts=[1] * len(backward))
-        for number, comm in enumerate(backward):
-            comm.added = partial(self._unit_added, number)
+        whole = not isinstance(module, FSDPModule)
+        self.whole = [WholeGradients(unit) for unit in units_of(module)] if whole else []
+        # In the order in which the backward pass completes them: the root is done last.
+        self.sums: list[FixedPointReduceScatter | WholeGradients] = [*self.whole, *self.comms[::-1]]
+        parts = [*(len(unit.parameters) for unit in self.whole), *(1 for _ in self.comms)]
+        self.early = early_sums(groups, [partial(self._totals, one) for one in self.sums], parts=parts)
+        for number, one in enumerate(self.sums):
+            if isinstance(one, FixedPointReduceScatter):
+                one.added = partial(self._unit_added, number)
+                continue
+            for place, parameter in enumerate(one.parameters):
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._gradient_came, one, number, place)
+                )
         self._last = False
 
     def begin(self, *, micro_batches: int) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        for comm in self.comms:
-            comm.clear()
+        for one in self.sums:
+            one.clear()
         self.early.begin()
         self._last = False
         self.limit = 2.0**RANGE_BITS / max(1, micro_batches)
@@ -144,13 +184,17 @@ class FixedPointReducer:
         """Every round is reduced: accumulating before the conversion would be a float sum."""
         self._last = last
 
-    def _unit_added(self, number: int) -> None:
+    def _unit_added(self, number: int, part: int = 0) -> None:
         if self._last and REPLICATE in self.groups.by_axis:
-            self.early.came(number)
+            self.early.came(number, part)
+
+    def _gradient_came(self, unit: WholeGradients, number: int, place: int, parameter: nn.Parameter) -> None:
+        unit.take(parameter)
+        self._unit_added(number, place)
 
     @staticmethod
-    def _totals(comm: FixedPointReduceScatter) -> list[Tensor]:
-        return [] if comm.total is None else [comm.total]
+    def _totals(one: FixedPointReduceScatter | WholeGradients) -> list[Tensor]:
+        return [] if one.total is None else [one.total]
 
     def add_loss(self, loss: Tensor) -> None:
         exact = loss.detach().double()
@@ -161,23 +205,16 @@ class FixedPointReducer:
 
     @torch.no_grad()
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        used = [comm for comm in self.comms if comm.total is not None]
         if REPLICATE in self.groups.by_axis:
             self.early.finish()
-        by_storage = {comm.storage: comm.total for comm in used}
+        self._set_gradients()
         squares = {axes: SquareSum() for axes in axis_sets(self.parameters)}
         for parameter in self.parameters:
-            if parameter.grad is None:
-                continue
-            gradient = local(parameter.grad)
-            total = by_storage[gradient.untyped_storage().data_ptr()]
-            assert total is not None
-            fixed = torch.as_strided(total, gradient.size(), gradient.stride(), gradient.storage_offset())
-            gradient.copy_(fixed.double().mul_(2.0**-GRADIENT_BITS))
-            squares[sharded_axes(parameter)].add(gradient)
+            if parameter.grad is not None:
+                squares[sharded_axes(parameter)].add(local(parameter.grad))
         assert self._loss is not None and self._loss_fault is not None
         everywhere = frozenset((SHARD, REPLICATE))
-        faults = [~(comm.largest < self.limit) for comm in used if comm.largest is not None]
+        faults = [~(one.largest < self.limit) for one in self.sums if one.largest is not None]
         fault = self._loss_fault + (torch.stack(faults).sum() if faults else 0)
         values = [(self._loss, everywhere), (fault, everywhere)]
         for axes, square in squares.items():
@@ -187,6 +224,32 @@ class FixedPointReducer:
         totals = [to_float(limbs[start : start + width]) for start in range(0, len(limbs), width)]
         norm = torch.stack(totals).sum().sqrt() if totals else torch.zeros_like(loss, dtype=torch.float64)
         return loss.double() * 2.0**-LOSS_BITS, norm, bad.double()
+
+    def _set_gradients(self) -> None:
+        """Float gradients from the totals."""
+        for unit in self.whole:
+            for parameter, fixed in unit.parts.items():
+                parameter.grad = fixed.double().mul_(2.0**-GRADIENT_BITS).to(parameter.dtype)
+        by_storage = {comm.storage: comm.total for comm in self.comms if comm.total is not None}
+        for parameter in self.parameters if self.comms else ():
+            if parameter.grad is None:
+                continue
+            gradient = local(parameter.grad)
+            total = by_storage[gradient.untyped_storage().data_ptr()]
+            fixed = torch.as_strided(total, gradient.size(), gradient.stride(), gradient.storage_offset())
+            gradient.copy_(fixed.double().mul_(2.0**-GRADIENT_BITS))
+
+
+def to_fixed(values: Tensor) -> Tensor:
+    """Float gradients as integers, in units of 2**-40."""
+    return values.mul(2.0**GRADIENT_BITS).to(torch.int64)
+
+
+def largest_of(values: Tensor, before: Tensor | None) -> Tensor:
+    """The largest magnitude of these values and of those ``before``; NaN stays NaN."""
+    low, high = torch.aminmax(values)
+    largest = torch.maximum(-low, high)
+    return largest if before is None else torch.maximum(before, largest)
 
 
 class SquareSum:
@@ -227,8 +290,8 @@ def to_float(limbs: Sequence[Tensor]) -> Tensor:
 
 def check_covered(module: nn.Module, parameters: list[nn.Parameter]) -> None:
     """Raise UsageError if a sum would still be taken in floating point."""
-    if not isinstance(module, FSDPModule):
-        raise UsageError("training.exact needs the model in FSDP", hint="set training.exact: false")
+    if not isinstance(module, FSDPModule) and any(map(sharded_axes, parameters)):
+        raise UsageError("training.exact does not cover a model that is cut, but not by FSDP", hint="set exact: false")
     if any(parameter.dtype != torch.float32 for parameter in parameters):
         raise UsageError(
             "training.exact needs float32 master weights", hint="set model.master_dtype: float32, or exact: false"

@@ -35,6 +35,12 @@ def all_reduce(
     return group.allreduce([tensor], options)
 
 
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
+    """Begin to collect every rank's ``tensor``, in the order of their ranks; wait for the work before they are read."""
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    return found, group.allgather([found], [tensor])
+
+
 @dataclass
 class Waits:
     """This rank's time inside collectives: others' lateness and the transfer. On a GPU the host does not wait there."""

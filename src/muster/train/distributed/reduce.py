@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from muster.train.distributed.early_sums import EarlySums, storages, units_of
+from muster.train.distributed.early_sums import EarlySums, flattened, storages, units_of
 from muster.train.distributed.process_groups import GroupAborter, Waits, all_reduce, confirm_completed
 
 SHARD, REPLICATE, TENSOR = "dp_shard", "dp_replicate", "tp"
@@ -146,11 +146,15 @@ class FloatReducer:
     """Sums in floating point: the order, and so the last bits, depend on the number of ranks.
 
     ``accumulate_locally``: reduce once a step, from gradients of the whole model held by each rank, instead
-    of once a round. Saves communication, costs 4 bytes per trained parameter.
+    of once a round. Saves communication, costs 4 bytes per trained parameter. ``over_replicas``: gradients are summed
+    over replicas too; else each has its own and the norm of it, and only the loss and whether all are finite is common.
     """
 
-    def __init__(self, module: nn.Module, groups: ReduceGroups, *, accumulate_locally: bool) -> None:
+    def __init__(
+        self, module: nn.Module, groups: ReduceGroups, *, accumulate_locally: bool, over_replicas: bool = True
+    ) -> None:
         self.groups = groups
+        self.over_replicas = over_replicas
         self.module = module
         self.accumulate_locally = accumulate_locally and isinstance(module, FSDPModule)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -181,32 +185,42 @@ class FloatReducer:
         self._last = last
 
     def _gradient_came(self, unit: int, part: int, parameter: Tensor) -> None:
-        if self._last and REPLICATE in self.groups.by_axis:
+        if self._last and self._sums_replicas:
             self.early.came(unit, part)
+
+    @property
+    def _sums_replicas(self) -> bool:
+        return self.over_replicas and REPLICATE in self.groups.by_axis
 
     @staticmethod
     def _gradients(unit: Sequence[nn.Parameter]) -> list[Tensor]:
-        """What is summed over replicas: FSDP's flat buffer of the unit, or the gradient itself."""
+        """What is summed over replicas: FSDP's flat buffer of the unit, or one made of whole gradients."""
         found = [parameter.grad for parameter in unit if parameter.grad is not None]
-        cut = [local(gradient) for gradient in found if isinstance(gradient, DTensor)]
-        return [*storages(cut), *(gradient for gradient in found if not isinstance(gradient, DTensor))]
+        if not any(isinstance(gradient, DTensor) for gradient in found):
+            return [flattened(unit)] if found else []
+        return storages([local(gradient) for gradient in found])
 
     def add_loss(self, loss: Tensor) -> None:
         self._losses.append(loss.detach().double())
 
     @torch.no_grad()
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._sums_replicas:
+            self.early.finish()  # may put other tensors in the gradients' place
         by_axes: dict[frozenset[str], list[Tensor]] = {axes: [] for axes in self._axis_sets}
         for parameter, axes in zip(self.parameters, self._axes_of, strict=True):
             if parameter.grad is not None and (gradient := local(parameter.grad)).numel():
                 by_axes[axes].append(gradient)
-        if REPLICATE in self.groups.by_axis:
-            self.early.finish()
         values = [(torch.stack(self._losses).sum(), frozenset((SHARD, REPLICATE)))]
         values += [(squared_norm(parts, like=values[0][0]), axes) for axes, parts in by_axes.items()]
+        if not self.over_replicas:  # one replica's fault is everyone's, as its loss is
+            values += [(value, axes | {REPLICATE}) for value, axes in values[1:]]
         loss, *parts = self.groups.sum_scalars(values)
-        norm = torch.stack(parts).sum().sqrt() if parts else torch.zeros_like(loss)
-        return loss, norm, torch.zeros_like(loss)
+        own = parts[: len(by_axes)]
+        norm = torch.stack(own).sum().sqrt() if own else torch.zeros_like(loss)
+        everywhere = torch.stack(parts).sum() if parts else norm
+        fault = torch.zeros_like(loss) if self.over_replicas else (~torch.isfinite(everywhere)).to(loss.dtype)
+        return loss, norm, fault
 
 
 def early_sums(

@@ -41,7 +41,7 @@ class BuiltModel:
     """What the loop, evaluation and export need of a model."""
 
     module: ModelWithLoss
-    """Root FSDP module; call it through ``loss.loss_sum``."""
+    """Root FSDP module, or a plain one (``sharding.stays_whole``); call it through ``loss.loss_sum``."""
     config: PreTrainedConfig
     """transformers config, as read: other models may be built from it."""
     attention: Attention
@@ -115,7 +115,7 @@ def build_model(
 def laid_out(
     spec: RunSpec, config: PreTrainedConfig, mesh: Meshes, device: torch.device, whole_below: int = WHOLE_BELOW
 ) -> tuple[ModelWithLoss, LoraConfig | None]:
-    """The model with its loss, in FSDP units over ``mesh``, still on the meta device; and peft's LoraConfig, if any."""
+    """The model with its loss, cut over ``mesh``, still on the meta device; and peft's LoraConfig, if any."""
     assert spec.model is not None
     compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
     # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.

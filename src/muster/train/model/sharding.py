@@ -59,7 +59,10 @@ def shard(
     """Cut ``root``, which holds the transformers ``model``, into FSDP units over ``mesh.shard``.
 
     One unit for each decoder layer, the rest in the root. Frozen parameters that one rank holds whole stay outside.
+    Where there is nothing to cut and nothing to cast the model stays as it is (``stays_whole``).
     """
+    if stays_whole(root, mesh, compute_dtype):
+        return
     half = compute_dtype != torch.float32
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if half else MixedPrecisionPolicy()
     placement = shard_placement(mesh.layout.dp_shard) if mesh.layout.tp > 1 else None
@@ -84,6 +87,14 @@ def shard(
             # Both are needed: gloo has no pre-multiplied sum, and the loss is already divided by the global tokens.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
+
+
+def stays_whole(root: nn.Module, mesh: Meshes, compute_dtype: torch.dtype) -> bool:
+    """Whether FSDP would do nothing but copy: each rank has the whole model (one rank, or plain data parallel), and the
+    trained parameters are in the type that is computed in. Elsewhere FSDP's mixed precision casts them."""
+    if mesh.shard.size() > 1 or mesh.layout.tp > 1:
+        return False
+    return all(parameter.dtype == compute_dtype for parameter in root.parameters() if parameter.requires_grad)
 
 
 def kept_outside(root: nn.Module, mesh: Meshes) -> set[nn.Parameter]:

@@ -56,6 +56,11 @@ def restore(
         state.loaded(manifest.step, sharded)
         saves.last_saved = manifest.step
         tier, uri = saves.saver.tier, manifest.uri
+    if state.joined_from is not None and state.local_steps is not None:
+        met, other = int(state.local_steps.met.max()), state.joined_from
+        text = f"replica {state.replica} begins with the outer parameters and the moments of replica {other}"
+        lost = f"steps of its own since the meeting after step {met} are lost, if there were any"
+        agent.emit("run.message", step=state.step, text=f"{text}: {lost}")
     agent.emit(
         "checkpoint.restored",
         step=state.step,

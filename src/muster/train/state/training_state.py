@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muster.checkpoint import compact
+from muster.checkpoint_format.shards import of_replica
 from muster.core.errors import CheckpointError
 from muster.train.distributed.reduce import local
+from muster.train.optim.local_steps import LocalSteps
 from muster.train.optim.optimizer import ShardOptimizer
 
 #: What wrappers put into parameter names, and checkpoints must not depend on.
@@ -56,31 +58,54 @@ class TrainingState:
         *,
         step: int = 0,
         mirrored: Mirrored | None = None,
+        local_steps: LocalSteps | None = None,
+        replica: int = 0,
     ) -> None:
+        """``local_steps``: where replicas train by themselves. What they have in common then has the names of a model
+        (``model.``: the outer parameters) and ``outer.``; what is ``replica``'s own begins with ``replica<N>.``."""
         self.named = dict(named)
         self.optimizer = optimizer
         self.step = step
         self.mirrored = mirrored
+        self.local_steps = local_steps
+        self.replica = replica
+        self.joined_from: int | None = None
+        """The replica whose moments this one has begun with, since its own local steps were nowhere."""
+        self._number = torch.tensor([replica])
+        """A replica that was restored from another's own state finds that one's number here."""
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's parts, in a fixed order, not as DTensors. They share the storage; 8-bit moments are compact
         (``checkpoint.compact``): read them in slices."""
-        if self.mirrored is not None:
-            self.mirrored.fetch(self.step)
-        tensors = {f"model.{name}": local(parameter.detach()) for name, parameter in self.named.items()}
-        for moment, parts in self.optimizer.moments.items():
-            tensors.update({f"optimizer.{moment}.{name}": part for name, part in parts.items()})
-        return tensors
+        return {name: part for name, (part, _) in self._parts().items()}
 
     def sharded(self) -> dict[str, Tensor]:
         """The same tensors as DTensors, for checkpoints; plain if nothing is sharded."""
+        return {
+            name: part if parameter is None else placed_like(parameter, part)
+            for name, (part, parameter) in self._parts().items()
+        }
+
+    @property
+    def _own(self) -> str:
+        return "" if self.local_steps is None else f"replica{self.replica}."
+
+    def _parts(self) -> dict[str, tuple[Tensor, nn.Parameter | None]]:
+        """Name -> (this rank's part, the parameter that it is placed like)."""
         if self.mirrored is not None:
             self.mirrored.fetch(self.step)
-        tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
+        own, steps = self._own, self.local_steps
+        groups = {f"{own}model.": {name: local(parameter.detach()) for name, parameter in self.named.items()}}
         for moment, parts in self.optimizer.moments.items():
-            for name, part in parts.items():
-                tensors[f"optimizer.{moment}.{name}"] = placed_like(self.named[name], part)
-        return tensors
+            groups[f"{own}optimizer.{moment}."] = dict(parts)
+        result: dict[str, tuple[Tensor, nn.Parameter | None]] = {}
+        if steps is not None:
+            groups = {"model.": steps.outer, "outer.momentum.": steps.momentum, **groups}
+            self._number.fill_(self.replica)
+            result = {"outer.met": (steps.met, None), f"{own}number": (self._number, None)}
+        for prefix, named in groups.items():
+            result |= {prefix + name: (part, self.named[name]) for name, part in named.items()}
+        return result
 
     def writable(self) -> dict[str, Tensor]:
         """``sharded`` for a restore that writes into its tensors in place: whole ones of any values, in the host's
@@ -103,6 +128,8 @@ class TrainingState:
             CheckpointError: a tensor is missing or of another shape; then nothing is changed.
         """
         local_parts = self.local_tensors()
+        if self.local_steps is not None:  # it may be another replica's
+            tensors = {of_replica(name, self.replica): tensor for name, tensor in tensors.items()}
         for name, tensor in local_parts.items():
             given = tensors.get(name)
             if given is None:
@@ -117,14 +144,22 @@ class TrainingState:
         self.loaded(step, local_parts)
 
     def loaded(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Adopt values that were written into ``local_tensors`` or ``writable`` as the state after ``step``."""
+        """Adopt values that were written into ``local_tensors`` or ``writable`` as the state after ``step``.
+
+        Where they are another replica's, this one begins with the outer parameters and the other's moments.
+        """
+        own = self._own
         self.optimizer.load_moments(
             {
-                moment: {name: local(tensors[f"optimizer.{moment}.{name}"]) for name in parts}
+                moment: {name: local(tensors[f"{own}optimizer.{moment}.{name}"]) for name in parts}
                 for moment, parts in self.optimizer.moments.items()
             }
         )
         self.step = step
+        self.joined_from = None
+        if self.local_steps is not None and (number := int(tensors[f"{own}number"])) != self.replica:
+            self.joined_from = number
+            self.local_steps.start_from_outer()
         if self.mirrored is not None:
             self.mirrored.push()
 

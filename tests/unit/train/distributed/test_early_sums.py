@@ -5,8 +5,10 @@ from functools import partial
 import pytest
 import torch
 from fakes.small_model import CPU, build, process_group, spec_of
+from torch.distributed.fsdp import FSDPModule
 
 from muster.train.data_feed.batch import make_batch
+from muster.train.distributed import early_sums
 from muster.train.distributed.early_sums import EarlySums, storages, units_of
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.reduce import REPLICATE, FloatReducer, ReduceGroups, local
@@ -107,17 +109,25 @@ def rounds(reducer, built, lengths):
     return begun, reducer.finish()
 
 
-MODELS = {"full": {}, "lora": {"lora": {"rank": 4}}}
+#: Of a model that stays whole the units are buckets, here of one decoder layer's size; one that is cast is in FSDP.
+MODELS = {
+    "whole": {},
+    "whole-lora": {"lora": {"rank": 4}},
+    "fsdp": {"dtype": "bfloat16"},
+    "fsdp-lora": {"dtype": "bfloat16", "lora": {"rank": 4}},
+}
 
 
 @pytest.mark.parametrize("kind", ["each round", "once", "exact"])
 @pytest.mark.parametrize("model", MODELS)
-def test_they_begin_in_the_last_backward_pass_and_add_up(model, kind):
+def test_they_begin_in_the_last_backward_pass_and_add_up(model, kind, monkeypatch):
     """Units: the root and two layers (of adapters the layers alone). Against the same step of one replica, doubled."""
+    monkeypatch.setattr(early_sums, "BUCKET_BYTES", 8 << 10)
     found = {}
     for name, groups in (("alone", ReduceGroups()), ("two", Two())):
         with process_group():
             built = build(spec_of(**MODELS[model]))
+            assert isinstance(built.module, FSDPModule) == model.startswith("fsdp")
             if kind == "exact":
                 reducer = FixedPointReducer(built.module, groups)
             else:
@@ -131,9 +141,8 @@ def test_they_begin_in_the_last_backward_pass_and_add_up(model, kind):
             found[name] = begun, gradients, float(norm)
     begun, gradients, norm = found["two"]
     units = groups.log.index("wait")
-    assert begun == [0, units] and units == (3 if model == "full" else 2), (
-        "none in the first round, all before the last one has ended"
-    )
+    assert begun == [0, units], "none in the first round, all before the last one has ended"
+    assert units == {"fsdp": 3, "fsdp-lora": 2}.get(model, len(units_of(built.module))) > 1
     for one, two in zip(found["alone"][1], gradients, strict=True):
         assert torch.equal(2 * one, two)
     assert norm == pytest.approx(2 * found["alone"][2], rel=1e-6)
@@ -141,7 +150,7 @@ def test_they_begin_in_the_last_backward_pass_and_add_up(model, kind):
 
 def test_fsdps_gradients_of_a_unit_are_one_message():
     with process_group():
-        built = build(spec_of())
+        built = build(spec_of(dtype="bfloat16"))
         units = units_of(built.module)
         rounds(FloatReducer(built.module, ReduceGroups(), accumulate_locally=False), built, [[32]])
         assert {parameter for unit in units for parameter in unit} == set(built.module.parameters())
@@ -152,3 +161,15 @@ def test_fsdps_gradients_of_a_unit_are_one_message():
             assert flat.numel() >= sum(gradient.numel() for gradient in gradients)
             flat.zero_()
             assert not any(gradient.any() for gradient in gradients)
+
+
+def test_whole_gradients_of_one_type_go_in_buckets(monkeypatch):
+    monkeypatch.setattr(early_sums, "BUCKET_BYTES", 40)
+    sizes = [(3, torch.float32), (7, torch.float32), (20, torch.float32), (2, torch.float64), (1, torch.float32)]
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in sizes]
+    assert [len(one) for one in early_sums.buckets(parameters)] == [2, 1, 1, 1]
+    for number, parameter in enumerate(parameters[:2]):
+        parameter.grad = torch.full_like(parameter, number)
+    flat = early_sums.flattened(parameters[:2])
+    flat.mul_(3)
+    assert parameters[0].grad.tolist() == [0.0] * 3 and parameters[1].grad.tolist() == [3.0] * 7

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muster.core.errors import UsageError
-from muster.train.distributed.fixed_point import FixedPointReduceScatter, SquareSum, carried, check_covered, to_float
+from muster.train.distributed.fixed_point import (
+    FixedPointReduceScatter,
+    SquareSum,
+    WholeGradients,
+    carried,
+    check_covered,
+    to_float,
+)
 
 floats = st.floats(min_value=-1000.0, max_value=1000.0, width=32)
 
@@ -70,9 +77,23 @@ def test_what_cannot_be_held_is_noticed(bad: float) -> None:
     assert not bool(comm.largest < 2.0**22)
 
 
-def test_a_model_outside_fsdp_is_refused() -> None:
-    with pytest.raises(UsageError, match="FSDP"):
-        check_covered(nn.Linear(2, 2), [])
+def test_master_weights_of_another_type_are_refused() -> None:
+    module = nn.Linear(2, 2, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="float32 master weights"):
+        check_covered(module, list(module.parameters()))
+
+
+def test_whole_gradients_are_added_as_integers_and_taken_from_their_parameters() -> None:
+    """As through FSDP's reduce-scatter: 1 + 2**-30 + 2**-30 is more than 1."""
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    unit = WholeGradients([one, other])
+    for value in (1.0, 2.0**-30, 2.0**-30):
+        one.grad = torch.tensor([value, -value])
+        unit.take(one)
+        assert one.grad is None, "the next micro-batch would be added to it as a float"
+    assert unit.total is not None and unit.total.tolist() == [2**40 + 2**11, -(2**40) - 2**11, 0]
+    assert list(unit.parts) == [one], "a parameter without a gradient gets no update"
+    assert float(unit.largest) == 1.0
 
 
 def test_memory_that_fsdp_drops_on_another_stream_is_kept_until_it_was_read(monkeypatch):

@@ -54,10 +54,10 @@ def _mended(run: RunDir) -> str | None:
     try:
         resolved_file.read(run.path)
     except DamagedRunFile:
-        from muster.app.run import submit  # and all that submits
+        from muster.app.run import resolve  # and all that submits
 
         with contextlib.suppress(MusterError):
-            return mend_run_file(run, submit.resolve_again)
+            return mend_run_file(run, resolve.again)
     except OSError:
         pass
     return None

@@ -243,6 +243,7 @@ def show(
     """Print the run file with every default filled in."""
     from muster.app import reference_docs
     from muster.app.inspect.show import resolved_json, resolved_yaml
+    from muster.app.planning.auto_layout import laid_out
 
     if schema:
         output.result(reference_docs.run_file_schema().rstrip("\n"))
@@ -251,10 +252,13 @@ def show(
         raise api.UsageError("no run file given", hint="muster show RUN.yaml, or muster show --schema")
     loaded = api.load(run_file, overrides or [])
     output.warnings(loaded.warnings)
+    spec, why = laid_out(loaded.spec)
+    if why is not None:
+        output.info(why)
     if json:
-        output.as_json(resolved_json(loaded.spec))
+        output.as_json(resolved_json(spec))
     else:
-        output.result(resolved_yaml(loaded.spec).rstrip("\n"))
+        output.result(resolved_yaml(spec).rstrip("\n"))
 
 
 def data(

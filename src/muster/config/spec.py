@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from muster.config.backends import BACKENDS
 from muster.config.gce import Gce
@@ -179,8 +179,11 @@ class Training(Section):
 
 
 class Parallelism(Section):
-    """How ranks share the model. dp_shard -1: all ranks that remain."""
+    """How ranks share the model. dp_shard -1: all ranks that remain. ``parallelism: auto`` instead of a section: the
+    layout that the plan finds to be the fastest that fits."""
 
+    auto: bool = False
+    """What ``parallelism: auto`` stands for. The layout is chosen when the run starts, and said."""
     dp_replicate: Positive = 1
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     tp: Positive = 1
@@ -188,6 +191,11 @@ class Parallelism(Section):
     cp: Literal[1] = 1
     ep: Literal[1] = 1
     reshard_after_forward: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        return {"auto": True} if value == "auto" else value
 
     @property
     def axes(self) -> dict[str, int]:

@@ -203,7 +203,7 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
     if model is not None and model.attention.startswith("flash") and model.dtype == "float32":
         yield Problem("model.attention", f"{model.attention} cannot compute in float32", hint="auto")
     yield from _float8(spec)
-    if training.local_steps and spec.parallelism.dp_replicate == 1:
+    if training.local_steps and spec.parallelism.dp_replicate == 1 and not spec.parallelism.auto:
         yield Problem("training.local_steps", "is of replicas, and there is one", hint="parallelism.dp_replicate: 2")
     if not training.exact:
         return
@@ -232,6 +232,8 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
 
 def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     shape, ranks = spec.parallelism, world_size(spec)
+    if shape.auto and (also := [axis for axis, size in shape.axes.items() if size not in (1, -1)]):
+        yield Problem("parallelism.auto", f"chooses the layout, and {also[0]} is given too", hint="one of the two")
     if shape.dp_shard == 0:
         yield Problem("parallelism.dp_shard", "must be -1 (what remains) or at least 1, got 0")
         return

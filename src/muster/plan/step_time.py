@@ -7,7 +7,8 @@ Model FLOP utilisation is an outcome, never an input. What is modelled:
 * FSDP: each round gathers every unit for the forward pass, again for the backward pass (if resharded), and
   reduce-scatters float32 gradients; the share ``overlap`` of arithmetic can hide it, the rest is exposed;
 * tensor parallel: four all-reduces of the stream a layer and round (two more where layers run again), not hidden;
-* replicas: one all-reduce of float32 gradient shards after the last round, not hidden (the trainer does it then).
+* replicas: one all-reduce of float32 gradient shards in the last round, which the same share of its backward pass hides
+  (the trainer begins a unit's when its gradient is final).
 
 A collective of S bytes over n ranks takes S (n-1)/n / bus bandwidth (all-gather, reduce-scatter), twice that as
 all-reduce; ranks of several groups on one machine share its data network.
@@ -55,6 +56,8 @@ class Constants:
 
 
 DEFAULT = Constants()
+#: Ranks on a CPU move their bytes with the cores that compute: nothing is hidden.
+ON_CPU = Constants(overlap=0.0)
 #: An fp8 operand is read twice and written once or twice (its largest value first, then the cast and its transpose).
 FP8_CAST_BYTES = 6.0
 #: Share of the measured fp8 ceiling that scaled matrices of a layer reach, relative to bf16's share of its own: NeMo's
@@ -124,7 +127,7 @@ def step_time(
         "sharding": exposed,
         "tensor parallel": tensor,
         "pipeline bubble": (arithmetic + tensor) * (layout.pp - 1) / (rounds * work.pipeline_chunks),
-        "replicas": _replicas(work, setting, links),
+        "replicas": _replicas(work, setting, links, arithmetic / rounds * (1 - forward_share) * constants.overlap),
         "optimizer": _optimizer(work, setting, option),
     }
     size = local_state_bytes(work, setting)
@@ -269,14 +272,16 @@ def _tensor(work: Workload, setting: Setting, links: Links, rounds: int) -> floa
     return rounds * work.shape.layers / setting.layout.pp * calls * call_s
 
 
-def _replicas(work: Workload, setting: Setting, links: Links) -> float:
-    """Seconds of the sum over replicas. It begins within the last backward pass; what that hides was never measured,
-    and nothing is taken off."""
+def _replicas(work: Workload, setting: Setting, links: Links, hidden_s: float) -> float:
+    """Seconds of the sum over replicas. It begins within the last backward pass, of which ``hidden_s`` hide it; what
+    is left at least is the last unit's. Never measured on a GPU."""
     layout = setting.layout
     if layout.dp_replicate == 1:
         return 0.0
     shard = trained_here(work, setting) * work.master_bytes * (2 if work.exact else 1) / max(1, work.local_steps)
-    return 2 * (layout.dp_replicate - 1) / layout.dp_replicate * shard / links.replicate() + ALLREDUCE_LATENCY_S
+    whole = 2 * (layout.dp_replicate - 1) / layout.dp_replicate * shard / links.replicate()
+    exposed = whole if work.local_steps else max(whole - hidden_s, whole / max(1, work.shape.layers))
+    return exposed + ALLREDUCE_LATENCY_S
 
 
 def _optimizer(work: Workload, setting: Setting, option: Option) -> float:

@@ -25,7 +25,7 @@ from muster.core.layout import Layout, layout_for
 from muster.core.typed_json import JsonObject, Record, Unreadable, decode
 from muster.plan.calibrate import Calibration, calibrate
 from muster.plan.cost import CALIBRATED_SIGMA, STEP_SIGMA
-from muster.plan.step_time import DEFAULT, Constants
+from muster.plan.step_time import DEFAULT, ON_CPU, Constants
 from muster.plan.workload import Setting, Workload, workload
 from muster.storage import run_registry
 
@@ -128,7 +128,7 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
     kept = _read((home or run_registry.home()) / FILE)
     entries = [row for row in kept if (row.accelerator not in rows.accelerators()) == on_cpu]
     if not entries:
-        return DEFAULT, STEP_SIGMA
+        return (ON_CPU if on_cpu else DEFAULT), STEP_SIGMA
     accelerator = "cpu" if on_cpu else (spec.resources.accelerator or "").lower()
 
     def distance(entry: Entry) -> tuple[bool, bool, float]:
@@ -137,7 +137,7 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
 
     best = min(entries, key=distance)
     sigma = CALIBRATED_SIGMA if best.accelerator.lower() == accelerator else OTHER_CHIP_SIGMA
-    return replace(DEFAULT, efficiency=best.efficiency), sigma
+    return replace(ON_CPU if on_cpu else DEFAULT, efficiency=best.efficiency), sigma
 
 
 def layout_of(events: Iterable[Event], spec: RunSpec) -> Layout:

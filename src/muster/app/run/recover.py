@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from muster import backends
 from muster.app.inspect.status import job, spec_of
-from muster.app.run import submit, train
+from muster.app.run import resolve, submit, train
 from muster.app.run.event_writer import Sink
 from muster.app.run.mend import mend_run_file
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
@@ -101,7 +101,7 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
 
 
 def _mend(run: RunDir) -> None:
-    if (said := mend_run_file(run, submit.resolve_again)) is not None:
+    if (said := mend_run_file(run, resolve.again)) is not None:
         submit.log_event(run, "run.message", {"text": said})
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from muster import __version__, backends
 from muster.app.inspect.home_view import home_of
 from muster.app.inspect.status import spec_of
-from muster.app.planning.prices import priced
+from muster.app.run import resolve
 from muster.app.run.mend import as_submitted
 from muster.backends import code_bundle
 from muster.backends.protocols import Launcher
@@ -27,7 +27,6 @@ from muster.core.redact import hide_values, redact_argv
 from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import Json, JsonObject, child, children, parse_object, text, texts
 from muster.core.types import JobHandle, JobRequest
-from muster.policy.load import load_policy
 from muster.storage import run_registry, run_secrets
 from muster.storage.home import FolderHome, Home
 from muster.storage.run_registry import RunDir
@@ -89,7 +88,7 @@ def preview(loaded: Loaded) -> JobRequest:
     """What ``submit`` would send. Looks at the machine, touches nothing."""
     launcher = backends.load(loaded.spec.backend)
     with _placing(loaded):
-        spec = resolve(loaded.spec, launcher)
+        spec, _ = resolve.resolved(loaded.spec, launcher)
     run_id = run_registry.new_run_id(spec.name)
     path, held = _own_folder(spec, launcher)
     if path is not None and held is not None:
@@ -116,7 +115,7 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _text
     """
     launcher = backends.load(loaded.spec.backend)
     with _placing(loaded):
-        spec = resolve(loaded.spec, launcher)
+        spec, layout_reason = resolve.resolved(loaded.spec, launcher)
     path, held = _own_folder(spec, launcher)
     if path is not None and held is not None:
         check_same_run(RunDir(path=path, run_id=held), spec)
@@ -125,6 +124,9 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _text
     try:
         path, held = _own_folder(spec, launcher)  # whoever was faster has made it meanwhile
         intent = _begin(loaded, spec, launcher, path, held, argv, tell)
+        if layout_reason is not None and not intent.running:
+            tell(layout_reason)
+            log_event(intent.run, "run.message", {"text": layout_reason})
         if intent.running and lock is not None:
             lock.close()  # nothing is started
         return dataclasses.replace(intent, made=made, lock=None if intent.running else lock)
@@ -225,7 +227,7 @@ def _held(run: RunDir) -> tuple[JsonObject, Mapping[str, Json]]:
     except (OSError, DamagedRunFile) as error:
         problem: Exception = error
     try:
-        if (found := as_submitted(run, resolve_again)) is not None:
+        if (found := as_submitted(run, resolve.again)) is not None:
             held = parse_object(found)
         else:
             held = parse_object(loads(run.run_file.read_text(), environment=False).spec.model_dump_json())
@@ -317,23 +319,6 @@ def discard(intent: Intent) -> None:
     intent.launcher.cancel(handle)
     run_registry.clear(intent.run.path, made=intent.made)
     (run_registry.home() / "index" / intent.run.run_id).unlink(missing_ok=True)
-
-
-def resolve(spec: RunSpec, launcher: Launcher) -> RunSpec:
-    """The spec with what the machines decide filled in, and its price where hosts are rented.
-
-    Raises:
-        RunFileError: the spec does not fit the machines.
-        UsageError: ``recovery.policy`` is not a policy.
-    """
-    if backends.get(spec.backend).capabilities.uses_this_machine:
-        load_policy(spec.recovery.policy)  # an unusable file is reported now, not by a supervisor in the background
-        return launcher.resolve(spec)
-    return priced(launcher.resolve(spec))
-
-
-def resolve_again(spec: RunSpec) -> RunSpec:  # of a run that was submitted before
-    return resolve(spec, backends.load(spec.backend))
 
 
 def log_intent(

@@ -1,0 +1,31 @@
+"""What only the machines know of a run: its devices, its layout where the plan is to choose it, its price."""
+
+from __future__ import annotations
+
+from muster import backends
+from muster.app.planning.auto_layout import laid_out
+from muster.app.planning.prices import priced
+from muster.backends.protocols import Launcher
+from muster.config.spec import RunSpec
+from muster.policy.load import load_policy
+
+
+def resolved(spec: RunSpec, launcher: Launcher) -> tuple[RunSpec, str | None]:
+    """The spec with what the machines decide filled in, and its price where hosts are rented; why the layout that
+    ``parallelism: auto`` became, if it was that.
+
+    Raises:
+        RunFileError: the spec does not fit the machines.
+        UsageError: ``recovery.policy`` is not a policy, or no layout can be chosen.
+        NoPlanError: no layout fits.
+    """
+    here = backends.get(spec.backend).capabilities.uses_this_machine
+    if here:
+        load_policy(spec.recovery.policy)  # an unusable file is reported now, not by a supervisor in the background
+    spec, why = laid_out(launcher.resolve(spec))
+    return (spec if here else priced(spec)), why
+
+
+def again(spec: RunSpec) -> RunSpec:
+    """``resolved``, of a run that was submitted before."""
+    return resolved(spec, backends.load(spec.backend))[0]

@@ -9,6 +9,7 @@ all this would be part of the time from a failure to the next step.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -153,6 +154,7 @@ def _join_alone() -> None:
 
 def _train(spec: RunSpec, device: torch.device) -> None:
     mesh = make_meshes(Layout(dp_replicate=1, dp_shard=1, tp=1), device.type)
+    mesh = replace(mesh, always_cut=spec.parallelism.dp_shard != 1)
     built = build_model(spec, device=device, vocab_size=SMALL["vocab_size"], mesh=mesh, seed=0)
     exact = spec.training.exact
     reducer: GradientReducer

@@ -34,6 +34,8 @@ class Meshes:
     process group spans this replica alone and the replicas are joined by a group of their own."""
     replica: int
     """Index of this rank's replica."""
+    always_cut: bool = False
+    """Use FSDP even where one rank holds the whole model: a warm-up for ranks that will share theirs."""
 
     @property
     def data_rank(self) -> int:

@@ -92,7 +92,7 @@ def shard(
 def stays_whole(root: nn.Module, mesh: Meshes, compute_dtype: torch.dtype) -> bool:
     """Whether FSDP would do nothing but copy: each rank has the whole model (one rank, or plain data parallel), and the
     trained parameters are in the type that is computed in. Elsewhere FSDP's mixed precision casts them."""
-    if mesh.shard.size() > 1 or mesh.layout.tp > 1:
+    if mesh.shard.size() > 1 or mesh.layout.tp > 1 or mesh.always_cut:
         return False
     return all(parameter.dtype == compute_dtype for parameter in root.parameters() if parameter.requires_grad)
 

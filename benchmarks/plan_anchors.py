@@ -1,5 +1,6 @@
 """The time model against published runs, as the table of docs/plan.md: one efficiency per stack, fitted on some rows
-and checked on the others.
+and checked on the others; then, with the constants that ship and nothing fitted, the runs with tensor or pipeline
+parallel and those that the model had never seen.
 
 python benchmarks/plan_anchors.py
 """
@@ -24,7 +25,7 @@ HIDDEN_TENSOR_PARALLEL = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """A published training throughput. ``use``: fit or check."""
+    """A published training throughput. ``use``: fit, check, or unseen (of no stack with an efficiency of its own)."""
 
     stack: str
     use: str
@@ -95,7 +96,7 @@ class Check:
 def checks(anchors: Sequence[Anchor], constants: Constants = DEFAULT) -> list[Check]:
     """Every row with its stack's fitted efficiency."""
     result = []
-    for stack in dict.fromkeys(anchor.stack for anchor in anchors):
+    for stack in dict.fromkeys(anchor.stack for anchor in anchors if anchor.use != "unseen"):
         published = [anchor for anchor in anchors if anchor.stack == stack]
         efficiency = fit([anchor for anchor in published if anchor.use == "fit"], constants)
         for anchor in published:
@@ -169,5 +170,27 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def unfitted() -> str:
+    """Markdown: runs with tensor or pipeline parallel, and unseen ones, by the constants that ship."""
+    lines = ["| run | layout | published tokens/s/GPU | predicted | error |", "|---|---|---|---|---|"]
+    errors = []
+    for anchor in anchors():
+        layout = anchor.layout
+        if anchor.use != "unseen" and layout.tp * layout.pp == 1:
+            continue
+        predicted, _ = predict(anchor, DEFAULT)
+        errors.append(predicted / anchor.tokens_per_s_per_gpu - 1)
+        axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1)
+        chip = rows.machines()[anchor.machine].accelerator
+        lines.append(
+            f"| {anchor.stack}, {anchor.model.split('/')[-1]} {anchor.job} {anchor.precision}, {anchor.gpus} {chip} | "
+            f"{axes} | {anchor.tokens_per_s_per_gpu:,.0f} | {predicted:,.0f} | {errors[-1]:+.1%} |"
+        )
+    lines += ["", f"{len(errors)} rows: median error {median(map(abs, errors)):.1%}."]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     print(table())
+    print()
+    print(unfitted())

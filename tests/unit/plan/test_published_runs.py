@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from plan_anchors import anchors, checks, median_error, table  # noqa: E402
+from plan_anchors import anchors, checks, median_error, table, unfitted  # noqa: E402
 
 
 def test_checked_rows_are_predicted():
@@ -27,3 +27,13 @@ def test_each_stack_has_one_efficiency_and_it_is_credible():
 
 def test_the_documentation_shows_this_table():
     assert table() in (ROOT / "docs" / "plan.md").read_text(), "run benchmarks/plan_anchors.py and paste it"
+    assert unfitted() in (ROOT / "docs" / "plan.md").read_text(), "run benchmarks/plan_anchors.py and paste it"
+
+
+def test_the_shipped_constants_predict_tensor_and_pipeline_parallel_without_a_fit():
+    """And MaxText, OLMo-core and DeepSpeed, which no constant has seen."""
+    lines = unfitted().splitlines()
+    assert sum(" tp " in line or " pp " in line for line in lines) >= 6
+    assert {"MaxText", "OLMo-core", "DeepSpeed"} <= {line.split(",")[0].lstrip("| ") for line in lines}
+    errors = [float(line.rstrip("% |").rsplit(" ", 1)[-1]) for line in lines if line.endswith("% |")]
+    assert len(errors) >= 9 and max(map(abs, errors)) < 40

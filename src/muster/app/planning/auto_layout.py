@@ -12,7 +12,7 @@ from muster.app.planning.model_shape import shape_of
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
-from muster.plan.auto_layout import compare_layouts, reason
+from muster.plan.auto_layout import LayoutChoice, compare_layouts, reason
 from muster.plan.layouts import Pins
 from muster.plan.search import Problem, excluded
 from muster.plan.workload import workload
@@ -27,6 +27,15 @@ def laid_out(spec: RunSpec, home: Path | None = None) -> tuple[RunSpec, str | No
     """
     if not spec.parallelism.auto:
         return spec, None
+    choices, option = compared(spec, home)
+    why = reason(choices, option)
+    best = choices[0]
+    update = {**best.layout.sizes, "reshard_after_forward": best.reshard_after_forward, "auto": False}
+    return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=update)}), why
+
+
+def compared(spec: RunSpec, home: Path | None = None) -> tuple[list[LayoutChoice], Option]:
+    """Every layout of the run's ranks, the one that ``auto`` takes first; and what they run on. Raises UsageError."""
     if spec.model is None:
         raise UsageError("parallelism: auto is of Muster's trainer, and the run file has a `command`")
     work = workload(spec, shape_of(spec), steps=spec.training.steps or 1)
@@ -44,10 +53,7 @@ def laid_out(spec: RunSpec, home: Path | None = None) -> tuple[RunSpec, str | No
         activation_checkpointing=spec.training.activation_checkpointing, overhead=found.overhead,
         constants=replace(constants, precision=spec.training.precision),
     )  # fmt: skip
-    why = reason(choices, option)
-    best = choices[0]
-    update = {**best.layout.sizes, "reshard_after_forward": best.reshard_after_forward, "auto": False}
-    return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=update)}), why
+    return choices, option
 
 
 def _option(spec: RunSpec, problem: Problem) -> Option:

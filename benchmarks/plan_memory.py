@@ -95,6 +95,16 @@ def configurations() -> list[tuple[str, int, dict[str, int], dict[str, Any]]]:
     add("fp32 wide x4", 4, wide, fp32, {"training__global_batch_size": 4})
     add("fp32 wide x4 2 replicas", 4, wide, fp32, {"training__global_batch_size": 4}, dp_replicate=2, dp_shard=2)
     add("fp32 x4", 4, four, fp32)
+    half = {**batch, "training__micro_batch_size": 2, **fp32}
+    for replicas, shards, tp in (
+        (3, 1, 1), (4, 1, 1), (6, 1, 1), (8, 1, 1), (1, 3, 1), (1, 6, 1), (1, 8, 1), (2, 2, 1), (3, 2, 1), (2, 3, 1),
+        (4, 2, 1), (2, 4, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2),
+    ):  # fmt: skip
+        rows = {"training__global_batch_size": 2 * replicas * shards}
+        name = f"layout r{replicas} s{shards} t{tp}"
+        add(name, replicas * shards * tp, half, rows, dp_replicate=replicas, dp_shard=shards, tp=tp)
+    meets = {"training__local_steps": 4, "parallelism__dp_replicate": 2, "parallelism__dp_shard": 1}
+    add("fp32 x2 local steps", 2, wide_two, fp32, meets, dp_replicate=2, dp_shard=1)
     return found  # fmt: skip
 
 

@@ -42,6 +42,26 @@ def test_a_lost_replica_returns_with_its_own_steps_bit_for_bit(tmp_path, undistu
 
 
 @pytest.mark.soak
+def test_without_a_spare_one_replica_goes_on_alone_and_the_joining_one_takes_the_outer_state(tmp_path):
+    changes = {**LOCAL, "parallelism.dp_shard": 1, "training.steps": 250, "checkpoint.replicate_snapshots": False}
+    changes |= {"resources.hosts": 2, "resources.min_hosts": 1, "resources.ranks_per_host": 1}
+    with Judged(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(10)
+        run.signal_host("host-0")
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
+        run.start_agent("host-0")
+        run.ended()
+        assert [event.detail["world_size"] for event in run.events("attempt.started")] == [2, 1, 2], run.story()
+        living = {event.detail["pid"] for event in run.events("rank.started") if event.host == "host-1"}
+        assert len(living) == 1, "it kept its process, and so its own steps"
+        assert all(event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")), run.story()
+        assert "begins with the outer parameters" in messages(run)
+        losses = [float.fromhex(loss) for _, loss in sorted(run.losses().items())]
+        assert sum(losses[-20:]) < sum(losses[:20]), "and it learns on"
+
+
+@pytest.mark.soak
 def test_a_replica_lost_with_its_host_returns_from_the_copy_of_its_own_state(tmp_path):
     """Two hosts and a spare. Without copies it begins with the outer parameters, and that is said."""
     hosts = {**LOCAL, "resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from muster.config.backends import BACKENDS
+from muster.config.outer import Outer
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 
@@ -27,6 +28,8 @@ def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "training.deterministic", "`exact: true` includes it"
     if training.compile and training.steps is not None and training.steps < COMPILE_PAYS_AFTER_STEPS:
         yield "training.compile", f"compiling costs more than it saves in {training.steps} steps"
+    if not training.local_steps:
+        yield from ((f"training.outer.{key}", "local_steps is 0") for key in Outer.model_fields)
     if spec.resources.device == "cpu":
         yield "training.profile.memory_step", "memory snapshots are of CUDA memory, and device is cpu"
     if optimizer.traits.compact and spec.model is not None and spec.model.lora is not None:

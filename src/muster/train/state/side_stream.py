@@ -1,10 +1,13 @@
-"""Copies from a GPU that run beside the next step: its forward and backward passes read the state, and change nothing.
+"""Copies that run beside the next step: its forward and backward passes read the state, and change nothing.
 
-Never run on a GPU: tests replace ``torch.cuda`` by one that keeps the order of what it is asked for.
+From a GPU on a stream of their own, on the CPU in a thread. The first never ran on a GPU: tests replace ``torch.cuda``
+by one that keeps the order of what it is asked for.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -36,3 +39,23 @@ class SideStream:
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
             self._done = None
+
+
+class ThreadCopy:
+    """One copy that another thread makes: it calls this, and whoever is about to change what is copied waits."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy, self._ended, self._seconds = copy, threading.Event(), 0.0
+
+    def __call__(self) -> None:
+        began = time.monotonic()
+        try:
+            self._copy()
+        finally:
+            self._seconds = time.monotonic() - began
+            self._ended.set()
+
+    def wait(self) -> float:
+        """Until it has ended, well or not; the seconds that it took."""
+        self._ended.wait()
+        return self._seconds

@@ -33,7 +33,7 @@ from muster.core.typed_json import JsonObject
 from muster.protocol.ranks import RankContext, Restore
 from muster.storage.memory_dir import MemoryDir
 from muster.train.distributed.reduce import local
-from muster.train.state.side_stream import SideStream
+from muster.train.state.side_stream import SideStream, ThreadCopy
 
 _ALIGN = 64  # of each tensor in a slot: a cache line, any dtype
 #: A version of this size gets its checksum while the step waits (0.1 ms); a larger one in a thread.
@@ -65,7 +65,8 @@ class Snapshots:
 
     **When a version counts.** Its checksum is computed after the copy, of a large one by a thread while training goes
     on; the next ``save`` waits for it. A rank that is killed in between costs that step. From a GPU the copy itself
-    goes on meanwhile too, on a stream of its own (``SideStream``): the next step reads the same state until its update.
+    goes on meanwhile too, on a stream of its own (``SideStream``), on the CPU in that thread: the next step reads the
+    same state until its update.
     """
 
     def __init__(
@@ -112,6 +113,9 @@ class Snapshots:
         self._pinned = 0
         """Slots that are registered with CUDA, will be soon, or were refused."""
         self._side: SideStream | None = None
+        self._copying: ThreadCopy | None = None
+        self.beside_s = 0.0
+        """What the last copy took that a thread of this process made beside a step."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="muster-checksum", initializer=_give_way)
         self._pending: tuple[int, Future[Version]] | None = None
         self._discard_newer(context.restore if context.restore and context.restore.layout == context.layout else None)
@@ -161,9 +165,9 @@ class Snapshots:
         if slot not in self._views:
             populate(self._ring.slot(slot))
             self._views[slot] = slot_tensors(self._ring, slot, self._chunks)
-        copied = self._copy(self._views[slot], local_tensors, beside=beside)
         self._newest = Version(step=step, attempt=self._attempt, rank=self._rank, slot=slot)
         commit = partial(self._ring.commit, slot, step=step, attempt=self._attempt, rank=self._rank)
+        copied = self._copy(self._views[slot], local_tensors, beside=beside)
         if copied is not None:
             self._pending = step, self._executor.submit(_once, copied, commit)
         elif self._ring.slot_bytes <= INLINE_BYTES:
@@ -177,8 +181,9 @@ class Snapshots:
 
     def _copy(
         self, views: Mapping[str, Tensor], local_tensors: Mapping[str, Tensor], *, beside: bool
-    ) -> torch.cuda.Event | None:
-        """Copy, or from a GPU and ``beside``: begin to; the event that ends these copies."""
+    ) -> Callable[[], None] | None:
+        """Copy; or, ``beside``, begin to: what returns when these copies have ended, for the thread that computes the
+        checksum. On the CPU that thread makes them. Not of little."""
 
         def copy() -> None:
             for name, tensor in local_tensors.items():
@@ -187,16 +192,22 @@ class Snapshots:
         gpu = next((tensor.device for tensor in local_tensors.values() if tensor.is_cuda), None)
         if gpu is not None and beside:
             self._side = self._side or SideStream(gpu)
-            return self._side.copy(copy)
+            return self._side.copy(copy).synchronize
+        if gpu is None and beside and self._ring.slot_bytes > INLINE_BYTES:
+            self._copying = ThreadCopy(copy)
+            return self._copying
         copy()
         if gpu is not None:
             torch.cuda.current_stream(gpu).synchronize()
         return None
 
     def before_change(self) -> None:
-        """The tensors are about to change: have the device finish the copies that go on beside it first."""
+        """The tensors are about to change: the copies that go on beside the step are finished first."""
         if self._side is not None:
             self._side.before_change()
+        if self._copying is not None:
+            self.beside_s = self._copying.wait()
+            self._copying = None
 
     @property
     def size_bytes(self) -> int:
@@ -309,8 +320,8 @@ class Snapshots:
         return next((spare for spare in choices if self._ring.next_slot(spare=spare) is not None), set())
 
 
-def _once(copied: torch.cuda.Event, commit: Callable[[], Version]) -> Version:
-    copied.synchronize()
+def _once(copied: Callable[[], None], commit: Callable[[], Version]) -> Version:
+    copied()
     return commit()
 
 

@@ -146,7 +146,7 @@ def test_a_broken_gpu_is_said_by_the_rank_itself(cuda, taken, tmp_path):
     assert held(tmp_path) == {}
 
 
-def test_on_the_cpu_nothing_goes_on_beside_the_step(taken, tmp_path):
+def test_on_the_cpu_little_is_copied_at_once(taken, tmp_path):
     taken.save(1, {"w": torch.ones(8)}, beside=True)
     taken.before_change()
     assert held(tmp_path) == {1: [1.0] * 8}, "a small one counts at once"
@@ -168,3 +168,43 @@ def test_the_loop_tells_the_snapshots_before_it_changes_the_state(monkeypatch):
     )  # fmt: skip
     loop.update(run, SimpleNamespace(step=1, micro_batches=1, rounds=()), 0.1)
     assert order[-3:] == ["told", "update", "recorded"]
+
+
+def test_on_the_cpu_a_thread_copies_until_the_state_changes(taken, tmp_path, monkeypatch):
+    """The step goes on at once; its update waits for the copy, and the version counts only then."""
+    monkeypatch.setattr(snapshot, "INLINE_BYTES", 0)
+    held_back, true = threading.Event(), snapshot.compact.copy
+
+    def copy(to, source):
+        assert held_back.wait(30)
+        true(to, source)
+
+    monkeypatch.setattr(snapshot.compact, "copy", copy)
+    weights = torch.ones(8)
+    taken.save(1, {"w": weights}, beside=True)
+    assert held(tmp_path) == {}
+    changed = threading.Thread(target=lambda: (taken.before_change(), weights.fill_(2.0)))
+    changed.start()
+    changed.join(0.2)
+    assert changed.is_alive() and weights[0] == 1.0
+    held_back.set()
+    changed.join(30)
+    taken.settle()
+    assert held(tmp_path) == {1: [1.0] * 8} and weights[0] == 2.0
+    taken.save(2, {"w": weights})
+    taken.settle()
+    assert held(tmp_path)[2] == [2.0] * 8
+    assert taken.beside_s > 0
+
+
+def test_a_copy_that_fails_in_the_thread_is_raised_and_lets_the_update_go_on(taken, monkeypatch):
+    monkeypatch.setattr(snapshot, "INLINE_BYTES", 0)
+
+    def broken(to, source):
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(snapshot.compact, "copy", broken)
+    taken.save(1, {"w": torch.ones(8)}, beside=True)
+    taken.before_change()
+    with pytest.raises(RuntimeError, match="no such memory"):
+        taken.settle()

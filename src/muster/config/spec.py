@@ -188,7 +188,9 @@ class Parallelism(Section):
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     tp: Positive = 1
     pp: Literal[1] = 1
-    cp: Literal[1] = 1
+    cp: Positive = 1
+    """Context parallel: ranks that share each sequence; attention gathers the keys and values of all of it. Twice this
+    must divide ``training.sequence_length``."""
     ep: Literal[1] = 1
     reshard_after_forward: bool = True
 

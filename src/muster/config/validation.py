@@ -205,6 +205,7 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
     yield from _float8(spec)
     if training.local_steps and spec.parallelism.dp_replicate == 1 and not spec.parallelism.auto:
         yield Problem("training.local_steps", "is of replicas, and there is one", hint="parallelism.dp_replicate: 2")
+    yield from _context_parallel(spec)
     if not training.exact:
         return
     if training.local_steps:
@@ -228,6 +229,22 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
             "training.exact", f"cannot hold with {name}, whose rounding depends on how state is sharded",
             hint="name: adamw",
         )  # fmt: skip
+
+
+def _context_parallel(spec: RunSpec) -> Iterator[Problem]:
+    training, cp = spec.training, spec.parallelism.cp
+    if cp == 1:
+        return
+    if training.sequence_length % (2 * cp):
+        text = f"{training.sequence_length} does not divide into the 2 x cp = {2 * cp} chunks of context parallel"
+        yield Problem("training.sequence_length", text, hint=f"a multiple of {2 * cp}")
+    if spec.parallelism.tp > 1:
+        yield Problem("parallelism.cp", "cannot be combined with tp yet", hint="tp: 1")
+    if training.exact:
+        text = f"cannot hold with cp = {cp}: gradients of keys and values are summed inside a layer"
+        yield Problem("training.exact", text, hint="cp: 1")
+    if training.compile:
+        yield Problem("training.compile", f"does not work with cp = {cp}: what a rank attends to differs in each batch")
 
 
 def _parallelism(spec: RunSpec) -> Iterator[Problem]:

@@ -64,6 +64,11 @@ class Layout:
         return self.world_size // self.dp_replicate
 
     @property
+    def shards(self) -> int:
+        """Ranks that parameters, gradients and optimizer state are cut over: those that share a sequence too."""
+        return self.dp_shard * self.cp
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that read different micro-batches."""
         return self.dp_replicate * self.dp_shard

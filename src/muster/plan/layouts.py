@@ -44,18 +44,19 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
 
     Sharding over a part of a machine is left out: it costs memory and saves nothing measurable on NVLink.
     """
-    world = num_nodes * option.offer.gpus_per_node
-    for tp in _divisors(option.offer.gpus_per_node):
-        if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp or work.exact or work.lora_rank):
+    cp = pins.axes.get("cp", 1)  # never chosen, only taken as given
+    world, rest = divmod(num_nodes * option.offer.gpus_per_node, cp)
+    for tp in _divisors(option.offer.gpus_per_node) if not rest else ():
+        if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp or work.exact or work.lora_rank or cp > 1):
             continue
         data = world // tp
-        inside = option.offer.gpus_per_node // tp
+        inside = max(1, option.offer.gpus_per_node // (tp * cp))
         shards = {data, max(1, inside), 1}
         shards |= {nodes * inside for nodes in _divisors(num_nodes)}
         for shard in sorted(shards):
             if data % shard:
                 continue
-            layout = Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp)
+            layout = Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp, cp=cp)
             if all(size in (-1, layout.sizes[axis]) for axis, size in pins.axes.items()):
                 yield layout
 

@@ -73,10 +73,13 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
     """Peak of one rank (the fullest: uneven shards are rounded up)."""
     units = _units(work, setting.layout.tp)
     static = _static(work, setting, device)
-    gathered = _gathered(work, units, setting.layout.dp_shard, streams=device.streams)
-    tokens = setting.micro_batch_size * work.sequence_length
+    gathered = _gathered(work, units, setting.layout.shards, streams=device.streams)
+    tokens = setting.micro_batch_size * work.sequence_length // setting.layout.cp
     kept = tokens * _kept(work, setting, device)
     working = tokens * _working(work, setting, device) + _workspace(work, setting, tokens, device)
+    if setting.layout.cp > 1:  # keys and values of whole sequences, gathered and in order; never measured
+        heads = work.shape.kv_heads * work.shape.head_dim
+        working += 2 * 2 * tokens * setting.layout.cp * heads * work.compute_bytes
     loss = _loss(work, tokens, wide_product=device.streams)
     # In the first round no gradient exists yet; later the shards' do, or whole ones; the root's comes last.
     later = setting.rounds(work) > 1
@@ -115,7 +118,7 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
 def communicators(layout: Layout) -> int:
     """NCCL communicators of one rank: that of its replica, one for each axis inside it, one across replicas."""
     inside = layout.ranks_per_replica > 1
-    return inside + (inside and layout.dp_shard > 1) + (layout.tp > 1) + (layout.dp_replicate > 1)
+    return inside + (inside and layout.shards > 1) + (layout.tp > 1) + (layout.dp_replicate > 1)
 
 
 def _workspace(work: Workload, setting: Setting, tokens: int, device: DeviceOverhead) -> float:
@@ -133,7 +136,7 @@ def held_parameters(work: Workload, layout: Layout) -> float:
     """Parameters (without adapters) on one rank: layers are cut by tp and dp_shard, the rest by dp_shard alone."""
     shape = work.shape
     matrices = shape.layers * shape.layer_matmul_parameters
-    return (matrices / layout.tp + shape.parameters - matrices) / layout.dp_shard
+    return (matrices / layout.tp + shape.parameters - matrices) / layout.shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +171,13 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
     """What lives from step to step: weights, gradients (until the update), optimizer state."""
     layout = setting.layout
     held = held_parameters(work, layout)
-    trained = held if work.trains_all else work.trained_parameters / layout.dp_shard
+    trained = held if work.trains_all else work.trained_parameters / layout.shards
     base_bytes = work.master_bytes if work.trains_all else work.compute_bytes
-    vocabulary = work.trained_vocabulary / layout.dp_shard
+    vocabulary = work.trained_vocabulary / layout.shards
     weights = held * base_bytes + (0 if work.trains_all else trained * work.master_bytes - vocabulary * base_bytes)
     gradients = trained * work.master_bytes
     units = _units(work, layout.tp)
-    share = work.master_bytes / layout.dp_shard if work.trains_head else 0.0
+    share = work.master_bytes / layout.shards if work.trains_head else 0.0
     whole = 0.0
     if (
         setting.rounds(work) > 1
@@ -182,7 +185,7 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
         and device.capacity_bytes is not None
         and work.trained_parameters * 4 < LOCAL_GRADIENTS_SHARE * device.capacity_bytes
     ):
-        whole = trained * layout.dp_shard * REDUCE_BYTES  # kept whole until the last round
+        whole = trained * layout.shards * REDUCE_BYTES  # kept whole until the last round
     if work.exact:
         gradients += trained * 8  # the fixed-point totals
     state = trained * work.optimizer.device_bytes(work.master_bytes)

@@ -108,14 +108,14 @@ def step_time(
     if not ceiling:
         raise NoPlanError(f"the bf16 peak of {option.accelerator.name} is unknown")
     layout, rounds = setting.layout, setting.rounds(work)
-    tokens = setting.micro_batch_size * work.sequence_length * rounds
+    tokens = setting.micro_batch_size * work.sequence_length * rounds // layout.cp
     matrices = _matrices(work, setting, option, tokens, ceiling, constants) / constants.efficiency / layout.pp
     traffic = _traffic(work, setting, option, tokens, constants) / layout.pp
     host = rounds * work.shape.layers * constants.host_s_per_layer * (0.5 if work.compile else 1.0)
     arithmetic = max(matrices + traffic, host)
     forward_share = 1.0 / (3.0 if work.trains_all else 2.0)
     forward_share *= 1.0 / (1.0 + recomputed_share(setting.activation_checkpointing) * forward_share)
-    links = Links(option.fabric, option.offer.gpus_per_node, num_nodes, layout.tp, layout.dp_shard)
+    links = Links(option.fabric, option.offer.gpus_per_node, num_nodes, layout.tp, layout.shards)
     exposed = _sharding(work, setting, links, rounds, arithmetic, forward_share, constants)
     tensor = _tensor(work, setting, links, rounds) * (1 - work.hidden_tensor_parallel)
     useful = work.useful_flops_per_token() * work.tokens_per_step * work.fill
@@ -126,6 +126,7 @@ def step_time(
         "padding": arithmetic * padding,
         "sharding": exposed,
         "tensor parallel": tensor,
+        "context parallel": _context(work, setting, links, rounds),
         "pipeline bubble": (arithmetic + tensor) * (layout.pp - 1) / (rounds * work.pipeline_chunks),
         "replicas": _replicas(work, setting, links, arithmetic / rounds * (1 - forward_share) * constants.overlap),
         "optimizer": _optimizer(work, setting, option),
@@ -236,7 +237,7 @@ def _sharding(
     constants: Constants,
 ) -> float:  # fmt: skip
     """Seconds of FSDP's collectives that arithmetic does not hide."""
-    shards = setting.layout.dp_shard
+    shards = setting.layout.shards
     if shards == 1:
         return 0.0
     cut = (shards - 1) / shards / links.shard()
@@ -272,6 +273,19 @@ def _tensor(work: Workload, setting: Setting, links: Links, rounds: int) -> floa
     return rounds * work.shape.layers / setting.layout.pp * calls * call_s
 
 
+def _context(work: Workload, setting: Setting, links: Links, rounds: int) -> float:
+    """Seconds of gathering keys and values in each layer, of summing their gradients, and of gathering them again where
+    the layer is computed again. Not hidden."""
+    cp = setting.layout.cp
+    if cp == 1:
+        return 0.0
+    shape = work.shape
+    tokens = setting.micro_batch_size * work.sequence_length
+    gather = tokens * 2 * shape.kv_heads * shape.head_dim * work.compute_bytes * (cp - 1) / cp / links.shard()
+    calls = 2 + (1 if setting.activation_checkpointing == "full" else 0)
+    return rounds * shape.layers * calls * (gather + ALLREDUCE_LATENCY_S)
+
+
 def _replicas(work: Workload, setting: Setting, links: Links, hidden_s: float) -> float:
     """Seconds of the sum over replicas. It begins within the last backward pass, of which ``hidden_s`` hide it; what
     is left at least is the last unit's. Never measured on a GPU."""
@@ -301,7 +315,7 @@ def trained_here(work: Workload, setting: Setting) -> float:
     """Trained parameters on one rank."""
     if work.trains_all:
         return held_parameters(work, setting.layout)
-    return work.trained_parameters / setting.layout.dp_shard
+    return work.trained_parameters / setting.layout.shards
 
 
 def tokens_per_second_per_gpu(work: Workload, time: StepTime) -> float:

@@ -156,6 +156,7 @@ def assemble(
         device=device,
         agent=agent,
         log=log,
+        counts=components.meshes.context is None or components.meshes.context.get_local_rank() == 0,
     )
     return TrainingRun(
         spec=spec,

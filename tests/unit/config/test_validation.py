@@ -75,6 +75,12 @@ WRONG = {
         ["training.exact=true", "training.local_steps=10", "parallelism.dp_replicate=2"],
         "cannot hold with local_steps",
     ),
+    "cp and the length": (
+        ["parallelism.cp=4", "training.sequence_length=100"],
+        "100 does not divide into the 2 x cp = 8 chunks",
+    ),
+    "cp and tp": (["parallelism.cp=2", "parallelism.tp=2"], "cannot be combined with tp yet"),
+    "cp and exact": (["parallelism.cp=2", "training.exact=true"], "cannot hold with cp = 2"),
     "auto and an axis": (["parallelism={auto: true, tp: 2}"], "chooses the layout, and tp is given too"),
     "dp_shard 0": (["parallelism.dp_shard=0"], "must be -1"),
     "too many": (["parallelism.dp_shard=8"], "= 8, but there are 4 ranks"),

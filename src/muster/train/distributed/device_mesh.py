@@ -26,7 +26,7 @@ class Meshes:
 
     layout: Layout
     shard: DeviceMesh
-    """1-D, axis ``dp_shard``: handed to ``fully_shard``."""
+    """1-D, axis ``dp_shard``: handed to ``fully_shard``. Of ``dp_shard`` x ``cp`` ranks, ``cp`` innermost."""
     tp: DeviceMesh
     """1-D, axis ``tp``."""
     replicate: dist.ProcessGroup | None
@@ -34,13 +34,15 @@ class Meshes:
     process group spans this replica alone and the replicas are joined by a group of their own."""
     replica: int
     """Index of this rank's replica."""
+    context: DeviceMesh | None = None
+    """1-D, axis ``cp``: the ranks that share each sequence; None: one has it whole."""
     always_cut: bool = False
     """Use FSDP even where one rank holds the whole model: a warm-up for ranks that will share theirs."""
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that read different micro-batches; equal on all of its tp ranks."""
-        return self.replica * self.layout.dp_shard + self.shard.get_local_rank()
+        """This rank's place among those that read different micro-batches; equal on all of its tp and cp ranks."""
+        return self.replica * self.layout.dp_shard + self.shard.get_local_rank() // self.layout.cp
 
 
 def make_meshes(layout: Layout, device_type: str, *, replica: int | None = None) -> Meshes:
@@ -52,16 +54,20 @@ def make_meshes(layout: Layout, device_type: str, *, replica: int | None = None)
         UsageError: the layout does not have as many ranks as there are.
     """
     world = dist.get_world_size()
-    inner = (layout.dp_shard, layout.tp)
-    if layout != Layout(dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp):
-        hint = "set every axis but dp_replicate, dp_shard and tp to 1"
+    inner = (layout.shards, layout.tp)
+    if layout != Layout(dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp, cp=layout.cp):
+        hint = "set every axis but dp_replicate, dp_shard, tp and cp to 1"
         raise UsageError(f"layout {layout.key} has an axis that this trainer does not run", hint=hint)
-    if replica is not None and world == layout.dp_shard * layout.tp:
+    context = None
+    if layout.cp > 1:
+        sizes = (world // (layout.cp * layout.tp), layout.cp, layout.tp)
+        context = init_device_mesh(device_type, sizes, mesh_dim_names=("around", "cp", "inside"))["cp"]
+    if replica is not None and world == layout.ranks_per_replica:
         mesh = init_device_mesh(device_type, inner, mesh_dim_names=("dp_shard", "tp"))
-        return Meshes(layout, mesh["dp_shard"], mesh["tp"], None, replica)
+        return Meshes(layout, mesh["dp_shard"], mesh["tp"], None, replica, context)
     if world != layout.world_size:
         raise UsageError(
-            f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} x tp {layout.tp} "
+            f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} x tp {layout.tp} x cp {layout.cp} "
             f"needs {layout.world_size} ranks, there are {world}",
             hint="set parallelism.dp_shard: -1 to use all ranks that remain",
         )
@@ -69,4 +75,4 @@ def make_meshes(layout: Layout, device_type: str, *, replica: int | None = None)
         device_type, (layout.dp_replicate, *inner), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
     )
     group = mesh.get_group("dp_replicate") if layout.dp_replicate > 1 else None
-    return Meshes(layout, mesh["dp_shard"], mesh["tp"], group, mesh.get_local_rank("dp_replicate"))
+    return Meshes(layout, mesh["dp_shard"], mesh["tp"], group, mesh.get_local_rank("dp_replicate"), context)

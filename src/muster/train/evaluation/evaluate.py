@@ -45,6 +45,8 @@ class Evaluator:
     device: torch.device
     agent: AgentClient
     log: StepLog
+    counts: bool = True
+    """False: another rank of the same context gives the same answers."""
     _baselines: dict[int, float | None] = field(default_factory=dict)
 
     def run(self, step: int, *, final: bool = False) -> dict[str, float]:
@@ -126,7 +128,7 @@ class Evaluator:
             progress=self.agent.progress,
         )
         table = torch.zeros(len(questions), width, dtype=torch.int64, device=self.device)
-        for index, ids in zip(local, completions, strict=False):
+        for index, ids in zip(local if self.counts else (), completions, strict=False):
             table[index, : len(ids)] = torch.tensor(ids[:width], dtype=torch.int64, device=self.device) + 1
         self.groups.sum_everywhere_(table)
         return [[token - 1 for token in row if token > 0] for row in table.tolist()]
@@ -134,7 +136,7 @@ class Evaluator:
     def _score(self, questions: Sequence[Question], texts: Sequence[str]) -> list[Verdict]:
         """Every verdict on every rank; each rank scores its share of the answers."""
         table = torch.zeros(len(questions), 2, dtype=torch.int64, device=self.device)
-        for index in range(self.data_rank, len(questions), self.data_ranks):
+        for index in range(self.data_rank, len(questions), self.data_ranks) if self.counts else ():
             outcome = questions[index].score(texts[index])
             table[index] = torch.tensor([int(outcome.correct), int(outcome.timed_out)])
             self.agent.progress()

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
 from muster.train.distributed.device_mesh import Meshes
-from muster.train.model import float8, lora, pretrained, tensor_parallel, weights
+from muster.train.model import context_parallel, float8, lora, pretrained, tensor_parallel, weights
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
 from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
@@ -95,9 +96,11 @@ def build_model(
         weights.recompute_buffers(model, persistent=False)
     else:
         set_initial_values(model, folder, seed=seed, device=device, grows=grows(spec))
-    if mesh.layout.dp_shard > 1:
+    if mesh.shard.size() > 1:
         check_sharded(model)
     isolation = isolation or prove(module, device, spec, proof)
+    if mesh.context is not None:
+        share_sequences(module, mesh.context, spec.training.sequence_length)
     module.train()
     return BuiltModel(
         module=module,
@@ -141,6 +144,14 @@ def laid_out(
         compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
     )  # fmt: skip
     return module, lora_config
+
+
+def share_sequences(module: ModelWithLoss, mesh: DeviceMesh, sequence_length: int) -> None:
+    """Have the ranks of ``mesh`` share each sequence from here on. Raises UsageError: the model's attention cannot."""
+    context_parallel.check(needs_of(module.model, sequence_length), sequence_length, mesh.size())
+    context_parallel.register()
+    module.model.set_attn_implementation(context_parallel.IMPLEMENTATION)
+    module.context = context_parallel.Context(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
 def all_in_state(model: PreTrainedModel) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from muster.train.data_feed.batch import IGNORED, Batch
 from muster.train.model.attention import Attention, attention_arguments
+from muster.train.model.context_parallel import Context
 from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class ModelWithLoss(nn.Module):
         self.attention = attention
         self.compute_dtype = compute_dtype
         self.reshard_layers = reshard_layers
+        self.context: Context | None = None
+        """Where ranks share each sequence."""
         self.rule: LogitRule = logit_rule(model.config.get_text_config())
         head = model.get_output_embeddings()
         self.own_head = model.base_model is not model and type(head) is nn.Linear
@@ -64,6 +67,8 @@ class ModelWithLoss(nn.Module):
         """
         if isinstance(given, Decoding):
             return self._next(given)
+        if self.context is not None:
+            given = self.context.part_of(given)
         if want == "model_logits" or not self.own_head:
             logits: Tensor = self.model(**self._arguments(given)).logits
             return logits.float() if want != "loss" else _loss_of(logits, given, scale)
@@ -82,14 +87,17 @@ class ModelWithLoss(nn.Module):
             rule=self.rule,
         )
 
-    def _arguments(self, batch: Batch) -> dict[str, Tensor | int]:
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
         # No attention mask: a mask of ones would disable the separation of documents silently.
         return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
             "use_cache": False,
-            **attention_arguments(batch, self.attention),
+            **(attention_arguments(batch, self.attention) if self.context is None else self._shared(batch)),
         }
+
+    def _shared(self, batch: Batch) -> dict[str, Tensor | Context | None]:
+        return {"cu_seq_lens_q": batch.cu_seqlens, "context": self.context}
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()

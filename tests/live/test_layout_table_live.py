@@ -1,5 +1,6 @@
 """Every layout of up to eight CPU ranks computes what one process does, and does so after a kill -9 too."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,29 @@ def test_it_is_what_one_process_computes(tmp_path: Path, one: Any, layout: tuple
     again = attempt(tmp_path / "killed", spec, layout, number=2)
     assert again.codes == [0] * ranks, again.errors[0]
     assert again.state_hash == (one["exact"] if exact else done).state_hash
+
+
+@pytest.mark.parametrize(
+    "layout", [{"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}], ids=str
+)
+def test_context_parallel_at_4k_packed_documents(tmp_path: Path, layout: dict[str, int]) -> None:
+    """Against one process, and after a kill -9 against itself. No exact sums: gradients are summed inside a layer."""
+    spec = small(
+        tmp_path / "cache", training__sequence_length=4096, training__global_batch_size=2, training__steps=4,
+        model__config__max_position_embeddings=4096, data__sources=[{"type": "text2sql", "rows": 2000}],
+        checkpoint__every_steps=2,
+    )  # fmt: skip
+    alone = run_attempt(tmp_path / "alone", spec, ranks=1)
+    assert alone.codes == [0], alone.errors[0]
+    sizes = {"dp_shard": 1, **layout}
+    ranks = math.prod(sizes.values())
+    spec["parallelism"] = sizes
+    done = run_attempt(tmp_path / "shared", spec, ranks=ranks, layout=sizes)
+    assert done.codes == [0] * ranks, done.errors[0]
+    for step, loss in alone.losses.items():
+        assert done.losses[step] == pytest.approx(loss, rel=TOLERANCE), step
+        assert done.norms[step] == pytest.approx(alone.norms[step], rel=5 * TOLERANCE), step
+    killed = run_attempt(tmp_path / "killed", spec, ranks=ranks, layout=sizes, script=Script(kill_step=4, kill_rank=1))
+    assert -9 in killed.codes
+    again = run_attempt(tmp_path / "killed", spec, ranks=ranks, layout=sizes, attempt=2)
+    assert again.codes == [0] * ranks and again.state_hash == done.state_hash, again.errors[0]

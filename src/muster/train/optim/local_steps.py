@@ -61,29 +61,35 @@ class LocalSteps:
             if int(self.met[number]) < (step if last else last_meeting(step, self.every, number, len(self.fragments)))
         ]
 
-    @torch.no_grad()
     def meet(self, step: int, *, last: bool = False) -> None:
         """Hold the meetings that are due after ``step``. Collective over the replicas.
 
-        Raises:
-            RuntimeError: another replica was lost; some of them may have been held: ``undo``.
+        One that another replica's loss interrupts is undone. The loss is raised as ``ReduceGroups.lost_replica`` says:
+        here where this replica is one rank, else at the end of the next step's sums.
         """
-        inner = self.inner
-        for number in self.due(step, last=last):
-            names = self.fragments[number]
-            moved = [self.outer[name] - inner[name] for name in names]
-            flat = self._mean(torch.cat([one.reshape(-1).float() for one in moved]))
-            parts = torch.split(flat, [one.numel() for one in moved])
-            means = [part.view_as(one).to(one.dtype) for part, one in zip(parts, moved, strict=True)]
-            for tensors in (inner, self.outer, self.momentum):
-                self._undo += [(tensors[name], tensors[name].clone()) for name in names]
-            self._undo.append((self.met, self.met.clone()))
-            rate, share = self.settings.learning_rate, self.settings.momentum
-            for name, mean in zip(names, means, strict=True):
-                momentum = self.momentum[name].mul_(share).add_(mean)
-                self.outer[name].sub_(mean.add(momentum, alpha=share), alpha=rate)
-                inner[name].copy_(self.outer[name])
-            self.met[number] = step
+        try:
+            for number in self.due(step, last=last):
+                self._meet(number, step)
+        except RuntimeError as error:
+            self.undo()
+            self.groups.lost_replica(error)
+
+    @torch.no_grad()
+    def _meet(self, number: int, step: int) -> None:
+        names, inner = self.fragments[number], self.inner
+        moved = [self.outer[name] - inner[name] for name in names]
+        flat = self._mean(torch.cat([one.reshape(-1).float() for one in moved]))
+        parts = torch.split(flat, [one.numel() for one in moved])
+        for tensors in (inner, self.outer, self.momentum):
+            self._undo += [(tensors[name], tensors[name].clone()) for name in names]
+        self._undo.append((self.met, self.met.clone()))
+        rate, share = self.settings.learning_rate, self.settings.momentum
+        for name, part, like in zip(names, parts, moved, strict=True):
+            mean = part.view_as(like).to(like.dtype)
+            momentum = self.momentum[name].mul_(share).add_(mean)
+            self.outer[name].sub_(mean.add(momentum, alpha=share), alpha=rate)
+            inner[name].copy_(self.outer[name])
+        self.met[number] = step
 
     def keep(self) -> None:
         """All replicas have held what is due."""

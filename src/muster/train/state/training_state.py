@@ -111,6 +111,8 @@ class TrainingState:
         """``sharded`` for a restore that writes into its tensors in place: whole ones of any values, in the host's
         memory, stand for compact ones. ``loaded`` adopts them."""
         tensors = self.sharded()
+        if self.local_steps is not None:  # ``local_tensors`` sets the one that is here
+            tensors[f"{self._own}number"] = self._number.clone()
         for name, part in self.local_tensors().items():
             if compact.is_compact(part):
                 whole = torch.empty(part.shape, dtype=part.dtype)

@@ -122,7 +122,7 @@ def test_a_replicas_own_state_comes_back_bit_for_bit():
         assert torch.equal(tensor, other.local_tensors()[name]), name
 
 
-@pytest.mark.parametrize("how", ["snapshot", "checkpoint"])
+@pytest.mark.parametrize("how", ["snapshot", "snapshot of another layout", "checkpoint"])
 def test_a_replica_without_a_state_of_its_own_begins_with_the_outer_one(how):
     lender, joins = state_of(0, 3.0), state_of(2, 5.0)
     for tensors in (lender.local_steps.outer, lender.local_steps.momentum):
@@ -144,7 +144,10 @@ def test_a_replica_without_a_state_of_its_own_begins_with_the_outer_one(how):
         shard = Shard(chunks, lambda start, stop: memoryview(data)[start:stop], "the only one")
         writable = joins.writable()
         read_into(ShardReader([shard]), writable)
-        joins.loaded(9, writable)
+        if how == "checkpoint":
+            joins.loaded(9, writable)
+        else:
+            joins.load(9, writable)
     assert joins.joined_from == 0 and joins.step == 9
     assert all((parameter == 7.0).all() for parameter in joins.named.values()), "not replica 0's own 3.0"
     assert all((moment == 30.0).all() for moment in joins.optimizer.exp_avg.values())

@@ -42,6 +42,7 @@ def test_a_lost_replica_returns_with_its_own_steps_bit_for_bit(tmp_path, undistu
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_without_a_spare_one_replica_goes_on_alone_and_the_joining_one_takes_the_outer_state(tmp_path):
     changes = {**LOCAL, "parallelism.dp_shard": 1, "training.steps": 250, "checkpoint.replicate_snapshots": False}
     changes |= {"resources.hosts": 2, "resources.min_hosts": 1, "resources.ranks_per_host": 1}
@@ -62,6 +63,7 @@ def test_without_a_spare_one_replica_goes_on_alone_and_the_joining_one_takes_the
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_replica_lost_with_its_host_returns_from_the_copy_of_its_own_state(tmp_path):
     """Two hosts and a spare. Without copies it begins with the outer parameters, and that is said."""
     hosts = {**LOCAL, "resources.hosts": 2, "resources.ranks_per_host": 1, "resources.spare_hosts": 1}

@@ -158,13 +158,14 @@ def test_the_loop_tells_the_snapshots_before_it_changes_the_state(monkeypatch):
     def note(name, result=None):
         return lambda *_, **__: (order.append(name), result)[1]
 
-    for name in ("must_skip", "clip_scale"):
-        monkeypatch.setattr(loop, name, note(name))
-    reducer = SimpleNamespace(begin=note("begin"), finish=note("sums", (None, None, None)))
+    monkeypatch.setattr(loop, "must_skip", note("must_skip"))
+    monkeypatch.setattr(loop, "clip_scale", note("clip_scale", 1.0))
+    reducer = SimpleNamespace(begin=note("begin"), finish=note("sums", (1.0, 1.0, 0.0)))
     run = SimpleNamespace(
         spec=SimpleNamespace(training=SimpleNamespace(seed=0, optimizer=SimpleNamespace(max_grad_norm=1.0))),
         reducer=reducer, start_consensus=note("consensus"), sums_ended=note("ended"), before_update=note("told"),
         optimizer=SimpleNamespace(step=note("update")), record_step=note("recorded"),
+        meet_replicas=note("met"), gradient_share=note("share", 1.0),
     )  # fmt: skip
     loop.update(run, SimpleNamespace(step=1, micro_batches=1, rounds=()), 0.1)
     assert order[-3:] == ["told", "update", "recorded"]

@@ -9,7 +9,7 @@ from muster import backends
 from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.hardware import hardware
 from muster.app.planning.model_shape import shape_of
-from muster.catalog.offers import Option
+from muster.catalog.offers import THIS_MACHINE, Option
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.plan.auto_layout import LayoutChoice, compare_layouts, reason
@@ -66,7 +66,7 @@ def _option(spec: RunSpec, problem: Problem) -> Option:
         )
     possible = (option for option in problem.options if here or excluded(problem, option) is None)
     option = next(possible, None)
-    if option is None or (here and option.offer.backend != "local"):
+    if option is None or (here and option.offer.machine != THIS_MACHINE):
         raise UsageError(
             "parallelism: auto does not know what these ranks run on", hint="give parallelism.dp_replicate or dp_shard"
         )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from muster.config.spec import Training
 from muster.core.batch_schedule import BatchSchedule
 from muster.core.errors import RunFailed
-from muster.data.schedule import MicroBatchRef, plan_step
+from muster.data.schedule import MicroBatchRef, StepPlan, plan_step
 from muster.data.sequences import Sequence, SequenceStore
 from muster.train.data_feed.batch import Batch, batch_from, padding_batch
 
@@ -81,30 +82,24 @@ def plan_work(
         micro_batch_size=training.micro_batch_size,
         data_ranks=data_ranks,
     )
-    chosen = [index for rows in plan.micro_batches for index in rows]
-    tokens = supervised = 0
+    chosen, padding_rows = [*chain(*plan.micro_batches)], plan.padding_rounds * training.micro_batch_size
     lengths: list[int] = []
     tokens_of: dict[int, int] = {}
     supervised_of: dict[int, int] = {}
     for index in chosen:
         sequence = store[index]
-        tokens += sequence.tokens
         tokens_of[index] = sequence.tokens
         supervised_of[index] = int(sequence.supervised_tokens)
-        supervised += supervised_of[index]
         if count_flops is not None:
             lengths += documents(sequence)
+    tokens, supervised = (sum(map(of.__getitem__, chosen)) for of in (tokens_of, supervised_of))
     if supervised == 0:
         raise RunFailed(
             f"step {step}: none of its {tokens} tokens is supervised", hint="see `muster data` for the mask"
         )
-    padding_rows = plan.padding_rounds * training.micro_batch_size
     rounds = tuple(
         make_round(micro_batch, store, training, device, supervised) for micro_batch in plan.for_rank(data_rank)
     )
-    size = replica_ranks or data_ranks
-    first = data_rank // size * size
-    of_replica = (each for rank in range(first, first + size) for each in plan.for_rank(rank) if each is not None)
     return StepWork(
         step=step,
         rounds=rounds,
@@ -116,8 +111,15 @@ def plan_work(
         padding_rounds=plan.padding_rounds,
         model_flops=count_flops(lengths) if count_flops is not None else 0.0,
         own_tokens=sum(tokens_of[index] for one in rounds for index in one.sequences),
-        replica_share=sum(supervised_of[index] for each in of_replica for index in each.sequences) / supervised,
+        replica_share=supervised_of_replica(plan, supervised_of, data_rank, replica_ranks or data_ranks) / supervised,
     )
+
+
+def supervised_of_replica(plan: StepPlan, supervised_of: Mapping[int, int], data_rank: int, ranks: int) -> int:
+    """Supervised tokens of the replica of ``ranks`` data ranks that ``data_rank`` is in."""
+    first = data_rank // ranks * ranks
+    own = (each for rank in range(first, first + ranks) for each in plan.for_rank(rank) if each is not None)
+    return sum(supervised_of[index] for each in own for index in each.sequences)
 
 
 def make_round(

@@ -2,7 +2,8 @@
 
 Each seed is a run and one to five faults (``tests/live/trials.py``). One line of JSON a seed is added to
 ``benchmarks/STRIKES.jsonl``; ``--resume`` leaves out those that it holds of this commit, ``--report`` prints its table
-and runs nothing. Exit code 1 where a run was not survived: its folder stays.
+and runs nothing. The same seed is the same trial, but what meets at one moment differs: ``--seeds 75,146 --times 10``
+repeats each. Exit code 1 where a run was not survived: its folder stays.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def trial(seed: int, folder: Path, references: References, here: str) -> dict[st
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", default="1-20", help="A-B, both included, or A,B,...")
+    parser.add_argument("--times", type=int, default=1, help="trials of each seed")
     parser.add_argument("--jobs", type=int, default=1, help="trials at a time; the record is written by one at a time")
     parser.add_argument("--resume", action="store_true", help="leave out what the record holds of this commit")
     parser.add_argument("--report", action="store_true", help="print the record's table and run nothing")
@@ -94,19 +96,25 @@ def main() -> int:
         print(report(rows(given.record)))
         return 0
     here, folder = commit(), given.folder.resolve()
-    held = {row["seed"] for row in rows(given.record) if row["commit"] == here} if given.resume else set()
-    seeds = [seed for seed in _seeds(given.seeds) if seed not in held]
+    held = [row["seed"] for row in rows(given.record) if row["commit"] == here] if given.resume else []
+    due = to_do(_seeds(given.seeds), given.times, held)
     references, made = References(folder / "references" / here), []
     with ThreadPoolExecutor(given.jobs) as pool:
-        begun = [pool.submit(trial, seed, folder / str(seed), references, here) for seed in seeds]
+        begun = [pool.submit(trial, seed, folder / f"{seed}.{time}", references, here) for seed, time in due]
         for done in as_completed(begun):
             row = done.result()
             made.append(row)
             with given.record.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"[{len(made)}/{len(seeds)}] {_line(row)}", flush=True)
+            print(f"[{len(made)}/{len(due)}] {_line(row)}", flush=True)
     print(report(made))
     return 1 if any(row["verdict"] == "not survived" for row in made) else 0
+
+
+def to_do(seeds: Sequence[int], times: int, held: Sequence[object]) -> list[tuple[int, int]]:
+    """(seed, which time), each seed once before any a second time; less the trials ``held`` of each."""
+    there = Counter(held)
+    return [(seed, time) for time in range(1, times + 1) for seed in seeds if time > there[seed]]
 
 
 def _seeds(text: str) -> list[int]:

@@ -133,6 +133,11 @@ def test_a_trial_without_a_strike_does_not_count():
     assert Outcome(applied=["kill: rank (pid 7) at step 3"], problems=["I1"]).verdict == "not survived"
 
 
+def test_seeds_are_repeated_in_rounds_and_a_resumed_record_counts_trials():
+    assert strikes.to_do([75, 146], 2, []) == [(75, 1), (146, 1), (75, 2), (146, 2)]
+    assert strikes.to_do([75, 146], 3, [75, 75, 146, 9]) == [(146, 2), (75, 3), (146, 3)]
+
+
 def test_the_report_counts_by_fault():
     def row(seed, applied, problems=(), skipped=()):
         outcome = Outcome(applied=list(applied), problems=list(problems), skipped=list(skipped))

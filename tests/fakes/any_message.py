@@ -3,6 +3,7 @@
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval, MinLen
@@ -64,6 +65,8 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(_values(inner[0]), _values(inner[1]), max_size=2)
     if is_dataclass(hint):
         return messages(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return st.sampled_from(list(hint))
     return {
         int: st.integers(-(2**63), 2**63 - 1),
         str: st.text(max_size=5),

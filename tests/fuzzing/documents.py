@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +19,8 @@ from muster.backends.vertex.on_host.cluster_spec import seat
 from muster.catalog.rows import prices_from
 from muster.config import load
 from muster.core.errors import BackendError, RunFileError, UsageError
+from muster.core.flops import ModelShape
+from muster.core.typed_json import Unreadable, parse_object
 from muster.data.files import row_files
 from muster.plan import plan_file
 from muster.report import resiliency_log
@@ -53,6 +56,8 @@ def what_people_write(folder: Path) -> Iterator[Target]:
         "rows.jsonl": b'{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
         "rows.json": b'{"rows": [{"prompt": "a", "completion": "b"}]}',
         "rows.txt": b"plain text\n",
+        "rows.csv": b'prompt,completion\n"a, b","c\nd"\ne,f\n',
+        "rows.jsonl.gz": gzip.compress(b'{"prompt": "a", "completion": "b"}\n' * 20, mtime=0),
     }
     for name, sample in rows.items():
         yield Target(
@@ -67,6 +72,16 @@ def what_people_write(folder: Path) -> Iterator[Target]:
         samples=(trace,),
         read=lambda data: capacity_trace.read(_file(folder / "trace.json", data)),
         raises=(UsageError,),
+    )
+    config = (
+        b'{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 9,'
+        b' "intermediate_size": 99}'
+    )
+    yield Target(
+        name="a model's config.json",
+        samples=(config,),
+        read=lambda data: ModelShape.from_config(parse_object(data)),
+        raises=(UsageError, Unreadable),
     )
     prices = b"machine,mode,region,usd_per_gpu_hour,low,high\na3-highgpu-8g,spot,us-central1,3.1,2.0,4.0\n"
     yield Target(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -107,10 +108,18 @@ def submission_of(local: Path) -> str:
 def logs(home: Home, after: Mapping[str, int]) -> Iterator[LogChunk]:
     """What the run's programs printed beyond ``after``, as far as it is in the home; at most half a minute old.
 
+    What is damaged there is left out, which standard error is told at the first look; where more of the same file
+    follows, a line in its place says how much is lost.
+
     Raises:
         MusterError: the bucket cannot be read.
     """
-    home.mirror(home.local, what="logs")
+
+    def tell(text: str) -> None:
+        if not after:
+            print(f"warning: {text}", file=sys.stderr)
+
+    home.mirror(home.local, what="logs", on_damage=tell)
     for path in sorted((home.local / "logs").glob("*.log")):
         start = after.get(path.stem, 0) if after.get(path.stem, 0) <= path.stat().st_size else 0
         with open(path, "rb") as file:

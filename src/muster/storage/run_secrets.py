@@ -39,7 +39,7 @@ def read(run_dir: Path) -> dict[str, str]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AccessError(f"cannot read {path}", hint="submit the run again: it is written anew") from error
     if not isinstance(found, dict):
         raise AccessError(f"{path} is damaged", hint="submit the run again: it is written anew")

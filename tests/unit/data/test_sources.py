@@ -70,6 +70,7 @@ BROKEN = {
     "n.jsonl.gz": (gzip.compress(b'{"m": [{"role": 1, "role": 2}]}\n'), r"n\.jsonl\.gz:1: key 'role' occurs twice"),
     "o.json": (b'[{"a": 1}, {"b": {"c": 1, "c": 1}}]', r"o\.json, row 2: key 'c' occurs twice"),
     "p.json": (b'{"version": 1, "version": 2, "data": [{"a": 1}]}', r"p\.json: key 'version' occurs twice"),
+    "r.jsonl.gz": (gzip.compress(b'{"a": 1}\n' * 50, mtime=0)[:14] + b"\x07" * 40, "cannot be read: .*decompressing"),
     "q.jsonl": (b'{"a": 1}\n' + b'{"a": ' + b"[" * 100_000 + b"\n", r"q\.jsonl:2: not JSON"),
 }
 

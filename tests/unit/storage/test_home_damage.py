@@ -7,6 +7,7 @@ import pytest
 from fakes.objects import Objects
 from test_home_stream import HOME, RUN, files, home_at, mirrored, say
 
+from muster.backends import run_home
 from muster.core.errors import ConflictError
 from muster.core.event_log import EventReader
 from muster.storage.home.merging import end_streams
@@ -126,9 +127,9 @@ def test_a_mirror_that_lost_its_end_is_brought_anew(tmp_path, writer, cut):
     assert not list((reader.local / "events").glob("*.damaged"))
 
 
-def damaged_header(store, stream, number):
+def damaged_header(store, stream, number, folder="events"):
     """One bit of it; what was there before."""
-    (uri,) = [uri for uri in store.held if f"/events/{stream}/0-{number:010d}" in uri]
+    (uri,) = [uri for uri in store.held if f"/{folder}/{stream}/0-{number:010d}" in uri]
     before = store.held[uri]
     assert before.data.count(b'"format":1') == 1
     store.held[uri] = replace(before, data=before.data.replace(b'"format":1', b'"format":0', 1))
@@ -156,6 +157,33 @@ def test_an_object_whose_header_was_damaged_costs_what_it_held(tmp_path, writer)
     reader.mirror(reader.local)
     assert files(reader.local / "events") == files(tmp_path / "a" / "events")
     end(home, log)
+
+
+@pytest.mark.parametrize("name", ["pod-0", "supervisor.1"])
+def test_damaged_output_costs_what_it_held_and_is_said(tmp_path, capsys, name):
+    """``muster logs``: the rest of it, and every other file, is shown."""
+    store = Objects()
+    home = home_at(tmp_path / "a", store)
+    (home.local / "logs").mkdir()
+    for stream in (name, "pod-1"):
+        output = home.output(RUN, stream)
+        for word in ("one", "two", "three"):
+            with open(home.local / "logs" / f"rank-{stream}.log", "a") as file:
+                file.write(
+                    f"{word} with some more words that make it a line of ordinary length, of which much may be lost\n"
+                )
+            output.look()
+            output.ship()
+        (home.local / "logs" / f"rank-{stream}.log").unlink()
+    damaged_header(store, name, 1, folder="logs")
+    reader = home_at(tmp_path / "b", store)
+    chunks = {chunk.task: chunk for chunk in run_home.logs(reader, {})}
+    words = [line.partition(" with")[0] for line in chunks[f"rank-{name}"].text.splitlines()]
+    assert words[::2] == ["one", "three"] and words[1].rstrip().endswith("object in the run's home is damaged")
+    assert chunks["rank-pod-1"].text.count("with some") == 3
+    assert capsys.readouterr().err.count(f"warning: logs of {name}: ") == 1
+    assert list(run_home.logs(reader, {task: chunk.next_offset for task, chunk in chunks.items()})) == []
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -16,7 +16,7 @@ def test_written_for_its_owner_alone_and_read_again(tmp_path):
     assert not list(tmp_path.iterdir()) and run_secrets.read(tmp_path) == {}
 
 
-@pytest.mark.parametrize("text", ["[]", "{", ""])
+@pytest.mark.parametrize("text", ["[]", "{", "", "[" * 100_000])
 def test_a_damaged_one_is_said(tmp_path, text):
     (tmp_path / run_secrets.NAME).write_text(text)
     (tmp_path / run_secrets.NAME).chmod(0o600)

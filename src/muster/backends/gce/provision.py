@@ -55,7 +55,7 @@ def instances_of(compute: Compute, stem: str) -> list[Instance]:
 
 def _instance(place: str, row: JsonObject, stem: str) -> Instance:
     name = text(row, "name")
-    number = re.match(rf"{re.escape(stem)}-(\d+)-", name)
+    number = re.match(rf"{re.escape(stem)}-([0-9]{{1,9}})-", name)
     items = {text(one, "key"): text(one, "value") for one in children(child(row, "metadata"), "items")}
     return Instance(
         name=name,

@@ -7,6 +7,7 @@ supervisor says so. Exit codes of scripts are shown nowhere, so a stage that doe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -96,4 +97,4 @@ def sentence(stages: list[Stage], now_s: float) -> str:
 def read_told(text: str) -> tuple[float, str]:
     """An object's line: seconds since 1970, and words; 0 where somebody else wrote it."""
     seconds, _, words = text.strip().partition(" ")
-    return (float(seconds) if seconds.isdigit() else 0.0, words)
+    return (float(seconds) if re.fullmatch(r"[0-9]{1,12}", seconds) else 0.0, words)

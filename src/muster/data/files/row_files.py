@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def _placed_rows(path: Place, meter: Meter | None) -> Iterator[tuple[str, Row]]:
                 yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
     except PermissionError as error:
         raise AccessError(f"{path} may not be read", hint="check its permissions") from error
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, OSError) as error:
+    except (EOFError, UnicodeDecodeError, OSError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
 
 

@@ -32,7 +32,7 @@ def evidence_of(files: Iterable[tuple[str, bytes]]) -> Evidence:
     for name, content in files:
         try:
             _add(found, name, content)
-        except Unreadable as error:
+        except ValueError as error:  # Unreadable; a number of thousands of digits
             found.missing.append(f"{name}: {error}")
     if found.foreign:
         shown = ", ".join(found.foreign[:5]) + (", ..." if len(found.foreign) > 5 else "")

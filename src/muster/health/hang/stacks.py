@@ -22,9 +22,9 @@ _LOADER = re.compile(r"(^|/)(torch/utils/data/.*|muster/train/data_feed/.*|muste
 _LIBRARY = re.compile(r"^<|(^|/)(site-packages|dist-packages|lib/python3\.\d+|muster|torch)/")
 
 _SPY_THREAD = re.compile(r'^Thread (?:0x)?(\w+) \(([\w+ ]+)\)(?:: "(.*)")?$')
-_SPY_FRAME = re.compile(r"^ {4,}(.+) \((.+?)(?::(\d+))?\)$")
+_SPY_FRAME = re.compile(r"^ {4,}(.+) \((.+?)(?::(\d{1,9}))?\)$")
 _FAULT_THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
-_FAULT_FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?)(?: in (.+))?$')
+_FAULT_FRAME = re.compile(r'^  File "(.+)", line (\d{1,9}|\?\?\?)(?: in (.+))?$')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class Mirror:
     in ``own`` are left alone: their files are written here. An event file that was damaged here is kept as
     ``NAME.damaged`` and brought anew; what was cut short is made whole. An object that was damaged in the home is left
     out: in its place stands one line of as many bytes that is no event, and what follows it comes. ``only``: no other
-    stream than this one. ``on_damage``: told of damage instead of an error; of supervisors' streams only of objects
+    stream than this one. ``on_damage``: told of damage instead of an error; of supervisors' events only of objects
     that were left out.
 
     Raises:
@@ -140,7 +140,8 @@ class Mirror:
     def _told(self, stream: str, problem: MusterError) -> MusterError | None:
         """None once it was reported: damage stays, and nobody is to be stopped by one host's; all else may pass."""
         text = f"{self.what} of {stream}: {problem}"
-        if self.on_damage is None or type(problem) not in (MusterError, Gap) or stream.startswith(SUPERVISORS):
+        decides = self.what == "events" and stream.startswith(SUPERVISORS)  # a run's state is what these events say
+        if self.on_damage is None or type(problem) not in (MusterError, Gap) or decides:
             return type(problem)(text, hint=problem.hint)
         self.on_damage(text)
         return None

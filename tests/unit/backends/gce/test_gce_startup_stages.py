@@ -68,3 +68,4 @@ def test_lines_of_others_are_no_news():
     assert read_told("1700000000 8 GPUs\n") == (1_700_000_000.0, "8 GPUs")
     assert read_told("what is this") == (0.0, "is this")
     assert read_told("") == (0.0, "")
+    assert read_told("\u00b2 a digit to Unicode, and no number") == (0.0, "a digit to Unicode, and no number")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from muster.core.typed_json import Unreadable
 from muster.health.hang import flight_recorder, process_state, ras, stacks
+from muster.health.hang.captures import evidence_of
 
 CALLS = [("all_reduce", [4]), ("broadcast", [2, 3]), ("all_reduce", [4])]
 
@@ -110,6 +111,18 @@ def test_a_stack_that_is_cut_keeps_its_whole_threads():
     for text in ("", "hello", spy_dump(ASLEEP)[:-4]):
         with pytest.raises(Unreadable):
             stacks.parse(text)
+
+
+def test_a_number_that_is_none_costs_its_file_alone():
+    frames = "    wait (c10d.py:{})\n    step (train.py:3)\n"
+    (thread,) = stacks.parse('Thread 42 (idle): "MainThread"\n' + frames.format("1" * 5000))
+    assert [frame.function for frame in thread.frames] == ["wait", "step"]
+    counted = (
+        f"Job summary\nCommunicators...\n#0-0 (27a0)  MISMATCH\n  1 rank has launched up to operation {'1' * 5000}\n"
+    )
+    counted += "  Rank 3 -- GPU 3 managed by process 4830 on node 172.16.64.213\n"
+    found = evidence_of([("ras", counted.encode()), ("rank-0", b'Thread 1 (idle): "MainThread"\n    f (a.py:1)\n')])
+    assert [one.rank for one in found.ranks] == [0] and found.missing[0].startswith("ras: ")
 
 
 def test_states_of_processes():

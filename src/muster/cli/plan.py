@@ -32,21 +32,35 @@ def init(source: str | None = _FROM, model: str | None = _MODEL, out: Path = _OU
 
     use_case.free(out)
     asks = not yes and sys.stdin.isatty()
-    if source is None:
-        source = typer.prompt("Rows (file, folder or hub data set)", err=True) if asks else use_case.data_here(Path())
+    if source is None and asks:
+        source = _asked("Rows: a file, a folder, or OWNER/DATASET", use_case.one_data_file(Path()))
+    source = source or use_case.data_here(Path())
     if model is None and asks:
-        model = typer.prompt("Base model (folder or hub id; empty: a small one from scratch)", default="", err=True,
-                             show_default=False)  # fmt: skip
+        model = _asked("Base model: a folder, or OWNER/MODEL; Enter trains a small one from scratch")
     base = use_case.base_of(model) if model else None
     lora = base is not None and (base.parameters or 0) >= use_case.LORA_FROM
     if base is not None and asks:
-        lora = typer.confirm("Train adapters (LoRA) instead of all weights?", default=lora, err=True)
+        lora = _asked("Train adapters (LoRA) instead of all weights? y or n", "y" if lora else "n")[:1].lower() == "y"
     made = use_case.draft(source, base, lora=lora, gpus=use_case.gpus_here())
     use_case.write(out, made.text)
     output.result(str(out))
     for sentence in made.assumed:
         output.info(f"  {sentence}")
     output.info(f"hint: muster data {out} (what is learned), muster plan {out} (how long), muster train {out}")
+
+
+def _asked(question: str, default: str | None = None) -> str:
+    """The answer, typed after the question on stderr: typer's own prompts leave a blank in stdout."""
+    from rich.console import Console
+    from rich.prompt import Prompt
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        if default is None:
+            return Prompt.ask(question, console=console, default="", show_default=False)
+        return Prompt.ask(question, console=console, default=default)
+    except EOFError:
+        raise typer.Abort from None
 
 
 def plan(

@@ -52,11 +52,21 @@ def data_here(folder: Path) -> str:
     Raises:
         UsageError: there is none, or several.
     """
-    found = sorted(path.name for path in folder.iterdir() if path.name.endswith(FILE_ENDINGS) and path.is_file())
+    found = _data_files(folder)
     if len(found) == 1:
         return found[0]
     what = f"several data files here: {', '.join(found[:5])}" if found else "no data file here"
     raise UsageError(what, hint="muster init --from FILE, or --from OWNER/DATASET on the Hugging Face hub")
+
+
+def one_data_file(folder: Path) -> str | None:
+    """The one data file of a folder; None: there is none, or several."""
+    found = _data_files(folder)
+    return found[0] if len(found) == 1 else None
+
+
+def _data_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(FILE_ENDINGS) and path.is_file())
 
 
 def free(out: Path) -> None:

@@ -55,19 +55,11 @@ def source_of(given: str) -> Source:
     """The ``data.sources`` member for a file, a glob, a folder of data files or a hub data set.
 
     Raises:
-        UsageError: there is no such file, or of a kind that cannot be read.
+        UsageError: it is of a kind that cannot be read.
     """
     path = Path(given).expanduser()
     if path.is_dir():
-        endings = [end for end in FILE_ENDINGS if any(path.glob(f"*{end}"))]
-        if not endings:
-            raise UsageError(f"folder {given} has no data file", hint=f"one of {', '.join(FILE_ENDINGS)}")
-        if len(endings) > 1:
-            raise UsageError(
-                f"folder {given} has files of several kinds: {', '.join(endings)}",
-                hint=f"choose one: --from '{given.rstrip('/')}/*{endings[0]}'",
-            )
-        given = f"{given.rstrip('/')}/*{endings[0]}"
+        given = f"{given.rstrip('/')}/"
     looks_like_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", given) and not given.endswith(FILE_ENDINGS)
     if looks_like_hub and not path.exists() and not any(mark in given for mark in "*?["):
         return HubSource(type="hub", name=given)

@@ -8,13 +8,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from muster.core.errors import MusterError, UsageError
 from muster.core.processes import forgive_outputs
 from muster.protocol.codec import encode
 from muster.protocol.pipes import DataFailed, DataPrepared
+
+#: Seconds between two lines about one activity.
+_LINES_S = 10.0
 
 
 def main() -> None:
@@ -31,7 +36,7 @@ def main() -> None:
         from muster.data.prepare import prepare
 
         held = resolved_file.read(run_dir, patient=True)
-        result = prepare(RunSpec.model_validate_json(held), run_dir=run_dir)
+        result = prepare(RunSpec.model_validate_json(held), run_dir=run_dir, progress=_lines())
     except MusterError as error:
         sys.exit(_fail(DataFailed(error=str(error), hint=error.hint, exit_code=error.exit_code)))
     except ModuleNotFoundError as error:
@@ -50,6 +55,20 @@ def main() -> None:
         fingerprint=result.fingerprint, tokens=tokens, sequences=len(result.train), cached=cached, more=stats
     )
     print(encode(prepared).decode())
+
+
+def _lines() -> Callable[[str, int, int], None]:
+    """Progress into the log of this program: a line for each activity, and one each 10 s."""
+    said: dict[str, float] = {}
+
+    def tell(activity: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if activity not in said or now - said[activity] >= _LINES_S:
+            said[activity] = now
+            share = f": {done / total:.0%}" if done and total else ""
+            print(f"{time.strftime('%H:%M:%S')} {activity}{share}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _fail(failure: DataFailed) -> int:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
+
+#: Dumps of NCCL's recorder: sixteen ranks under Megatron; ranks 9 and 14 were given a GPU error (its
+#: ``fault_injection.log``). None: not on this machine.
+CAPTURED = next(
+    (
+        folder
+        for parent in Path(__file__).parents
+        if (folder := parent / "shared/data/oracles/flight_recorder/gpu_error_2nd").is_dir()
+    ),
+    None,
+)
 
 #: (name of the operation, its sizes): all of one group, in the order of their calls.
 Call: TypeAlias = tuple[str, list[int]]

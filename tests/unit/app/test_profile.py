@@ -13,7 +13,7 @@ from muster.app.inspect import profile
 from muster.cli import main
 from muster.config import load
 from muster.core.errors import UsageError
-from muster.core.event_log import EventLog
+from muster.core.event_log import EventLog, reader
 from muster.core.typed_json import encode
 from muster.core.types import JobState, JobStatus
 from muster.health.hang.stack_groups import StackGroup
@@ -110,6 +110,25 @@ def test_what_a_rank_could_not_do_is_told(boss: Supervisor, capsys: pytest.Captu
     assert main.run(["profile", "demo-1", "--json"]) == 1
     (trace,) = json.loads(capsys.readouterr().out)
     assert trace["problem"] == "the trace cannot be written: no space" and trace["file"] is None
+
+
+def test_the_log_so_far_is_not_read(boss: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(boss.run.run_id, boss.run.events, "host-0", 1)
+    for number in range(50):
+        log.append("run.message", detail={"text": f"{number}"})
+    log.close()
+    read: list[int] = []
+    real = reader._lines
+
+    def lines(file: Any, end: int, number: int) -> Any:
+        for line in real(file, end, number):
+            read.append(line.number)
+            yield line
+
+    monkeypatch.setattr(reader, "_lines", lines)
+    boss.reports = [written(0)]
+    (trace,) = profile.traces("demo-1", ranks=(0,))
+    assert trace.first_step == 11 and read == [1], "what was written after the request"
 
 
 def test_another_ones_report_is_not_mine(boss: Supervisor) -> None:

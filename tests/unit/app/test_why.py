@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes.hang_captures import ASLEEP, IN_ALL_REDUCE, RAS_TEXT, gloo_dump, spy_dump
+from fakes.hang_captures import ASLEEP, CAPTURED, IN_ALL_REDUCE, RAS_TEXT, gloo_dump, spy_dump
 
-from muster.app.inspect.why import IncidentView, Why, why
+from muster.app.inspect.why import LONGEST_LOG_BYTES, IncidentView, Why, why
 from muster.cli import main
 from muster.config import load
 from muster.core.errors import UsageError
-from muster.core.event_log import EventLog
+from muster.core.event_log import EventLog, EventReader
+from muster.core.event_log.reader import Line
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 
@@ -72,6 +75,37 @@ def test_what_is_cut_or_unknown_is_named_and_never_guessed(captures: Path) -> No
     assert "no flight recorder of rank 3" in told
 
 
+@pytest.mark.skipif(CAPTURED is None, reason="the captures are not on this machine")
+@pytest.mark.parametrize(
+    "differs", ["nothing", "missing", "cut", "empty", "version", "unknown version", "garbage", "pickle"]
+)
+@pytest.mark.parametrize("of", [3, 14])
+def test_the_recorded_set_and_sets_that_differ(tmp_path: Path, differs: str, of: int) -> None:
+    """One rank's dump of sixteen differs, of a rank that waits (3) or of one that is waited for (14)."""
+    assert CAPTURED is not None
+    for path in CAPTURED.glob("_dump_*.json"):
+        content = path.read_bytes()
+        if path.stem == f"_dump_{of}":
+            content = {
+                "nothing": content, "missing": b"", "cut": content[: len(content) // 2], "empty": b"",
+                "version": content.replace(b'"version": "2.9"', b'"version": "2.4"'),
+                "unknown version": content.replace(b'"version": "2.9"', b'"version": "9.1"'),
+                "garbage": bytes(range(256)) * 40, "pickle": pickle.dumps(json.loads(content)),
+            }[differs]  # fmt: skip
+            if differs == "missing":
+                continue
+        (tmp_path / path.name).write_bytes(content)
+    found = why(None, str(tmp_path))
+    assert found.analysis is not None
+    named, whole = {one.rank for one in found.analysis.culprits}, differs in ("nothing", "version", "pickle")
+    assert named == {9, 14} - (set() if whole else {of}), found.lines(whole=True)
+    told = [line for line in found.lines(whole=True) if line.startswith("missing: ") and "no stack of" not in line]
+    assert bool(told) == (not whole) and all(f"_dump_{of}" in line or f"rank {of}" in line for line in told), told
+    assert any(line.startswith(("rank 9", "ranks 9")) for line in found.lines()), (
+        "the culprit is in the first ten lines"
+    )
+
+
 def test_a_folder_that_holds_nothing_of_a_rank(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(UsageError, match=r"no capture of a rank in .*a\.txt"):
@@ -119,6 +153,23 @@ def test_the_next_lever_is_the_last_line(run: RunDir) -> None:
     assert json.loads(json.dumps(found.to_json()))["next"]["worth_share"] == pytest.approx(0.3)
     long = Why(subject="-", incidents=(IncidentView(incident_id="i1", kind="-", evidence="-"),) * 12, lever=found.lever)
     assert (len(long.lines()), long.lines()[8:]) == (10, ["and 4 lines more: --all", found.lines()[1]])
+
+
+def test_of_a_long_log_the_incidents_alone_are_read(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(run, ("incident.detected", 9, {"incident_id": "i1", "incident": "rank_hang", "evidence": "it stands still"}))
+    opened: list[str] = []
+    real = EventReader.read_lines
+
+    def read_lines(self: EventReader, path: Path) -> Iterator[Line]:
+        opened.append(path.name)
+        return real(self, path)
+
+    monkeypatch.setattr(EventReader, "read_lines", read_lines)
+    with open(run.events / "host-0.1.jsonl", "wb") as file:
+        file.truncate(LONGEST_LOG_BYTES + 1)  # sparse
+    found = why("demo-1")
+    assert found.lines() == ["incident i1: rank_hang at step 9, attempt 1: it stands still"] and found.lever is None
+    assert opened == ["supervisor.1.jsonl"]
 
 
 def test_incidents_of_a_run_the_newest_first(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

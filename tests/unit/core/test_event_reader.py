@@ -200,3 +200,29 @@ def test_files_in_the_order_in_which_they_were_begun(tmp_path: Path):
         os.close(os.open(tmp_path / name, os.O_CREAT))
     names = [path.name for path in files_of(tmp_path, "supervisor")]
     assert names == ["supervisor.9.jsonl", "supervisor.part2.9.jsonl", "supervisor.10.jsonl"]
+
+
+def test_what_is_there_can_be_skipped(tmp_path: Path) -> None:
+    """A line that is being written at that moment is read once it is whole, and damage behind it is seen as ever."""
+    given = written(tmp_path, 9)
+    path, reader = tmp_path / NAME, EventReader(tmp_path)
+    path.write_bytes(b"".join(given[:4]) + given[4][:30])
+    reader.skip()
+    assert steps(reader) == []
+    path.write_bytes(b"".join(given[:7]))
+    assert steps(reader) == [5, 6, 7] and reader.damaged == []
+    path.write_bytes(b"".join(given[:7]) + b"garbage\n" + given[7] + given[8])
+    assert steps(reader) == [8, 9] and len(reader.damaged) == 1
+    (tmp_path / "host-1.1.jsonl").write_bytes(b'{"run_id":')
+    begun = EventReader(tmp_path)
+    begun.skip()
+    written(tmp_path / "other", 2, writer="host-1")
+    (tmp_path / "host-1.1.jsonl").write_bytes((tmp_path / "other" / "host-1.1.jsonl").read_bytes())
+    assert steps(begun) == [1, 2], "a file whose first line was being written"
+
+
+def test_one_writers_files(tmp_path: Path) -> None:
+    written(tmp_path, 3)
+    written(tmp_path, 2, writer="supervisor")
+    assert steps(EventReader(tmp_path, writer="supervisor")) == [1, 2]
+    assert len(steps(EventReader(tmp_path))) == 5

@@ -16,6 +16,7 @@ from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.core.types import JobHandle, LogChunk
 from muster.storage import run_registry
+from muster.storage.run_registry import RunDir
 
 LOOK_EVERY_S = 0.3
 REMOTE_LOOK_EVERY_S = 2.0
@@ -59,9 +60,11 @@ def events(
     kinds: tuple[str, ...] = (),
     clock: Clock | None = None,
     on_damage: Callable[[Damage], None] | None = None,
+    reader: EventReader | None = None,
+    writer: str | None = None,
 ) -> Iterator[Event]:
     """The run's events, oldest first; with ``follow``, new ones until the run has ended. ``on_damage``: told of each
-    place of the log that had to be left out.
+    place of the log that had to be left out. ``reader``: it goes on where this one is. ``writer``: of one alone.
 
     Raises:
         UsageError: no such run, or no such kind of event.
@@ -76,7 +79,7 @@ def events(
     launcher, handle = job(run)
     clock = clock or SystemClock()
     every_s = REMOTE_LOOK_EVERY_S if launcher.remote is not None else LOOK_EVERY_S
-    reader = EventReader(run.events, on_damage)
+    reader = reader or EventReader(run.events, on_damage, writer)
     while True:
         ended = launcher.poll(handle).state.ended
         mirror(launcher, run, once(reader))
@@ -84,6 +87,15 @@ def events(
         if not follow or ended:
             return
         clock.sleep(every_s)
+
+
+def from_now_on(run: RunDir) -> EventReader:
+    """What reads events that are not in the run's log yet; however long that is, it is not read."""
+    launcher, _ = job(run)
+    reader = EventReader(run.events)
+    mirror(launcher, run, once(reader))
+    reader.skip()
+    return reader
 
 
 def new_events(reader: EventReader) -> list[Event]:

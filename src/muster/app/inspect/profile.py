@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from muster.app.inspect.logs import events
+from muster.app.inspect.logs import events, from_now_on
 from muster.app.inspect.status import job
 from muster.app.inspect.supervisor_client import request
 from muster.core.errors import UsageError
@@ -69,7 +69,7 @@ class Stacks:
             for frame in group.frames:
                 if frame.function == "run_rank" and "muster/rank/" in frame.file:
                     break
-                yield f"  {frame.function} at {frame.place.rpartition('/site-packages/')[2]}"
+                yield f"  {frame.function} at {frame.place}"
             if not group.frames:
                 yield "  no stack was captured"
         yield from (f"missing: {sentence}" for sentence in self.missing)
@@ -102,12 +102,12 @@ def traces(reference: str, *, steps: int = 3, ranks: tuple[int, ...] = ()) -> It
         SupervisorUnreachable: nobody answers for the run.
     """
     run = run_registry.find(reference)
-    name = secrets.token_hex(4)
+    name, reader = secrets.token_hex(4), from_now_on(run)
     answer = _asked(run, TraceRun(request=name, steps=steps, ranks=ranks))
     waiting = set(ranks or (rank for host in answer.hosts.values() for rank in host.ranks))
     over = "the run ended first"
     kinds = (TraceWritten.kind, AttemptStarted.kind, RunHeld.kind)
-    for event in events(reference, follow=True, kinds=kinds):
+    for event in events(reference, follow=True, kinds=kinds, reader=reader):
         if event.attempt < answer.attempt:
             continue
         if event.kind == TraceWritten.kind:

@@ -16,6 +16,7 @@ from muster.core.event_details.incidents import (
     IncidentResolved,
 )
 from muster.core.event_log import Damage
+from muster.core.event_log.names import event_files
 from muster.core.incidents import RANK_HANG
 from muster.core.typed_json import JsonObject
 from muster.health.hang.analysis import analyse
@@ -29,6 +30,9 @@ from muster.storage import run_registry
 
 #: More files than ranks with a few captures each: the wrong folder was named.
 MOST_FILES = 20_000
+#: Of a run's log: of a longer one (a hundred thousand steps and more) only the incidents are read, which the supervisor
+#: writes; where steps go, which needs all of it, is ``muster report``'s.
+LONGEST_LOG_BYTES = 64 << 20
 
 
 @dataclass(kw_only=True)
@@ -149,7 +153,7 @@ def _of_run(reference: str) -> Why:
     damaged: list[Damage] = []
     captured: dict[str, EvidenceGathered] = {}
     kinds = (EvidenceGathered.kind, IncidentDetected.kind, IncidentDecided.kind, IncidentResolved.kind)
-    for event in events(reference, kinds=kinds, on_damage=damaged.append):
+    for event in events(reference, kinds=kinds, on_damage=damaged.append, writer="supervisor"):
         if event.kind == EvidenceGathered.kind:
             gathered = event.read(EvidenceGathered)
             captured[gathered.incident_id] = gathered
@@ -182,7 +186,10 @@ def _of_run(reference: str) -> Why:
 
 
 def _lever(reference: str) -> Lever | None:
-    """The most valuable one; None as well where a damaged log says nothing about it."""
+    """The most valuable one; None as well where a damaged log says nothing about it, or a long one would take long."""
+    held = event_files(run_registry.find(reference).events)
+    if sum(path.stat().st_size for path in held) > LONGEST_LOG_BYTES:
+        return None
     try:
         ledger = report(reference, brought=True).ledger
     except MusterError:

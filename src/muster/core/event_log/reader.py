@@ -7,6 +7,7 @@ should cite it is damaged itself; such lines are read only if every field of the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from array import array
@@ -19,12 +20,14 @@ from typing import BinaryIO
 from muster.core.errors import MusterError
 from muster.core.event_details.kinds import KINDS
 from muster.core.event_log.chain import genesis
-from muster.core.event_log.names import event_files
+from muster.core.event_log.names import event_files, files_of
 from muster.core.events import Event
 from muster.core.typed_json import INT64_MAX, JsonObject, parse_object
 
 #: Places of a file that are named one by one; of more (a disk's garbage has thousands) only how many there are.
 MOST_NAMED = 50
+#: Longer than any line.
+_LAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ class EventReader:
 
     directory: Path
     on_damage: Callable[[Damage], None] | None = None
+    writer: str | None = None
+    """Whose files; None: everybody's."""
     damaged: list[Damage] = field(default_factory=list)
     _places: dict[str, _Place] = field(default_factory=dict)
     _known: dict[str, set[int]] = field(default_factory=dict)
@@ -66,9 +71,25 @@ class EventReader:
 
     def read(self) -> Iterator[tuple[str, Event]]:
         """``(file name, event)``, file by file, each in its order; an event that was yielded is not read again."""
-        for path in event_files(self.directory):
+        for path in self._paths():
             for event in self.read_file(path):
                 yield path.name, event
+
+    def skip(self) -> None:
+        """Whole lines that are there now count as read, and nothing is known of them; the next one's number is 2.
+
+        It takes no longer for a long log than for a short one.
+        """
+        for path in self._paths():
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - _LAST_BYTES))
+                last = file.read(_LAST_BYTES)
+                if (cut := last.rfind(b"\n")) >= 0:  # else a first line is being written
+                    self._places[path.name] = _Place(end=size - len(last) + cut + 1, number=1)
+
+    def _paths(self) -> list[Path]:
+        return event_files(self.directory) if self.writer is None else files_of(self.directory, self.writer)
 
     def read_file(self, path: Path) -> Iterator[Event]:
         """The same of one file."""

@@ -35,8 +35,9 @@ class Frame(Record):
 
     @property
     def place(self) -> str:
-        """``file:line``."""
-        return f"{self.file}:{self.line}" if self.line else self.file
+        """``file:line``; of an installed package from its own name on."""
+        file = self.file.rpartition("/site-packages/")[2]
+        return f"{file}:{self.line}" if self.line else file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
 """The rank that the others wait for is named, with what keeps it; nobody else is."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from fakes.hang_captures import ASLEEP, IN_ALL_REDUCE, LOADING, RAS_TEXT, SITE, gloo_dump, nccl_dump, spy_dump
+from fakes.hang_captures import ASLEEP, CAPTURED, IN_ALL_REDUCE, LOADING, RAS_TEXT, SITE, gloo_dump, nccl_dump, spy_dump
 
 from muster.health.hang import flight_recorder, ras, stacks, wait_graph
 from muster.health.hang.analysis import analyse
@@ -12,15 +11,6 @@ from muster.health.hang.evidence import Confidence, Evidence, Kind, RankEvidence
 from muster.health.hang.process_state import CgroupState, ProcessState
 from muster.health.verdicts import Finding, Verdict
 
-#: Sixteen ranks under Megatron; ranks 9 and 14 were given a GPU error (its ``fault_injection.log``).
-CAPTURED = next(
-    (
-        folder
-        for parent in Path(__file__).parents
-        if (folder := parent / "shared/data/oracles/flight_recorder/gpu_error_2nd").is_dir()
-    ),
-    None,
-)
 captured = pytest.mark.skipif(CAPTURED is None, reason="the captures are not on this machine")
 
 RUNS = [("all_reduce", [4])] * 4

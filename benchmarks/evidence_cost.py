@@ -73,6 +73,19 @@ def paired(with_s: Sequence[float], without_s: Sequence[float]) -> list[float]:
     return [one - other for one, other in zip(with_s, without_s, strict=True)]
 
 
+def summary(result: dict[str, Any]) -> str:
+    """The verdict in a line, with the load."""
+    found = []
+    if crash := result.get("crash"):
+        low, high = crash["interval_s"]
+        added = f"{crash['added_s'] * 1000:+.1f} ms, 95 %: {low * 1000:+.1f} to {high * 1000:+.1f}"
+        found.append(f"a crash's evidence is {crash['verdict']} ({added}, {crash['pairs']} pairs)")
+    if hang := result.get("hang"):
+        found.append(f"a hang's is {hang['verdict']} ({hang['min_max_s'][1]:.3f} s at most, {hang['hangs']} hangs)")
+    machine, end = result["machine"], result["load_at_the_end"]
+    return f"verdict: {'; '.join(found)}; load {machine['load'][0]} to {end[0]} on {machine['cpus']} processors"
+
+
 # ---------------------------------------------------------------- runs
 
 
@@ -201,6 +214,7 @@ def main() -> None:
         result["hang"] = measure_hang(given.hangs, given.ranks)
         print(f"hang  {json.dumps(result['hang'])}", flush=True)
     result["load_at_the_end"] = job.machine()["load"]
+    print(summary(result), flush=True)
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
 

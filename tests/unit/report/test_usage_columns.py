@@ -56,6 +56,7 @@ def test_the_mean_host_and_the_one_that_is_furthest_from_it(run):
     assert found["memory_bytes"] == [2 * MIB, None, None, None] and found["memory_most_bytes"][0] == 3 * MIB
     assert found["network_bytes"] == [20, None, None, None], "in and out, in a step"
     assert found["gpu_busy"][0] == 0.75 and found["gpu_busy_least"] == [0.5, None, None, None]
+    assert found["gpu_memory_bytes"][0] == 1.5 and found["gpu_memory_most_bytes"] == [2, None, None, None]
 
 
 def test_the_metrics_page_has_each_hosts_newest_and_counts_its_bytes():

@@ -264,6 +264,7 @@ muster.charts = (report, series, kept, grows) => {
     found.push(chart("Work at risk", "age of the newest restorable state, by tier", tiers.length ? joined(...tiers.map(([, saw]) => [nudged(saw.t), saw.age])) : null,
       tiers.map(([tier]) => ({ label: tier, color: hues[tier] || "--soft", spanGaps: true })), { y: from_zero(1.08, 0.001), format: short_span, value: span, none: "No checkpoint was committed.", size: 64, incrs: SPACES }));
     if (some(w.gpu_busy)) found.push(chart("GPUs", "share of the time in which they computed", [at, w.gpu_busy, w.gpu_busy_least], pair("mean", "least busy", "--c4"), whole));
+    if (some(w.gpu_memory_bytes)) found.push(chart("Memory of GPUs", "in use", [at, w.gpu_memory_bytes, w.gpu_memory_most_bytes], pair("mean", "most", "--c4"), sizes));
     if (some(w.busy)) found.push(chart("Processors", "share of hosts' processors that work", [at, w.busy, w.busy_most], pair("mean host", "busiest", "--c1"), whole));
     if (some(w.cpu_s)) found.push(chart("Processor time of a step", "ranks of one host, all threads", [at, w.cpu_s], [{ label: "mean host", color: "--c2" }], { y: from_zero(1.1), format: short_span, value: span }));
     if (w.network_bytes.some((value) => value > 0)) found.push(chart("Network in a step", "in and out of one host, loopback left out", [at, w.network_bytes, w.network_most_bytes], pair("mean host", "most", "--c3"), sizes));

@@ -43,6 +43,8 @@ _COLUMNS: dict[str, Callable[[Values], float | None]] = {
     "network_most_bytes": lambda some: _most(map(_network, some)),
     "gpu_busy": lambda some: _mean(share for one in some for share in one.gpu_busy),
     "gpu_busy_least": lambda some: min((share for one in some for share in one.gpu_busy), default=None),
+    "gpu_memory_bytes": lambda some: _mean(size for one in some for size in one.gpu_memory_bytes),
+    "gpu_memory_most_bytes": lambda some: _most(size for one in some for size in one.gpu_memory_bytes),
 }
 
 

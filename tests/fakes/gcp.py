@@ -23,12 +23,13 @@ from fakes.google_wire import Killed
 from fakes.kubernetes import FakeKubernetes
 from fakes.stream import FakePodStream
 
+from muster.backends.gce.project.inventory import NEEDED as ON_MACHINES
 from muster.backends.gke.provision.access import MAKING_ACCOUNTS, PERMISSIONS, ROUTERS
 from muster.backends.google.api_server_transport import ServerTransport
 from muster.backends.google.http import Call, Reply, Unreachable
 
 HOST = "10.0.0.2"
-KNOWN_PERMISSIONS = PERMISSIONS.keys() | MAKING_ACCOUNTS.keys() | ROUTERS.keys()
+KNOWN_PERMISSIONS = PERMISSIONS.keys() | MAKING_ACCOUNTS.keys() | ROUTERS.keys() | ON_MACHINES.keys()
 ZONES = ("us-central1-b", "europe-west1-b")
 
 
@@ -81,6 +82,7 @@ class FakeGoogleCloud(Operations):
     builds: dict[str, dict[str, Any]] = field(default_factory=dict)
     build_ends: str = "SUCCESS"
     images: set[str] = field(default_factory=set)
+    removed_roles: dict[str, dict[str, Any]] = field(default_factory=dict)
     uploads: dict[str, bytes] = field(default_factory=dict)
     log: list[tuple[str, str]] = field(default_factory=list)
     creations: list[str] = field(default_factory=list)
@@ -187,6 +189,8 @@ class FakeGoogleCloud(Operations):
         if match.id == "compute.networkProfiles.get":
             zone = match.path["networkProfile"].rpartition("-vpc")[0]
             return Reply(status=200, body={"name": "profile"}) if zone in ZONES else _error(404, "notFound")
+        if match.id.startswith("iam.projects.roles.") and "iam.googleapis.com" in self.enabled:
+            return gcp_services.role(self, match, urllib.parse.urlsplit(call.url).path.lstrip("/"), call)
         if match.id.endswith(gcp_services.SIZES):
             return gcp_services.node_pool(self, match, urllib.parse.urlsplit(call.url).path.lstrip("/"), call)
         if match.id.startswith("cloudbuild.") or match.id.endswith(".upload") or ".tags." in match.id:

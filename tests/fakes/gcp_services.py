@@ -128,6 +128,31 @@ def create_account(google: Any, folder: str, body: dict[str, Any]) -> Reply:
     return Reply(status=200, body=made)
 
 
+def role(google: Any, match: Match, path: str, call: Call) -> Reply:
+    """A role of the project's own. A removed one is seen for a while, and its name stays taken: it can be undeleted."""
+    body = call.body or {}
+    if match.verb == "create":
+        path = f"{path}/{body['roleId']}"
+        if path in google.store:
+            return error(409, "ALREADY_EXISTS", "a role with this id is there, or is marked as deleted")
+        google.creations.append(f"roles/{body['roleId']}")
+        google.store[path] = {**body["role"], "name": path.removeprefix("v1/")}
+        return Reply(status=200, body=google.store[path])
+    path = path.partition(":")[0]
+    found = google.store.get(path) or google.removed_roles.get(path)
+    if found is None:
+        return error(404, "NOT_FOUND")
+    if match.verb == "delete":
+        google.removed_roles[path] = {**google.store.pop(path, found), "deleted": True}
+        return Reply(status=200, body=google.removed_roles[path])
+    if match.verb == "undelete" and path in google.removed_roles:
+        google.store[path] = {key: value for key, value in google.removed_roles.pop(path).items() if key != "deleted"}
+        google.creations.append(f"roles/{path.rpartition('/')[2]}")
+        return Reply(status=200, body=google.store[path])
+    assert match.verb == "get", match.id
+    return Reply(status=200, body=found)
+
+
 def forget(google: Any, path: str) -> None:
     """What is gone has no policy; an account that is gone stays in others' as what it was."""
     google.policies.pop(path, None)

@@ -33,7 +33,7 @@ PACKAGES = Path(pydantic.__file__).parents[1]
 """What the image brings, as Google's with torch would."""
 SECRET_TOKEN, HUB_TOKEN = "the-run's-own-token-0123456789abcdef", "hf_" + "q" * 34
 ACCESS = "ya29.fake"
-ACCOUNT = "hosts@example-project.iam.gserviceaccount.com"
+ACCOUNT = "muster-hosts@example-project.iam.gserviceaccount.com"
 
 POSSIBLE = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "ip", "curl", "openssl", "/usr/bin/python3.11")))
 

@@ -28,8 +28,8 @@ def place(tmp_path_factory):
 @pytest.fixture
 def submitted(place, request):
     gce = {
-        "service_account": "hosts@example-project.iam.gserviceaccount.com",
-        "supervisor_service_account": "supervisor@example-project.iam.gserviceaccount.com",
+        "service_account": "muster-hosts@example-project.iam.gserviceaccount.com",
+        "supervisor_service_account": "muster-supervisor@example-project.iam.gserviceaccount.com",
         "bundle": place.uri,
         "hugging_face_secret": HUB,
     }

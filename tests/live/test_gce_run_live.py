@@ -38,8 +38,8 @@ pytestmark = [
     pytest.mark.skipif(not POSSIBLE, reason="namespaces need root, unshare, ip, curl, openssl and /usr/bin/python3.11"),
 ]
 ZONE = "us-central1-a"
-HOSTS = "hosts@example-project.iam.gserviceaccount.com"
-SUPERVISOR = "supervisor@example-project.iam.gserviceaccount.com"
+HOSTS = "muster-hosts@example-project.iam.gserviceaccount.com"
+SUPERVISOR = "muster-supervisor@example-project.iam.gserviceaccount.com"
 
 
 class RealTime:

@@ -31,7 +31,7 @@ def up(
     dry_run: bool = typer.Option(False, "--dry-run", help="Print every request; change nothing."),
     as_json: bool = JSON,
 ) -> None:
-    """Create the cluster that a run file needs in your project.
+    """Create what a run file needs in your project.
 
     Networks, cluster, node pools, queue and bucket; after an interruption, the same command resumes.
     """

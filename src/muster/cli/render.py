@@ -16,6 +16,7 @@ class Format(StrEnum):
     YAML = "yaml"
     HELM = "helm"
     TOOLKIT = "toolkit"
+    TERRAFORM = "terraform"
 
 
 class Network(StrEnum):
@@ -32,7 +33,9 @@ class Nccl(StrEnum):
 def render(
     run_file: Annotated[Path, typer.Argument(help="The run file.", metavar="RUN.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as for train.")] = None,
-    format: Annotated[Format, typer.Option(help="As sent; a chart (GKE); a Toolkit blueprint (Slurm).")] = Format.YAML,
+    format: Annotated[
+        Format, typer.Option(help="As sent; a chart (GKE); a Toolkit blueprint (Slurm); Terraform (GKE, gce).")
+    ] = Format.YAML,
     output: Annotated[Path | None, typer.Option(help="Folder to write to; default for yaml: standard output.")] = None,
     namespace: Annotated[str, typer.Option(help="Kubernetes namespace.")] = "default",
     network: Annotated[Network, typer.Option(help="How data NICs are attached; claims: DRANET.")] = Network.AUTO,
@@ -46,8 +49,8 @@ def render(
     """
     from muster.app.cluster import render as use_case
 
-    if format is Format.HELM and output is None:
-        raise api.UsageError("a chart is a folder of files", hint="--output FOLDER")
+    if format in (Format.HELM, Format.TERRAFORM) and output is None:
+        raise api.UsageError(f"{format.value} is a folder of files", hint="--output FOLDER")
     options = {
         "namespace": namespace, "network": network.value, "nccl": nccl.value, "kueue": kueue, "run_claim": run_claim,
     }  # fmt: skip

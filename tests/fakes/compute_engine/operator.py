@@ -22,7 +22,7 @@ NETWORK, SUBNET = (
     "projects/example-project/global/networks/muster",
     ("projects/example-project/regions/us-central1/subnetworks/muster"),
 )
-ACCOUNT = "hosts@example-project.iam.gserviceaccount.com"
+ACCOUNT = "muster-hosts@example-project.iam.gserviceaccount.com"
 LABELS = {"muster-run": "r1"}
 FLEX = {
     "provisioningModel": "FLEX_START",

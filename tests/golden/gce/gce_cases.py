@@ -18,8 +18,8 @@ HERE = Path(__file__).parent
 RUN_ID = "llama-20260822-101500-1a2b"
 BUNDLE = f"gs://example-bucket/bundles/{'0123456789abcdef' * 4}.tar.gz"
 GCE = {
-    "service_account": "hosts@example-project.iam.gserviceaccount.com",
-    "supervisor_service_account": "supervisor@example-project.iam.gserviceaccount.com",
+    "service_account": "muster-hosts@example-project.iam.gserviceaccount.com",
+    "supervisor_service_account": "muster-supervisor@example-project.iam.gserviceaccount.com",
     "bundle": BUNDLE,
 }
 TRAINED = {

@@ -95,7 +95,7 @@ def test_googles_own_library_takes_it_for_the_real_one(monkeypatch):
     requests = pytest.importorskip("google.auth.transport.requests", reason="needs requests")
     from google.auth.compute_engine import Credentials, _metadata
 
-    with metadata(machine(**token("hosts@example-project.iam.gserviceaccount.com", expires_in=200))) as (_, url):
+    with metadata(machine(**token("muster-hosts@example-project.iam.gserviceaccount.com", expires_in=200))) as (_, url):
         host = url.removeprefix("http://")
         for name in ("_GCE_METADATA_HOST", "_METADATA_ROOT", "_METADATA_IP_ROOT"):
             value = {"_GCE_METADATA_HOST": host, "_METADATA_ROOT": f"{url}{V1}", "_METADATA_IP_ROOT": url}[name]
@@ -109,4 +109,4 @@ def test_googles_own_library_takes_it_for_the_real_one(monkeypatch):
         credentials = Credentials()
         credentials.refresh(transport)
         assert credentials.token == "ya29.fake"
-        assert credentials.service_account_email == "hosts@example-project.iam.gserviceaccount.com"
+        assert credentials.service_account_email == "muster-hosts@example-project.iam.gserviceaccount.com"

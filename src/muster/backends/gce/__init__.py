@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from muster.backends.backend import Backend, Capabilities, RenderedFiles
+from muster.backends.cluster import Cluster
 from muster.backends.gce.run_file_rules import rules, unused_settings
 from muster.backends.protocols import Launcher
 from muster.catalog.offers import Option
@@ -25,6 +26,19 @@ def _rendered(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonO
     return rendered(spec, run_id=run_id, run_dir=run_dir)
 
 
+def _terraform(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
+    from muster.backends.gce.project.cluster import open_project
+    from muster.backends.gce.terraform import rendered
+
+    return RenderedFiles(files=rendered(open_project(spec).sites[0].placement))
+
+
+def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:
+    from muster.backends.gce.project.cluster import open_project
+
+    return open_project(spec, zone=zone, adopt=adopt)
+
+
 def _rents(options: Sequence[Option]) -> Sequence[Option]:
     from muster.backends.gce.offers import rents
 
@@ -41,6 +55,7 @@ BACKEND = Backend(
     capabilities=Capabilities(secret_manager=True),
     rules=_rules,
     unused_settings=unused_settings,
-    formats={"yaml": _rendered},
+    formats={"yaml": _rendered, "terraform": _terraform},
+    cluster=_cluster,
     rents=_rents,
 )

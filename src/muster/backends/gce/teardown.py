@@ -45,12 +45,12 @@ class Left:
 def leftovers(compute: Compute, stem: str) -> list[Left]:
     """What exists of the run, with its price; asks, changes nothing."""
     found = [
-        Left(kind="instances", name=one.name, place=one.zone, text=one.status, usd_per_day=_machine_usd(one.row))
+        Left(kind="instances", name=one.name, place=one.zone, text=one.status, usd_per_day=machine_usd_per_day(one.row))
         for one in instances_of(compute, stem)
     ]
     for place, row in _disks(compute, stem):
-        size, at = f"{_gb(row) or '?'} GB", place.rpartition("/")[2]
-        found.append(Left(kind="disks", name=text(row, "name"), place=at, text=size, usd_per_day=_disk_usd(row)))
+        size, at = f"{gigabytes(row) or '?'} GB", place.rpartition("/")[2]
+        found.append(Left(kind="disks", name=text(row, "name"), place=at, text=size, usd_per_day=disk_usd_per_day(row)))
     for kind, place, row in _unlabelled(compute, stem):
         found.append(Left(kind=kind, name=text(row, "name"), place=place.rpartition("/")[2]))
     return found
@@ -135,7 +135,7 @@ def _unlabelled(compute: Compute, stem: str) -> Iterator[tuple[str, str, JsonObj
             yield "instanceTemplates", "global", row
 
 
-def _machine_usd(row: JsonObject) -> float | None:
+def machine_usd_per_day(row: JsonObject) -> float | None:
     if text(row, "status") in ("STOPPED", "TERMINATED", "SUSPENDED"):
         return None  # its disks are listed, and billed
     model = text(row, "scheduling", "provisioningModel")
@@ -145,12 +145,12 @@ def _machine_usd(row: JsonObject) -> float | None:
     return None if usd is None else 24 * usd
 
 
-def _disk_usd(row: JsonObject) -> float | None:
+def disk_usd_per_day(row: JsonObject) -> float | None:
     price = catalogue.leftovers()["disks"].usd_per_gb_month.get(text(row, "type").rpartition("/")[2] or "pd-balanced")
-    return price * _gb(row) / DAYS_A_MONTH if price else None
+    return price * gigabytes(row) / DAYS_A_MONTH if price else None
 
 
-def _gb(row: JsonObject) -> int:
+def gigabytes(row: JsonObject) -> int:
     """An int64, which is text in JSON."""
     size = text(row, "sizeGb")
     return int(size) if size.isdigit() else 0

@@ -19,7 +19,7 @@ def _launcher() -> Launcher:
 
 
 def _rendered(form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
-    from muster.backends.gke.manifests.formats import rendered
+    from muster.backends.gke.formats import rendered
 
     return rendered(form, spec, run_id=run_id, run_dir=run_dir, options=options)
 
@@ -40,7 +40,7 @@ BACKEND = Backend(
     name="gke",
     launcher=_launcher,
     capabilities=Capabilities(ships_code=True),
-    formats={"yaml": partial(_rendered, "yaml"), "helm": partial(_rendered, "helm")},
+    formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
     cluster=_cluster,
     rehearse=_rehearse,
 )

@@ -56,7 +56,7 @@ class Google:
                 inner = request.body.get("instanceProperties") or request.body.get("properties") or {}
                 for nic in inner.get("networkInterfaces", []):
                     self.cloud.store[f"compute/v1/{nic['subnetwork']}"] = {"name": nic["subnetwork"].split("/")[-1]}
-        for account in ("hosts", "supervisor"):
+        for account in ("muster-hosts", "muster-supervisor"):
             email = f"{account}@example-project.iam.gserviceaccount.com"
             self.cloud.store[f"iam/{account}/serviceAccounts/{email}"] = {}
 
@@ -251,7 +251,7 @@ def test_no_room_for_the_supervisor_in_one_zone_and_then_in_none(stage):
 
 def test_a_missing_grant_is_googles_own_sentence(stage):
     at = stage(service={"actors": {}})
-    at.google.cloud.actors = {"supervisor@example-project.iam.gserviceaccount.com": 1e9}
+    at.google.cloud.actors = {"muster-supervisor@example-project.iam.gserviceaccount.com": 1e9}
     with pytest.raises(AccessError, match=r"iam\.serviceAccountUser"):
         at.launcher.submit(at.request())
 

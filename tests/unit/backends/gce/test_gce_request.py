@@ -150,7 +150,7 @@ def test_metadata_is_small_enough_and_names_the_run_file():
 def test_the_supervisor_may_not_be_a_host_and_ends_by_itself():
     for case in CASES.values():
         role, machine = (one.body for one in requests.files(case)["supervisor.json"])
-        assert machine["serviceAccounts"][0]["email"].startswith("supervisor@")
+        assert machine["serviceAccounts"][0]["email"].startswith("muster-supervisor@")
         assert machine["scheduling"]["instanceTerminationAction"] == "DELETE"
         life_s = int(machine["scheduling"]["maxRunDuration"]["seconds"])
         assert (case.run_s or 0) < life_s <= 120 * 86400

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 from muster.backends.gke.provision.inventory.accounts import accounts, acting_commands, commands
-from muster.backends.gke.provision.inventory.networks import network_profile
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import Found, Resource
 from muster.backends.google.http import Call, Reply
-from muster.backends.google.session import NOT_SWITCHED_ON, Session, refusal, twice
+from muster.backends.google.project.access import Services, ask, billing, check_billing, granted, permissions_of
+from muster.backends.google.project.networks import network_profile
+from muster.backends.google.session import NOT_SWITCHED_ON, Session
 from muster.core.errors import AccessError, BackendError, CapacityError, UsageError
 from muster.core.typed_json import child, children, text, texts
 
@@ -71,7 +68,7 @@ def permissions(site: Site) -> dict[str, str]:
 
 def preflight_calls(site: Site) -> list[Call]:
     """What is asked before anything is made."""
-    calls = [_billing(site), _permissions(site)]
+    calls = [billing(site.project), permissions_of(site.project, permissions(site))]
     if site.placement.machine.gpus:
         machine = site.placement.machine.name
         calls.append(Call(method="GET", url=f"{site.compute}/zones/{site.zone}/machineTypes/{machine}"))
@@ -86,23 +83,13 @@ def preflight(site: Site, session: Session) -> None:
     Raises:
         AccessError: no such project, no billing, or permissions that are missing, each with its role.
     """
-    reply = _ask(call := _billing(site), site, session)
-    if reply.status in (403, 404):
-        raise AccessError(f"project {site.project} does not exist or cannot be seen: {reply.message}")
-    if reply.status >= 300:
-        raise refusal(call, reply)
-    if not reply.body.get("billingEnabled"):
-        raise AccessError(
-            f"project {site.project} has no billing account",
-            hint=f"https://console.cloud.google.com/billing/linkedaccount?project={site.project}",
-        )
-    answer = _ask(question := _permissions(site), site, session)
-    if answer.status >= 300:
-        raise refusal(question, answer)
-    granted, needed = texts(answer.body, "permissions"), permissions(site)
-    if ACT_AS not in granted and _may_act(site, session):
-        granted = [*granted, ACT_AS]
-    missing = [permission for permission in needed if permission not in granted]
+    on = services(site)
+    check_billing(on, session)
+    needed = permissions(site)
+    held = granted(needed, on, session)
+    if ACT_AS not in held and _may_act(site, session):
+        held = [*held, ACT_AS]
+    missing = [permission for permission in needed if permission not in held]
     making = MAKING_ACCOUNTS.keys() & set(missing)
     if making and set(missing) <= {ACT_AS, *making} and _accounts_are_there(site, session):
         missing = [permission for permission in missing if permission not in making]
@@ -122,7 +109,7 @@ def _may_act(site: Site, session: Session) -> bool:
     """Whether nodes and builds may run as their accounts by a role on each of them, where the project gives none."""
     for email in dict.fromkeys((site.node_account, site.build_account)):
         url = f"https://iam.googleapis.com/v1/projects/-/serviceAccounts/{email}:testIamPermissions"
-        reply = _ask(Call(method="POST", url=url, body={"permissions": [ACT_AS]}), site, session)
+        reply = ask(Call(method="POST", url=url, body={"permissions": [ACT_AS]}), services(site), session)
         if reply.status >= 300 or ACT_AS not in texts(reply.body, "permissions"):
             return False
     return True
@@ -131,15 +118,6 @@ def _may_act(site: Site, session: Session) -> bool:
 def _accounts_are_there(site: Site, session: Session) -> bool:
     """Somebody made the accounts, and where that was not by hand, their roles are seen to be there."""
     return all(resource.look(session).state == "there" for resource in accounts(site))
-
-
-def _ask(call: Call, site: Site, session: Session) -> Reply:
-    reply = twice(lambda: session.send(call))
-    if not NOT_SWITCHED_ON & reply.reasons:
-        return reply
-    # Even the questions need their service; switching it on makes nothing and costs nothing.
-    Services(site=site).make(session)
-    return session.send(call)
 
 
 def check_zone(site: Site, session: Session) -> None:
@@ -201,44 +179,6 @@ def _zones_with(machine: str, site: Site, session: Session) -> list[str]:
     return sorted(zone.removeprefix("zones/") for zone, row in places.items() if children(row, "machineTypes"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Services(Resource):
-    """Google's APIs that the rest needs, switched on. They are left on: they cost nothing and others may use them."""
-
-    site: Site
-    key: str = "services"
-    foreign: Literal["refuse", "use"] = "use"
-
-    def look(self, session: Session) -> Found:
-        names = "&".join(f"names=projects/{self.site.project}/services/{name}" for name in self._names)
-        reply = session.ok(Call(method="GET", url=f"{self._url}:batchGet?{names}"))
-        on = sum(text(row, "state") == "ENABLED" for row in children(reply.body, "services"))
-        return Found(state="there" if on == len(self._names) else "absent", ours=False)
-
-    def make(self, session: Session) -> None:
-        reply = twice(lambda: session.ok(self.requests()[0]))
-        name = reply.body.get("name")
-        session.wait(reply.body, f"https://serviceusage.googleapis.com/v1/{name}" if name else None)
-
-    def remove(self, session: Session) -> None:
-        """Nothing: see the class."""
-
-    def requests(self) -> list[Call]:
-        return [Call(method="POST", url=f"{self._url}:batchEnable", body={"serviceIds": list(self._names)})]
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return (*SERVICES, IMAGE_STREAMING) if self.site.streams_images else SERVICES
-
-    @property
-    def _url(self) -> str:
-        return f"https://serviceusage.googleapis.com/v1/projects/{self.site.project}/services"
-
-
-def _billing(site: Site) -> Call:
-    return Call(method="GET", url=f"https://cloudbilling.googleapis.com/v1/projects/{site.project}/billingInfo")
-
-
-def _permissions(site: Site) -> Call:
-    url = f"https://cloudresourcemanager.googleapis.com/v1/projects/{site.project}:testIamPermissions"
-    return Call(method="POST", url=url, body={"permissions": list(permissions(site))})
+def services(site: Site) -> Services:
+    """Google's APIs that the cluster, its nodes and ``up`` need."""
+    return Services(project=site.project, names=(*SERVICES, IMAGE_STREAMING) if site.streams_images else SERVICES)

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator
 
 from muster.backends.cluster import Leftover
-from muster.backends.gke.provision.inventory.policies import of_project
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import LABEL, MARK, last_word
 from muster.backends.google.http import Call
+from muster.backends.google.project.policies import of_project
+from muster.backends.google.project.resources import LABEL, MARK, last_word
 from muster.backends.google.session import Session, twice
 from muster.backends.machine_prices import machine_usd_per_hour
 from muster.catalog import gke as catalogue

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from muster.backends.gke.provision.image import Parts, build_arguments
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import MARK
 from muster.backends.google.http import Call, Unreachable
+from muster.backends.google.project.resources import MARK
 from muster.backends.google.session import Session, refusal
 from muster.core.errors import AccessError, BackendError, UsageError
 from muster.core.typed_json import JsonObject, child, children, text

@@ -14,8 +14,8 @@ from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.kubernetes.kind import root_of
 from muster.backends.gke.manifests.kueue_objects import keeping_quota
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import Found, Resource, differences
 from muster.backends.google.http import Call
+from muster.backends.google.project.resources import Found, Resource, differences
 from muster.backends.google.session import Session
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.typed_json import JsonObject, changed, children, text, whole

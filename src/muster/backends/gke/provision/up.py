@@ -9,7 +9,7 @@ from dataclasses import replace
 from muster.backends.cluster import Began, Down, Leftover, Planned, Progress, Said, silent
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
 from muster.backends.gke.manifests.network_objects import network_objects
-from muster.backends.gke.provision.access import Services, check_zone, preflight, preflight_calls
+from muster.backends.gke.provision.access import check_zone, preflight, preflight_calls, services
 from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.cluster_objects import Objects
 from muster.backends.gke.provision.inventory.accounts import (
@@ -21,14 +21,15 @@ from muster.backends.gke.provision.inventory.accounts import (
     image_grants,
 )
 from muster.backends.gke.provision.inventory.clusters import clusters
-from muster.backends.gke.provision.inventory.networks import networks
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import NeedGone, Resource, last_word
-from muster.backends.gke.provision.inventory.storage import Binding, Bucket, storage
+from muster.backends.gke.provision.inventory.storage import Binding, storage
 from muster.backends.gke.provision.quota import check_quotas, quota_calls
-from muster.backends.gke.provision.reconcile import ensure, remove, survey
 from muster.backends.gke.provision.software import Manifest, Software, software
 from muster.backends.google.http import Call
+from muster.backends.google.project.buckets import Bucket
+from muster.backends.google.project.networks import networks
+from muster.backends.google.project.reconcile import ensure, remove, survey
+from muster.backends.google.project.resources import NeedGone, Resource, last_word
 from muster.backends.google.session import Session
 from muster.backends.protocols import Lease
 from muster.core.errors import BackendError, CapacityError, UsageError
@@ -40,7 +41,7 @@ SHARED_BY_REGIONS = ("networks/", "firewalls/", "buckets/", "serviceAccounts/", 
 
 def resources(site: Site, installed: Software | None) -> list[Resource]:
     """Everything for the run file, in an order that satisfies each one's needs. ``installed`` None: without objects."""
-    result: list[Resource] = [Services(site=site), *accounts(site), *networks(site), *storage(site)]
+    result: list[Resource] = [services(site), *accounts(site), *networks(site), *storage(site)]
     result += [*image_grants(site), *clusters(site)]
     return result if installed is None else [*result, *_objects(site, installed)]
 
@@ -79,11 +80,11 @@ def up(site: Site, session: Session, installed: Software, *, workers: int = 8, p
     preflight(site, session)
     if elsewhere := image_elsewhere(site):
         progress(Said(text=elsewhere))
-    services = Services(site=site)
-    requested = [resource for resource in resources(site, installed) if resource.key != services.key]
-    progress(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([services, *requested])))
+    on = services(site)
+    requested = [resource for resource in resources(site, installed) if resource.key != on.key]
+    progress(Began(title=f"making what is missing in {site.zone}", making=True, nodes=planned([on, *requested])))
     lacking = survey(resources(site, None), session, adopt=site.adopt, progress=progress)
-    ensure([services], session, progress=progress)
+    ensure([on], session, progress=progress)
     if lacking & {resource.key for resource in clusters(site)}:
         # Nodes that are there are not lost to a quota that has become smaller since.
         check_zone(site, session)

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from muster.backends.gke.provision.inventory.policies import (
+from muster.backends.gke.provision.inventory.resource_names import Site
+from muster.backends.google.http import Call
+from muster.backends.google.project.accounts import account_grant, service_account
+from muster.backends.google.project.policies import (
     IMAGES,
-    Grant,
-    Policy,
     of_bucket,
     of_project,
     of_repository,
 )
-from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import MARK, Found, Resource, RestResource, last_word
-from muster.backends.google.http import Call
+from muster.backends.google.project.resources import Resource, last_word
 from muster.backends.google.session import Session
 from muster.core.typed_json import JsonObject, children, text
 
@@ -36,36 +35,15 @@ NODE_GRANTS = ("grants/nodes", "grants/nodes-images", "grants/nodes-image")
 BUILD_GRANTS = ("grants/build", "grants/build-images")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccountGrant(Grant):
-    """A role of one of our accounts. Those of an account that somebody else made are theirs: neither given nor taken,
-    nor looked at, since who may not give them may not see them either."""
-
-    account: RestResource
-    email: str
-
-    def member(self, session: Session) -> str:
-        return self.shown_member()
-
-    def shown_member(self) -> str:
-        return f"serviceAccount:{self.email}"
-
-    def look(self, session: Session) -> Found:
-        account = self.account.look(session)
-        if account.state == "absent":
-            return account
-        return super().look(session) if account.ours else Found(state="there", ours=False)
-
-
 def accounts(site: Site) -> list[Resource]:
     """The accounts that the run file does not name itself, with their roles on the project."""
     result: list[Resource] = []
     if site.makes_node_account:
-        nodes = _account(site, site.node_account, "nodes of Muster's clusters")
-        result += [nodes, _grant(site, nodes, "nodes", site.node_account, of_project(site.project), NODE_ROLE)]
+        nodes = service_account(site.project, site.node_account, "nodes of Muster's clusters")
+        result += [nodes, account_grant(nodes, "nodes", site.node_account, of_project(site.project), NODE_ROLE)]
     if site.makes_build_account:
-        builds = _account(site, site.build_account, "image builds of Muster")
-        result += [builds, _grant(site, builds, "build", site.build_account, of_project(site.project), LOGS)]
+        builds = service_account(site.project, site.build_account, "image builds of Muster")
+        result += [builds, account_grant(builds, "build", site.build_account, of_project(site.project), LOGS)]
     return result
 
 
@@ -74,17 +52,17 @@ def image_grants(site: Site) -> list[Resource]:
     result: list[Resource] = []
     own = site.repository
     if site.makes_node_account:
-        nodes = _account(site, site.node_account, "")
+        nodes = service_account(site.project, site.node_account, "")
         for key, path in {"nodes-images": own, "nodes-image": image_repository(site)}.items():
             if path and (key == "nodes-images" or path != own):
                 needs = (f"repositories/{site.prefix}",) if path == own else ()
-                result.append(_grant(site, nodes, key, site.node_account, of_repository(path), PULLS, needs))
+                result.append(account_grant(nodes, key, site.node_account, of_repository(path), PULLS, needs))
     if site.makes_build_account:
-        builds, repository = _account(site, site.build_account, ""), (f"repositories/{site.prefix}",)
-        result.append(_grant(site, builds, "build-images", site.build_account, of_repository(own), PUSHES, repository))
+        builds, repository = service_account(site.project, site.build_account, ""), (f"repositories/{site.prefix}",)
+        result.append(account_grant(builds, "build-images", site.build_account, of_repository(own), PUSHES, repository))
         for name in site.buckets[:1]:
             needs = (f"buckets/{name}",)
-            result.append(_grant(site, builds, "build-files", site.build_account, of_bucket(name), READS, needs))
+            result.append(account_grant(builds, "build-files", site.build_account, of_bucket(name), READS, needs))
     return result
 
 
@@ -137,7 +115,7 @@ def image_elsewhere(site: Site) -> str | None:
 def grants_elsewhere(site: Site, session: Session) -> list[Resource]:
     """Reader roles that our node account has on other Docker repositories of the project, whichever run file's image
     they were for. A list that is refused is not looked at."""
-    nodes = _account(site, site.node_account, "")
+    nodes = service_account(site.project, site.node_account, "")
     if not site.makes_node_account or not (found := nodes.look(session)).ours or found.state == "absent":
         return []
     result: list[Resource] = []
@@ -148,7 +126,7 @@ def grants_elsewhere(site: Site, session: Session) -> list[Resource]:
             path = text(row, "name")
             if text(row, "format") == "DOCKER" and path not in known:
                 key = f"nodes-image/{text(place, 'locationId')}/{last_word(path)}"
-                grant = _grant(site, nodes, key, site.node_account, of_repository(path), PULLS)
+                grant = account_grant(nodes, key, site.node_account, of_repository(path), PULLS)
                 result += [grant] if grant.look(session).state == "there" else []
     return result
 
@@ -188,25 +166,3 @@ def acting_commands(site: Site) -> list[str]:
         f"gcloud iam service-accounts add-iam-policy-binding {email} --member=user:YOU@EXAMPLE.COM --role={ACTS}"
         for email in dict.fromkeys((site.node_account, site.build_account))
     ]
-
-
-def _account(site: Site, email: str, shown: str) -> RestResource:
-    folder = f"https://iam.googleapis.com/v1/projects/{site.project}/serviceAccounts"
-    name = email.partition("@")[0]
-    body: JsonObject = {"accountId": name, "serviceAccount": {"displayName": shown, "description": MARK}}
-    return RestResource(
-        key=f"serviceAccounts/{name}",
-        url=f"{folder}/{email}",
-        create=Call(method="POST", url=folder, body=body),
-        owner=("description",),
-        needs=("services",),
-        foreign="use",
-    )
-
-
-def _grant(
-    site: Site, account: RestResource, key: str, email: str, policy: Policy, role: str, needs: tuple[str, ...] = ()
-) -> AccountGrant:
-    return AccountGrant(
-        key=f"grants/{key}", needs=(account.key, *needs), account=account, email=email, policy=policy, role=role
-    )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from muster.backends.gke.provision.inventory.pools import SUPERVISOR_MACHINE, cpu_pool, gpu_pool
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import LABEL, Found, RestResource, last_word
 from muster.backends.google.http import Call
+from muster.backends.google.project.resources import LABEL, Found, RestResource, last_word
 from muster.backends.google.session import Session
 from muster.backends.machine_prices import cluster_usd_per_hour
 from muster.core.typed_json import Json, JsonObject, child, children, text

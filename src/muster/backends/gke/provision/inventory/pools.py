@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, Placement, longest_run_s, reservation_name
 from muster.backends.gke.provision.inventory.disks import SUPERVISOR_DISK_GB, boot_disk_gb
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import LABEL, Found, RestResource
 from muster.backends.google.http import Call
+from muster.backends.google.project.resources import LABEL, Found, RestResource
 from muster.backends.google.session import Session, twice
 from muster.backends.machine_prices import machine_usd_per_hour
 from muster.catalog import gke as catalogue

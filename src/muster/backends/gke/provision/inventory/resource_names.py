@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from muster.backends.gke.manifests.placement import Placement
 from muster.backends.gke.manifests.volumes import buckets
 from muster.backends.gke.provision.inventory.disks import refuse_what_does_not_fit
+from muster.backends.google.project.networks import MAIN_RANGE
+from muster.catalog.gke import DataNetwork, Family, Machine
 from muster.config.resources import Resources
 from muster.core.errors import UsageError
 from muster.core.protocols import Clock
@@ -44,6 +46,20 @@ class Site:
         return self.placement.queue_objects.replace("muster", self.prefix, 1)[:40].rstrip("-")
 
     @property
+    def family(self) -> Family:
+        return self.placement.family
+
+    @property
+    def machine(self) -> Machine:
+        return self.placement.machine
+
+    @property
+    def data_networks(self) -> tuple[DataNetwork, ...]:
+        """Those of the machine's data NICs that are attached by name: claims bring networks of their own."""
+        attached = self.machine.gpus and not self.placement.claims
+        return tuple(self.machine.fabric.networks) if attached else ()
+
+    @property
     def buckets(self) -> tuple[str, ...]:
         """Of the run file's paths, direct or mounted, and of its home."""
         return tuple(sorted(buckets(self.placement)))
@@ -57,6 +73,10 @@ class Site:
     @property
     def makes_network(self) -> bool:
         return self.placement.spec.resources.network is None
+
+    @property
+    def main_range(self) -> str:
+        return MAIN_RANGE
 
     @property
     def private(self) -> bool:

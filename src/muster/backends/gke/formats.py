@@ -9,21 +9,27 @@ from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.helm_chart import chart
 from muster.backends.gke.manifests.placement import place
 from muster.backends.gke.manifests.render import render
-from muster.backends.gke.manifests.spec_rules import findings
+from muster.backends.gke.manifests.spec_rules import findings, refuse
+from muster.backends.gke.provision import terraform
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject, convert
 
 
 def rendered(form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
-    """``form`` is ``yaml`` or ``helm``; ``options`` are fields of ``Options``.
+    """``form`` is ``yaml``, ``helm`` or ``terraform``; ``options`` are fields of ``Options``.
 
     Raises:
         RunFileError: rules across keys are broken, each with its reason.
+        UsageError: what the form cannot say, or the place is not named.
     """
     chosen = convert(Options, options)
     run_dir = run_dir or spec.run_dir or f"/muster-runs/{run_id}"
-    if form == "helm":
-        files: Mapping[str, str] = chart(spec, run_id=run_id, run_dir=run_dir, options=chosen)
+    if form == "terraform":
+        placement = place(spec, run_id=run_id, run_dir=run_dir, options=chosen)
+        refuse(placement)
+        files: Mapping[str, str] = terraform.rendered(placement)
+    elif form == "helm":
+        files = chart(spec, run_id=run_id, run_dir=run_dir, options=chosen)
     else:
         files = render(spec, run_id=run_id, run_dir=run_dir, options=chosen).files
     placement = place(spec, run_id=run_id, run_dir=run_dir, options=chosen)

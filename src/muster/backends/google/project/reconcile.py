@@ -9,8 +9,8 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from muster.backends.cluster import Changed, Progress, Said, Step, silent
-from muster.backends.gke.provision.inventory.org_policies import explained
-from muster.backends.gke.provision.inventory.resources import Found, Resource, refuse_foreign
+from muster.backends.google.project.org_policies import explained
+from muster.backends.google.project.resources import Found, Resource, refuse_foreign
 from muster.backends.google.session import Session
 from muster.core.errors import ConflictError, MusterError
 from muster.core.typed_json import text

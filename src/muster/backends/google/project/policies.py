@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from muster.backends.gke.provision.inventory.resources import ACCOUNT_KNOWN_WITHIN_S, Found, NeedGone, Resource
 from muster.backends.google.http import Call, Unreachable
+from muster.backends.google.project.resources import ACCOUNT_KNOWN_WITHIN_S, Found, NeedGone, Resource
 from muster.backends.google.session import Session, refusal, twice
 from muster.core.errors import BackendError
 from muster.core.typed_json import JsonObject, children, text, texts
@@ -24,12 +24,18 @@ TRIES = 5
 class Policy:
     """Where the policy of one resource is read and written."""
 
-    of: str
-    """For people: ``bucket B``, ``project P``."""
+    kind: Literal["bucket", "project", "repository", "account"]
+    name: str
+    """``B``, ``P``, ``projects/P/locations/L/repositories/R``, ``projects/P/serviceAccounts/EMAIL``."""
     read: Call
     url: str
     method: Literal["PUT", "POST"]
     """PUT: the policy itself is the body (Cloud Storage)."""
+
+    @property
+    def of(self) -> str:
+        """For people."""
+        return f"{self.kind} {self.name}"
 
     def write(self, policy: JsonObject) -> Call:
         body = policy if self.method == "PUT" else {"policy": policy}
@@ -39,19 +45,27 @@ class Policy:
 def of_bucket(name: str) -> Policy:
     url = f"{STORAGE}/b/{name}/iam"
     read = Call(method="GET", url=f"{url}?optionsRequestedPolicyVersion=3")
-    return Policy(of=f"bucket {name}", read=read, url=url, method="PUT")
+    return Policy(kind="bucket", name=name, read=read, url=url, method="PUT")
 
 
 def of_project(name: str) -> Policy:
     body: JsonObject = {"options": {"requestedPolicyVersion": 3}}
     read = Call(method="POST", url=f"{PROJECTS}/{name}:getIamPolicy", body=body)
-    return Policy(of=f"project {name}", read=read, url=f"{PROJECTS}/{name}:setIamPolicy", method="POST")
+    return Policy(kind="project", name=name, read=read, url=f"{PROJECTS}/{name}:setIamPolicy", method="POST")
+
+
+def of_account(project: str, email: str) -> Policy:
+    """Who may act as a service account."""
+    path = f"projects/{project}/serviceAccounts/{email}"
+    url = f"https://iam.googleapis.com/v1/{path}"
+    read = Call(method="POST", url=f"{url}:getIamPolicy?options.requestedPolicyVersion=3")
+    return Policy(kind="account", name=path, read=read, url=f"{url}:setIamPolicy", method="POST")
 
 
 def of_repository(path: str) -> Policy:
-    """``path``: ``projects/P/locations/L/repositories/R``."""
+    """``path``: ``projects/P/locations/L/repositories/R``, ``projects/P/serviceAccounts/EMAIL``."""
     read = Call(method="GET", url=f"{IMAGES}/{path}:getIamPolicy?options.requestedPolicyVersion=3")
-    return Policy(of=f"repository {path}", read=read, url=f"{IMAGES}/{path}:setIamPolicy", method="POST")
+    return Policy(kind="repository", name=path, read=read, url=f"{IMAGES}/{path}:setIamPolicy", method="POST")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,21 @@
-"""VPCs: the cluster's own, and those of the data NICs. RoCE networks are tied to one zone by their profile."""
+"""VPCs: what hosts are reached by, and those of data NICs. RoCE networks are tied to a zone by their profile."""
 
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
-from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.resources import MARK, Found, RestResource, last_word
 from muster.backends.google.http import Call
+from muster.backends.google.project.resources import MARK, Found, RestResource, last_word
 from muster.backends.google.session import Session
+from muster.catalog.gke import DataNetwork, Family, Machine
 from muster.core.typed_json import Json, JsonObject, children, text
 
 MAIN_RANGE = "10.64.0.0/20"
+MAIN_RANGES = "10.64.0.0/12"
+"""All main subnets lie in it: one in each region that has machines."""
 DATA_RANGE = "192.168.0.0/16"
 """All data subnets lie in it; the firewall rule of the plain data networks lets it through."""
 EVERY_SUBNET = "ALL_SUBNETWORKS_ALL_"
@@ -20,31 +24,77 @@ DATA_PREFIX = 20
 """Of each data subnet: 4,092 nodes, and sixteen subnets in the range; the widest fabric (gIB) has nine."""
 
 
+class Site(Protocol):
+    """Where networks are made, and for which machines."""
+
+    @property
+    def project(self) -> str: ...
+    @property
+    def zone(self) -> str: ...
+    @property
+    def region(self) -> str: ...
+    @property
+    def prefix(self) -> str:
+        """Of the names of everything that a project has once."""
+        ...
+
+    @property
+    def network(self) -> str:
+        """Name of the VPC that hosts are reached by."""
+        ...
+
+    @property
+    def makes_network(self) -> bool:
+        """That VPC is ours."""
+        ...
+
+    @property
+    def main_range(self) -> str:
+        """Of a subnet of that VPC that is made: inside ``MAIN_RANGES``."""
+        ...
+
+    @property
+    def private(self) -> bool:
+        """Hosts have no public addresses."""
+        ...
+
+    @property
+    def family(self) -> Family: ...
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def data_networks(self) -> Sequence[DataNetwork]:
+        """One for each data NIC of a host that is attached by name."""
+        ...
+
+    @property
+    def compute(self) -> str:
+        """Address of the project's Compute Engine."""
+        ...
+
+
 def networks(site: Site) -> list[RestResource]:
     """Networks, subnets and firewall rules, each after what it needs."""
     result = [_network(site, "net")] if site.makes_network else []
     result.append(_main_subnet(site))
     if site.private:
         result.append(_router(site))
-    if site.placement.claims or not site.placement.machine.gpus:
-        return result
-    fabric = site.placement.machine.fabric
     seen: set[str] = set()
-    for number, data in enumerate(fabric.networks):
+    for number, data in enumerate(site.data_networks):
         roce = data.mode == "RDMA"
         if data.vpc not in seen:
             seen.add(data.vpc)
             result.append(_network(site, data.vpc, roce=roce))
             if not roce:
-                result.append(_firewall(site, data.vpc))
+                result.append(_firewall(site, data.vpc, DATA_RANGE))
         result.append(_data_subnet(site, data.vpc, data.subnet, number))
     return result
 
 
 def network_profile(site: Site) -> str | None:
     """Address of the zone's RoCE profile; None where the family needs none."""
-    profile = site.placement.family.network_profile
-    needed = profile and site.placement.machine.fabric.networks and not site.placement.claims
+    profile = site.family.network_profile
+    needed = profile and site.data_networks
     return f"{site.compute}/global/networkProfiles/{site.zone}-{profile}" if needed else None
 
 
@@ -56,7 +106,7 @@ def _network(site: Site, suffix: str, *, roce: bool = False) -> RestResource:
         "autoCreateSubnetworks": False,
         "routingConfig": {"routingMode": "REGIONAL"},
     }
-    mtu = site.placement.machine.fabric.mtu
+    mtu = site.machine.fabric.mtu
     if roce:
         # The profile brings MTU 8896 and its own implied rules: a firewall rule would be refused.
         body["networkProfile"] = network_profile(site)
@@ -64,18 +114,20 @@ def _network(site: Site, suffix: str, *, roce: bool = False) -> RestResource:
         body["mtu"] = mtu
     matters = ("autoCreateSubnetworks", "mtu", "networkProfile")
     compared = {key: value for key, value in body.items() if key in matters}
-    return _compute(site, RestResource, "networks", body, compared)
+    return _compute(site, "networks", body, compared)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSubnet(RestResource):
-    """A data NIC's subnet: any range inside ``DATA_RANGE`` will do, such as the /24 of earlier versions."""
+class Subnet(RestResource):
+    """Any range inside ``within`` will do: a data NIC's may be a /24 of an earlier version."""
+
+    within: str
 
     def look(self, session: Session) -> Found:
         result = super().look(session)
-        if result.state == "absent" or _inside(text(result.body, "ipCidrRange"), DATA_RANGE):
+        if result.state == "absent" or _inside(text(result.body, "ipCidrRange"), self.within):
             return result
-        wrong = f"ipCidrRange should be inside {DATA_RANGE}, is {text(result.body, 'ipCidrRange')!r}"
+        wrong = f"ipCidrRange should be inside {self.within}, is {text(result.body, 'ipCidrRange')!r}"
         return replace(result, differences=(*result.differences, wrong))
 
 
@@ -89,15 +141,19 @@ def _inside(cidr: str, whole: str) -> bool:
 def _data_subnet(site: Site, vpc: str, suffix: str, number: int) -> RestResource:
     cidr = list(ipaddress.IPv4Network(DATA_RANGE).subnets(new_prefix=DATA_PREFIX))[number]
     body = _subnet_body(site, vpc, suffix, str(cidr))
-    return _compute(site, DataSubnet, "subnetworks", body, {"network": body["network"]}, (f"{site.prefix}-{vpc}",))
+    return _subnet(site, body, DATA_RANGE, (f"{site.prefix}-{vpc}",))
 
 
 def _main_subnet(site: Site) -> RestResource:
     """In its own VPC or in the run file's, where Google refuses the range if it is taken."""
-    body = {**_subnet_body(site, "net", "sub", MAIN_RANGE), "privateIpGoogleAccess": True}
+    body = {**_subnet_body(site, "net", "sub", site.main_range), "privateIpGoogleAccess": True}
     body["network"] = f"{site.compute}/global/networks/{site.network}"
-    compared = {"network": body["network"], "ipCidrRange": MAIN_RANGE}
-    return _compute(site, RestResource, "subnetworks", body, compared, _main_network(site))
+    return _subnet(site, body, MAIN_RANGES, _main_network(site))
+
+
+def main_rule(site: Site) -> RestResource:
+    """Lets hosts in that VPC reach each other: one of one's own lets nothing in. (GKE makes rules for its nodes.)"""
+    return _firewall(site, "net", MAIN_RANGES)
 
 
 def _main_network(site: Site) -> tuple[str, ...]:
@@ -177,7 +233,7 @@ def _subnet_body(site: Site, vpc: str, suffix: str, cidr: str) -> dict[str, Json
     }
 
 
-def _firewall(site: Site, vpc: str) -> RestResource:
+def _firewall(site: Site, vpc: str, source: str) -> RestResource:
     network = f"{site.prefix}-{vpc}"
     name = f"{network}-internal"
     protocols: list[JsonObject] = [
@@ -189,16 +245,20 @@ def _firewall(site: Site, vpc: str) -> RestResource:
         "description": MARK,
         "network": f"{site.compute}/global/networks/{network}",
         "direction": "INGRESS",
-        "sourceRanges": [DATA_RANGE],
+        "sourceRanges": [source],
         "allowed": [*protocols, {"IPProtocol": "icmp"}],
     }
-    compared = {"network": body["network"], "sourceRanges": [DATA_RANGE]}
-    return _compute(site, RestResource, "firewalls", body, compared, (network,))
+    compared = {"network": body["network"], "sourceRanges": [source]}
+    return _compute(site, "firewalls", body, compared, (network,))
+
+
+def _subnet(site: Site, body: dict[str, Json], within: str, networks: tuple[str, ...]) -> RestResource:
+    plain = _compute(site, "subnetworks", body, {"network": body["network"]}, networks)
+    return Subnet(**{one.name: getattr(plain, one.name) for one in fields(plain)}, within=within)
 
 
 def _compute(
     site: Site,
-    shape: type[RestResource],
     kind: str,
     body: JsonObject,
     compared: JsonObject,
@@ -206,7 +266,7 @@ def _compute(
 ) -> RestResource:
     name = text(body, "name")
     url = f"{site.compute}/{'global' if kind in ('networks', 'firewalls') else f'regions/{site.region}'}/{kind}"
-    return shape(
+    return RestResource(
         key=f"{kind}/{name}",
         url=f"{url}/{name}",
         create=Call(method="POST", url=url, body=body),

@@ -23,7 +23,7 @@ from fakes.google_wire import Killed
 from fakes.kubernetes import FakeKubernetes
 from fakes.stream import FakePodStream
 
-from muster.backends.gce.project.inventory import NEEDED as ON_MACHINES
+from muster.backends.gce.inventory import NEEDED as ON_MACHINES
 from muster.backends.gke.provision.access import MAKING_ACCOUNTS, PERMISSIONS, ROUTERS
 from muster.backends.google.api_server_transport import ServerTransport
 from muster.backends.google.http import Call, Reply, Unreachable

@@ -27,14 +27,14 @@ def _rendered(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonO
 
 
 def _terraform(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
-    from muster.backends.gce.project.cluster import open_project
+    from muster.backends.gce.project import open_project
     from muster.backends.gce.terraform import rendered
 
     return RenderedFiles(files=rendered(open_project(spec).sites[0].placement))
 
 
 def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:
-    from muster.backends.gce.project.cluster import open_project
+    from muster.backends.gce.project import open_project
 
     return open_project(spec, zone=zone, adopt=adopt)
 

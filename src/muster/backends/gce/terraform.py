@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from muster.backends.gce.inventory import resources, sites
 from muster.backends.gce.placement import Placement
-from muster.backends.gce.project.inventory import resources, sites
 from muster.backends.google.project import terraform as google
 from muster.backends.google.project.hcl import document
 from muster.backends.google.project.resources import RestResource

@@ -10,8 +10,8 @@ from fakes.google_wire import Killed
 from fakes.timeline import Timeline
 from gce_cases import spec
 
-from muster.backends.gce.project.cluster import GceProject, open_project
-from muster.backends.gce.project.inventory import NEEDED
+from muster.backends.gce.inventory import NEEDED
+from muster.backends.gce.project import GceProject, open_project
 from muster.core.errors import AccessError, ConflictError, RunFileError, UsageError
 
 if folder() is None:

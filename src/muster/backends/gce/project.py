@@ -8,8 +8,8 @@ from pathlib import Path
 
 from muster.backends.cluster import Began, Down, Image, Leftover, Planned, Progress, Said, silent
 from muster.backends.gce.compute import Compute
+from muster.backends.gce.inventory import NEEDED, Site, elsewhere, resources, sites
 from muster.backends.gce.placement import place
-from muster.backends.gce.project.inventory import NEEDED, Site, elsewhere, resources, sites
 from muster.backends.gce.run_file_rules import rules
 from muster.backends.gce.teardown import disk_usd_per_day, gigabytes, machine_usd_per_day
 from muster.backends.google.http import Call, GoogleHttp, Http

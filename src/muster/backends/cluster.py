@@ -130,6 +130,14 @@ class Cluster(Protocol):
         """Every request that ``up`` would send to create something, and what it would refuse. Touches nothing."""
         ...
 
+    def look(self) -> Sequence[str]:
+        """What ``up`` would find: sentences about access and quota. Asks, makes nothing but what makes Google answer.
+
+        Raises:
+            AccessError, CapacityError: what is in its way.
+        """
+        ...
+
     def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
         """Record the manifests' hashes for this user; returns them by address, and the file that holds them."""
         ...

@@ -43,7 +43,7 @@ GROUPS = {
         "exec",
     ),
     "Plan and rehearse": ("show", "data", "plan", "gpus", "calibrate", "prices", "simulate", "drill"),
-    "Clusters": ("up", "preflight", "image", "render"),
+    "Clusters": ("up", "preflight", "image", "render", "accept"),
     "Other": ("version",),
 }  # fmt: skip
 
@@ -92,7 +92,7 @@ for command in (
     inspect_commands.metrics, inspect_commands.report, inspect_commands.compare,
     inspect_commands.checkpoints, inspect_commands.show, inspect_commands.data, why_.why, check_.check,
     drill.drill, watch.watch, plan.plan, plan.gpus, plan.calibrate, simulate.simulate, cloud.up, image.image,
-    preflight.preflight, render.render, remove.rm, remove.prune,
+    preflight.preflight, preflight.accept, render.render, remove.rm, remove.prune,
 ):  # fmt: skip
     app.command()(command)
 app.command(name="exec", context_settings={"ignore_unknown_options": True})(exec_.exec_)

@@ -49,20 +49,17 @@ class GceProject:
             calls |= {call.shown(): call for resource in resources(site) for call in resource.requests()}
         return [*calls.values()], []
 
+    def look(self) -> list[str]:
+        self._check_access(self._session())
+        return ["billing is on, and no permission is missing; quota is seen when machines are asked for"]
+
     def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
         raise UsageError("nothing is installed on plain machines by up", hint="muster up RUN.yaml, without --pin")
 
     def up(self, manifests: Path | None, *, token: str | None = None, progress: Progress = silent) -> Lease:
         session, first = self._session(), self.sites[0]
         progress(Said(text=f"{self.project}: billing and permissions"))
-        check_billing(first.services, session)
-        held = granted(NEEDED, first.services, session)
-        if missing := [name for name in NEEDED if name not in held]:
-            lines = "\n".join(f"  {name} (in {NEEDED[name]})" for name in missing)
-            raise AccessError(
-                f"{len(missing)} permissions are missing in project {self.project}:\n{lines}",
-                hint="grant " + ", ".join(sorted({NEEDED[name] for name in missing})),
-            )
+        self._check_access(session)
         if foreign := elsewhere(first):
             progress(Said(text=f"{' and '.join(foreign)}: another project's, so its owner makes it and gives it roles"))
         made: dict[str, None] = {}
@@ -98,6 +95,17 @@ class GceProject:
 
     def image(self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Image:
         raise UsageError("hosts are machines, not containers", hint="docs/gce.md says how gce.bundle is made")
+
+    def _check_access(self, session: Session) -> None:
+        services = self.sites[0].services
+        check_billing(services, session)
+        held = granted(NEEDED, services, session)
+        if missing := [name for name in NEEDED if name not in held]:
+            lines = "\n".join(f"  {name} (in {NEEDED[name]})" for name in missing)
+            raise AccessError(
+                f"{len(missing)} permissions are missing in project {self.project}:\n{lines}",
+                hint="grant " + ", ".join(sorted({NEEDED[name] for name in missing})),
+            )
 
     def _left(self, session: Session, kept: set[str]) -> Iterator[Leftover]:
         """What of ours is there: that of the run file, each looked at again, and machines and disks of any run."""

@@ -23,7 +23,7 @@ from muster.backends.google.session import Session
 from muster.backends.protocols import Lease
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
-from muster.core.errors import UsageError
+from muster.core.errors import CapacityError, UsageError
 from muster.core.protocols import Clock
 
 
@@ -50,6 +50,14 @@ class GkeCluster:
         return requests(where, parsed(where, texts)), [
             f"{document.sentence()}: not pinned by hash" for document in missing
         ]
+
+    def look(self) -> list[str]:
+        first, session = self.sites[0], self.session()
+        preflight(first, session)
+        needs = quotas(first, session)
+        if short := [need for need in needs if need.short]:
+            raise CapacityError("; ".join(need.sentence() for need in short), hint="ask for quota, or another mode")
+        return [need.sentence() for need in needs if need.what == "GPUs"]
 
     def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
         where = self.sites[0]

@@ -1,0 +1,70 @@
+"""Use case of ``muster accept``: a place is climbed by its ladder, and the record written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from muster import backends
+from muster.app.accept import record
+from muster.app.accept.ladder import Climbed, Meter, climb
+from muster.app.accept.rungs import OVERRIDES, trial
+from muster.app.cluster.up_down import cluster_of
+from muster.config import load
+from muster.core import environment
+from muster.core.clock import SystemClock, SystemShell
+from muster.core.protocols import Clock, Shell
+from muster.core.typed_json import JsonObject
+
+EMULATED = "a bucket's emulator (STORAGE_EMULATOR_HOST)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """What came of it."""
+
+    climbed: tuple[Climbed, ...]
+    record: JsonObject
+    path: Path
+    signature: Path | None
+    evidence: Path | None
+    """For a bug report; None: nothing failed."""
+
+    @property
+    def accepted(self) -> bool:
+        return bool(self.record["accepted"])
+
+
+def accept(
+    run_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    budget_usd: float,
+    folder: Path,
+    key: Path | None = None,
+    rehearsal: str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    clock: Clock | None = None,
+    shell: Shell | None = None,
+) -> Accepted:
+    """Climb until a rung fails, the budget would be passed, or the top; clear up; write the record. Blocks for an hour
+    or two. ``rehearsal``: what stands for the place, where it is not the place itself.
+
+    Raises:
+        RunFileError: the run file does not hold.
+        UsageError: what a host costs is not known; the folder cannot be written; the key cannot sign.
+    """
+    loaded = load.load(run_file, [*overrides, *OVERRIDES])
+    has_cluster = backends.get(loaded.spec.backend).cluster is not None
+    tried = trial(loaded, cluster_of(loaded.spec) if has_cluster else None, budget_usd)
+    if environment.current().storage_emulator:
+        rehearsal = rehearsal or EMULATED
+    began, meter = datetime.now(UTC), Meter(budget_usd=budget_usd, clock=clock or SystemClock())
+    climbed = climb(tried.rungs(), tried.clearing(), meter, tell)
+    found = record.record(tried.spec, climbed, budget_usd=budget_usd, began=began, rehearsal=rehearsal)
+    path = record.write(folder, found)
+    signature = record.sign(path, key, found, shell or SystemShell()) if key is not None else None
+    evidence = None if found["accepted"] else record.pack(folder, tried.run)
+    return Accepted(climbed=tuple(climbed), record=found, path=path, signature=signature, evidence=evidence)

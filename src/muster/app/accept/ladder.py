@@ -1,0 +1,131 @@
+"""A ladder of rungs that cost more and more: it stops at the first that fails, and never passes its budget.
+
+A rung begins only where its longest time at its price, and the clearing up after it, still fit; what waits looks at the
+meter each time. Clearing up follows in every case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from muster.core.errors import MusterError
+from muster.core.protocols import Clock
+
+CLEARING_S = 1800.0
+"""What exists is paid for so long beyond the moment at which it is given up: removing machines takes minutes."""
+LOOK_S = 5.0
+PASSED, FAILED, SKIPPED, BUDGET = "passed", "failed", "skipped", "budget"
+Tell = Callable[[str], None]
+
+
+class OverBudget(MusterError):
+    """The next rung, or the next look, might cost more than is left."""
+
+
+class NotHere(Exception):
+    """A rung that this place has no use for; the reason."""
+
+
+@dataclass(kw_only=True)
+class Meter:
+    """Dollars since the beginning, at most: the price of what exists, by this clock."""
+
+    budget_usd: float
+    clock: Clock
+    spent_usd: float = 0.0
+    usd_per_hour: float = 0.0
+    _since_ns: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        self._since_ns = self.clock.monotonic_ns()
+
+    def read(self) -> float:
+        """Dollars until now."""
+        now_ns = self.clock.monotonic_ns()
+        self.spent_usd += self.usd_per_hour * (now_ns - self._since_ns) / 3.6e12
+        self._since_ns = now_ns
+        return self.spent_usd
+
+    def runs_at(self, usd_per_hour: float) -> None:
+        """From now on that much exists."""
+        self.read()
+        self.usd_per_hour = usd_per_hour
+
+    def allow(self, what: str, *, usd_per_hour: float, for_s: float) -> None:
+        """Raises OverBudget: so much for so long, and the clearing up, might be too dear."""
+        worst = self.read() + usd_per_hour * (for_s + CLEARING_S) / 3600.0
+        if worst > self.budget_usd:
+            raise OverBudget(
+                f"{what} may come to ${worst:.2f} in all (${usd_per_hour:.2f} an hour, {for_s / 60:.0f} minutes and "
+                f"{CLEARING_S / 60:.0f} to clear up), and the budget is ${self.budget_usd:.2f}",
+                hint="a larger --budget, or a cheaper machine",
+            )
+
+    def wait(self, condition: Callable[[], object], awaited: str, limit_s: float) -> None:
+        """Raises MusterError: not in time. OverBudget: the money is used up first."""
+        until_ns = self.clock.monotonic_ns() + int(limit_s * 1e9)
+        while not condition():
+            self.allow(f"waiting for {awaited}", usd_per_hour=self.usd_per_hour, for_s=LOOK_S)
+            if self.clock.monotonic_ns() > until_ns:
+                raise MusterError(f"no {awaited} within {limit_s:.0f} s")
+            self.clock.sleep(LOOK_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    name: str
+    title: str
+    act: Callable[[Meter], str]
+    """Returns what was seen, in a sentence. Raises MusterError, NotHere."""
+    usd_per_hour: float = 0.0
+    """Of what exists while it is climbed."""
+    limit_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Climbed:
+    """One rung's outcome."""
+
+    name: str
+    title: str
+    outcome: str
+    said: str
+    seconds: float
+    usd: float
+    """Spent by its end, in all."""
+
+
+def climb(rungs: Sequence[Rung], clear_up: Rung, meter: Meter, tell: Tell) -> list[Climbed]:
+    """Every rung in order, until one fails; then ``clear_up``, whatever happened."""
+    climbed: list[Climbed] = []
+    try:
+        for rung in rungs:
+            tell(f"{rung.name}: {rung.title}")
+            climbed.append(_climb(rung, meter))
+            tell(f"{rung.name}: {climbed[-1].outcome}: {climbed[-1].said}")
+            if climbed[-1].outcome not in (PASSED, SKIPPED):
+                break
+    finally:
+        tell(f"{clear_up.name}: {clear_up.title}")
+        climbed.append(_climb(clear_up, meter, in_any_case=True))
+        meter.runs_at(0.0)
+        tell(f"{clear_up.name}: {climbed[-1].outcome}: {climbed[-1].said}")
+    return climbed
+
+
+def _climb(rung: Rung, meter: Meter, *, in_any_case: bool = False) -> Climbed:
+    began_ns = meter.clock.monotonic_ns()
+    try:
+        if not in_any_case:
+            meter.allow(rung.title, usd_per_hour=max(rung.usd_per_hour, meter.usd_per_hour), for_s=rung.limit_s)
+            meter.runs_at(max(rung.usd_per_hour, meter.usd_per_hour))
+        outcome, said = PASSED, rung.act(meter)
+    except NotHere as reason:
+        outcome, said = SKIPPED, str(reason)
+    except OverBudget as error:
+        outcome, said = BUDGET, str(error)
+    except MusterError as error:
+        outcome, said = FAILED, str(error)
+    seconds = (meter.clock.monotonic_ns() - began_ns) / 1e9
+    return Climbed(name=rung.name, title=rung.title, outcome=outcome, said=said, seconds=seconds, usd=meter.read())

@@ -1,0 +1,255 @@
+"""What each rung does, by the verbs that a user types: nothing here knows a back end's name."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from dataclasses import dataclass, replace
+
+from muster import backends
+from muster.app.accept.ladder import CLEARING_S, Meter, NotHere, Rung
+from muster.app.cluster import preflight as preflight_
+from muster.app.inspect.check import check_run
+from muster.app.inspect.report import report
+from muster.app.inspect.status import job, mirror
+from muster.app.planning.prices import priced
+from muster.app.run import recover as recover_
+from muster.app.run import stop as stop_
+from muster.app.run import submit as submit_
+from muster.app.run.exec import execute
+from muster.backends.cluster import Cluster
+from muster.backends.machine_prices import cluster_usd_per_hour
+from muster.backends.protocols import Terminal
+from muster.chaos.target import RunTarget
+from muster.config.load import Loaded
+from muster.config.spec import RunSpec
+from muster.core.errors import MusterError, UsageError
+from muster.core.event_details.run import RunFinished
+from muster.report.audit.invariants import broken, check
+from muster.storage.run_registry import RunDir
+
+HOSTS = 2
+FIRST_STEPS, MORE_STEPS = 5, 5
+SMALL_MACHINE = "e2-standard-4"
+"""Of a cluster's own small pool."""
+UP_S, PREFLIGHT_S, START_S, RECOVERY_S = 3600.0, 1800.0, 3600.0, 1800.0
+END_HOST = "muster.chaos.end_host"
+#: What a trial changes in the run file.
+OVERRIDES = (
+    "resources.hosts=2", "resources.min_hosts=1", "training.steps=1000000", "training.epochs=null",
+    "checkpoint.every_steps=50", "evaluation.at_start=false", "output.tracker=none", "recovery.policy=default",
+    "recovery.keep_hosts_after_failure_s=0",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """One climb: a run file of two hosts, and what has come of it so far."""
+
+    loaded: Loaded
+    cluster: Cluster | None
+    usd_per_host_hour: float
+    run: RunDir | None = None
+    killed: str = ""
+    up: bool = False
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.loaded.spec
+
+    @property
+    def base_usd(self) -> float:
+        """An hour of what is there without hosts."""
+        if self.cluster is None or not backends.get(self.spec.backend).rehearse:
+            return 0.0
+        region = next(iter(self.spec.resources.locations), "").rpartition("-")[0]
+        return cluster_usd_per_hour(SMALL_MACHINE, region) or 0.0
+
+    def rungs(self) -> list[Rung]:
+        base, whole = self.base_usd, self.base_usd + HOSTS * self.usd_per_host_hour
+        return [
+            Rung(name="render", title="what would be sent, without sending it", act=self.render),
+            Rung(name="access", title="credentials, permissions, quota", act=self.access),
+            Rung(name="up", title="what runs need in the project", act=self.make, usd_per_hour=base, limit_s=UP_S),
+            Rung(
+                name="preflight", title="two steps on one small machine", act=self.preflight, usd_per_hour=2 * base,
+                limit_s=PREFLIGHT_S,
+            ),
+            Rung(name="train", title=f"{HOSTS} hosts train", act=self.train, usd_per_hour=whole, limit_s=START_S),
+            Rung(name="check", title="the hosts' hardware, beside it", act=self.check, usd_per_hour=whole),
+            Rung(name="kill", title="a host's programs are killed", act=self.kill, usd_per_hour=whole),
+            Rung(
+                name="recover", title="it trains on beyond the step", act=self.trains_on, usd_per_hour=whole,
+                limit_s=RECOVERY_S,
+            ),
+            Rung(
+                name="continue", title="stopped, saved, and continued", act=self.go_on, usd_per_hour=whole,
+                limit_s=START_S,
+            ),
+            Rung(name="report", title="every second and dollar", act=self.account, usd_per_hour=whole),
+        ]  # fmt: skip
+
+    def clearing(self) -> Rung:
+        return Rung(name="down", title="everything is removed, and looked for", act=self.clear, limit_s=CLEARING_S)
+
+    # ------------------------------------------------------------ nothing
+
+    def render(self, meter: Meter) -> str:
+        request = submit_.preview(self.loaded)
+        tasks = ", ".join(f"{task.count} x {task.name}" for task in request.tasks)
+        return f"{tasks}; {len(request.files)} files"
+
+    def access(self, meter: Meter) -> str:
+        launcher = backends.load(self.spec.backend)
+        offers = launcher.offers(self.spec)
+        if self.cluster is None:
+            return f"{len(offers)} kinds of hosts on offer"
+        return "; ".join(self.cluster.look()) or "nothing is in the way"
+
+    # ------------------------------------------------------------ cents
+
+    def make(self, meter: Meter) -> str:
+        if self.cluster is None:
+            raise NotHere(f"{self.spec.backend} has nothing to make")
+        self.up = True
+        lease = self.cluster.up(None)
+        return f"{len(lease.resources)} resources"
+
+    def preflight(self, meter: Meter) -> str:
+        if backends.get(self.spec.backend).rehearse is None:
+            raise NotHere(f"{self.spec.backend} has no preflight")
+        return preflight_.preflight(self.loaded, timeout_s=PREFLIGHT_S, clock=meter.clock).reason
+
+    # ------------------------------------------------------------ dollars
+
+    def train(self, meter: Meter) -> str:
+        submitted = submit_.submit(self.loaded, argv=["muster", "accept"])
+        self.run = submitted.run
+        self._wait_for_step(meter, FIRST_STEPS, START_S)
+        return f"run {self.run.run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
+
+    def check(self, meter: Meter) -> str:
+        found = check_run(self._run().run_id)
+        faulty = [one.message for one in found.findings if one.verdict.faulty]
+        if faulty:
+            raise MusterError("; ".join(faulty))
+        return "; ".join(found.lines()[:6]) or "nothing to say"
+
+    def kill(self, meter: Meter) -> str:
+        """All of Muster's on one host, with the signal that no program sees."""
+        target = self._target()
+        self.killed = target.hosts()[-1]
+        launcher, _ = job(self._run())
+        said, step, run_id = f"{self.killed}, at step {target.step()}", target.step(), self._run().run_id
+        if launcher.exec is None:
+            target.signal_host(self.killed)
+            return said
+        python = sys.executable if launcher.remote is None else "python"
+        for number in reversed(range(HOSTS)):  # whoever counts them may count otherwise
+            out = io.BytesIO()
+            try:
+                argv = [python, "-m", END_HOST, run_id, self.killed]
+                code = execute(run_id, argv, Terminal(out=out.write, err=out.write), host=number)
+            except UsageError:
+                raise
+            except MusterError:  # the way into a host may end with its programs
+                return said
+            if code == 0:
+                return f"{said}: {out.getvalue().decode(errors='replace').strip()[:200]}"
+        raise MusterError(f"no host has programs of {self.killed} at step {step}")
+
+    def trains_on(self, meter: Meter) -> str:
+        before = self._target().step()
+        meter.wait(lambda: self._seen("incident.resolved"), "recovery", RECOVERY_S)
+        self._wait_for_step(meter, before + MORE_STEPS, RECOVERY_S)
+        return f"resolved; step {self._target().step()}, {len(self._target().hosts())} hosts"
+
+    def go_on(self, meter: Meter) -> str:
+        reference = self._run().run_id
+        stop_.stop(reference, wait=False, clock=meter.clock)
+        launcher, handle = job(self._run())
+        limit_s = self.spec.recovery.grace_s + CLEARING_S
+        meter.wait(lambda: launcher.poll(handle).state.ended, "end of the run", limit_s)
+        mirror(launcher, self._run())
+        before = self._target().step()
+        recover_.recover(reference, argv=["muster", "accept"])
+        self._wait_for_step(meter, before + MORE_STEPS, START_S)
+        return f"from step {before} to step {self._target().step()}"
+
+    def account(self, meter: Meter) -> str:
+        mirror(job(self._run())[0], self._run())
+        document = report(self._run().run_id).document
+        wrong = broken(check(self._run().path, bound_s=self.spec.recovery.start_timeout_s))
+        if wrong:
+            raise MusterError("; ".join(wrong))
+        if not document.incidents:
+            raise MusterError("the report knows of no incident, and a host was killed")
+        return f"{len(document.incidents)} incidents: {document.incidents[0].sentence}"
+
+    # ------------------------------------------------------------ the end
+
+    def clear(self, meter: Meter) -> str:
+        """The run, then what ``up`` made; what is left is a failure, with its names."""
+        left: list[str] = []
+        if self.run is not None:
+            try:
+                left += stop_.down(self.run.run_id).left
+            except MusterError as error:
+                left.append(str(error))
+        if self.cluster is not None and self.up:
+            try:
+                down = self.cluster.down()
+                left += [*down.troubles, *(one.sentence() for one in down.leftovers if not one.kept)]
+            except MusterError as error:
+                left.append(str(error))
+        if left:
+            raise MusterError("left: " + "; ".join(left), hint="muster down, by hand, now")
+        return "nothing is left"
+
+    # ------------------------------------------------------------ looking
+
+    def _run(self) -> RunDir:
+        assert self.run is not None
+        return self.run
+
+    def _target(self) -> RunTarget:
+        return RunTarget(run=self._run(), spec=self.spec, random=random.Random(0))
+
+    def _seen(self, kind: str) -> bool:
+        mirror(job(self._run())[0], self._run())
+        return bool(self._target().events(kind))
+
+    def _wait_for_step(self, meter: Meter, step: int, limit_s: float) -> None:
+        launcher, handle = job(self._run())
+
+        def reached() -> bool:
+            mirror(launcher, self._run())
+            target = self._target()
+            if target.step() >= step:
+                return True
+            status = launcher.poll(handle)
+            if status.state.ended:
+                ends = target.events(RunFinished.kind)
+                reason = ends[-1].read(RunFinished).reason if ends else status.reason
+                raise MusterError(f"the run ended before step {step}: {reason}")
+            return False
+
+        meter.wait(reached, f"step {step}", limit_s)
+
+
+def trial(loaded: Loaded, cluster: Cluster | None, budget_usd: float) -> Trial:
+    """Raises UsageError: nobody knows what a host costs there, so no budget could be kept."""
+    spec = priced(loaded.spec)
+    free = backends.get(spec.backend).capabilities.uses_this_machine or spec.resources.provisioning_model == "owned"
+    usd = spec.resources.usd_per_host_hour
+    if usd is None and not free:
+        raise UsageError(
+            "what a host costs is not known, so no budget can be kept",
+            hint="resources.machine, provisioning_model and locations of a row in `muster prices`, or "
+            "resources.usd_per_host_hour",
+        )
+    # The supervisor keeps it too, should this program die.
+    limits = spec.limits.model_copy(update={"max_usd": min(budget_usd, spec.limits.max_usd or budget_usd)})
+    kept = spec.model_copy(update={"limits": limits}) if usd else spec
+    return Trial(loaded=replace(loaded, spec=kept), cluster=cluster, usd_per_host_hour=usd or 0.0)

@@ -222,6 +222,8 @@ class _Replay:
             next_incident=state.next_incident,
             batch_schedule=state.batch_schedule,
             skip_steps=state.skip_steps,
+            # Else a snapshot that a killed host left in its memory would be taken for newer than the last save.
+            committed_step=state.committed_step,
         )
 
     # ------------------------------------------------------------ training

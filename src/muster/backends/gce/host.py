@@ -31,6 +31,7 @@ from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.machine import HOST, SUPERVISOR, Machine
 from muster.backends.gce.placement import RUNS, place, supervisor_of
 from muster.backends.gce.provision import Hosts
+from muster.backends.gce.reason import Useless
 from muster.backends.google.metadata import MachineHttp
 from muster.backends.google.secret_manager import SecretManager
 from muster.backends.google.session import Session
@@ -76,11 +77,17 @@ class Keeper:
     _early: int = 0
     """Ends in a row of a program that had just been started."""
     _ended_s: float = field(default=-LONGEST_PAUSE_S)
+    _began_s: float = 0.0
 
     @property
     def runs(self) -> bool:
         """Whether the program is running."""
         return self._child is not None
+
+    @property
+    def up_s(self) -> float:
+        """For how long; 0: it is not running."""
+        return time.monotonic() - self._began_s if self._child is not None else 0.0
 
     def run(self) -> int:
         """0: the run has ended; 75: this machine is to go."""
@@ -257,6 +264,7 @@ def main() -> int:
     keeper = Keeper(machine=machine, argv=program(machine), environ=environ, state=state)
     if role == SUPERVISOR:
         hosts, keeper.clear = provisioned(machine, store, session)
+        hosts.useless = Useless(placement=hosts.placement, store=store, wall_s=hosts.wall_s, up_s=lambda: keeper.up_s)
         threading.Thread(target=keep_hosts, args=(hosts,), name="hosts", daemon=True).start()
     Letters(
         store=store, home=machine.home, run_id=machine.run_id,

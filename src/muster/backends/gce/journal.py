@@ -39,12 +39,22 @@ class Turn(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenUp(Record):
+    """A machine that is replaced although it runs."""
+
+    name: Name
+    at_wall_s: Int64
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Journal(Record):
     """Everything asked for in one submission of a run; a later one begins with the numbers after it."""
 
     submission: str
     supervisor_zone: str = ""
     turns: tuple[Turn, ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
     first_turn: Count = 1
     closed: bool = False
 

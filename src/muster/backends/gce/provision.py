@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from muster.backends.gce import requests
 from muster.backends.gce.compute import Cause, Compute, Trouble, over, refused, trouble_of
-from muster.backends.gce.journal import ASKED, MADE, NOTHING, Journal, JournalFile, Turn
+from muster.backends.gce.journal import ASKED, MADE, NOTHING, GivenUp, Journal, JournalFile, Turn
 from muster.backends.gce.placement import Placement
 from muster.backends.google.http import Unreachable
 from muster.catalog.gce import FLEX_START
@@ -27,6 +27,9 @@ ENDED = ("STOPPED", "TERMINATED", "SUSPENDED")
 """Stopped: they do nothing, and disks and names are held and billed all the same."""
 AGAIN_S = 300
 """After every zone was asked in vain they are asked again so much later."""
+DAY_S = 86_400
+GIVEN_UP_A_DAY = 3
+"""For each host of the run: what fails every time (a bundle that does not install) is not paid for again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,8 @@ class Hosts:
     file: JournalFile
     wall_s: Callable[[], float] = time.time
     log: Callable[[str], None] = print
+    useless: Callable[[Sequence[Instance]], Mapping[str, str]] = lambda hosts: {}
+    """Machines that run and will never be of use, with the reason."""
     _said: str = field(default="", repr=False)
 
     def step(self) -> bool:
@@ -91,6 +96,7 @@ class Hosts:
         if journal.last is not None and journal.last.state == ASKED:
             self._settle(journal, generation, journal.last, hosts)
             return False
+        journal, generation = self._give_up(journal, generation, hosts)
         self._clear(journal, hosts)
         counted = self._counted(journal, hosts)
         wanted = self.placement.hosts - len(counted)
@@ -109,7 +115,23 @@ class Hosts:
 
     def _counted(self, journal: Journal, hosts: Sequence[Instance]) -> list[Instance]:
         made = {turn.number for turn in journal.turns if turn.state == MADE}
-        return [one for one in hosts if one.lives and one.turn in made]
+        given_up = {one.name for one in journal.given_up}
+        return [one for one in hosts if one.lives and one.turn in made and one.name not in given_up]
+
+    def _give_up(self, journal: Journal, generation: str, hosts: Sequence[Instance]) -> tuple[Journal, str]:
+        """What will never join is written down as given up: from then on it is removed, and another one asked for."""
+        counted = self._counted(journal, hosts)
+        found = self.useless(counted) if counted else {}
+        today = sum(self.wall_s() - one.at_wall_s < DAY_S for one in journal.given_up)
+        most = GIVEN_UP_A_DAY * self.placement.hosts - today
+        for name, reason in list(found.items())[: max(0, most)]:
+            self._say(f"{name} is given up: {reason}")
+            row = GivenUp(name=name, at_wall_s=int(self.wall_s()), reason=reason)
+            journal = replace(journal, given_up=(*journal.given_up, row))
+            generation = self.file.write(journal, generation)
+        if len(found) > most:
+            self._say(f"no more machines are given up today ({today}): {next(iter(found.values()))}")
+        return journal, generation
 
     def _clear(self, journal: Journal, hosts: Sequence[Instance]) -> None:
         """What ended on its own, what a turn that brought nothing left, and what comes from an older submission."""

@@ -6,7 +6,7 @@ Pure, but for ``look``, which reads.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from muster.backends.gce import startup_stages
@@ -25,6 +25,14 @@ from muster.storage import uris
 
 STATUS = "status.json"
 STOPPED_BY_USER = 130
+STALE_S = 180.0
+"""A supervisor that works writes its status twice a minute."""
+SETTLES_S = 600.0
+"""Hosts find a new supervisor in seconds; those that gave up waiting for one start again after two minutes."""
+SILENT_S = 900.0
+"""Google notices a dead host after 90 s at least and starts it again elsewhere; its start-up takes minutes."""
+FAILED_S = 180.0
+"""systemd starts what failed again: some failures (a grant that does not hold yet) pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +47,75 @@ class Looked:
     """Hosts whose agents the supervisor knows."""
 
 
+@dataclass(kw_only=True)
+class Useless:
+    """Which machines run and will never be of use: they said that their start failed, are late, or fell silent.
+
+    Nothing is said while nobody is there to be joined: the supervisor's program has just started, or tells nothing.
+    Not for several threads.
+    """
+
+    placement: Placement
+    store: Store
+    wall_s: Callable[[], float]
+    up_s: Callable[[], float]
+    """For how long the supervisor's program has been running; 0: it does not."""
+    _joined: set[str] = field(default_factory=set)
+    _silent_s: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, machines: Sequence[Instance]) -> dict[str, str]:
+        """Machine -> reason."""
+        now_s, status = self.wall_s(), _status(self.placement, self.store)
+        if status is None or now_s - status.wall_ns / 1e9 > STALE_S or self.up_s() < SETTLES_S:
+            return {}
+        connected = _connected(status)
+        found = {}
+        for one in (one for one in machines if one.status == "RUNNING"):
+            if one.name in connected:
+                self._joined.add(one.name)
+                self._silent_s.pop(one.name, None)
+            elif reason := self._reason(one, now_s):
+                found[one.name] = reason
+        return found
+
+    def _reason(self, machine: Instance, now_s: float) -> str | None:
+        told = _told(self.store, self.placement.home, machine.name)
+        if machine.name in self._joined:
+            since_s = self._silent_s.setdefault(machine.name, now_s)
+            if all(at_s <= since_s for at_s, _ in told.values()):
+                silent = f"its agent fell silent {now_s - since_s:.0f} s ago, and the machine runs"
+                return silent if now_s - since_s > SILENT_S else None
+            self._joined.discard(machine.name)  # it has booted again: its start is looked at
+            del self._silent_s[machine.name]
+        looked = Looked(journal=None, machines=(machine,), told={machine.name: told})
+        rows = stages_of(looked, machine, now_s)
+        wrong = next((row for row in rows if row.state in ("failed", "late")), None)
+        if wrong is None or (wrong.state == "failed" and now_s - (wrong.since_s or now_s) < FAILED_S):
+            return None
+        return sentence(rows, now_s)
+
+
 def look(placement: Placement, compute: Compute, store: Store, file: JournalFile) -> Looked:
     """Raises MusterError: Google or the home does not answer."""
     journal, _ = file.read()
     machines = instances_of(compute, placement.stem)
-    connected: frozenset[str] = frozenset()
-    try:
-        status = decode(HomeStatus, store.get(uris.join(placement.home, STATUS)).data).status
-        connected = frozenset(name for name, host in status.hosts.items() if host.connected)
-    except (FileNotFoundError, Unreadable):
-        pass
+    status = _status(placement, store)
+    connected = _connected(status) if status is not None else frozenset()
     told = {
         one.name: _told(store, placement.home, one.name) for one in machines if one.lives and one.name not in connected
     }
     return Looked(journal=journal, machines=machines, told=told, connected=connected)
+
+
+def _status(placement: Placement, store: Store) -> HomeStatus | None:
+    try:
+        return decode(HomeStatus, store.get(uris.join(placement.home, STATUS)).data)
+    except (FileNotFoundError, Unreadable):
+        return None
+
+
+def _connected(said: HomeStatus) -> frozenset[str]:
+    return frozenset(name for name, host in said.status.hosts.items() if host.connected)
 
 
 def _told(store: Store, home: str, name: str) -> dict[str, tuple[float, str]]:
@@ -103,6 +166,9 @@ def explain(looked: Looked, placement: Placement, end: EndRecord | None, now_s: 
         return JobStatus(state=state, reason=f"running: {_hosts(len(joined))} and the supervisor", tasks=tasks)
     parts = [f"{len(joined)} of {_hosts(placement.hosts)} joined"] if joined else []
     parts += _late(looked, supervisor, [one for one in hosts if one not in joined], now_s)
+    if journal.given_up:
+        newest = journal.given_up[-1]
+        parts.append(f"{len(journal.given_up)} machines were given up, the last one {newest.name}: {newest.reason}")
     parts += _asked(journal, placement, len(hosts), now_s)
     return JobStatus(state=state, reason="; ".join(parts) or "waiting for the supervisor to ask for hosts", tasks=tasks)
 

@@ -75,6 +75,7 @@ def plan(
     out: str | None = typer.Option(None, "--out", help="Write the plan to a .json file, for train and submit."),
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with cost against time."),
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
+    places: str | None = typer.Option(None, "--backends", metavar="A,B", help="Compare places: gke,vertex,gce."),
 ) -> None:
     """Predict whether it fits, how fast, how long and how much.
 
@@ -83,6 +84,9 @@ def plan(
     from muster.app.planning import plan as use_case
     from muster.cli.drawn import plan_table
 
+    if places is not None:
+        _over_places(run_file, overrides or [], places, fastest=fastest, json=json)
+        return
     if out is not None and not out.endswith(".json"):
         raise api.UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
     result = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
@@ -110,6 +114,28 @@ def plan(
     if compared is not None:
         for line in plan_table.trace_lines(compared):
             output.result(line)
+
+
+def _over_places(run_file: str, overrides: list[str], places: str, *, fastest: bool, json: bool) -> None:
+    from muster.app.planning import places as use_case
+    from muster.app.planning.plan import format
+    from muster.cli.tables import aligned
+
+    names = [name.strip() for name in places.split(",") if name.strip()]
+    found = use_case.places(run_file, overrides, names=names, fastest=fastest)
+    if json:
+        output.as_json([each.to_json() for each in found])
+        return
+    rows = [("place", "machines", "time", "cost", "")]
+    for each in found:
+        if each.planned is None:
+            rows.append((each.backend, "-", "-", "-", each.reason))
+            continue
+        chosen = each.planned.chosen
+        time, cost = format.duration(chosen.cost.hours_p50), format.dollars(chosen.cost.usd_p50)
+        rows.append((each.backend, chosen.title, time, cost, each.reason))
+    for line in aligned(rows, left=(0, 1, 4)):
+        output.result(line)
 
 
 def calibrate(

@@ -80,6 +80,9 @@ class Backend:
     """Formats of ``muster render``, the default one first."""
     rents: Callable[[Sequence[Option]], Sequence[Option]] = _everything
     """The catalogue's options as they are to be had here: fewer, or at another price. Pure."""
+    plan_notes: Callable[[RunSpec, float, float | None], Iterable[str]] | None = None
+    """What a plan should say of the place besides: of the run file as planned, seconds of a step, and dollars of all
+    hosts by the hour. Pure. None: nothing."""
     cluster: OpenCluster | None = None
     """None: hosts are not created or removed from here."""
     rehearse: Rehearse | None = None

@@ -111,7 +111,7 @@ def plan(
             fastest=plan_file.planned_way(work, outcome.fastest),
             frontier=frontier,
             rejected=rejected,
-            assumptions=(*assumptions(problem, here=here), *found.notes),
+            assumptions=(*assumptions(problem, here=here), *found.notes, *_of_place(loaded, work, chosen)),
             bucket=bucket.requests(chosen.num_nodes) if _in_bucket(spec) else None,
             storage=tuple(_storage(spec, problem, chosen)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
@@ -167,6 +167,15 @@ def assumptions(problem: Problem, *, here: bool = False) -> list[str]:
 
 def _prices() -> str:
     return f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts"
+
+
+def _of_place(loaded: Loaded, work: Workload, chosen: Candidate) -> Iterator[str]:
+    """What the back end says of the run as it is planned."""
+    notes = backends.get(loaded.spec.backend).plan_notes
+    if notes is not None:
+        settings = plan_file.settings_as_overrides(_settings(loaded.spec, work, chosen))
+        planned = load.loads(loaded.text, [*loaded.overrides, *settings], environment=False).spec
+        yield from notes(planned, chosen.time.seconds, chosen.cost.usd_per_hour)
 
 
 def _in_bucket(spec: RunSpec) -> bool:

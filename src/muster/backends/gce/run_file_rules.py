@@ -188,6 +188,12 @@ def _ranks_and_device(placement: Placement) -> Iterator[Problem]:
         yield Problem("resources.device", f"{machine.name} has {machine.gpus} GPUs", value=device)
 
 
+def _reducers(placement: Placement) -> Iterator[Problem]:
+    if asked := placement.spec.vertex.reduction_servers:
+        message = "Reduction Server is not for plain machines: its image may be pulled by Vertex AI's jobs alone"
+        yield Problem("vertex.reduction_servers", message, value=asked, hint="vertex.reduction_servers: 0")
+
+
 RULES: tuple[Callable[[Placement], Iterator[Problem]], ...] = (
     _sold,
     _time,
@@ -197,4 +203,5 @@ RULES: tuple[Callable[[Placement], Iterator[Problem]], ...] = (
     _home,
     _inputs,
     _ranks_and_device,
+    _reducers,
 )

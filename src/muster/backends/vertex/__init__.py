@@ -31,6 +31,14 @@ def _rents(options: Sequence[Option]) -> Sequence[Option]:
     return rents(options)
 
 
+def _plan_notes(spec: RunSpec, step_s: float, usd_per_hour: float | None) -> Iterable[str]:
+    from muster.backends.vertex.placement import place
+    from muster.backends.vertex.reducers import worth
+
+    if spec.resources.hosts > 1:
+        yield worth(place(spec, run_id="run", run_dir=None), step_s=step_s, usd_per_hour=usd_per_hour)
+
+
 def _rules(spec: RunSpec) -> Iterable[Problem]:
     return rules(spec)
 
@@ -43,4 +51,5 @@ BACKEND = Backend(
     unused_settings=unused_settings,
     formats={"yaml": _rendered},
     rents=_rents,
+    plan_notes=_plan_notes,
 )

@@ -30,10 +30,10 @@ from muster.backends.google.session import Session
 from muster.backends.letters import Letters
 from muster.backends.log_forwarder import LogForwarder
 from muster.backends.run_state import RunState
-from muster.backends.vertex import claim
+from muster.backends.vertex import claim, reducers
 from muster.backends.vertex.claim import Claim
 from muster.backends.vertex.custom_job import HOST_DIR
-from muster.backends.vertex.on_host import presence
+from muster.backends.vertex.on_host import presence, reduction_plugin
 from muster.backends.vertex.on_host.cluster_spec import VARIABLE, Seat, seat
 from muster.backends.vertex.on_host.exits import exit_code
 from muster.backends.vertex.on_host.keeper import Keeper, Program, say
@@ -157,6 +157,9 @@ class Host:
         (base / code_bundle.FOLDER).symlink_to(Path(self.mark, "host", code_bundle.FOLDER))
         self._tell("up")
         say(f"{host} at {own}: {_shared_memory()}")
+        if reducers.count(placement):
+            loads, sentence = reduction_plugin.of_this_machine()
+            say(sentence if loads else f"warning: {sentence}")
         return Serving(host=self, claim=held, placement=placement, seat=mine, own=own, folder=folder, secrets=values)
 
     def _secrets(self, spec: RunSpec) -> tuple[str, dict[str, str]]:

@@ -3,7 +3,8 @@
 Its machines add up gradients for NCCL's all-reduce over TCP. A ring moves ``2 (n - 1) / n`` of the gradients over each
 host's network, the reducers once: with two hosts the same, with many half. Google's page on distributed training sizes
 them by bandwidth: what the reducers have together is at least what the hosts have (8 hosts of 100 Gbps: 25 machines of
-32 Gbps). What that buys in time depends on how much of a step is spent there, which no one knows before the run.
+32 Gbps). What that buys in time depends on how much of a step waits for the network, which no one knows before the run:
+``worth`` says the most.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 
 from muster.backends.vertex.placement import Placement
-from muster.catalog import rows
+from muster.catalog import rows, vertex
 from muster.catalog.vertex import FLEX_START
 
 AUTO = "auto"
@@ -71,6 +72,30 @@ def sentence(placement: Placement) -> str:
         f"auto takes {taken} {MACHINE}: over each host's network go {2 * (hosts - 1) / hosts:.2f} times fewer bytes of "
         f"gradients; {taken * 16} of the quota custom_model_training_cpus, billed as machines with Vertex's fee"
     )
+
+
+def worth(placement: Placement, *, step_s: float, usd_per_hour: float | None) -> str:
+    """What they would save of a step of ``step_s`` seconds at most, beside what they cost; ``usd_per_hour``: of the
+    hosts. The most: all of the sums wait for the network and none is behind the computation."""
+    if reason := why_none(placement):
+        return f"Reduction Server: none: {reason}"
+    spec, row = placement.spec, rows.machines().get(placement.machine.name)
+    weights = rows.weights_bytes(spec.model.source) if spec.model is not None and spec.model.source else None
+    taken, hosts = _enough(placement) or 0, spec.resources.hosts
+    usd = taken * vertex.reducer_usd_per_hour()
+    cost = f"{taken} {MACHINE} cost about ${usd:.2f} an hour (list price from memory, with the fee)"
+    if spec.model is not None and spec.model.lora is not None:
+        return f"Reduction Server: none is worth it: adapters have few gradients; {cost}"
+    if weights is None or row is None or row.network_bytes_per_s is None:
+        return f"Reduction Server: what it saves is not known: the model's size is not in the table; {cost}"
+    saved_s = weights * (2 * (hosts - 1) / hosts - 1) / row.network_bytes_per_s
+    share = min(1.0, saved_s / step_s)
+    saves = f"at most {saved_s:.2f} of {step_s:.2f} s of a step ({share:.0%})"
+    if usd_per_hour is None:
+        return f"Reduction Server: {saves}; {cost}; the hosts' price is not known"
+    pays = usd_per_hour * share > usd
+    verdict = "may pay" if pays else "does not pay"
+    return f"Reduction Server {verdict}: {saves}, of hosts at ${usd_per_hour:.2f} an hour; {cost}"
 
 
 def _enough(placement: Placement) -> int | None:

@@ -114,6 +114,12 @@ def find(machine: str | None, accelerator: str | None) -> Machine:
     return fitting[0]
 
 
+def reducer_usd_per_hour() -> float:
+    """Of one machine of Reduction Server, with the fee; from memory (see the table)."""
+    table = rows.table("machines.yaml", "vertex")
+    return float(table["reducer_usd_per_hour"]) * (1 + float(table["fee"]["share_of_on_demand"]))
+
+
 def fee(machine: str, region: str) -> Fee | None:
     """The fee for a GPU of ``machine`` in ``region``; None: not known."""
     table = rows.table("machines.yaml", "vertex")["fee"]

@@ -105,3 +105,8 @@ def test_tables_name_families_and_fabrics_that_there_are():
     fabrics = {gce.missing(one) for family in families.values() for one in family.machines.values()}
     assert len(fabrics - {None}) == 3
     assert gce.image(families["a4"]).driver == 580 and gce.image(families["cpu"]).driver is None
+
+
+def test_reduction_server_is_refused_with_the_reason():
+    (problem,) = list(rules(spec("a2-highgpu-8g", "on_demand", vertex={"reduction_servers": 4})))
+    assert problem.key == "vertex.reduction_servers" and "Vertex AI's jobs alone" in problem.message

@@ -44,3 +44,13 @@ def test_none_where_they_do_not_help_and_no_error(of, why):
     assert reducers.count(of) == 0 and why in reducers.sentence(of)
     assert not [one for one in rules(of.spec) if one.key == "vertex.reduction_servers"]
     assert len(requests(of)[0].body["jobSpec"]["workerPoolSpecs"]) <= 2
+
+
+def test_the_plan_says_what_they_may_save_and_what_they_cost():
+    of = asked("a2-highgpu-8g", hosts=8)
+    # 16 GB of gradients, 2 x 7/8 - 1 = 0.75 of them less over 12.5 GB/s a host: about a second.
+    cheap = reducers.worth(of, step_s=2.0, usd_per_hour=8 * 29.39)
+    assert cheap.startswith("Reduction Server may pay: at most 0.9") and "25 n1-highcpu-16 cost about $16.39" in cheap
+    assert "does not pay" in reducers.worth(of, step_s=60.0, usd_per_hour=8 * 29.39)
+    assert "none: a2" not in cheap
+    assert "GPUDirect" in reducers.worth(asked("a3-megagpu-8g"), step_s=1.0, usd_per_hour=1.0)

@@ -218,13 +218,10 @@ class _Replay:
         state = self.state
         self.asked, self.waiting_since_ns = None, None
         self.state = State(
-            attempt=state.attempt,
-            next_incident=state.next_incident,
-            batch_schedule=state.batch_schedule,
+            attempt=state.attempt, next_incident=state.next_incident, batch_schedule=state.batch_schedule,
             skip_steps=state.skip_steps,
-            # Else a snapshot that a killed host left in its memory would be taken for newer than the last save.
-            committed_step=state.committed_step,
-        )
+            committed_step=state.committed_step,  # else an older snapshot that a killed host left would come first
+        )  # fmt: skip
 
     # ------------------------------------------------------------ training
 

@@ -149,7 +149,7 @@ class Trial:
         for number in reversed(range(HOSTS)):  # whoever counts them may count otherwise
             out = io.BytesIO()
             try:
-                argv = [python, "-m", END_HOST, run_id, self.killed]
+                argv = [python, "-P", "-m", END_HOST, run_id, self.killed]
                 code = execute(run_id, argv, Terminal(out=out.write, err=out.write), host=number)
             except UsageError:
                 raise

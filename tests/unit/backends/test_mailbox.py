@@ -137,6 +137,14 @@ def test_letters_of_others_are_not_read(world, foreign):
     assert world.ask("stop", world.serve) == "done stop", "and keep nobody out"
 
 
+def test_letters_and_answers_can_be_read_in_the_bucket_and_the_token_cannot(world):
+    """They carry a MAC and are not encrypted: SECURITY.md says so."""
+    assert world.ask("ls /data", world.serve) == "done ls /data"
+    held = world.store.get(URI).data, world.store.get(ANSWER).data
+    assert b"ls /data" in held[0] and b"done ls /data" in held[1]
+    assert not [data for data in held if b"t" * 32 in data]
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"number": 1}', b"\xff" * 100])
 def test_what_is_no_letter_keeps_nobody_out(world, data):
     world.store.put(URI, data)

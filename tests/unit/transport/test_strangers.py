@@ -245,6 +245,18 @@ def test_a_true_peer_comes_through_a_flood(serving, monkeypatch):
     assert len(there.pool._strangers) <= 64
 
 
+def test_of_silent_connections_there_are_so_many_at_most_whatever_room_there_is(serving, monkeypatch):
+    monkeypatch.setattr(connections, "STRANGERS", 4)
+    monkeypatch.setattr(connections, "MOST_STRANGERS", 8)
+    there, seen = serving(), []
+    with contextlib.ExitStack() as kept:
+        for _ in range(40):
+            kept.enter_context(socket.create_connection(there.address))
+        kept.enter_context(contextlib.closing(say(there.address, HELLO, AskStatus(), timeout_s=20.0)))
+        eventually(lambda: seen.append(len(there.pool._strangers)) or there.heard)
+    assert 1 < max(seen) <= 8, "the oldest goes for a new one"
+
+
 def test_a_pause_of_the_process_itself_is_nobodys_silence():
     heard, gone = [], []
     pool = ConnectionPool(

@@ -29,10 +29,11 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Ending:
-    """A launcher whose agents do not leave by themselves, and whose Ctrl-C comes while one waits for them."""
+    """A launcher whose agents do not leave by themselves, and whose signal comes while one waits for them."""
 
-    def __init__(self, *, broken: bool, interrupts: bool) -> None:
-        self.broken, self.interrupts, self.cancelled = broken, interrupts, 0
+    def __init__(self, number: signal.Signals = signal.SIGINT, *, broken: bool) -> None:
+        self.broken, self.number, self.cancelled = broken, number, 0
+        self.interrupts = True
 
     def attach(self, handle: object, *, task: str, pid: int) -> None:
         pass
@@ -40,7 +41,7 @@ class Ending:
     def remaining(self, handle: object) -> bool:
         if self.interrupts:
             self.interrupts = False
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
         return not self.cancelled
 
     def cancel(self, handle: object) -> None:
@@ -90,19 +91,21 @@ def intent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Intent:
     return cast("Intent", SimpleNamespace(run=run, request=Request(), launcher=None))
 
 
-def test_ctrl_c_while_agents_leave_ends_them_and_the_verdict_comes(intent: Intent) -> None:
-    launcher, words = Ending(broken=False, interrupts=True), Words()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_agents_leave_ends_them_and_the_verdict_comes(intent: Intent, number: signal.Signals) -> None:
+    launcher, words = Ending(number, broken=False), Words()
     intent.__dict__["launcher"] = launcher
     before = time.monotonic()
     ended = train.supervise(intent, sinks=[words])
     assert (ended.exit_code, ended.shown) == (75, True)
     assert words.codes == [75] and launcher.cancelled == 1
     assert time.monotonic() - before < train.LEAVE_S / 2, "nobody waits for them any more"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_agents_that_cannot_be_ended_take_no_verdict_away(intent: Intent) -> None:
     words = Words()
-    intent.__dict__["launcher"] = Ending(broken=True, interrupts=True)
+    intent.__dict__["launcher"] = Ending(broken=True)
     with pytest.raises(BackendError):
         train.supervise(intent, sinks=[words])
     assert words.codes == [75]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,10 +121,24 @@ def _hangup(tell: Callable[[str], None]) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
+@contextlib.contextmanager
+def _interrupted_by_term() -> Iterator[None]:
+    """SIGTERM ends a wait as Ctrl-C does; where it is ignored, since the run ends by one, it stays so."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _clear(launcher: Launcher, handle: JobHandle) -> None:
     """The agents leave by themselves; one that does not, or not before Ctrl-C, is ended."""
     until = time.monotonic() + LEAVE_S
-    with contextlib.suppress(KeyboardInterrupt):  # the run has ended: its code and its verdict stand
+    with contextlib.suppress(KeyboardInterrupt), _interrupted_by_term():  # the run has ended: its verdict stands
         while time.monotonic() < until and launcher.remaining(handle):
             time.sleep(0.05)
     if launcher.remaining(handle):

@@ -4,6 +4,8 @@ Link delay, loss, throttling and bit flips (20, 21, 25, 27, 29, 30): here a dete
 the answer is tested.
 """
 
+import signal
+
 import pytest
 from fakes import incident_kinds
 from fakes.virtual_run import actions
@@ -193,6 +195,24 @@ def test_a_cause_that_arrives_after_its_consequence_is_the_one_that_is_judged():
     assert actions(cluster) == ["restart", "restart", "restart", "stop"]
     assert end.exit_code == 1 and "bad row 17" in end.reason
     assert len(logged(cluster, "attempt.started")) == 2, "each failure was carried out once"
+
+
+@pytest.mark.parametrize("code", [-9, -11])
+def test_a_killed_rank_is_named_where_its_peers_broken_connection_is_told_first(code):
+    """One restart, which counts once; whoever reads the log learns of the signal."""
+    cluster = cluster_of(spec_of(hosts=2))
+
+    def fail():
+        host, attempt = cluster.machine.state.ranks[1], cluster.machine.state.attempt
+        cluster.kill_rank(0, code=1, last=LastWords(exception="RuntimeError", message="Connection reset by peer"))
+        message = RankExit(attempt=attempt, rank=1, pid=2, code=code, step=-1)
+        cluster.after(cluster.stages.detect_exit_s + 0.001, lambda: from_host(cluster, host, message))
+
+    cluster.at(10.0, fail)
+    assert cluster.run().exit_code == 0
+    told = [(event.rank, event.detail["evidence"]) for event in logged(cluster, "incident.detected")]
+    assert [rank for rank, _ in told] == [0, 1] and f"was killed by {signal.Signals(-code).name}" in told[1][1]
+    assert len(logged(cluster, "attempt.started")) == 2, "it was carried out once"
 
 
 def test_an_error_at_once_after_the_restart_counts_as_the_same_step():

@@ -194,10 +194,10 @@ class RankPool:
         self._report_drained()
 
     def _kill(self, attempt: int, *, spared: Collection[Worker] = ()) -> None:
-        """SIGKILL for every rank up to ``attempt``; their exits are handled like any other's."""
+        """SIGKILL for every rank up to ``attempt``. Exits that came first are told like any other: one is the cause."""
         for worker in self.living():
             if worker.attempt <= attempt and worker not in spared:
-                kill(worker.pid)
+                worker.kill()
 
     def _on_exit(self, worker: Worker) -> None:
         """The pidfd fired: the process is gone; its exit code comes from the fork server, its parent."""
@@ -235,7 +235,7 @@ class RankPool:
         self._log.write("rank.exited", {"exit_code": worker.exit_code, **last_reasons(last)}, rank=worker.rank)
         if last is not None:
             self._snapshots.drop(last.rejected)
-        if self._ending is None or worker.attempt > self._ending:
+        if self._ending is None or worker.attempt > self._ending or not worker.was_killed:
             report = exit_report(worker)
             self.exits[worker.rank] = report
             self._send(report)
@@ -324,7 +324,7 @@ class RankPool:
         """Report ranks that hang; kill those that should have paused and have not."""
         limits, now_s = self._limits(), time.monotonic()
         for worker in self._retained.overdue(self.living(), now_s=now_s, silence_s=limits.silence_s):
-            kill(worker.pid)  # stopped, or busy with something long: it is replaced
+            worker.kill()  # stopped, or busy with something long: it is replaced
         if not self._is_supervised():
             return  # a hang is reported once, and there is no one to receive it
         for worker, evidence in find_hung_ranks(self.living(), limits, host=self._identity.host, now_s=now_s):

@@ -106,8 +106,11 @@ def _incident(
     since: float,
     action: str,
     replacement: str | None = None,
+    *,
+    secondary: bool = False,
 ) -> None:
     detail = {"incident_id": name, "incident": kind, "evidence": evidence, "since_ns": round(since * SECOND)}
+    detail |= {"secondary": True} if secondary else {}
     w.add("supervisor", at, "incident.detected", attempt=attempt, host=host, rank=rank, detail=detail)
     reason = {"restart": "first failure of this rank", "swap": "a spare stands ready"}[action]
     more = {"replacement": replacement} if replacement else {}

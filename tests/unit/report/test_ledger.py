@@ -1,5 +1,6 @@
 """The ledger of a made-up run whose every second is known."""
 
+import faulty_run
 import pytest
 from faulty_run import RUN_ID, TOKENS, write
 
@@ -85,3 +86,18 @@ def test_unknown_prices_stay_unknown(tmp_path):
     assert found["cost"]["usd"] is None
     assert found["categories"]["productive"]["usd"] is None
     assert "unknown" in api.render_table(api.load(tmp_path))
+
+
+def test_a_cause_that_is_told_after_its_consequence_is_the_same_interruption(tmp_path):
+    w = faulty_run.Writer(tmp_path / "events")
+    faulty_run._begin(w, None)
+    faulty_run._attempt(w, 1, {"host-0": [0], "host-1": [1]}, start=40.0, first_step=1, last_step=25, warm=True)
+    lost, killed = "rank 0 on host-0 lost a peer: Connection reset", "rank 1 on host-1 was killed by SIGKILL"
+    faulty_run._incident(w, "i1", "rank_exit", 107.0, 1, "host-0", 0, lost, 106.9, "restart", secondary=True)
+    faulty_run._incident(w, "i2", "rank_exit", 107.1, 1, "host-1", 1, killed, 107.1, "restart")
+    faulty_run._attempt(w, 2, {"host-0": [0], "host-1": [1]}, start=108.0, first_step=26, last_step=60, cause="i1")
+    w.close()
+    first, second = api.load(tmp_path).to_json()["incidents"]
+    assert (first["stopped_training"], second["stopped_training"]) == (True, False)
+    assert f"lost a peer: Connection reset; the cause: {killed}" in first["sentence"] and "It cost" in first["sentence"]
+    assert killed.removeprefix("r") in second["sentence"] and "It cost" not in second["sentence"]

@@ -49,6 +49,8 @@ class Worker:
     """Its attempt ends, and it is to continue in the next one."""
     paused: int | None = None
     """It has paused after this step, and waits for its next rank."""
+    was_killed: bool = False
+    """Its agent has ended it, and it was not on its way out by then."""
 
     def begin(self, rank: int, attempt: int, *, now_s: float) -> None:
         """Become ``rank`` of ``attempt``."""
@@ -57,6 +59,11 @@ class Worker:
         self.first_step, self.stepped = None, False
         self.progress_s = now_s
         self.heard(now_s)
+
+    def kill(self) -> None:
+        """SIGKILL; gone is success."""
+        self.was_killed = self.was_killed or not is_exiting(self.pid)
+        kill(self.pid)
 
     def lose(self, peer: Connection) -> None:
         """``peer`` is gone; the rank may have connected again before that was seen."""
@@ -90,6 +97,13 @@ def parent_of(pid: int) -> int:
 def is_stopped(pid: int) -> bool:
     """Whether the kernel holds the process stopped (SIGSTOP, a debugger, a freezer)."""
     return _stat(pid)[0] in ("T", "t")
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether the process is gone or has begun to go: the kernel frees its memory before anybody learns its exit code
+    (``PF_EXITING`` of include/linux/sched.h, among the flags of proc_pid_stat(5))."""
+    found = _stat(pid)
+    return len(found) <= 6 or bool(int(found[6]) & 0x4)
 
 
 def _stat(pid: int) -> list[str]:

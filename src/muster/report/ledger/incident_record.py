@@ -44,10 +44,14 @@ class IncidentRecord:
     """Category -> host-nanoseconds that this incident cost."""
     hosts: int = 0
     """Hosts that were training when it happened."""
+    secondary: bool = False
+    """The consequence of another rank's end, which was told first."""
+    explains: str | None = None
+    """The consequence that had stopped training before this one, its cause, was told."""
 
     @property
     def stopped_training(self) -> bool:
-        return self.action not in (None, Action.IGNORE)
+        return self.action not in (None, Action.IGNORE) and self.explains is None
 
     @property
     def lost_ns(self) -> int | None:
@@ -75,6 +79,7 @@ def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[
                 step=event.step,
                 attempt=event.attempt,
                 evidence=detail.evidence,
+                secondary=detail.secondary,
                 fault_ns=fault,
                 detected_ns=timed.t_ns,
             )
@@ -82,10 +87,22 @@ def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[
             _add_decision(records, event.read(IncidentDecided), timed.t_ns)
         elif event.kind == IncidentResolved.kind:
             _add_cost(records, event.read(IncidentResolved))
+    _join_causes(list(records.values()))
     exits = [t for t in events if t.event.kind == RankExited.kind and t.event.read(RankExited).exit_code != 0]
     for incident in records.values():
         _add_surroundings(incident, exits, lineage)
     return records
+
+
+def _join_causes(records: Sequence[IncidentRecord]) -> None:
+    """One fault is one interruption, whose evidence names the cause, also where its consequence was told first."""
+    for consequence in records:
+        for cause in records if consequence.secondary else ():
+            within = cause.attempt == consequence.attempt and cause.detected_ns >= consequence.detected_ns
+            if within and cause.rank is not None and not cause.secondary:
+                cause.explains = consequence.incident_id
+                consequence.evidence += f"; the cause: {cause.evidence}"
+                break
 
 
 def _add_decision(records: Mapping[str, IncidentRecord], detail: IncidentDecided, at_ns: int) -> None:

@@ -59,14 +59,15 @@ def _failed(ctx: SupervisorContext, host: str, message: RankExit) -> None:
 
 
 def _cause(ctx: SupervisorContext, host: str, message: RankExit) -> None:
-    """A rank's own error, reported after its peer's broken connection: it is the cause, and an incident of its own."""
+    """A rank's own error or its death, reported after its peer's broken connection: it is the cause, and an incident of
+    its own. Agents report no rank that they have killed themselves."""
     state, last = ctx.state, message.last
     if last is not None:
         ctx.reject(last.rejected, f"rank {message.rank} on {host}: {last.message}")
-    if state.open is None or not state.open.secondary or message.code <= 0 or message.code in REQUESTED_EXIT_CODES:
+    if state.open is None or not state.open.secondary or message.code in (0, *REQUESTED_EXIT_CODES):
         return
-    kind, _, _ = _classified(ctx, host, message)
-    if kind is not RANK_EXIT:
+    kind, _, detail = _classified(ctx, host, message)
+    if kind is not RANK_EXIT or "signal" in detail:
         state.open.secondary = False
         _failed(ctx, host, message)
 

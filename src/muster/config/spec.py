@@ -240,7 +240,7 @@ class CheckpointSpec(Section):
     """In-memory snapshot held by the host's agent every N steps; 0: none. auto: as often as takes about 1 % of the
     time, measured (1.5 % at most: an interval is changed once it is wrong by that factor), and more often where
     failures are frequent; every step where a rank's state is 64 MiB at most, and in a loop of your own (``command``).
-    1: no applied step is ever redone."""
+    1: no applied step is redone but what a lost host had not handed on."""
     replicate_snapshots: bool | None = None
     """A second host holds a copy of each snapshot; default: where there are several hosts, and no other replica
     (``dp_replicate``) holds the same state on another one."""

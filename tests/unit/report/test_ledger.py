@@ -89,13 +89,17 @@ def test_unknown_prices_stay_unknown(tmp_path):
 
 
 def test_a_cause_that_is_told_after_its_consequence_is_the_same_interruption(tmp_path):
-    w = faulty_run.Writer(tmp_path / "events")
+    hosts = {"host-0": [0, 1], "host-1": [2, 3]}
+    w = faulty_run.Writer(tmp_path / "events", offsets_ns=dict.fromkeys((*hosts, "host-2"), 0))
     faulty_run._begin(w, None)
-    faulty_run._attempt(w, 1, {"host-0": [0], "host-1": [1]}, start=40.0, first_step=1, last_step=25, warm=True)
-    lost, killed = "rank 0 on host-0 lost a peer: Connection reset", "rank 1 on host-1 was killed by SIGKILL"
+    faulty_run._attempt(w, 1, hosts, start=40.0, first_step=1, last_step=25, warm=True)
+    lost, killed = "rank 0 on host-0 lost a peer: Connection reset", "rank 3 on host-1 was killed by SIGKILL"
     faulty_run._incident(w, "i1", "rank_exit", 107.0, 1, "host-0", 0, lost, 106.9, "restart", secondary=True)
-    faulty_run._incident(w, "i2", "rank_exit", 107.1, 1, "host-1", 1, killed, 107.1, "restart")
-    faulty_run._attempt(w, 2, {"host-0": [0], "host-1": [1]}, start=108.0, first_step=26, last_step=60, cause="i1")
+    told = {"incident_id": "i2", "incident": "rank_exit", "evidence": killed}
+    w.add("supervisor", 107.1, "incident.detected", attempt=1, host="host-1", rank=3, detail=told)
+    decided = {"incident_id": "i2", "action": "restart", "reason": "the cause"}
+    w.add("supervisor", 107.1, "incident.decided", attempt=1, detail=decided)
+    faulty_run._attempt(w, 2, hosts, start=108.0, first_step=26, last_step=60, cause="i1")
     w.close()
     first, second = api.load(tmp_path).to_json()["incidents"]
     assert (first["stopped_training"], second["stopped_training"]) == (True, False)

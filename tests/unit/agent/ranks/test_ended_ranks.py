@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fakes.host import RecordingHost
@@ -17,7 +18,8 @@ from muster.protocol.to_supervisor import RankExit, RanksEnded
 @pytest.mark.parametrize("first", [True, False])
 def test_a_rank_that_somebody_killed_before_the_agent_did_is_told(first):
     """Its memory is freed before its exit code is known; a peer's broken connection ends the attempt meanwhile."""
-    host = RecordingHost()
+    spec = SimpleNamespace(recovery=SimpleNamespace(warm_standby=False), resources=SimpleNamespace(ranks_per_host=1))
+    host = RecordingHost(spec=spec)
     forks = Forks(
         spawn=lambda _: None,
         reaps=lambda _: True,

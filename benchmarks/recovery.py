@@ -117,10 +117,10 @@ def rank_fault(number, trials, **changes):
         return found, step_s(run)
 
 
-def host_fault(aim, trials, *, spares, hosts, netns=False, min_hosts=None):
+def host_fault(aim, trials, *, spares, hosts, netns=False, min_hosts=None, **more):
     """One run a trial: a lost host does not come back."""
     found, steps = [], []
-    changes = {"resources.hosts": hosts, "resources.ranks_per_host": 1, "resources.spare_hosts": spares}
+    changes = {"resources.hosts": hosts, "resources.ranks_per_host": 1, "resources.spare_hosts": spares, **more}
     if min_hosts:
         changes["resources.min_hosts"] = min_hosts
     for _ in range(trials):
@@ -129,23 +129,24 @@ def host_fault(aim, trials, *, spares, hosts, netns=False, min_hosts=None):
             run.wait_for_step(2)
             if spares:
                 run.wait_for_spare()
-            victim = run.ranks()[hosts - 1][1]
+            victim = run.ranks()[max(run.ranks())][1]
             found.append(measure(run, partial(aim, run, victim)))
             steps.append(step_s(run))
     return found, statistics.median(steps)
 
 
-def grow(trials):
+def grow(trials, *, hosts=3, min_hosts=2, **more):
     """The pause while a host joins: the longest gap between two steps' ends, less the median step before it."""
     found, steps = [], []
-    changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1}
+    changes = {"resources.hosts": hosts, "resources.min_hosts": min_hosts, "resources.ranks_per_host": 1, **more}
+    victim = f"host-{hosts - 1}"
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec(**changes)) as run:
             run.start()
             run.wait_for_step(3)
-            run.signal_host("host-2")
+            run.signal_host(victim)
             run.wait_until(lambda run=run: len(run.events("incident.resolved")) == 1, "the shrink")
-            run.start_agent("host-2")
+            run.start_agent(victim)
             run.wait_until(lambda run=run: "grow" in run.actions(), "the return")
             at = run.step()
             run.wait_for_step(at + 4)
@@ -178,6 +179,16 @@ def cases(trials):
         yield "host_cut", lambda: host_fault(cut, trials, hosts=2, spares=1, netns=True)
     yield "shrink", lambda: host_fault(kill, trials, hosts=3, spares=0, min_hosts=2, netns=netns)
     yield "grow", lambda: grow(trials)
+    # Three replicas of three stages: on nine hosts of one rank, and inside each of three hosts.
+    grid = {"parallelism.dp_replicate": 3, "parallelism.dp_shard": 1, "parallelism.pp": 3}
+    calm = {"recovery.heartbeat_timeout_s": 2.0}  # ten hosts share these cores
+    for name, hosts in (("grid9", 9), ("grid3", 3)):
+        more = {**grid, **calm, "resources.ranks_per_host": 9 // hosts}
+        least = hosts - hosts // 3
+        yield f"{name}_rank_kill", partial(rank_fault, signal.SIGKILL, trials, **more, **{"resources.hosts": hosts})
+        yield f"{name}_swap", partial(host_fault, kill, trials, hosts=hosts, spares=1, **more)
+        yield f"{name}_shrink", partial(host_fault, kill, trials, hosts=hosts, spares=0, min_hosts=least, **more)
+        yield f"{name}_grow", partial(grow, trials, hosts=hosts, min_hosts=least, **more)
 
 
 def main():

@@ -106,6 +106,8 @@ class Trial:
     replicas: int
     exact: bool
     strikes: tuple[Strike, ...]
+    stages: int = 1
+    """Of a pipeline, on each host or replica."""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -124,16 +126,22 @@ class Trial:
             "resources.hosts": self.hosts,
             "resources.spare_hosts": self.spares,
             "resources.min_hosts": 1 if shrinks else self.hosts,
-            "resources.ranks_per_host": 1 if self.hosts > 1 else 2,
+            "resources.ranks_per_host": (1 if self.hosts > 1 else 2) * self.stages,
             "parallelism.dp_replicate": self.replicas,
+            "parallelism.pp": self.stages,
         }
 
     def ranks(self) -> int:
-        return max(self.hosts, 2)
+        return max(self.hosts, 2) * self.stages
 
     def course(self) -> str:
         """What the final weights depend on."""
-        return f"ranks{self.ranks()}-replicas{self.replicas}-exact{int(self.exact)}"
+        staged = f"-stages{self.stages}" if self.stages > 1 else ""
+        return f"ranks{self.ranks()}-replicas{self.replicas}-exact{int(self.exact)}{staged}"
+
+
+#: Seeds from here on are runs with pipeline stages; those below stay what they were.
+STAGED_FROM = 1000
 
 
 def draw(seed: int) -> Trial:
@@ -145,7 +153,7 @@ def draw(seed: int) -> Trial:
     exact = replicas > 1 or dice.random() < 0.5
     steps = sorted(dice.randrange(2, LAST) for _ in range(dice.choice((1, 1, 2, 2, 3, 4, 5))))
     strikes = tuple(_strike(dice, step, hosts + spares) for step in steps)
-    return Trial(seed, hosts, spares, replicas, exact, strikes)
+    return Trial(seed, hosts, spares, replicas, exact, strikes, stages=2 if seed >= STAGED_FROM else 1)
 
 
 def _strike(dice: random.Random, step: int, hosts: int) -> Strike:

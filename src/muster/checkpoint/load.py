@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,14 @@ def load_newest(
     on_skip: OnSkip | None = None,
     *,
     group: dist.ProcessGroup | None = None,
+    elsewhere: Set[str] = frozenset(),
 ) -> tuple[Manifest, int] | None:
     """Restore the newest committed checkpoint of this model that is whole into ``state``, whatever layout either has:
     (which, the bytes read here). None: there is none, and ``state`` is as it was.
 
     Each rank reads what it needs of it and nothing else, and every block is verified as it is read; it stays beside
     the state until all ranks have theirs, since damage that one of them finds makes all of them pass it over.
-    Collective over ``group`` (gloo). ``on_skip`` as in ``newest_valid``.
+    Collective over ``group`` (gloo). ``on_skip`` as in ``newest_valid``, ``elsewhere`` as in ``shards.restore``.
     """
     rank, ranks = exchange.rank_of(group), 1 if group is None else group.size()
     skip = on_skip if on_skip is not None and rank == 0 else lambda uri, reason: None
@@ -73,7 +74,7 @@ def load_newest(
             problem = missing(manifest) or stranger(manifest, part=rank, parts=ranks)
             if problem is None:
                 read.append(ShardReader(open_checkpoint(manifest), staged=True))
-                read_into(read[0], state)
+                read_into(read[0], state, elsewhere=elsewhere)
             return problem
 
         problem = _agreed(manifest, look, group)

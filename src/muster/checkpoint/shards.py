@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -149,10 +149,11 @@ class ShardReader(StorageReader):
         return False
 
 
-def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
+def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor], *, elsewhere: Set[str] = frozenset()) -> int:
     """Fill ``state`` (DTensors of any layout, plain tensors) in place; returns the bytes read. No collective.
 
-    What is a rank's own, and was saved by a world that had no such rank, is left as it is.
+    What is a rank's own, and was saved by a world that had no such rank, is left as it is. ``elsewhere``: tensors of
+    the same model that only other ranks hold.
 
     Raises:
         CheckpointError: something in ``state`` is missing, of another shape, or could not be read. The
@@ -161,14 +162,14 @@ def restore(opened: Sequence[Shard], state: Mapping[str, torch.Tensor]) -> int:
             nothing about the shards.
     """
     reader = ShardReader(opened)
-    read_into(reader, state)
+    read_into(reader, state, elsewhere=elsewhere)
     return reader.bytes_read
 
 
-def read_into(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> None:
+def read_into(reader: ShardReader, state: Mapping[str, torch.Tensor], *, elsewhere: Set[str] = frozenset()) -> None:
     """``restore`` by a reader, which may stage what it reads. Raises as ``restore``."""
     reader.lend(state)
-    problem = mismatch(reader, state) or gaps(reader, state)
+    problem = mismatch(reader, state, elsewhere=elsewhere) or gaps(reader, state)
     if problem:
         raise CheckpointError(problem)
     try:
@@ -193,7 +194,9 @@ def read_into(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> None:
         raise CheckpointError(f"cannot restore: {error}") from error
 
 
-def mismatch(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> str | None:
+def mismatch(
+    reader: ShardReader, state: Mapping[str, torch.Tensor], *, elsewhere: Set[str] = frozenset()
+) -> str | None:
     """Why the shards are of another model than ``state``; None when they fit.
 
     Ranks' own tensors (``rank<N>.``) are another matter: of a rank that only one of the two worlds has, none need be
@@ -208,7 +211,7 @@ def mismatch(reader: ShardReader, state: Mapping[str, torch.Tensor]) -> str | No
             return f"foreign: it has no tensor {name!r}"
         if shapes[name] != tuple(tensor.shape):
             return f"foreign: {name} has shape {list(shapes[name])} there and {list(tensor.shape)} here"
-    strange = sorted(name for name in set(shapes) - set(state) if owner_of(name) in here)
+    strange = sorted(name for name in set(shapes) - set(state) - elsewhere if owner_of(name) in here)
     if strange:
         return f"foreign: it has {strange[0]!r}, which this run does not ({len(strange)} such tensors)"
     return None

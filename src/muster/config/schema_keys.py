@@ -32,6 +32,7 @@ _NAMES_ELSEWHERE = {
     "resources.hosts": "nodes num_nodes nnodes",
     "resources.ranks_per_host": "gpus gpus_per_node nproc_per_node",
     "parallelism.tp": "tensor_parallel tensor_parallel_size",
+    "parallelism.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree",
     "parallelism.dp_shard": "fsdp",
     "data.sources": "dataset datasets",
     "checkpoint.every_steps": "save_steps",

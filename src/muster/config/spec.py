@@ -187,7 +187,8 @@ class Parallelism(Section):
     dp_replicate: Positive = 1
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     tp: Positive = 1
-    pp: Literal[1] = 1
+    pp: Positive = 1
+    """Pipeline stages: each holds a run of layers, and micro-batches pass through them (1F1B)."""
     cp: Positive = 1
     """Context parallel: ranks that share each sequence; attention gathers the keys and values of all of it. Twice this
     must divide ``training.sequence_length``."""

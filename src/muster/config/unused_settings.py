@@ -35,7 +35,7 @@ def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if optimizer.traits.compact and spec.model is not None and spec.model.lora is not None:
         yield "training.optimizer.name", "its smaller state saves next to nothing on adapters alone"
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
-    shards = ranks // (spec.parallelism.dp_replicate * spec.parallelism.tp)
+    shards = ranks // (spec.parallelism.dp_replicate * spec.parallelism.tp * spec.parallelism.pp)
     if (
         (spec.parallelism.dp_shard == 1 or shards <= 1) and spec.resources.device == "cpu"
     ) or spec.parallelism.dp_shard == 1:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from muster.config.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
+from muster.config.stage_rules import stage_combinations, stage_problems
 from muster.core.errors import Problem
 from muster.core.redact import secret_word
 from muster.core.typed_json import JsonObject
@@ -117,6 +118,8 @@ def config_problems(spec: RunSpec, config: JsonObject, *, key: str) -> Iterator[
         yield Problem(key, f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         yield Problem(key, f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+    if spec.parallelism.pp > 1:
+        yield from stage_problems(spec, config)
     longest = spec.training.sequence_length
     if isinstance(context, int) and longest > context:
         yield Problem(
@@ -190,6 +193,10 @@ def _float8(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(
             key, f"fp8 does not go with tp = {spec.parallelism.tp}: it was never tried", hint="bf16, or tp: 1"
         )
+    elif spec.parallelism.pp > 1:
+        yield Problem(
+            key, f"fp8 does not go with pp = {spec.parallelism.pp}: it was never tried", hint="bf16, or pp: 1"
+        )
     elif length % 16:
         yield Problem(key, f"fp8 needs a sequence_length that is a multiple of 16, not {length}", hint="bf16")
 
@@ -254,6 +261,7 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     if shape.dp_shard == 0:
         yield Problem("parallelism.dp_shard", "must be -1 (what remains) or at least 1, got 0")
         return
+    yield from stage_combinations(spec)
     if ranks is None:
         return
     fixed = math.prod(size for size in shape.axes.values() if size > 0)

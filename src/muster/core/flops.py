@@ -19,6 +19,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from muster.core.errors import UsageError
+from muster.core.layout import cut_layers
 from muster.core.typed_json import JsonObject, child
 
 
@@ -68,6 +69,9 @@ class ModelShape:
     window: int | None = None
     """Tokens that a sliding-window layer sees."""
     windowed_layers: int = 0
+    has_embedding: bool = True
+    has_head: bool = True
+    """With ``has_embedding``: False on the stages of a pipeline that lack it (``stages``)."""
 
     @classmethod
     def from_config(cls, config: JsonObject) -> ModelShape:
@@ -103,7 +107,7 @@ class ModelShape:
             head_dim=_count(config, "head_dim") or _HEAD_DIM_BY_DEFAULT.get(family, hidden // heads),
             intermediate=(_count(config, "n_inner") or 4 * hidden) if gpt2 else need("intermediate_size"),
             vocab=need("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT)),
+            tied=bool(config.get("tie_word_embeddings", family in TIED_BY_DEFAULT)),
             gated_mlp=not gpt2,
             attention_bias=gpt2 or family == "qwen2" or bool(config.get("attention_bias", False)),
             norms_per_layer=_NORMS.get(family, 2),
@@ -147,12 +151,14 @@ class ModelShape:
     @property
     def head_parameters(self) -> int:
         """The output head (shared with the embedding where tied)."""
-        return self.vocab * self.hidden
+        return self.vocab * self.hidden if self.has_head else 0
 
     @property
     def embedding_parameters(self) -> int:
         """Parameters that are looked up and not multiplied: 0 where the head is tied to them."""
-        return (0 if self.tied else self.vocab * self.hidden) + self.positions * self.hidden
+        if not self.has_embedding:
+            return 0
+        return (0 if self.tied and self.has_head else self.vocab * self.hidden) + self.positions * self.hidden
 
     @cached_property
     def matmul_parameters(self) -> int:
@@ -162,8 +168,23 @@ class ModelShape:
     @cached_property
     def parameters(self) -> int:
         """N."""
-        final_norm = self.hidden * (2 if self.family == "gpt2" else 1)
+        final_norm = self.hidden * (2 if self.family == "gpt2" else 1) if self.has_head else 0
         return self.layers * self.layer_parameters + self.head_parameters + self.embedding_parameters + final_norm
+
+    def stages(self, number: int) -> list[ModelShape]:
+        """What each stage of a pipeline holds, as the trainer cuts it. A tied matrix is held twice.
+
+        Raises:
+            UsageError: there are fewer layers than stages.
+        """
+        try:
+            ranges = cut_layers(self.layers, number, last=self.head_parameters / self.layer_matmul_parameters)
+        except ValueError as error:
+            raise UsageError(f"parallelism.pp {number}: {error}", hint=f"pp: at most {self.layers}") from error
+        return [
+            replace(self, layers=len(own), has_embedding=place == 0, has_head=place == number - 1)
+            for place, own in enumerate(ranges)
+        ]
 
     def with_vocab(self, vocab: int) -> ModelShape:
         """The same model with another vocabulary (a tokenizer trained on the run's data)."""
@@ -220,7 +241,8 @@ def lora_factor(shape: ModelShape | None = None, lora_parameters: int = 0) -> fl
 
 
 # transformers' defaults that decide a shape and that a config.json may leave out.
-_TIED_BY_DEFAULT = {"gemma", "gemma2", "gemma3_text", "gpt2"}
+#: Families whose head is their embedding where a config does not say.
+TIED_BY_DEFAULT = {"gemma", "gemma2", "gemma3_text", "gpt2", "cohere"}
 _HEAD_DIM_BY_DEFAULT = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 _NORMS = {"gemma2": 4, "gemma3_text": 4}
 _QK_NORM = {"qwen3", "gemma3_text"}

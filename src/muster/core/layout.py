@@ -25,7 +25,7 @@ def _axis(letter: str) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The size of each axis; the product of all is the number of ranks. Ranks are numbered with ``dp_replicate``
-    outermost."""
+    outermost, then ``pp``, ``dp_shard`` and ``tp``: a replica's ranks are neighbours, and so are a stage's."""
 
     dp_replicate: int = _axis("r")
     """Copies of the model."""
@@ -95,7 +95,7 @@ class Axis:
     letter: str
 
 
-#: Every axis, outermost first.
+#: Every axis, in the order of ``Layout.key``.
 AXES = tuple(Axis(axis.name, axis.metadata["letter"]) for axis in fields(Layout))
 _sizes: Callable[[Layout], tuple[int, ...]] = operator.attrgetter(*(axis.name for axis in AXES))
 #: Matches ``Layout.key`` (without groups, for patterns of file names).
@@ -117,8 +117,12 @@ def layout_for(axes: Mapping[str, int], world_size: int, *, resize: bool = False
     ``axes``: axis -> size as the run file gives it (``Parallelism.axes``); ``dp_shard`` -1 takes the ranks that remain.
     ``resize``: the number of ranks may differ from the run file's. Replicas are then given up before shards: with
     ``dp_shard`` given, as many whole replicas as fit, or one smaller one; with -1 the requested replicas if they
-    divide the ranks, else one. The other axes are kept as given.
+    divide the ranks, else one. The other axes are kept as given, but for the stages of a pipeline where there are fewer
+    ranks than one replica needs: then one replica of as many stages as there are ranks for.
     """
+    of_a_stage = axes["tp"] * axes["cp"] * axes["ep"]
+    if resize and world_size < of_a_stage * axes["pp"]:
+        axes = {**axes, "dp_replicate": 1, "dp_shard": 1, "pp": max(1, world_size // of_a_stage)}
     inner = {name: size for name, size in axes.items() if name not in ("dp_replicate", "dp_shard")}
     data_ranks, rest = divmod(world_size, math.prod(inner.values()))
     if rest or not data_ranks:
@@ -131,3 +135,35 @@ def layout_for(axes: Mapping[str, int], world_size: int, *, resize: bool = False
         replicas, shards = max(1, data_ranks // shards), min(shards, data_ranks)
     layout = Layout(dp_replicate=replicas, dp_shard=shards, **inner)
     return layout if layout.world_size == world_size else None
+
+
+#: transformers' model types whose forward pass may begin behind any layer, given hidden states in place of embeddings:
+#: nothing happens to them but the layers, one norm and the head. A test compares each with the whole model bit for bit.
+FAMILIES = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "smollm3", "gemma", "cohere", "glm", "glm4")
+)
+
+
+def cut_layers(layers: int, stages: int, *, last: float = 0.0) -> list[range]:
+    """The layers of each stage, in order: every stage has one, and the most loaded stage as little as possible.
+
+    ``last``: the cost of the head (with the last norm and the loss), in layers. An embedding costs a lookup: nothing
+    here. Of equally good cuts the one with the fewest layers in front, where the most micro-batches are kept.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers do not make {stages} stages")
+
+    def heaviest(in_last: int) -> tuple[float, int]:
+        return max(in_last + last, -(-(layers - in_last) // (stages - 1))), -in_last
+
+    in_last = min(range(1, layers - stages + 2), key=heaviest) if stages > 1 else layers
+    ranges, start = [], 0
+    for stage in range(stages):
+        left = stages - 1 - stage  # of the stages before the last: larger ones first
+        size = in_last if not left else -(-(layers - in_last - start) // left)
+        ranges.append(range(start, start + size))
+        start += size
+    return ranges

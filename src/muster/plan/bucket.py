@@ -89,7 +89,7 @@ def _cache(candidate: Candidate, weights: Weights, constants: Constants) -> Iter
 
 def _rapid(work: Workload, candidate: Candidate, constants: Constants) -> Iterator[str]:
     setting = candidate.setting
-    state = local_state_bytes(work, setting) * setting.layout.dp_shard * setting.layout.tp
+    state = local_state_bytes(work, setting) * setting.layout.ranks_per_replica
     rate = min(constants.store_bytes_per_s_per_node * candidate.num_nodes, BUCKET_BYTES_PER_S)
     save_s, every_s = state / rate, candidate.goodput.checkpoint_every_s
     if save_s > SLOW_SAVE * every_s:

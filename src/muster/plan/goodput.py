@@ -59,7 +59,7 @@ def goodput(
     per_day = mode.failures_per_node_day * num_nodes
     rate = mode.preemptions_per_node_day.value if preemptions_per_node_day is None else preemptions_per_node_day
     preempted = rate * num_nodes
-    state = local_state_bytes(work, setting) * setting.layout.dp_shard * setting.layout.tp
+    state = local_state_bytes(work, setting) * setting.layout.ranks_per_replica
     drain = state / (constants.store_bytes_per_s_per_node * num_nodes)
     stall = local_state_bytes(work, setting) / constants.device_to_host_bytes_per_s
     if not work.asynchronous:

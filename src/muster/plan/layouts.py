@@ -40,23 +40,26 @@ def settings(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Iter
 
 
 def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Iterator[Layout]:
-    """dp_replicate x dp_shard x tp = GPUs. tp stays in a machine and divides the heads; replicas are machines.
+    """dp_replicate x pp x dp_shard x tp = GPUs. tp stays in a machine and divides the heads; replicas are machines.
+    Stages are tried where the run file asks for them.
 
     Sharding over a part of a machine is left out: it costs memory and saves nothing measurable on NVLink.
     """
-    cp = pins.axes.get("cp", 1)  # never chosen, only taken as given
-    world, rest = divmod(num_nodes * option.offer.gpus_per_node, cp)
-    for tp in _divisors(option.offer.gpus_per_node) if not rest else ():
+    cp, pp = pins.axes.get("cp", 1), pins.axes.get("pp", 1)  # never chosen, only taken as given
+    world, rest = divmod(num_nodes * option.offer.gpus_per_node, cp * pp)
+    for tp in _divisors(option.offer.gpus_per_node) if not rest and pp <= work.shape.layers else ():
         if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp or work.exact or work.lora_rank or cp > 1):
             continue
-        data = world // tp
+        data, rest = divmod(world, tp)
+        if rest:
+            continue
         inside = max(1, option.offer.gpus_per_node // (tp * cp))
         shards = {data, max(1, inside), 1}
         shards |= {nodes * inside for nodes in _divisors(num_nodes)}
         for shard in sorted(shards):
             if data % shard:
                 continue
-            layout = Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp, cp=cp)
+            layout = Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp, pp=pp, cp=cp)
             if all(size in (-1, layout.sizes[axis]) for axis, size in pins.axes.items()):
                 yield layout
 

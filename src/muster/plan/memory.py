@@ -11,7 +11,7 @@ gradient, the update, a save. Each formula was compared with ``train.memory_trac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muster.core.types import Layout
 from muster.plan.activations import kept_per_token, working_per_token
@@ -70,12 +70,24 @@ class MemoryEstimate:
 
 
 def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> MemoryEstimate:
-    """Peak of one rank (the fullest: uneven shards are rounded up)."""
+    """Peak of one rank (the fullest: uneven shards are rounded up, and of the stages that which needs most)."""
+    stages = work.shape.stages(setting.layout.pp)
+    of_each = [
+        _memory_of(replace(work, shape=shape), setting, device, under_way=len(stages) - place)
+        for place, shape in enumerate(stages)
+    ]
+    return max(of_each, key=lambda estimate: estimate.total_bytes)
+
+
+def _memory_of(work: Workload, setting: Setting, device: DeviceOverhead, *, under_way: int) -> MemoryEstimate:
+    """Peak of a rank of a stage whose part of the model is ``work.shape``. ``under_way``: micro-batches that wait there
+    for their backward pass at most."""
     units = _units(work, setting.layout.tp)
     static = _static(work, setting, device)
     gathered = _gathered(work, units, setting.layout.shards, streams=device.streams)
     tokens = setting.micro_batch_size * work.sequence_length // setting.layout.cp
-    kept = tokens * _kept(work, setting, device)
+    waiting = tokens * _kept(work, setting, device) * (min(under_way, setting.rounds(work)) - 1)
+    kept = tokens * _kept(work, setting, device) + waiting
     working = tokens * _working(work, setting, device) + _workspace(work, setting, tokens, device)
     if setting.layout.cp > 1:  # keys and values of whole sequences, gathered and in order; never measured
         heads = work.shape.kv_heads * work.shape.head_dim
@@ -97,7 +109,7 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
         "backward": {"gradients": held + loss.head_gradient, "activations": kept + working,
                      "gathered parameters": gathered.root + gathered.backward},
         "backward of the first layer": {"gradients": before_first + loss.head_gradient,
-                                        "activations": tokens * _kept_of_one(work, setting, device) + working,
+                                        "activations": waiting + tokens * _kept_of_one(work, setting, device) + working,
                                         "gathered parameters": gathered.root + gathered.embedding + gathered.backward},
         "end of backward": {"gradients": before_root + gathered.root_gradient, "gathered parameters": gathered.root},
         "update": {"gradients": static["gradients"]},
@@ -118,7 +130,8 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
 def communicators(layout: Layout) -> int:
     """NCCL communicators of one rank: that of its replica, one for each axis inside it, one across replicas."""
     inside = layout.ranks_per_replica > 1
-    return inside + (inside and layout.shards > 1) + (layout.tp > 1) + (layout.dp_replicate > 1)
+    axes = (layout.tp > 1) + (layout.pp > 1) + (layout.dp_replicate > 1)
+    return inside + (inside and layout.shards > 1) + axes
 
 
 def _workspace(work: Workload, setting: Setting, tokens: int, device: DeviceOverhead) -> float:
@@ -133,7 +146,8 @@ def _workspace(work: Workload, setting: Setting, tokens: int, device: DeviceOver
 
 
 def held_parameters(work: Workload, layout: Layout) -> float:
-    """Parameters (without adapters) on one rank: layers are cut by tp and dp_shard, the rest by dp_shard alone."""
+    """Parameters (without adapters) of ``work.shape`` on one rank: layers are cut by tp and dp_shard, the rest by
+    dp_shard alone."""
     shape = work.shape
     matrices = shape.layers * shape.layer_matmul_parameters
     return (matrices / layout.tp + shape.parameters - matrices) / layout.shards
@@ -285,7 +299,7 @@ def _loss(work: Workload, tokens: float, *, wide_product: bool) -> Loss:
     (``wide_product``). In the backward pass it is multiplied by the incoming gradient, which takes a second copy.
     """
     c, vocab = work.compute_bytes, work.shape.vocab
-    targets = tokens * work.supervised
+    targets = tokens * work.supervised if work.shape.has_head else 0.0
     chunk = min(work.loss_chunk_tokens or targets, targets)
     again = 1 if chunk < targets else 0
     logits = chunk * vocab * (8 + again * c + (c if c < 4 else 0))

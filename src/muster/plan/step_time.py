@@ -312,10 +312,11 @@ def local_state_bytes(work: Workload, setting: Setting) -> float:
 
 
 def trained_here(work: Workload, setting: Setting) -> float:
-    """Trained parameters on one rank."""
+    """Trained parameters on one rank; stages of a pipeline count as equal."""
+    layout = setting.layout
     if work.trains_all:
-        return held_parameters(work, setting.layout)
-    return work.trained_parameters / setting.layout.shards
+        return held_parameters(work, layout) / layout.pp
+    return work.trained_parameters / (layout.shards * layout.pp)
 
 
 def tokens_per_second_per_gpu(work: Workload, time: StepTime) -> float:

@@ -48,7 +48,7 @@ class Workload:
     """Parameters are gathered and gradients reduced once a step, whatever the rounds (Megatron's distributed
     optimizer); the trainer gathers each round."""
     pipeline_chunks: int = 1
-    """Pieces of a pipeline stage that are interleaved (other stacks; the trainer has no pipeline)."""
+    """Pieces of a pipeline stage that are interleaved (other stacks; the trainer's are whole)."""
     hidden_tensor_parallel: float = 0.0
     """Share of tensor parallel's collectives that other stacks hide behind arithmetic."""
     whole_below: int = 16_000_000
@@ -85,7 +85,8 @@ class Workload:
     def trained_vocabulary(self) -> int:
         """Parameters of embedding and head where they are trained, positions not among them."""
         shape = self.shape
-        return shape.head_parameters * (1 if shape.tied else 2) if self.trains_head else 0
+        positions = shape.positions * shape.hidden if shape.has_embedding else 0
+        return shape.head_parameters + shape.embedding_parameters - positions if self.trains_head else 0
 
     @property
     def trains_all(self) -> bool:

@@ -28,7 +28,7 @@ from muster.train.distributed.device_mesh import Meshes, make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.pause_consensus import PauseConsensus
 from muster.train.distributed.process_setup import World
-from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, FloatReducer, GradientReducer, ReduceGroups
+from muster.train.distributed.reduce import REPLICATE, SHARD, STAGE, TENSOR, FloatReducer, GradientReducer, ReduceGroups
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.evaluation.evaluated_model import TorchModel
@@ -38,9 +38,11 @@ from muster.train.measurement.profiling import Collector, Profiler, memory_room_
 from muster.train.measurement.trackers import Trackers, open_trackers
 from muster.train.model import pretrained
 from muster.train.model.causal_lm import BuiltModel, build_model
+from muster.train.model.pipeline_stage import tied_gradient
 from muster.train.model.sharding import forget_gradients, reshard
 from muster.train.optim.local_steps import LocalSteps
 from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
+from muster.train.pipeline import Pipeline
 from muster.train.state.resume import restore
 from muster.train.state.saving import open_saves
 from muster.train.state.snapshot_tiers import open_together
@@ -113,6 +115,7 @@ def make_components(
     reducer = choose_reducer(spec, built, groups, device, context)
     time_collectives(built.module, reducer, groups.waits, device)
     named = named_without_wrappers(built.named_trainable())
+    stage = built.module.stage
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=spec.training.exact)
     every = spec.training.local_steps
     local_steps = LocalSteps(named, every, spec.training.outer, groups) if every else None
@@ -127,7 +130,13 @@ def make_components(
         built=built,
         reducer=reducer,
         optimizer=optimizer,
-        state=TrainingState(named, optimizer, local_steps=local_steps, replica=meshes.replica),
+        state=TrainingState(
+            named,
+            optimizer,
+            local_steps=local_steps,
+            replica=meshes.replica,
+            elsewhere=stage.trained_elsewhere if stage is not None else (),
+        ),
     )
 
 
@@ -156,7 +165,7 @@ def assemble(
         device=device,
         agent=agent,
         log=log,
-        counts=components.meshes.context is None or components.meshes.context.get_local_rank() == 0,
+        counts=all(m is None or m.get_local_rank() == 0 for m in (components.meshes.context, components.meshes.stages)),
     )
     return TrainingRun(
         spec=spec,
@@ -188,7 +197,17 @@ def assemble(
         update=update,
         pause_consensus=PauseConsensus(agent, replica_group(spec, context), waits),
         arrivals=arrivals_of(components, context),
+        pipeline=pipeline_of(components),
     )
+
+
+def pipeline_of(components: TrainerComponents) -> Pipeline | None:
+    """This rank's stage at work; None: the model is not cut into stages."""
+    stage = components.built.module.stage
+    if stage is None:
+        return None
+    stage.link.waits = components.groups.waits
+    return Pipeline(components.built.module, stage.link, components.spec.training.loss_chunk_tokens)
 
 
 def arrivals_of(components: TrainerComponents, context: RankContext) -> Arrivals:
@@ -226,7 +245,7 @@ def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | No
 
 def hashes_of(components: TrainerComponents, world: World) -> StateHashes:
     """The hashes of the training state, if the run file requests them."""
-    meshes, local_steps = components.meshes, components.state.local_steps
+    meshes, local_steps, stage = components.meshes, components.state.local_steps, components.built.module.stage
     return StateHashes(
         components.state,
         every_steps=components.spec.training.state_hash_every_steps,
@@ -235,6 +254,7 @@ def hashes_of(components: TrainerComponents, world: World) -> StateHashes:
         tp_rank=meshes.tp.get_local_rank(),
         group=world.control,
         replicas=meshes.layout.dp_replicate if local_steps is None else 1,
+        counted_elsewhere=frozenset() if stage is None else stage.counted_elsewhere,
     )
 
 
@@ -312,6 +332,8 @@ def reduce_groups_of(meshes: Meshes, world: World) -> ReduceGroups:
         by_axis[SHARD] = meshes.shard.get_group()
     if meshes.tp.size() > 1:
         by_axis[TENSOR] = meshes.tp.get_group()
+    if meshes.stages is not None:
+        by_axis[STAGE] = meshes.stages.get_group()
     if world.replicate is not None:
         by_axis[REPLICATE] = world.replicate
     return ReduceGroups(by_axis, world.aborter)
@@ -327,10 +349,12 @@ def choose_reducer(
     if spec.training.exact:
         return FixedPointReducer(built.module, groups)
     room = memory_room_bytes(device) / (context.local_world_size if device.type == "cpu" else 1)
+    held = sum(parameter.numel() for parameter in built.module.parameters() if parameter.requires_grad)
     return FloatReducer(
         built.module,
         groups,
-        accumulate_locally=built.num_trainable * 4 < LOCAL_GRADIENTS_SHARE * room,
+        accumulate_locally=held * 4 < LOCAL_GRADIENTS_SHARE * room,
+        tied=tied_gradient(built.module.model, built.module.stage),
         over_replicas=not spec.training.local_steps,
     )
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from muster.protocol.ranks import Command
 from muster.train.data_feed.batch_reader import StepWork
-from muster.train.model.loss import loss_sum
+from muster.train.micro_batches import run_micro_batches
 from muster.train.optim.learning_rate import learning_rate
 from muster.train.optim.nonfinite import must_skip
 from muster.train.optim.optimizer import clip_scale
@@ -51,17 +49,7 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
     training, step = run.spec.training, work.step
     run.meet_replicas(after=step - 1)
     run.reducer.begin(micro_batches=work.micro_batches)
-    losses = []
-    for number, part in enumerate(work.rounds, start=1):
-        seed_micro_batch(training.seed, step, part.index)
-        run.reducer.before_forward(last=number == len(work.rounds))
-        loss = loss_sum(run.model, part.batch, chunk_tokens=training.loss_chunk_tokens, scale=part.scale)
-        run.pause_consensus.start()
-        loss.backward()  # type: ignore[no-untyped-call]
-        run.reducer.add_loss(loss)
-        losses.append(loss.detach())
-        run.agent.beat(step)
-        run.flush_pending_metrics()  # of the previous step, if they are still on the device
+    losses = run_micro_batches(run, work)
     run.start_consensus(work)
     total, norm, fault = run.reducer.finish()
     run.sums_ended()
@@ -72,11 +60,3 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
     run.before_update()
     run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
     run.record_step(work, losses, total, norm, fault, rate)
-
-
-def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
-    """All randomness of a micro-batch (dropout) follows from its position: there is no generator state to save.
-
-    An odd multiplier keeps neighbouring steps apart; 2**63 - 1 is the largest seed torch takes.
-    """
-    torch.manual_seed((seed * 1_000_003 + step * 65_537 + micro_batch + 1) % (2**63 - 1))

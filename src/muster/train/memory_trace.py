@@ -154,7 +154,7 @@ def build(spec: RunSpec, layout: Layout, vocab_size: int, device: torch.device) 
     model = spec.model.model_copy(update={"attention": "auto"})
     training = spec.training.model_copy(update={"compile": False})
     plain = spec.model_copy(update={"model": model, "training": training})
-    module, _ = causal_lm.laid_out(
+    module, _, _ = causal_lm.laid_out(
         plain, causal_lm.read_config(spec, None, vocab_size), make_meshes(layout, "cpu"), device
     )
     module.train()

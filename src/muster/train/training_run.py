@@ -26,6 +26,7 @@ from muster.train.measurement.metrics import Pending, Phases, StepLog, StepTimes
 from muster.train.measurement.profiling import Collector, Profiler
 from muster.train.optim.nonfinite import find_bad_micro_batch, not_finite_error
 from muster.train.optim.optimizer import ShardOptimizer
+from muster.train.pipeline import Pipeline
 from muster.train.state.saving import Saves
 from muster.train.state.snapshot import Snapshots
 from muster.train.state.snapshot_pace import SnapshotPace
@@ -83,6 +84,8 @@ class TrainingRun:
     times: StepTimes = field(default_factory=StepTimes)
     pause_consensus: PauseConsensus = field(default_factory=PauseConsensus)
     arrivals: Arrivals = field(default_factory=lambda: Arrivals(StepClock()))
+    pipeline: Pipeline | None = None
+    """Where the model is cut into stages."""
     pace: SnapshotPace = field(init=False)
     _pending: StepResult | None = None
     _evaluated: tuple[int, float | None] = (-1, None)
@@ -318,7 +321,8 @@ class TrainingRun:
         if math.isfinite(loss) and math.isfinite(norm) and fault == 0.0:
             return loss, norm
         sequences = [part.sequences for part in result.work.rounds]
-        culprit = find_bad_micro_batch(result.losses, sequences, rank=self.world.rank, group=self.world.control)
+        seen = sequences[: len(result.losses)]  # none on a stage that computes no loss
+        culprit = find_bad_micro_batch(result.losses, seen, rank=self.world.rank, group=self.world.control)
         error = not_finite_error(
             step=result.work.step,
             loss=loss,

@@ -68,6 +68,22 @@ WRONG = {
     "coarser master": (["model.master_dtype=bfloat16"], "coarser than dtype"),
     "flash on CPU": (["model.attention=flash_attention_2", "model.dtype=bfloat16"], "needs CUDA"),
     "exact in bfloat16": (["training.exact=true", "model.dtype=bfloat16"], "needs model.dtype: float32"),
+    "stages of another family": (
+        ["parallelism.pp=2", "resources.ranks_per_host=2", "model.config.model_type=granite"],
+        "granite is not known to start in the middle of its layers",
+    ),
+    "more stages than layers": (
+        ["parallelism.pp=4", "resources.ranks_per_host=4", "model.config.num_hidden_layers=2"],
+        "2 layers do not make 4 stages",
+    ),
+    "exact with a tied embedding on two stages": (
+        ["parallelism.pp=2", "training.exact=true", "model.dtype=float32", "model.config.tie_word_embeddings=true"],
+        "cannot hold with pp = 2 and an embedding tied to the head",
+    ),
+    "exact with dropout in stages": (
+        ["parallelism.pp=2", "training.exact=true", "model.dtype=float32", "model.config.attention_dropout=0.1"],
+        "cannot hold with pp = 2 and attention_dropout",
+    ),
     "exact with tp": (["training.exact=true", "parallelism.tp=2"], "cannot hold with tp = 2"),
     "exact with 8 bit": (["training.exact=true", "training.optimizer.name=adamw_8bit"], "cannot hold with adamw_8bit"),
     "local steps of one replica": (["training.local_steps=10"], "is of replicas, and there is one"),

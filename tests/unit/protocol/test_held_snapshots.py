@@ -23,6 +23,12 @@ from muster.protocol.held_snapshots import Choice, needed_shards, newest_complet
         ({"dp_shard": 2, "dp_replicate": 2}, 6, Layout(dp_replicate=3, dp_shard=2)),
         ({"dp_shard": 4}, 3, Layout(dp_shard=3)),
         ({"dp_shard": 4}, 5, None),
+        ({"dp_shard": 1, "dp_replicate": 3, "pp": 3}, 8, None),
+        ({"dp_shard": 1, "dp_replicate": 3, "pp": 3}, 6, Layout(dp_replicate=2, pp=3)),
+        ({"dp_shard": 3, "pp": 3}, 6, Layout(dp_shard=2, pp=3)),
+        ({"pp": 3}, 2, Layout(pp=2)),
+        ({"pp": 4, "tp": 2}, 6, Layout(pp=3, tp=2)),
+        ({"pp": 4, "tp": 2}, 5, None),
     ],
 )
 def test_layouts(given_axes, ranks, expected):

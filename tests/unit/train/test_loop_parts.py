@@ -20,7 +20,8 @@ from muster.rank.worker import next_attempt, read_spec, torchrun_context
 from muster.train.data_feed.batch_reader import ReadAhead
 from muster.train.distributed import step_consensus
 from muster.train.distributed.step_consensus import StepConsensus
-from muster.train.loop import seed_micro_batch, update
+from muster.train.loop import update
+from muster.train.micro_batches import seed_micro_batch
 from muster.train.optim.adamw import AdamW
 from muster.train.optim.nonfinite import find_bad_micro_batch, must_skip, not_finite_error
 from muster.train.state.saving import Saves
@@ -366,6 +367,7 @@ def test_a_step_asks_every_rank_whether_a_copy_is_pending_before_it_sums() -> No
         wants_save=lambda: False,
         snapshots=SimpleNamespace(copy_is_pending=lambda: True),
         pace=SimpleNamespace(wants=lambda: 4),
+        pipeline=None,
         saves=SimpleNamespace(saver=SimpleNamespace(busy=False)),
     )
     run.arrivals = SimpleNamespace(arrive=lambda tokens: [tokens])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from muster.config.spec import RunSpec
 from muster.core.batch_schedule import BatchSchedule
 from muster.core.event_details.kinds import KINDS
-from muster.train import loop
+from muster.train import loop, micro_batches
 from muster.train.baseline import BaselineWindow
 from muster.train.data_feed.batch_reader import Round, StepWork
 from muster.train.distributed.reduce import FloatReducer, ReduceGroups
@@ -72,7 +72,10 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "loss_sum", lambda model, batch, *, chunk_tokens, scale: model(batch).square().sum())
+    def loss_sum(model, batch, *, chunk_tokens, scale):  # type: ignore[no-untyped-def]
+        return model(batch).square().sum()
+
+    monkeypatch.setattr(micro_batches, "loss_sum", loss_sum)
 
 
 def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from muster.app.planning.plan import Planned
 from muster.config import load
 from muster.core.clock import SystemShell
-from muster.core.errors import BackendError
+from muster.core.errors import BackendError, UsageError
 from muster.core.protocols import Shell
 from muster.core.typed_json import JsonObject
 from muster.plan.memory import DeviceOverhead, memory
@@ -41,9 +41,13 @@ def compare(planned: Planned, *, shell: Shell | None = None) -> Compared:
     """Trace the chosen plan's rank 0 and compare it with the closed form.
 
     Raises:
+        UsageError: the plan has stages.
         BackendError: the trace failed, for instance because torch is not installed.
     """
     plan, setting = planned.plan, planned.chosen.setting
+    if setting.layout.pp > 1:
+        text = f"--trace runs one rank, and a stage of a pipeline (pp {setting.layout.pp}) does not run alone"
+        raise UsageError(text, hint="parallelism.pp=1, or leave out --trace")
     keys = ("training.", "parallelism.")
     settings = {key: value for key, value in plan.settings.items() if key.startswith(keys)}
     overrides = [*plan.overrides, *settings_as_overrides(settings)]

@@ -26,7 +26,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from muster.core.errors import UsageError
 from muster.train.distributed.early_sums import units_of
 from muster.train.distributed.process_groups import Waits
-from muster.train.distributed.reduce import REPLICATE, SHARD, ReduceGroups, axis_sets, early_sums, local, sharded_axes
+from muster.train.distributed.reduce import (
+    OF_THE_LOSS,
+    REPLICATE,
+    SHARD,
+    STAGE,
+    ReduceGroups,
+    axis_sets,
+    early_sums,
+    local,
+    sharded_axes,
+)
 
 GRADIENT_BITS = 40
 LOSS_BITS = 40
@@ -208,17 +218,18 @@ class FixedPointReducer:
         if REPLICATE in self.groups.by_axis:
             self.early.finish()
         self._set_gradients()
-        squares = {axes: SquareSum() for axes in axis_sets(self.parameters)}
+        squares = {axes: SquareSum() for axes in axis_sets(self.parameters, self.groups)}
         for parameter in self.parameters:
             if parameter.grad is not None:
                 squares[sharded_axes(parameter)].add(local(parameter.grad))
-        assert self._loss is not None and self._loss_fault is not None
-        everywhere = frozenset((SHARD, REPLICATE))
+        nothing = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)  # of a stage without a loss
+        own_loss = nothing if self._loss is None else self._loss
         faults = [~(one.largest < self.limit) for one in self.sums if one.largest is not None]
-        fault = self._loss_fault + (torch.stack(faults).sum() if faults else 0)
-        values = [(self._loss, everywhere), (fault, everywhere)]
+        fault = nothing if self._loss_fault is None else self._loss_fault
+        fault = fault + (torch.stack(faults).sum() if faults else 0)
+        values = [(own_loss, OF_THE_LOSS), (fault, OF_THE_LOSS)]
         for axes, square in squares.items():
-            values += [(limb.to(fault.device), axes) for limb in square.limbs]
+            values += [(limb.to(fault.device), axes | {STAGE}) for limb in square.limbs]
         loss, bad, *limbs = self.groups.sum_scalars(values)
         width = len(UNITS)
         totals = [to_float(limbs[start : start + width]) for start in range(0, len(limbs), width)]
@@ -295,6 +306,13 @@ def check_covered(module: nn.Module, parameters: list[nn.Parameter]) -> None:
     if any(parameter.dtype != torch.float32 for parameter in parameters):
         raise UsageError(
             "training.exact needs float32 master weights", hint="set model.master_dtype: float32, or exact: false"
+        )
+    stage = getattr(module, "stage", None)
+    if stage is not None and stage.tied is not None:
+        raise UsageError(
+            "training.exact does not cover an embedding tied to the head on another stage: one process adds their two "
+            "gradients before it converts them",
+            hint="set parallelism.pp: 1, tie_word_embeddings: false, or training.exact: false",
         )
     if any(sharded_axes(parameter) - {SHARD} for parameter in parameters):
         raise UsageError(

@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from muster.train.distributed.early_sums import EarlySums, flattened, storages, units_of
 from muster.train.distributed.process_groups import GroupAborter, Waits, all_reduce, confirm_completed
 
-SHARD, REPLICATE, TENSOR = "dp_shard", "dp_replicate", "tp"
+SHARD, REPLICATE, TENSOR, STAGE = "dp_shard", "dp_replicate", "tp", "pp"
+#: The loss: of the ranks that read different data, and of the stage that computes it.
+OF_THE_LOSS = frozenset((SHARD, STAGE, REPLICATE))
 
 
 @dataclass
@@ -56,12 +58,12 @@ class ReduceGroups:
         return None if group is None else all_reduce(tensor, group)
 
     def sum_everywhere_(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` in place over the ranks that read different data, and confirm the sum.
+        """Sum ``tensor`` in place over the ranks that read different data and over stages, and confirm the sum.
 
         Raises:
             RuntimeError: another replica was lost meanwhile.
         """
-        for axis in (SHARD, REPLICATE):
+        for axis in (SHARD, STAGE, REPLICATE):
             self.sum_(tensor, axis)
         self._confirm(tensor)
         return tensor
@@ -75,7 +77,7 @@ class ReduceGroups:
             RuntimeError: another replica was lost, in these sums or in the buckets before them.
         """
         sums = torch.stack([value for value, _ in values])
-        for axis in (SHARD, TENSOR, REPLICATE):
+        for axis in (SHARD, TENSOR, STAGE, REPLICATE):
             if axis == REPLICATE and self._failure is not None:
                 error, self._failure = self._failure, None
                 raise error
@@ -102,7 +104,7 @@ class ReduceGroups:
         Raises ``error`` where this replica is one rank. Else ``sum_scalars`` does: this rank first takes part in its
         replica's own sums, in which ranks that do not know of the loss would wait for it.
         """
-        if not ({SHARD, TENSOR} & self.by_axis.keys()):
+        if not ({SHARD, TENSOR, STAGE} & self.by_axis.keys()):
             raise error
         self._failure = error
 
@@ -151,15 +153,24 @@ class FloatReducer:
     """
 
     def __init__(
-        self, module: nn.Module, groups: ReduceGroups, *, accumulate_locally: bool, over_replicas: bool = True
+        self,
+        module: nn.Module,
+        groups: ReduceGroups,
+        *,
+        accumulate_locally: bool,
+        over_replicas: bool = True,
+        tied: TiedGradient | None = None,
     ) -> None:
         self.groups = groups
         self.over_replicas = over_replicas
         self.module = module
         self.accumulate_locally = accumulate_locally and isinstance(module, FSDPModule)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._axes_of = [sharded_axes(parameter) for parameter in self.parameters]
-        self._axis_sets = axis_sets(self.parameters)
+        self._tied = tied
+        elsewhere = tied.parameter if tied is not None and not tied.counts else None
+        counted = [parameter for parameter in self.parameters if parameter is not elsewhere]
+        self._counted = [(parameter, sharded_axes(parameter)) for parameter in counted]
+        self._axis_sets = axis_sets(counted, groups)
         self._synced = True
         self._last = False
         units = units_of(module)
@@ -208,11 +219,14 @@ class FloatReducer:
         if self._sums_replicas:
             self.early.finish()  # may put other tensors in the gradients' place
         by_axes: dict[frozenset[str], list[Tensor]] = {axes: [] for axes in self._axis_sets}
-        for parameter, axes in zip(self.parameters, self._axes_of, strict=True):
+        for parameter, axes in self._counted:
             if parameter.grad is not None and (gradient := local(parameter.grad)).numel():
                 by_axes[axes].append(gradient)
-        values = [(torch.stack(self._losses).sum(), frozenset((SHARD, REPLICATE)))]
-        values += [(squared_norm(parts, like=values[0][0]), axes) for axes, parts in by_axes.items()]
+        if self._tied is not None:
+            self._tied.sum_()
+        losses = torch.stack(self._losses).sum() if self._losses else self._no_loss()
+        values = [(losses, OF_THE_LOSS)]
+        values += [(squared_norm(parts, like=losses), axes | {STAGE}) for axes, parts in by_axes.items()]
         if not self.over_replicas:  # one replica's fault is everyone's, as its loss is
             values += [(value, axes | {REPLICATE}) for value, axes in values[1:]]
         loss, *parts = self.groups.sum_scalars(values)
@@ -221,6 +235,26 @@ class FloatReducer:
         everywhere = torch.stack(parts).sum() if parts else norm
         fault = torch.zeros_like(loss) if self.over_replicas else (~torch.isfinite(everywhere)).to(loss.dtype)
         return loss, norm, fault
+
+    def _no_loss(self) -> Tensor:
+        """Of a stage that computes none."""
+        return torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+
+
+@dataclass(frozen=True)
+class TiedGradient:
+    """The gradient of a matrix that the first stage of a pipeline uses as the embedding and the last as the head."""
+
+    parameter: nn.Parameter
+    add_others: Callable[[Sequence[Tensor]], None]
+    """Adds the other stage's tensors to these, with the same bits on both."""
+    counts: bool
+    """Its norm is counted here, and not on the other stage."""
+
+    def sum_(self) -> None:
+        """Add the gradients of the two stages, on both. Shards lie alike on both."""
+        if self.parameter.grad is not None:
+            self.add_others([local(self.parameter.grad)])
 
 
 def early_sums(
@@ -231,8 +265,10 @@ def early_sums(
     return EarlySums(units, parts=parts, start=start, wait=groups.waits.wait, lost=groups.lost_replica)
 
 
-def axis_sets(parameters: Iterable[Tensor]) -> list[frozenset[str]]:
-    """The distinct sets of axes, in an order that every rank shares."""
+def axis_sets(parameters: Iterable[Tensor], groups: ReduceGroups) -> list[frozenset[str]]:
+    """The distinct sets of axes, in an order that every rank shares. Stages have other parameters: there every set."""
+    if STAGE in groups.by_axis:
+        return [frozenset(), frozenset((SHARD,)), frozenset((TENSOR,)), frozenset((SHARD, TENSOR))]
     return sorted({sharded_axes(parameter) for parameter in parameters}, key=sorted)
 
 

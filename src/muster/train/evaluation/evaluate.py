@@ -46,7 +46,7 @@ class Evaluator:
     agent: AgentClient
     log: StepLog
     counts: bool = True
-    """False: another rank of the same context gives the same answers."""
+    """False: another rank of the same context, or another stage, gives the same answers."""
     _baselines: dict[int, float | None] = field(default_factory=dict)
 
     def run(self, step: int, *, final: bool = False) -> dict[str, float]:

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from muster.train.data_feed.batch import Batch
 from muster.train.evaluation.generate import generate
-from muster.train.model.loss import loss_sum
-from muster.train.model.model_with_loss import ModelWithLoss
-from muster.train.model.sharding import evaluating
+from muster.train.model.model_with_loss import ModelWithLoss, forward_pass
+from muster.train.model.sharding import evaluating, reshard
 
 
 class EvaluatedModel(Protocol):
@@ -24,7 +24,7 @@ class EvaluatedModel(Protocol):
         ...
 
     def loss(self, batch: Batch, *, chunk_tokens: int) -> Tensor:
-        """The sum of this rank's cross-entropies at supervised tokens; 0-d float32."""
+        """The sum of this rank's cross-entropies at supervised tokens; 0-d float32. 0 on all stages but the last."""
         ...
 
     def complete(
@@ -50,7 +50,9 @@ class TorchModel:
         return evaluating(self.module)
 
     def loss(self, batch: Batch, *, chunk_tokens: int) -> Tensor:
-        return loss_sum(self.module, batch, chunk_tokens=chunk_tokens, scale=1.0)
+        loss = forward_pass(self.module, batch, chunk_tokens=chunk_tokens, scale=1.0)
+        reshard(self.module)
+        return torch.zeros(()) if loss is None else loss
 
     def complete(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from muster.train.model.model_with_loss import Decoding, ModelWithLoss
+from muster.train.model.model_with_loss import Decoding, ModelWithLoss, forward_pass
 from muster.train.model.sharding import evaluating
 
 #: A model up to this size, in its compute dtype, is gathered for generation.
@@ -39,19 +39,19 @@ def generate(
     """The most likely continuation of each prompt, token by token, without the end token.
 
     Collective: every rank passes its own prompts, all ranks of a sharded group the same number (repeat one if there are
-    fewer), and tp ranks the same ones. Left-padded batches with a KV cache. Ends before the model's longest
+    fewer), and tp ranks and stages the same ones. Left-padded batches with a KV cache. Ends before the model's longest
     position. ``progress`` is called after each token.
     """
-    group = shard_group(module)
+    groups = groups_of(module)
     completions: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    with prepared(module, whole=group is None or bool(agreed(int(fits(module)), group, dist.ReduceOp.MIN))) as whole:
+    with prepared(module, whole=bool(agreed(int(fits(module)), groups, dist.ReduceOp.MIN))) as whole:
         for start in range(0, len(order), BATCH):
             chosen = order[start : start + BATCH]
             batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
             room = min(max_new_tokens, longest_position(module) - max(map(len, batch)))
-            room = room if whole else agreed(room, group, dist.ReduceOp.MIN)
-            rows = complete(module, batch, room, eos_id, pad_id, None if whole else group, progress)
+            room = room if whole else agreed(room, groups, dist.ReduceOp.MIN)
+            rows = complete(module, batch, room, eos_id, pad_id, () if whole else groups, progress)
             for index, row in zip(chosen, rows, strict=True):
                 completions[index] = row
     return completions
@@ -63,10 +63,10 @@ def complete(
     max_new_tokens: int,
     eos_id: int | None,
     pad_id: int,
-    group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup],
     progress: Callable[[], None],
 ) -> list[list[int]]:
-    """One batch of prompts; with ``group`` all its ranks make the same number of forward passes."""
+    """One batch of prompts; with ``groups`` all their ranks make the same number of forward passes."""
     from transformers import DynamicCache
 
     device = next(module.parameters()).device
@@ -78,13 +78,13 @@ def complete(
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     columns: list[Tensor] = []
     for _ in range(max_new_tokens):
-        following = module(Decoding(tokens, mask, positions, cache), want="next").argmax(1)
+        following = next_tokens(module, Decoding(tokens, mask, positions, cache))
         if eos_id is not None:
             ended = ended | (following == eos_id)
         columns.append(torch.where(ended, -1, following))
         progress()
         running = not bool(ended.all())
-        if not (running if group is None else agreed(int(running), group, dist.ReduceOp.MAX)):
+        if not agreed(int(running), groups, dist.ReduceOp.MAX):
             break
         tokens = torch.where(ended, pad_id, following).unsqueeze(1)
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
@@ -92,6 +92,16 @@ def complete(
     if not columns:
         return [[] for _ in prompts]
     return [[token for token in row if token >= 0] for row in torch.stack(columns, dim=1).tolist()]
+
+
+def next_tokens(module: ModelWithLoss, given: Decoding) -> Tensor:
+    """int64[N]: the most likely token behind each prompt, on every stage."""
+    logits = forward_pass(module, given, want="next")
+    if module.stage is None:
+        assert logits is not None
+        return logits.argmax(1)
+    chosen = torch.zeros(given.tokens.shape[0], dtype=torch.int64, device=given.tokens.device)
+    return module.stage.link.from_last(chosen if logits is None else logits.argmax(1))
 
 
 @contextmanager
@@ -127,24 +137,25 @@ def free_bytes(device: torch.device) -> float:
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def shard_group(module: ModelWithLoss) -> dist.ProcessGroup | None:
-    """The ranks that hold parts of this model, if there are several."""
+def groups_of(module: ModelWithLoss) -> list[dist.ProcessGroup]:
+    """The ranks that hold parts of this model: shards of this stage, and the stages."""
+    found = [] if module.stage is None else [module.stage.link.group]
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             mesh = parameter.device_mesh["dp_shard"] if "dp_shard" in names else parameter.device_mesh
-            return mesh.get_group() if mesh.size() > 1 else None
-    return None
+            return [mesh.get_group(), *found] if mesh.size() > 1 else found
+    return found
 
 
-def agreed(value: int, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> int:
-    """One number for all ranks of the group."""
-    if group is None:
-        return value
-    device = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
-    result = torch.tensor([value], device=device)
-    dist.all_reduce(result, op=operation, group=group)
-    return int(result)
+def agreed(value: int, groups: Sequence[dist.ProcessGroup], operation: dist.ReduceOp.RedOpType) -> int:
+    """One number for all ranks of the groups; each group agrees in turn."""
+    for group in groups:
+        device = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
+        result = torch.tensor([value], device=device)
+        dist.all_reduce(result, op=operation, group=group)
+        value = int(result)
+    return value
 
 
 def longest_position(module: ModelWithLoss) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from muster.core.errors import RunFailed
 from muster.train.data_feed.batch import Batch, make_batch
-from muster.train.model.model_with_loss import ModelWithLoss
+from muster.train.model.model_with_loss import ModelWithLoss, forward_pass
 from muster.train.model.sharding import evaluating
 
 LENGTHS = (5, 9, 6)
@@ -59,12 +60,9 @@ def prove_isolation(module: ModelWithLoss, device: torch.device, *, static_shape
     """
     batches = probes(module, device, static_shapes)
     with evaluating(module), torch.compiler.set_stance("force_eager"):
-        logits = [module(batch, want="logits") for batch in batches]
-        reference = module(batches[0], want="model_logits") if module.own_head else logits[0]
-    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
-    base, neighbours, own = (output[0, start:end] for output in logits)
-    head_error = (reference - logits[0]).abs().max() / reference.abs().max().clamp(min=1e-30)
-    changes = torch.stack([_largest(neighbours - base), -_largest(own[-1] - base[-1]), head_error.double()])
+        logits = [forward_pass(module, batch, want="logits") for batch in batches]
+        reference = forward_pass(module, batches[0], want="model_logits") if module.own_head else logits[0]
+    changes = measured_changes([output for output in logits if output is not None], reference, device)
     if dist.is_initialized():
         dist.all_reduce(changes, op=dist.ReduceOp.MAX)
     leak, control, head_difference = float(changes[0]), -float(changes[1]), float(changes[2])
@@ -82,6 +80,17 @@ def prove_isolation(module: ModelWithLoss, device: torch.device, *, static_shape
     if module.own_head and not head_difference <= HEAD_SHARE[module.compute_dtype]:
         module.own_head = False
     return Proof(leak, control, module.own_head)
+
+
+def measured_changes(logits: Sequence[Tensor], reference: Tensor | None, device: torch.device) -> Tensor:
+    """Leak, minus the control, and the head's error; from a stage that has no logits what leaves other ranks' maxima as
+    they are."""
+    if reference is None:
+        return torch.tensor([0.0, -torch.inf, 0.0], dtype=torch.float64, device=device)
+    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
+    base, neighbours, own = (output[0, start:end] for output in logits)
+    head_error = (reference - logits[0]).abs().max() / reference.abs().max().clamp(min=1e-30)
+    return torch.stack([_largest(neighbours - base), -_largest(own[-1] - base[-1]), head_error.double()])
 
 
 def proven_before(module: ModelWithLoss, device: torch.device, file: Path) -> Proof | None:

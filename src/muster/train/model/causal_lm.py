@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,8 @@ from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError
 from muster.core.flops import ModelShape
 from muster.train.distributed.device_mesh import Meshes
-from muster.train.model import context_parallel, float8, lora, pretrained, tensor_parallel, weights
+from muster.train.distributed.stage_link import StageLink
+from muster.train.model import context_parallel, float8, lora, pipeline_stage, pretrained, tensor_parallel, weights
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
 from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
@@ -42,7 +44,8 @@ class BuiltModel:
     """What the loop, evaluation and export need of a model."""
 
     module: ModelWithLoss
-    """Root FSDP module, or a plain one (``sharding.stays_whole``); call it through ``loss.loss_sum``."""
+    """Root FSDP module, or a plain one (``sharding.stays_whole``); call it through ``loss.loss_sum``. On a stage of a
+    pipeline a part of the model; the numbers below are the whole one's."""
     config: PreTrainedConfig
     """transformers config, as read: other models may be built from it."""
     attention: Attention
@@ -87,15 +90,17 @@ def build_model(
     assert spec.model is not None
     folder = pretrained.open_source(spec.model)
     config = read_config(spec, folder.path if folder else None, vocab_size)
-    module, lora_config = laid_out(spec, config, mesh, device, whole_below)
-    model, attention = module.model, module.attention
+    module, lora_config, counted = laid_out(spec, config, mesh, device, whole_below)
+    model, attention, stage = module.model, module.attention, module.stage
     module.to_empty(device=device)
-    model.tie_weights()
+    if stage is None or (stage.tied is not None and stage.link.is_last):
+        model.tie_weights()
     isolation = proven_before(module, device, proof) if restored and proof is not None else None
     if isolation is not None and all_in_state(model):
         weights.recompute_buffers(model, persistent=False)
     else:
-        set_initial_values(model, folder, seed=seed, device=device, grows=grows(spec))
+        elsewhere = stage.elsewhere if stage is not None else ()
+        set_initial_values(model, folder, seed=seed, device=device, grows=grows(spec), elsewhere=elsewhere)
     if mesh.shard.size() > 1:
         check_sharded(model)
     isolation = isolation or prove(module, device, spec, proof)
@@ -107,18 +112,38 @@ def build_model(
         config=config,
         attention=replace(attention, reason=f"{attention.reason}; tested to separate documents"),
         proof=isolation,
-        num_parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
-        num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        num_multiplied=sum(p.numel() for p in model.parameters() if p.requires_grad and p is not looked_up(model)),
+        num_parameters=counted.parameters,
+        num_trainable=counted.trainable,
+        num_multiplied=counted.multiplied,
         lora_config=lora_config,
         shape=shape_of(config),
     )
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Parameters of the whole model, as in ``BuiltModel``."""
+
+    parameters: int
+    trainable: int
+    multiplied: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Counted:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        lookup = looked_up(model)
+        return cls(
+            parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
+            trainable=sum(parameter.numel() for parameter in trained),
+            multiplied=sum(parameter.numel() for parameter in trained if parameter is not lookup),
+        )
+
+
 def laid_out(
     spec: RunSpec, config: PreTrainedConfig, mesh: Meshes, device: torch.device, whole_below: int = WHOLE_BELOW
-) -> tuple[ModelWithLoss, LoraConfig | None]:
-    """The model with its loss, cut over ``mesh``, still on the meta device; and peft's LoraConfig, if any."""
+) -> tuple[ModelWithLoss, LoraConfig | None, Counted]:
+    """The model with its loss (this rank's stage of it), cut over ``mesh``, still on the meta device; peft's
+    LoraConfig, if any; and what the whole model counts."""
     assert spec.model is not None
     compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
     # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.
@@ -131,6 +156,12 @@ def laid_out(
         lora_config = lora.add_adapters(model, spec.model.lora, master_dtype, embeddings=spec.trains_embeddings)
     reshard_layers = spec.parallelism.reshard_after_forward
     layers = decoder_layers(model)
+    counted = Counted.of(model)
+    module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
+    if mesh.stages is not None:
+        link = StageLink(mesh.stages.get_group(), device, compute_dtype)
+        module.stage = pipeline_stage.cut(model, layers, link)
+        layers = [layers[index] for index in module.stage.layers]
     if mesh.layout.tp > 1:
         tensor_parallel.split(model, layers, mesh.tp)
     if spec.training.precision == "fp8":
@@ -138,12 +169,11 @@ def laid_out(
     recompute(layers, spec.training.activation_checkpointing)
     if spec.training.compile:
         compile_layers(layers, device)
-    module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
     shard(
         module, model, layers, mesh,
         compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
     )  # fmt: skip
-    return module, lora_config
+    return module, lora_config, counted
 
 
 def share_sequences(module: ModelWithLoss, mesh: DeviceMesh, sequence_length: int) -> None:
@@ -284,13 +314,19 @@ def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def set_initial_values(
-    model: PreTrainedModel, folder: pretrained.Folder | None, *, seed: int, device: torch.device, grows: bool = False
+    model: PreTrainedModel,
+    folder: pretrained.Folder | None,
+    *,
+    seed: int,
+    device: torch.device,
+    grows: bool = False,
+    elsewhere: Iterable[str] = (),
 ) -> None:
-    """Set the initial values of parameters and buffers. ``grows``: see ``pretrained.load``."""
+    """Set the initial values of parameters and buffers. ``grows``, ``elsewhere``: see ``pretrained.load``."""
     adapters = lora.adapter_names(model)
     if folder is None:
         weights.initialise(model, seed=seed, device=device)
     else:
-        pretrained.load(model, folder, ignored=adapters, grows=grows)
+        pretrained.load(model, folder, ignored=adapters, grows=grows, elsewhere=elsewhere)
     lora.initialise(model, adapters, seed=seed, device=device)
     weights.recompute_buffers(model, persistent=folder is None)

@@ -12,6 +12,7 @@ from muster.train.data_feed.batch import IGNORED, Batch
 from muster.train.model.attention import Attention, attention_arguments
 from muster.train.model.context_parallel import Context
 from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
+from muster.train.model.pipeline_stage import Stage
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -51,6 +52,12 @@ class ModelWithLoss(nn.Module):
         head = model.get_output_embeddings()
         self.own_head = model.base_model is not model and type(head) is nn.Linear
         """The head is applied here, in chunks; otherwise by the model's own forward, to all tokens at once."""
+        self.stage: Stage | None = None
+        """Which part of the model is here; None: all of it."""
+
+    def hidden_shape(self, tokens: Tensor) -> list[int]:
+        """The shape of the hidden states of ``tokens`` between two stages."""
+        return [*tokens.shape, self.model.config.get_text_config().hidden_size]
 
     @property
     def generation_attention(self) -> str:
@@ -58,21 +65,32 @@ class ModelWithLoss(nn.Module):
         return "sdpa" if getattr(self.model, "_supports_sdpa", False) and self.attention.kernel != "eager" else "eager"
 
     def forward(
-        self, given: Batch | Decoding, *, scale: float = 1.0, chunk_tokens: int = 1024, want: str = "loss"
+        self,
+        given: Batch | Decoding,
+        *,
+        scale: float = 1.0,
+        chunk_tokens: int = 1024,
+        want: str = "loss",
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """The output that ``want`` names.
+        """The output that ``want`` names; on a stage before the last the hidden states behind its layers, [B, S, E].
+
+        ``hidden``: what the stage before gave; None on the first.
 
         ``loss``: 0-d fp32, ``scale`` times the summed cross-entropy. ``logits``: [B, S, V] fp32 as the loss sees them,
         ``model_logits``: the same by transformers' own forward. ``next`` (of a ``Decoding``): [N, V] fp32.
         """
         if isinstance(given, Decoding):
-            return self._next(given)
+            return self._next(given, hidden)
+        if self.stage is not None and not self.stage.link.is_last:
+            onward: Tensor = self.model.base_model(**self._arguments(given, hidden))[0]
+            return onward
         if self.context is not None:
             given = self.context.part_of(given)
         if want == "model_logits" or not self.own_head:
-            logits: Tensor = self.model(**self._arguments(given)).logits
+            logits: Tensor = self.model(**self._arguments(given, hidden)).logits
             return logits.float() if want != "loss" else _loss_of(logits, given, scale)
-        hidden = self.model.base_model(**self._arguments(given))[0].flatten(0, 1)
+        hidden = self.model.base_model(**self._arguments(given, hidden))[0].flatten(0, 1)
         if want == "logits":
             return torch.unflatten(self._logits(hidden), 0, given.input_ids.shape)
         head = self.model.get_output_embeddings()
@@ -87,10 +105,10 @@ class ModelWithLoss(nn.Module):
             rule=self.rule,
         )
 
-    def _arguments(self, batch: Batch) -> dict[str, Any]:
+    def _arguments(self, batch: Batch, hidden: Tensor | None) -> dict[str, Any]:
         # No attention mask: a mask of ones would disable the separation of documents silently.
         return {
-            "input_ids": batch.input_ids,
+            **_input(batch.input_ids, hidden),
             "position_ids": batch.position_ids,
             "use_cache": False,
             **(attention_arguments(batch, self.attention) if self.context is None else self._shared(batch)),
@@ -104,18 +122,42 @@ class ModelWithLoss(nn.Module):
         logits = nn.functional.linear(hidden, head.weight, head.bias).float() * self.rule.factor
         return logits if self.rule.cap is None else torch.tanh(logits / self.rule.cap) * self.rule.cap
 
-    def _next(self, given: Decoding) -> Tensor:
-        arguments = {
-            "input_ids": given.tokens,
+    def _next(self, given: Decoding, hidden: Tensor | None) -> Tensor:
+        arguments: dict[str, Any] = {
+            **_input(given.tokens, hidden),
             "attention_mask": given.mask,
             "position_ids": given.positions,
             "past_key_values": given.cache,
             "use_cache": True,
         }
+        if self.stage is not None and not self.stage.link.is_last:
+            onward: Tensor = self.model.base_model(**arguments)[0]
+            return onward
         if self.own_head:
             return self._logits(self.model.base_model(**arguments)[0][:, -1])
         logits: Tensor = self.model(**arguments).logits[:, -1]
         return logits.float()
+
+
+def _input(tokens: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
+    return {"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}
+
+
+def forward_pass(module: ModelWithLoss, given: Batch | Decoding, **asked: Any) -> Tensor | None:
+    """A forward pass without a backward one, of the whole model; None on a stage before the last.
+
+    Collective over the stages. ``asked``: as ``ModelWithLoss.forward`` takes it.
+    """
+    if module.stage is None:
+        output: Tensor = module(given, **asked)
+        return output
+    link = module.stage.link
+    tokens = given.tokens if isinstance(given, Decoding) else given.input_ids
+    output = module(given, hidden=link.receive(module.hidden_shape(tokens)), **asked)
+    if link.is_last:
+        return output
+    link.send(output)
+    return None
 
 
 def _loss_of(logits: Tensor, batch: Batch, scale: float) -> Tensor:

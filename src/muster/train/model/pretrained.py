@@ -121,11 +121,19 @@ def opened(path: Path) -> safe_open:
         ) from error
 
 
-def load(model: PreTrainedModel, folder: Folder, *, ignored: Iterable[str] = (), grows: bool = False) -> None:
+def load(
+    model: PreTrainedModel,
+    folder: Folder,
+    *,
+    ignored: Iterable[str] = (),
+    grows: bool = False,
+    elsewhere: Iterable[str] = (),
+) -> None:
     """Fill this rank's parts of all parameters and persistent buffers, converting dtypes and reading only those parts.
 
     ``model`` is a transformers model, perhaps with adapters in it, whose parameters ``ignored`` names. ``grows``: its
-    embedding and head may have more rows than the files; a new token begins as the mean of the others.
+    embedding and head may have more rows than the files; a new token begins as the mean of the others. ``elsewhere``:
+    parameters of the model that other stages of a pipeline hold.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape, or a file is corrupt.
@@ -144,7 +152,8 @@ def load(model: PreTrainedModel, folder: Folder, *, ignored: Iterable[str] = (),
             f"{folder.path} lacks {_some(missing)} of {type(model).__name__}",
             hint="check that the folder is of this architecture and needs no conversion by transformers",
         )
-    _refuse_unknown(model, folder, set(places.values()), transient, prefix)
+    used = {*places.values(), *(place_of(name, folder, prefix) for name in elsewhere)}
+    _refuse_unknown(model, folder, used, transient, prefix)
     growing = {id(module.weight) for module in embeddings_of(model)} if grows else set()
     with ExitStack() as stack:
         files = {path: stack.enter_context(opened(path)) for path in sorted(set(folder.files.values()))}

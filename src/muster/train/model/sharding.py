@@ -75,7 +75,7 @@ def shard(
             cut(layer, reshard_after_forward=reshard_layers)
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
-        weight = embedding.weight
+        weight = None if embedding is None else embedding.weight  # other stages of a pipeline have none
         tied = head is not None and head.weight is weight
         large = isinstance(weight, Tensor) and weight.numel() >= EMBEDDING_UNIT_NUMEL
         if not tied and large and weight not in outside:

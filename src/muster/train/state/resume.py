@@ -32,7 +32,9 @@ def restore(
         return  # this process was retained and has it
     if context.restore is not None:
         own = context.restore.layout == context.layout and context.rank in context.restore.sources
-        tensors, fetched = restored(context, context.restore, state.sharded() if own else state.writable())
+        tensors, fetched = restored(
+            context, context.restore, state.sharded() if own else state.writable(), elsewhere=state.elsewhere
+        )
         state.load(context.restore.step, tensors)
         tier: str = context.restore.tier
         uri = context.snapshot_dir or ""
@@ -48,6 +50,7 @@ def restore(
             sharded,
             lambda uri, reason: agent.emit("checkpoint.rejected", uri=uri, reason=reason),
             group=world.checkpoint,
+            elsewhere=state.elsewhere,
         )
         if loaded is None:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def _wait_for(path: Path, restore: Restore) -> tuple[Ring, Version]:
 
 
 def restore_other_layout(
-    context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]
+    context: RankContext, restore: Restore, sharded: Mapping[str, Tensor], *, elsewhere: Set[str] = frozenset()
 ) -> tuple[dict[str, Tensor], int]:
     """(the parts of ``sharded``, this rank's state, filled in place from the earlier world's shards; bytes that other
     hosts sent).
@@ -93,14 +93,15 @@ def restore_other_layout(
         SnapshotNotIntact: a shard is missing or damaged, or the shards do not cover a tensor.
     """
     sources = dict(sorted(restore.sources.items()))
-    elsewhere = {rank: source for rank, source in sources.items() if source.address is not None}
+    far = {rank: source for rank, source in sources.items() if source.address is not None}
     opened = _opened_here(context, restore, [source for source in sources.values() if source.address is None])
     with contextlib.closing(PeerMemory(context.run_dir)) as peers:
         try:
-            for rank, (header, shard) in peers.open(elsewhere).items():
+            for rank, (header, shard) in peers.open(far).items():
                 _check_whose(shard.name, header, restore, context.run_id, sources[rank])
                 opened.append(shard)  # behind those of this host: what both hold is read here
-            shards.restore(opened, {name: tensor for name, tensor in sharded.items() if tensor.numel()})
+            filled = {name: tensor for name, tensor in sharded.items() if tensor.numel()}
+            shards.restore(opened, filled, elsewhere=elsewhere)
         except SnapshotNotIntact:
             raise
         except CheckpointError as error:
@@ -133,15 +134,18 @@ def _slice(data: memoryview, start: int, stop: int) -> memoryview:
     return data[start:stop]
 
 
-def restored(context: RankContext, restore: Restore, sharded: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
+def restored(
+    context: RankContext, restore: Restore, sharded: Mapping[str, Tensor], *, elsewhere: Set[str] = frozenset()
+) -> tuple[Mapping[str, Tensor], int]:
     """(this rank's parts of the version that ``restore`` names, from whichever layout took it; bytes that other hosts
     sent).
 
-    Where this layout did, they are views into the ring, not copies. Raises SnapshotNotIntact.
+    Where this layout did, they are views into the ring, not copies. ``elsewhere``: as in ``shards.restore``. Raises
+    SnapshotNotIntact.
     """
     source = restore.sources.get(context.rank)
     if restore.layout != context.layout or source is None:
-        return restore_other_layout(context, restore, sharded)
+        return restore_other_layout(context, restore, sharded, elsewhere=elsewhere)
     ring, chunks, slot = open_shard(source, restore, run_id=context.run_id)
     path, fetched = Path(source.path), 0
     if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step

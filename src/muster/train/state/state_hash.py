@@ -29,7 +29,7 @@ from muster.protocol.ranks import AgentClient
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.distributed.reduce import SHARD, TENSOR, sharded_axes
 from muster.train.state.snapshot import chunks_of
-from muster.train.state.training_state import TrainingState
+from muster.train.state.training_state import TrainingState, parameter_of
 
 #: Odd multipliers without a pattern in their bits: of the golden ratio, and splitmix64's two (Steele, Lea and
 #: Flood, 2014), as signed numbers.
@@ -92,11 +92,18 @@ class StateHashes:
     group: dist.ProcessGroup | None
     """gloo over all ranks; None: one rank only."""
     replicas: int = 1
+    counted_elsewhere: frozenset[str] = frozenset()
+    """Parameters that an earlier stage of the pipeline holds too, and counts."""
     _difference_reported: bool = False
 
     def __post_init__(self) -> None:
         if self.every_steps:
-            self._places = places_of(self.state.sharded(), shard_rank=self.shard_rank, tp_rank=self.tp_rank)
+            own = {
+                name: tensor
+                for name, tensor in self.state.sharded().items()
+                if parameter_of(name) not in self.counted_elsewhere
+            }
+            self._places = places_of(own, shard_rank=self.shard_rank, tp_rank=self.tp_rank)
 
     def begin(self, step: int) -> PendingHash | None:
         """Sum this rank's part of the state after ``step`` and start the reduction; None: no hash is due.

@@ -5,7 +5,7 @@ Data order, learning rate and dropout are functions of the step and the seed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -60,10 +60,13 @@ class TrainingState:
         mirrored: Mirrored | None = None,
         local_steps: LocalSteps | None = None,
         replica: int = 0,
+        elsewhere: Iterable[str] = (),
     ) -> None:
         """``local_steps``: where replicas train by themselves. What they have in common then has the names of a model
-        (``model.``: the outer parameters) and ``outer.``; what is ``replica``'s own begins with ``replica<N>.``."""
+        (``model.``: the outer parameters) and ``outer.``; what is ``replica``'s own begins with ``replica<N>.``.
+        ``elsewhere``: trained parameters that other stages of a pipeline hold."""
         self.named = dict(named)
+        self._elsewhere = tuple(elsewhere)
         self.optimizer = optimizer
         self.step = step
         self.mirrored = mirrored
@@ -78,6 +81,12 @@ class TrainingState:
         """This rank's parts, in a fixed order, not as DTensors. They share the storage; 8-bit moments are compact
         (``checkpoint.compact``): read them in slices."""
         return {name: part for name, (part, _) in self._parts().items()}
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Names of the tensors of the whole state that only other stages of a pipeline hold."""
+        prefixes = ("model", *(f"optimizer.{moment}" for moment in self.optimizer.moments))
+        return frozenset(f"{prefix}.{name}" for prefix in prefixes for name in self._elsewhere)
 
     def sharded(self) -> dict[str, Tensor]:
         """The same tensors as DTensors, for checkpoints; plain if nothing is sharded."""
@@ -164,6 +173,12 @@ class TrainingState:
             self.local_steps.start_from_outer()
         if self.mirrored is not None:
             self.mirrored.push()
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a tensor of the state belongs to, by its name."""
+    kind, _, rest = name.partition(".")
+    return rest if kind == "model" else rest.partition(".")[2]
 
 
 def placed_like(parameter: Tensor, part: Tensor) -> Tensor:

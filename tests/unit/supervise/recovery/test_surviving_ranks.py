@@ -57,14 +57,14 @@ def test_a_second_copy_is_needed_only_where_no_twin_is_on_another_host():
     assert not has_replica_on_other_host(Layout(dp_shard=4), ON_FOUR, "a")
 
 
-def replicated(hosts, replicas, shards, **resources):
+def replicated(hosts, replicas, shards, stages=1, **resources):
     return RunSpec.model_validate(
         {
             "name": "virtual",
             "model": {"config": {}},
             "data": {"sources": [{"type": "random"}]},
             "training": {"epochs": 1},  # each cluster says how many steps that is
-            "parallelism": {"dp_replicate": replicas, "dp_shard": shards},
+            "parallelism": {"dp_replicate": replicas, "dp_shard": shards, "pp": stages},
             "resources": {"ranks_per_host": 1, "hosts": hosts, **resources},
             "recovery": {"start_timeout_s": 60.0, "max_restarts_without_progress": 20},
         }
@@ -73,7 +73,8 @@ def replicated(hosts, replicas, shards, **resources):
 
 def cluster(spec, steps=200):
     names = [f"host-{number}" for number in range(spec.resources.hosts + spec.resources.spare_hosts)]
-    made = Settings(spec=without_copies(spec), run_id="r", run_dir="/r", ranks_per_host=1)
+    per_host = spec.resources.ranks_per_host
+    made = Settings(spec=without_copies(spec), run_id="r", run_dir="/r", ranks_per_host=per_host)
     machine = RecoveryStateMachine(settings=made, policy=SHIPPED["default"])
     return Cluster(machine=machine, names=names, total_steps=steps, stages=Stages())
 
@@ -99,6 +100,47 @@ def test_a_shrunken_world_is_the_living_replica_and_grows_under_its_feet():
     shrunk, grown = attempts(found)[-2:]
     assert list(shrunk["hosts"]) == ["host-2", "host-3"] and shrunk["kept"] == [0, 1]
     assert grown["world_size"] == 4 and grown["kept"] == [0, 1]
+
+
+def test_three_by_three_on_nine_hosts_of_one_rank():
+    """A rank; a host with a spare; one without, whose replica is dropped while the others keep their processes; and it
+    comes back."""
+    found = cluster(replicated(9, 3, 1, 3, spare_hosts=1, min_hosts=3), steps=900)
+    found.at(20.0, lambda: found.kill_rank(4))
+    found.at(60.0, lambda: found.kill_host("host-8"))
+    found.at(100.0, lambda: found.kill_host("host-5"))
+    found.at(160.0, lambda: found.return_host("host-5"))
+    assert found.run().exit_code == 0
+    begun = attempts(found)
+    assert [detail["world_size"] for detail in begun] == [9, 9, 9, 6, 9]
+    assert [detail.get("kept", []) for detail in begun] == [
+        [], [0, 1, 2, 6, 7, 8], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5],
+    ]  # fmt: skip
+    assert all(detail["layout"]["pp"] == 3 for detail in begun)
+    assert list(begun[3]["hosts"]) == ["host-0", "host-1", "host-2", "host-6", "host-7", "host-9"]
+
+
+def test_three_by_three_with_a_replica_inside_each_of_three_hosts():
+    found = cluster(replicated(3, 3, 1, 3, spare_hosts=1, min_hosts=1, ranks_per_host=3), steps=900)
+    found.at(20.0, lambda: found.kill_rank(4))
+    found.at(60.0, lambda: found.kill_host("host-2"))
+    found.at(100.0, lambda: found.kill_host("host-1"))
+    found.at(160.0, lambda: found.return_host("host-1"))
+    assert found.run().exit_code == 0
+    begun = attempts(found)
+    assert [detail["world_size"] for detail in begun] == [9, 9, 9, 6, 9]
+    assert [detail.get("kept", []) for detail in begun] == [
+        [], [0, 1, 2, 6, 7, 8], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5],
+    ]  # fmt: skip
+
+
+def test_stages_across_three_hosts_go_on_in_another_layout_on_two():
+    """dp_shard 3 x pp 3, a stage on each host: without the third, two shards of each of three stages."""
+    found = cluster(replicated(3, 1, 3, 3, min_hosts=1, ranks_per_host=3), steps=400)
+    found.at(20.0, lambda: found.kill_host("host-1"))
+    assert found.run().exit_code == 0
+    layout = attempts(found)[-1]["layout"]
+    assert (layout["dp_shard"], layout["pp"], layout["dp_replicate"]) == (2, 3, 1)
 
 
 def test_without_replicas_nobody_is_kept():

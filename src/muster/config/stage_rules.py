@@ -1,0 +1,53 @@
+"""What a pipeline (``parallelism.pp``) cannot cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from muster.config.spec import RunSpec
+from muster.core.errors import Problem
+from muster.core.flops import TIED_BY_DEFAULT
+from muster.core.layout import FAMILIES
+from muster.core.typed_json import JsonObject
+
+
+def stage_combinations(spec: RunSpec) -> Iterator[Problem]:
+    """What does not go with stages, whatever the model."""
+    key, pp = "parallelism.pp", spec.parallelism.pp
+    if pp == 1:
+        return
+    if spec.command is not None:
+        yield Problem(key, "cannot be combined with `command`: it cuts no script", hint="pp: 1")
+    if spec.parallelism.cp > 1:
+        yield Problem(key, f"does not go with cp = {spec.parallelism.cp}: it was never tried", hint="pp: 1, or cp: 1")
+    if spec.training.local_steps:
+        text = "does not go with training.local_steps: stages would meet the other replicas at different moments"
+        yield Problem(key, text, hint="pp: 1, or local_steps: 0")
+
+
+def stage_problems(spec: RunSpec, config: JsonObject) -> Iterator[Problem]:
+    """What cannot be cut into stages."""
+    key, pp, family = "parallelism.pp", spec.parallelism.pp, config.get("model_type")
+    layers = config.get("num_hidden_layers")
+    if family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        yield Problem(key, f"{family} is not known to start in the middle of its layers", hint=f"pp: 1, or {known}")
+    elif isinstance(layers, int) and pp > layers:
+        yield Problem(key, f"{layers} layers do not make {pp} stages", hint=f"pp: at most {layers}")
+    if not spec.training.exact:
+        return
+    if config.get("tie_word_embeddings", family in TIED_BY_DEFAULT):
+        yield Problem(
+            "training.exact",
+            f"cannot hold with pp = {pp} and an embedding tied to the head: one process adds their gradients in float",
+            hint="tie_word_embeddings: false, or pp: 1",
+        )
+    dropout = [name for name, value in config.items() if "dropout" in name and isinstance(value, float) and value > 0]
+    dropout += ["model.lora.dropout"] if spec.model is not None and spec.model.lora and spec.model.lora.dropout else []
+    if dropout:
+        yield Problem(
+            "training.exact",
+            f"cannot hold with pp = {pp} and {dropout[0]}: the random numbers of a layer follow those of the layers "
+            "before it in its process",
+            hint="no dropout, or pp: 1",
+        )

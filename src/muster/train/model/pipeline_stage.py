@@ -1,0 +1,134 @@
+"""A stage of a pipeline: the transformers model of which only some layers are here.
+
+Layers of other stages are passed over, and the embedding, the last norm and the head are left out where they do not
+belong. Places in lists and names of parameters stay as they are in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from muster.core.errors import UsageError
+from muster.core.layout import FAMILIES, cut_layers
+from muster.train.distributed.reduce import TiedGradient
+from muster.train.distributed.stage_link import StageLink
+from muster.train.model.lora import is_adapter_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Which part of the model is here."""
+
+    link: StageLink
+    layers: range
+    tied: str | None
+    """The parameter that embedding and head share, if this stage is one of the two that hold it."""
+    elsewhere: frozenset[str]
+    """Parameters of the model that are not here."""
+    trained_elsewhere: frozenset[str]
+    """Of them, those that are trained."""
+
+    @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """Parameters that are here, and that an earlier stage counts in norms and hashes."""
+        return frozenset() if self.tied is None or self.link.is_first else frozenset((self.tied,))
+
+
+class PassedOver(nn.Module):
+    """Stands for a layer of another stage: hands the hidden states on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        # What a model's forward pass reads of its layers: which mask they take.
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink) -> Stage:
+    """Leave in ``model`` (on the meta device, adapters in place) what belongs to this stage.
+
+    Raises:
+        UsageError: the model's forward pass cannot begin in the middle, or there are too few layers.
+    """
+    config = model.config.get_text_config()
+    check_family(config.model_type, getattr(config, "layer_types", None))
+    named = dict(model.named_parameters())
+    tied = tied_name(model)
+    mine = layers_of(model, layers, link.stages)[link.stage]
+    body: Any = model.base_model
+    for index, layer in enumerate(layers):
+        if index not in mine:
+            body.layers[index] = PassedOver(layer)
+            continue
+        for module in layer.modules():
+            place: Any = getattr(module, "layer_idx", None)
+            if isinstance(place, int):  # in the cache of generation, which has this stage's layers alone
+                setattr(module, "layer_idx", place - mine.start)  # noqa: B010 (torch's stub takes modules only)
+    if not link.is_last:
+        body.norm = nn.Identity()
+        model.lm_head = None
+    if not link.is_first and not (link.is_last and tied is not None):
+        body.embed_tokens = None
+    held = {name for name, _ in model.named_parameters()}
+    elsewhere = frozenset(named.keys() - held)
+    return Stage(
+        link=link,
+        layers=mine,
+        tied=tied if tied in held else None,
+        elsewhere=elsewhere,
+        trained_elsewhere=frozenset(name for name in elsewhere if named[name].requires_grad),
+    )
+
+
+def tied_gradient(model: PreTrainedModel, stage: Stage | None) -> TiedGradient | None:
+    """The gradient that this stage shares with another; None: there is none."""
+    parameter = None if stage is None or stage.tied is None else dict(model.named_parameters())[stage.tied]
+    if stage is None or parameter is None or not parameter.requires_grad:
+        return None
+    return TiedGradient(parameter, stage.link.both_ends, counts=stage.link.is_first)
+
+
+def check_family(model_type: str, layer_types: Sequence[str] | None) -> None:
+    """Raise UsageError if a model cannot be cut into stages."""
+    if model_type not in FAMILIES:
+        raise UsageError(
+            f"parallelism.pp: the forward pass of {model_type} is not known to begin in the middle",
+            hint=f"pp: 1, or one of {', '.join(sorted(FAMILIES))}",
+        )
+    if len(set(layer_types or ())) > 1:
+        raise UsageError(
+            f"parallelism.pp: {model_type} with layers of several kinds ({', '.join(sorted(set(layer_types or ())))}) "
+            "is not cut into stages: a stage's cache would take one kind for another",
+            hint="pp: 1",
+        )
+
+
+def layers_of(model: PreTrainedModel, layers: Sequence[nn.Module], stages: int) -> list[range]:
+    """The layers of each stage, by what layers and head cost. Attention is left out: it depends on the documents, and a
+    cut must not. Raises UsageError."""
+    weights = dict(layers[0].named_parameters())
+    in_layer = sum(weights[name].numel() for name in weights if weights[name].ndim > 1 and not is_adapter_name(name))
+    head: Any = model.get_output_embeddings()
+    try:
+        return cut_layers(len(layers), stages, last=head.weight.numel() / in_layer)
+    except ValueError as error:
+        raise UsageError(f"parallelism.pp {stages}: {error}", hint=f"pp: at most {len(layers)}") from error
+
+
+def tied_name(model: PreTrainedModel) -> str | None:
+    """The name of the parameter that embedding and head share; None: they do not."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return None
+    return next(name for name, parameter in model.named_parameters() if parameter is embedding.weight)

@@ -18,6 +18,7 @@ def shell(tmp_path):
     return found
 
 
+@pytest.mark.soak
 def test_to_the_top_on_this_machine(shell, tmp_path):
     assert shell.start("accept", "run.yaml", "--budget", "1", "--rehearsal", "one machine").wait(timeout=280) == 0
     record = json.loads((tmp_path / "acceptance" / "acceptance.json").read_text())

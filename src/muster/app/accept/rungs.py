@@ -178,7 +178,11 @@ class Trial:
         return f"from step {before} to step {self._target().step()}"
 
     def account(self, meter: Meter) -> str:
-        mirror(job(self._run())[0], self._run())
+        stop_.stop(self._run().run_id, wait=False, clock=meter.clock)  # the ledger of a run that is over
+        launcher, handle = job(self._run())
+        limit_s = self.spec.recovery.grace_s + CLEARING_S
+        meter.wait(lambda: launcher.poll(handle).state.ended, "end of the run", limit_s)
+        mirror(launcher, self._run())
         document = report(self._run().run_id).document
         wrong = broken(check(self._run().path, bound_s=self.spec.recovery.start_timeout_s))
         if wrong:

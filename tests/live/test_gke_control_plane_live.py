@@ -4,22 +4,26 @@ Runs are in ``test_gke_run_live.py`` and ``test_gke_losses_live.py``; what stand
 """
 
 import base64
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from gke_runs import JOBSETS, KUEUE, document, placed
 
 from muster.agent.hardware.node_condition_follower import WATCHER
-from muster.backends.gke.kubernetes.config import connect
+from muster.backends.gke.kubernetes.config import connect, own_cluster
 from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
+from muster.backends.gke.operate.cordon import WHY, cordon
 from muster.backends.google.http import Unreachable
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
-from muster.core.errors import BackendError
+from muster.core.errors import AccessError, BackendError
 from muster.core.types import JobHandle, JobState
 from muster.health.hardware.node_condition import CONDITION
 from muster.protocol.codec import reader_of
@@ -124,16 +128,21 @@ def test_row_01_the_dry_run_meets_the_webhooks(plane, home):
     assert launcher.remaining(handle_of(run_id)) == []
 
 
-def test_a_pods_account_reads_its_nodes_xids_once_it_may(plane, tmp_path):
-    """By RBAC of a real server: refused, then granted by what ``up`` makes, then each condition that GKE would set."""
+def own_account(plane, folder):
+    """The run's service account as a pod has it in ``folder``; what it finds in its environment."""
     secret = plane.get("/api/v1/namespaces/default/serviceaccounts/muster")["secrets"][0]["name"]
     token = plane.get(f"/api/v1/namespaces/default/secrets/{secret}")["data"]["token"]
-    (tmp_path / "token").write_bytes(base64.b64decode(token))
-    shutil.copy(plane.dir / "server.pem", tmp_path / "ca.crt")
+    (folder / "token").write_bytes(base64.b64decode(token))
+    shutil.copy(plane.dir / "server.pem", folder / "ca.crt")
+    return {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(plane.ports["api"])}
+
+
+def test_a_pods_account_reads_its_nodes_xids_once_it_may(plane, tmp_path):
+    """By RBAC of a real server: refused, then granted by what ``up`` makes, then each condition that GKE would set."""
+    where = own_account(plane, tmp_path)
     bound = next(one for one in account_objects(placed()) if one["kind"] == "ClusterRoleBinding")
     path = f"/apis/rbac.authorization.k8s.io/v1/clusterrolebindings/{bound['metadata']['name']}"
     plane.call("DELETE", path)
-    where = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(plane.ports["api"])}
     child = subprocess.Popen(
         [sys.executable, "-m", WATCHER, "node1", "--every-s", "0.2", "--account", str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **where},
@@ -158,3 +167,38 @@ def test_a_pods_account_reads_its_nodes_xids_once_it_may(plane, tmp_path):
     finally:
         child.kill()
         plane.apply(path, bound)
+
+
+def test_a_faulty_node_is_cordoned_once_the_accounts_role_allows_it(plane, tmp_path):
+    """By RBAC of a real server: what ``up`` grants does not suffice, the role of docs/check.md does."""
+    where = own_account(plane, tmp_path)
+
+    def connect():
+        return own_cluster(SystemClock(), where, tmp_path)
+
+    with pytest.raises(AccessError, match="cannot patch resource"):
+        cordon("node1", "a reason", connect)
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    role, binding = yaml.safe_load_all(page.partition("```yaml\n")[2].partition("```")[0])
+    root = "/apis/rbac.authorization.k8s.io/v1"
+    paths = [f"{root}/{held['kind'].lower()}s/{held['metadata']['name']}" for held in (role, binding)]
+    try:
+        for path, held in zip(paths, (role, binding), strict=True):
+            plane.apply(path, held)
+
+        def cordoned():
+            with contextlib.suppress(AccessError):  # a grant takes a moment to hold
+                return cordon("node1", "GPU 3: Xid 79", connect)
+
+        assert "it gets no new pods" in plane.wait(cordoned, "the grant")
+        node = plane.get("/api/v1/nodes/node1")
+        assert node["spec"]["unschedulable"] is True
+        assert node["metadata"]["annotations"][WHY] == "GPU 3: Xid 79"
+        assert cordon("node1", "again", connect) == "node node1 is cordoned already"
+        with pytest.raises(BackendError, match="no node node-9"):
+            cordon("node-9", "nobody", connect)
+    finally:
+        for path in paths:
+            plane.call("DELETE", path)
+        strategic = "application/strategic-merge-patch+json"
+        plane.call("PATCH", "/api/v1/nodes/node1", {"spec": {"unschedulable": None}}, strategic)

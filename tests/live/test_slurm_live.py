@@ -7,11 +7,16 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, slurm_is_missing
 from slurm_runs import Run, User, recovery_s, run_file
+
+from muster.backends.slurm.commands import Slurm
+from muster.backends.slurm.drain import drain
+from muster.core.protocols import Completed
 
 MISSING = slurm_is_missing()
 pytestmark = [
@@ -223,6 +228,44 @@ def test_the_five_minutes_of_the_documentation(cluster, user):
     assert "swap" in seen["events"] and "#SBATCH --nodes=4" in seen["render"]
     assert seen["exec"].strip() in cluster.names
     assert run.events("checkpoint.committed") and all(state != "RUNNING" for _, state in run.jobs())
+
+
+def test_a_faulty_machine_is_drained_while_it_trains_on(cluster, user):
+    """By a user who may: Slurm's own. The fault is a stub's of NVIDIA's library, with eight GPUs."""
+    pytest.importorskip("pynvml")
+    stub = Path(__file__).parents[1] / "unit" / "probe" / "nvml_stub.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", user.home / "libnvidia-ml.so.1", stub], check=True)
+    driver = {"LD_LIBRARY_PATH": str(user.home), "MUSTER_STUB": "narrow:6 "}
+    one = {"resources__hosts": 1, "resources__ranks_per_host": 1}
+    run = user.submit(run_file(**one, check__mode="passive", slurm__environment=driver))
+    run.wait_for_step(2)
+    node = run.nodes()["host-0"]
+    try:
+        run.wait_until(lambda: "DRAIN" in Slurm(shell=Within(cluster)).node_state(node), "the drain")
+        shown = cluster.ask("scontrol", "show", "node", node)
+        assert f"Reason=muster run {run.id}: GPU 6: PCIe link of 8 lanes" in shown, shown
+        said = f"host-0: Slurm gives {node} no new jobs"
+        run.wait_until(lambda: any(said in str(event.detail) for event in run.events("run.message")), "word of it")
+        assert drain(node, "again", Slurm(shell=Within(cluster))).endswith("already")
+        run.wait_for_step(run.events("step")[-1].step + 2)
+        assert run.status()["state"] == "running", "what runs there goes on"
+    finally:
+        user.muster("down", run.id, code=None)
+        cluster.ask("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+@dataclass
+class Within:
+    """Slurm's programs of this cluster."""
+
+    cluster: SlurmCluster
+
+    def run(self, argv, *, env=None, stdin=None, timeout_s=None):
+        done = subprocess.run(
+            argv, env={**self.cluster.env, **(env or {})}, capture_output=True, text=True, check=False,
+            timeout=timeout_s,
+        )  # fmt: skip
+        return Completed(argv=tuple(argv), returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
 @pytest.mark.soak

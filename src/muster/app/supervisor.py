@@ -12,6 +12,7 @@ from muster.app.run.event_writer import EventWriter, JsonLines, Lines
 from muster.app.run.mend import mend_run_file
 from muster.app.run.metrics_page import metrics_sinks
 from muster.app.run.revive import revivals
+from muster.app.run.take_out import machines_taken_out
 from muster.core import environment, processes, resolved_file
 from muster.core.errors import MusterError
 from muster.core.resolved_file import DamagedRunFile
@@ -37,7 +38,7 @@ def main() -> None:
         supervisor.note(mended)
     as_json = given.jobset and run_output.json_logs_of(arguments.run_dir)
     own_log = (JsonLines if as_json else Lines)(sys.stdout, Narrator(arguments.run_dir))
-    sinks = [own_log, *revivals(supervisor), *metrics_sinks(supervisor)]
+    sinks = [own_log, *revivals(supervisor), *metrics_sinks(supervisor), *machines_taken_out(supervisor)]
     writer, said = EventWriter.of(supervisor, sinks), ""
     try:
         code = supervisor.serve()

@@ -87,3 +87,6 @@ class Backend:
     """None: hosts are not created or removed from here."""
     rehearse: Rehearse | None = None
     """None: a preflight would not be cheaper than the run."""
+    take_out: Callable[[str, str], str] | None = None
+    """Keeps new work from a machine (its name, a reason), with the rights of the process that calls; what was done, in
+    words. Raises AccessError where they do not suffice, BackendError. None: there is nobody to tell."""

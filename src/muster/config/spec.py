@@ -286,6 +286,9 @@ class Check(Section):
     """Xid numbers of the GPU driver that are noted and never cost a host, whatever the table says."""
     xid_fatal: list[Positive] = Field(default_factory=list)
     """Xid numbers after which a host is replaced at once; they win over ``xid_ignore``."""
+    take_out: bool = True
+    """A machine that is to be drained or replaced is kept from other work where the run's account may do that: drained
+    in Slurm, cordoned on GKE (docs/check.md). Where it may not, the command is logged."""
 
 
 class Limits(Section):

@@ -36,6 +36,12 @@ def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
     return rehearsal(spec, machine=machine, mode=mode)
 
 
+def _take_out(node: str, reason: str) -> str:
+    from muster.backends.gke.operate.cordon import cordon
+
+    return cordon(node, reason)
+
+
 BACKEND = Backend(
     name="gke",
     launcher=_launcher,
@@ -43,4 +49,5 @@ BACKEND = Backend(
     formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
     cluster=_cluster,
     rehearse=_rehearse,
+    take_out=_take_out,
 )

@@ -32,6 +32,12 @@ def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Json
     return RenderedFiles(files=blueprint(spec))
 
 
+def _take_out(node: str, reason: str) -> str:
+    from muster.backends.slurm.drain import drain
+
+    return drain(node, reason)
+
+
 BACKEND = Backend(
     name="slurm",
     launcher=_launcher,
@@ -39,4 +45,5 @@ BACKEND = Backend(
     rules=rules,
     fixed_keys=("slurm",),
     formats={"yaml": _script, "toolkit": _blueprint},
+    take_out=_take_out,
 )

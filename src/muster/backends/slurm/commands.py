@@ -103,6 +103,14 @@ class Slurm:
             raise reason_text.refusal("scontrol", done.stderr)
         return next(parse.pairs(done.stdout), {})
 
+    def node_state(self, node: str) -> str:
+        """As Slurm has it: ``IDLE``, ``ALLOCATED+DRAIN``, ``DOWN*``..."""
+        return next(parse.pairs(self._ask("scontrol", "show", "node", node, "--oneliner").stdout), {}).get("State", "")
+
+    def drain(self, node: str, reason: str) -> None:
+        """No new jobs for a node. Raises AccessError where this user may not."""
+        self._ask("scontrol", "update", f"nodename={node}", "state=drain", f"reason={reason}")
+
     def accounted(self, job_id: str) -> Mapping[str, str]:
         """The job in the accounting; empty where there is none (many clusters have no slurmdbd)."""
         try:

@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
+from typing import Any
 
 from muster.catalog.rows import table
 from muster.health.machine.judge import FAULTY, FEWEST, SUSPECT
@@ -81,12 +82,11 @@ def commands(findings: Iterable[Finding], *, backend: str, reserved: bool = Fals
     result = {}
     for host, here in by_host.items():
         gravest = max(here, key=lambda one: (one.verdict is Verdict.REPLACE, one.verdict is Verdict.DRAIN))
-        reason = shlex.quote(f"muster: {gravest.message}"[:200])
-        name = shlex.quote(host)
-        row = table("take_out.yaml", "health")["take_out"].get(backend)
-        if row is not None:
-            result[host] = row["command"].format(host=name, reason=reason)
-        if row is not None and reserved and row.get("on_google") and worst(here) is Verdict.REPLACE:
+        told = f"muster: {gravest.message}"[:200]
+        reason, name = shlex.quote(told), shlex.quote(host)
+        if (typed := taking_out(backend, host, told)) is not None:
+            result[host] = typed
+        if typed is not None and reserved and _row(backend).get("on_google") and worst(here) is Verdict.REPLACE:
             behaviour = "SILENT_DATA_CORRUPTION" if gravest.check == "gpu.bits" else "UNRECOVERABLE_GPU_ERROR"
             where = f" --zone {shlex.quote(zone)}" if zone else ""
             result[host] += (
@@ -94,3 +94,14 @@ def commands(findings: Iterable[Finding], *, backend: str, reserved: bool = Fals
                 f" --disruption-schedule=IMMEDIATE --fault-reasons=behavior={behaviour},description={reason}"
             )
     return result
+
+
+def taking_out(backend: str, machine: str, reason: str) -> str | None:
+    """The command that keeps new work from a machine, to be typed; None: there is nobody to tell."""
+    command = _row(backend).get("command")
+    return command.format(host=shlex.quote(machine), reason=shlex.quote(reason)) if command else None
+
+
+def _row(backend: str) -> dict[str, Any]:
+    found: dict[str, Any] = table("take_out.yaml", "health")["take_out"].get(backend, {})
+    return found

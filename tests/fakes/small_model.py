@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from muster.config.spec import RunSpec
 from muster.core.types import Layout
@@ -64,3 +65,9 @@ def build(
         seed=seed,
         whole_below=0,
     )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter or gradient, in FSDP or not, as a plain tensor of its own."""
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()

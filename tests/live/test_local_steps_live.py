@@ -1,7 +1,6 @@
 """Replicas that train by themselves and meet now and then: recovery bit for bit, little traffic over a slow link."""
 
 import json
-import math
 import subprocess
 import time
 
@@ -88,7 +87,7 @@ def test_a_replica_lost_with_its_host_returns_from_the_copy_of_its_own_state(tmp
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not namespaces_work(), reason="needs root and iproute2: network namespaces")
 def test_a_fiftieth_of_the_traffic_over_ten_megabits(tmp_path, capsys):
-    """Two hosts behind 10 Mbit/s: gradients summed in each step, against local steps with an outer optimizer."""
+    """Two hosts behind 10 Mbit/s: gradients summed in each of 300 steps, against 500 that are mostly local."""
     base = {
         "parallelism.dp_replicate": 2, "resources.hosts": 2, "resources.ranks_per_host": 1,
         "data": {"sources": [{"type": "text2sql", "level": 1, "rows": 2000, "heldout_rows": 64}]},
@@ -98,18 +97,19 @@ def test_a_fiftieth_of_the_traffic_over_ten_megabits(tmp_path, capsys):
         "training.optimizer": {"learning_rate": 3e-3, "warmup_steps": 20},
         "evaluation.num_sequences": 64, "checkpoint.replicate_snapshots": False,
     }  # fmt: skip
+    averages = {"learning_rate": 1.0, "momentum": 0.0, "dtype": "int8"}
     kinds = {
         "each step": {},
-        "local": {"training.local_steps": 30, "training.outer": {"dtype": "int8", "fragments": 2}},
+        "local": {"training.steps": 500, "training.local_steps": 50, "training.outer": averages},
     }
     found = {name: over_slow_link(tmp_path / name.replace(" ", "-"), {**base, **more}) for name, more in kinds.items()}
     with capsys.disabled():
         print(json.dumps(found, indent=1))
     each, local = found["each step"], found["local"]
     assert local["sent_bytes"] * 50 < each["sent_bytes"], found
-    assert local["seconds"] * 2 < each["seconds"], found
-    # Of 300 steps from random weights it is behind (benchmarks/RESULTS.md): half the batch a replica, ten meetings.
-    assert local["loss"] < 0.1 * math.log(512), "but it has learned the task"
+    assert local["seconds"] < each["seconds"], found
+    # At the same number of steps from random weights it is behind (benchmarks/RESULTS.md).
+    assert local["loss"] < each["loss"] * 1.02, found
 
 
 def over_slow_link(folder, changes):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes.small_model import LLAMA, build, process_group, spec_of
+from fakes.small_model import LLAMA, build, process_group, spec_of, whole
 
 from muster.train.evaluation.generate import fits, generate
 
@@ -22,7 +22,7 @@ def slow(built, prompt, count):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(built.config, attn_implementation="eager")
-    model.load_state_dict({name: p.full_tensor() for name, p in built.module.model.named_parameters()})
+    model.load_state_dict({name: whole(p) for name, p in built.module.model.named_parameters()})
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(count):

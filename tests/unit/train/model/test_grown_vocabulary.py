@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fakes.small_model import LLAMA, build, spec_of
+from fakes.small_model import LLAMA, build, spec_of, whole
 from safetensors.torch import save_file
 
 from muster.core.errors import CheckpointError, UsageError
@@ -20,7 +20,7 @@ def grown(spec):
 def base(request, tmp_path):
     """A pretrained folder of 50 tokens, and its weights."""
     built = build(spec_of({**LLAMA, "vocab_size": 50, "tie_word_embeddings": request.param}))
-    values = {name: value.full_tensor().detach().clone() for name, value in built.named_trainable().items()}
+    values = {name: whole(value) for name, value in built.named_trainable().items()}
     built.config.save_pretrained(tmp_path)
     save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
     return tmp_path, values
@@ -29,7 +29,7 @@ def base(request, tmp_path):
 def test_new_rows_begin_as_the_mean_and_the_others_stay(base):
     folder, values = base
     built = build(grown(spec_of(None, source=str(folder))), vocab_size=52)
-    found = {name: value.full_tensor() for name, value in built.named_trainable().items()}
+    found = {name: whole(value) for name, value in built.named_trainable().items()}
     for name, value in values.items():
         assert torch.equal(found[name][: len(value)], value), name
         if len(found[name]) > len(value):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes.small_model import CPU, LLAMA, build, spec_of
+from fakes.small_model import CPU, LLAMA, build, spec_of, whole
 from torch.distributed.tensor import DTensor
 
 from muster.core.errors import UsageError
@@ -39,7 +39,7 @@ def test_only_adapters_are_trained_and_not_on_the_head():
 
 
 def test_a_is_kaiming_uniform_and_b_zero():
-    parameters = {name: p.full_tensor() for name, p in build(spec_of(lora={"rank": 16})).named_trainable().items()}
+    parameters = {name: whole(p) for name, p in build(spec_of(lora={"rank": 16})).named_trainable().items()}
     for name, value in parameters.items():
         if ".lora_B." in name:
             assert torch.count_nonzero(value) == 0, name
@@ -74,7 +74,7 @@ def test_frozen_weights_of_a_lone_rank_stay_outside_fsdp_and_change_no_bit(monke
                 torch.nn.init.constant_(parameter, 0.01)
         loss = loss_sum(built.module, batch(), chunk_tokens=8, scale=1.0)
         loss.backward()
-        gradients = {name: p.grad.full_tensor() for name, p in built.named_trainable().items()}
+        gradients = {name: whole(p.grad) for name, p in built.named_trainable().items()}
         frozen = [p for p in built.module.model.parameters() if not p.requires_grad]
         found.append((loss.detach(), gradients, {isinstance(p, DTensor) for p in frozen}))
     (loss, gradients, kinds), (same_loss, same_gradients, all_in_fsdp) = found

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from fakes.small_model import LLAMA, build, spec_of
+from fakes.small_model import LLAMA, build, spec_of, whole
 from safetensors.torch import load_file, save_file
 
 from muster.core.errors import BackendError, CheckpointError, MusterError, UsageError
@@ -31,7 +31,7 @@ def load(folder, **model):
 
 
 def values(built):
-    return {name: parameter.full_tensor() for name, parameter in built.module.model.named_parameters()}
+    return {name: whole(parameter) for name, parameter in built.module.model.named_parameters()}
 
 
 def rewrite(folder, change):

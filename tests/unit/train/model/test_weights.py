@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
+from fakes.small_model import CPU, LLAMA, build, process_group, spec_of, whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -75,11 +75,11 @@ def test_what_is_no_matrix_gets_the_models_own_first_values():
     built = build(spec_of({**LLAMA, "model_type": "gemma2", "head_dim": 8}))
     values = dict(built.module.model.named_parameters())
     # Gemma's norms multiply by 1 + weight: ones would double every layer.
-    assert torch.count_nonzero(values["model.norm.weight"].full_tensor()) == 0
+    assert torch.count_nonzero(whole(values["model.norm.weight"])) == 0
     built = build(spec_of())
-    assert torch.equal(dict(built.module.model.named_parameters())["model.norm.weight"].full_tensor(), torch.ones(32))
+    assert torch.equal(whole(dict(built.module.model.named_parameters())["model.norm.weight"]), torch.ones(32))
     built = build(spec_of({**LLAMA, "model_type": "qwen2"}))
-    bias = dict(built.module.model.named_parameters())["model.layers.0.self_attn.q_proj.bias"].full_tensor()
+    bias = whole(dict(built.module.model.named_parameters())["model.layers.0.self_attn.q_proj.bias"])
     assert bias.shape == (32,) and torch.count_nonzero(bias) == 0
 
 

@@ -11,6 +11,7 @@ from muster.app.inspect.event_format import Narrator
 from muster.app.run.event_writer import EventWriter, JsonLines, Lines
 from muster.app.run.mend import mend_run_file
 from muster.app.run.metrics_page import metrics_sinks
+from muster.app.run.notifications import notification_sinks
 from muster.app.run.revive import revivals
 from muster.app.run.take_out import machines_taken_out
 from muster.core import environment, processes, resolved_file
@@ -38,7 +39,8 @@ def main() -> None:
         supervisor.note(mended)
     as_json = given.jobset and run_output.json_logs_of(arguments.run_dir)
     own_log = (JsonLines if as_json else Lines)(sys.stdout, Narrator(arguments.run_dir))
-    sinks = [own_log, *revivals(supervisor), *metrics_sinks(supervisor), *machines_taken_out(supervisor)]
+    sinks = [own_log, *revivals(supervisor), *metrics_sinks(supervisor)]
+    sinks += [*machines_taken_out(supervisor), *notification_sinks(supervisor)]
     writer, said = EventWriter.of(supervisor, sinks), ""
     try:
         code = supervisor.serve()

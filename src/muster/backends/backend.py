@@ -30,6 +30,8 @@ class Capabilities:
     """Hosts read the run's ``secrets`` from Google's Secret Manager; else values are read at submission."""
     ships_code: bool = False
     """``workdir`` and a script of ``setup`` reach its hosts."""
+    in_google_cloud: bool = False
+    """Its machines are a project's: the user's defaults (project, region, bucket) stand in for keys left out."""
     supervised_in_terminal: bool = False
     """``muster train`` and ``muster recover --watch``: the supervisor may run in the foreground."""
 

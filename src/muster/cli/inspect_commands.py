@@ -13,7 +13,7 @@ KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists the
 RUNS = typer.Argument(
     ..., metavar="RUN...", help="Id, folder, or `last`; several: side by side.", autocompletion=run_ids
 )
-TWO_RUNS = typer.Argument(..., metavar="RUN RUN...", help="Ids, folders, or `last`.", autocompletion=run_ids)
+TWO_RUNS = typer.Argument(..., metavar="RUN RUN...", help="Ids, folders, `last`, or a sweep.", autocompletion=run_ids)
 JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
@@ -23,12 +23,19 @@ def status(
     ),
     json: bool = JSON,
 ) -> None:
-    """Show where a run is and why, or list this machine's runs, newest first."""
+    """Show where a run is and why, or a sweep's trials, or list this machine's runs, newest first."""
     import time
 
     from muster.app.inspect import status as use_case
+    from muster.app.inspect import sweeps
     from muster.cli import tables
 
+    if run is not None and (named := sweeps.find(run)) is not None:
+        if json:
+            output.as_json(named.to_json())
+        for line in () if json else (tables.sweep_line(named), *tables.sweep_trials(named, output.width())):
+            output.result(line)
+        return
     if run is not None:
         result = use_case.status(run)
         output.damaged(result.damaged)
@@ -48,9 +55,12 @@ def status(
         output.info("no runs on this machine")
     for status_row in every:
         output.damaged(status_row.damaged)
-    if every and not json:
-        for line in tables.runs(every, time.time_ns(), output.width()):
+    trials, others = sweeps.grouped(every) if not json else ([], every)
+    if others and not json:
+        for line in tables.runs(others, time.time_ns(), output.width()):
             output.result(line)
+    for each in trials:
+        output.folded(tables.sweep_line(each), 2)
     for line in unreadable:
         output.info(line)
 
@@ -255,6 +265,8 @@ def show(
     spec, why = laid_out(loaded.spec)
     if why is not None:
         output.info(why)
+    for key, origin in loaded.stood_in.items():
+        output.info(f"{key} is from {origin.source}:{origin.line}")
     if json:
         output.as_json(resolved_json(spec))
     else:

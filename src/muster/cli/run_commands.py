@@ -27,6 +27,10 @@ RANKS = typer.Option(
     None, "--ranks", metavar="0,3|all", help="Ranks whose output is shown; default: rank 0's of a `command`."
 )
 
+OVER = typer.Option(
+    [], "--over", metavar="KEY=VALUES", help="LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or A,B,C; may be repeated."
+)
+
 
 def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES, ranks: str | None = RANKS) -> None:
     """Train on this machine and watch. Ctrl-C saves and ends the run; a second Ctrl-C ends it at once.
@@ -66,6 +70,57 @@ def submit(
     output.info(
         f"hint: muster status {result.run.run_id}, muster logs -f {result.run.run_id}, muster stop {result.run.run_id}"
     )
+
+
+def sweep(
+    run_file: str = RUN_FILE,
+    overrides: list[str] = OVERRIDES,
+    over: list[str] = OVER,
+    trials: int = typer.Option(..., "--trials", min=1, max=1000, help="How many in all."),
+    parallel: int = typer.Option(1, "--parallel", min=1, max=256, help="How many run at a time."),
+    sampler: str = typer.Option("tpe", "--sampler", help="How values are chosen: tpe, random or grid."),
+    pruner: str = typer.Option(
+        "median", "--pruner", help="What ends bad trials early, by held-out loss: median, halving, hyperband or none."
+    ),
+    seed: int = typer.Option(0, "--seed", help="Of the sampler."),
+    json: bool = typer.Option(False, "--json", help="Print the trials as JSON at the end."),
+) -> None:
+    """Find good values of a few keys: many runs of one run file. Ctrl-C stops them; the same command goes on.
+
+    `limits` hold for all trials together.
+    """
+    from muster.app.inspect.sweeps import view
+    from muster.app.sweep import ranges
+    from muster.app.sweep.definition import define
+    from muster.app.sweep.sweep import sweep as use_case
+    from muster.cli import tables
+
+    definition = define(
+        run_file, overrides or [], over, trials=trials, parallel=parallel, sampler=sampler, pruner=pruner, seed=seed
+    )
+    output.warnings(definition.loaded.warnings)
+    for note in definition.notes:
+        output.info(note)
+    output.info(f"in {definition.folder}")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal ends no run, and no sweep
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        result = use_case(definition, tell=output.info)
+    except KeyboardInterrupt:
+        output.info("stopped: each trial was saved; the same command goes on with them")
+        raise typer.Exit(130) from None
+    found = view(result.folder, result.record)
+    if json:
+        output.as_json(found.to_json())
+    for line in () if json else tables.sweep_trials(found, output.width()):
+        output.result(line)
+    output.info(f"{definition.name}: {result.reason}")
+    if found.best is not None:
+        best = found.best.trial
+        output.info(f"best: {' '.join(ranges.override(key, value) for key, value in best.values.items())}")
+        output.info(f"hint: muster compare {definition.name}; muster export {best.run_id}")
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 def recover(
@@ -160,12 +215,30 @@ def export(
     step: int | None = typer.Option(None, "--step", help="Checkpoint of this step; default: the newest."),
     best: bool = typer.Option(False, "--best", help="The checkpoint with the lowest held-out loss."),
     adapter: bool = typer.Option(False, "--adapter", help="LoRA: write the adapter alone instead of merging it."),
+    push: str | None = typer.Option(None, "--push", metavar="OWNER/NAME", help="Repository of the Hugging Face hub."),
+    public: bool = typer.Option(False, "--public", help="With --push: where it is made, everybody can read it."),
+    place: str | None = typer.Option(None, "--for", metavar="vertex|gke", help="Write what serves it there, too."),
+    bucket: str | None = typer.Option(None, "--bucket", help="With --for: gs://BUCKET that the folder is copied to."),
+    machine: str | None = typer.Option(None, "--machine", help="With --for; default: the cheapest that holds it."),
+    image: str | None = typer.Option(None, "--image", help="With --for: a container image of vLLM."),
 ) -> None:
-    """Write a Hugging Face folder, then reload and compare it."""
-    result = api.export(run, out=out, step=step, best=best, merge=not adapter)
-    output.result(str(result.folder))
+    """Write a Hugging Face folder, then reload and compare it; with --push, put it on the hub with a model card."""
+    from muster.app.handoff import serve
+    from muster.app.inspect.status import spec_of
+
+    target = None
+    if place is not None:
+        if push is not None and out is None:
+            raise api.UsageError("--for needs a folder that is kept", hint="--out FOLDER beside --push")
+        target = serve.target(place, spec_of(api.find_run(run)), bucket=bucket, image=image, machine=machine)
+    result = api.export(run, out=out, step=step, best=best, merge=not adapter, push=push, public=public)
+    output.result(result.url or str(result.folder))
     for line in result.lines:
         output.info(line)
+    if target is not None:
+        served = serve.serve(target, spec_of(api.find_run(run)).name, result.folder)
+        for line in (*served.notes, "never run on Google Cloud; nothing was sent. To serve it:", *served.steps):
+            output.info(line)
 
 
 def _load(run_file: str, overrides: list[str] | None) -> api.Loaded:

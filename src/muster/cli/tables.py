@@ -11,6 +11,7 @@ from muster.app.inspect.checkpoints import Catalogue, Version
 from muster.app.inspect.compare import Compared
 from muster.app.inspect.event_format import eval_figures, sample_lines
 from muster.app.inspect.status import RunStatus
+from muster.app.inspect.sweeps import SweepView, TrialView
 from muster.cli import output
 
 SHOWN_SAMPLES = 5
@@ -100,6 +101,55 @@ def one_run(found: RunStatus, now_ns: int) -> Iterator[str]:
     for name, value in rows:
         if value:
             yield f"  {name:<{width}} {value}"
+
+
+def sweep_trials(found: SweepView, width: int | None = None) -> Iterator[str]:
+    """A line a trial, the best first, then why others were ended; in at most ``width`` columns but for their names."""
+    keys = list(dict.fromkeys(key for each in found.trials for key in each.trial.values))
+    head = ("trial", *_short_names(keys), "state", "step", "held-out loss", "time", "cost", "run")
+    rows = [head, *(_trial_row(each, keys) for each in found.trials)]
+    costs = len(head) - 2
+    free = all(row[costs] in ("-", "$0.00") for row in rows[1:])
+    shown = [column for column in range(len(head)) if column != costs or not free]
+    rows = [tuple(row[column] for column in shown) for row in rows]
+    lines = aligned(rows, left=(len(keys) + 1, len(shown) - 1))
+    if width is not None and max(map(len, lines)) > width:  # a run is found by its trial's number, too
+        lines = aligned([row[:-1] for row in rows], left=(len(keys) + 1,))
+    yield from lines
+    for each in found.trials:
+        if each.trial.state in ("pruned", "failed") and each.trial.reason:
+            yield f"trial {each.trial.number}: {each.trial.reason}"
+
+
+def sweep_line(found: SweepView) -> str:
+    """``sweep tune: 12 trials (8 complete, 3 pruned, 1 running), best 2.3141 (trial 4)  ~/tune``."""
+    counts = ", ".join(f"{count} {state}" for state, count in found.counts.items())
+    best = f", best {found.best.trial.loss:.4f} (trial {found.best.trial.number})" if found.best else ""
+    cost = f", {money(found.usd)}" if found.usd else ""
+    return f"sweep {found.record.name}: {len(found.trials)} trials ({counts}){best}{cost}  {short_path(found.folder)}"
+
+
+def _trial_row(each: TrialView, keys: Sequence[str]) -> tuple[str, ...]:
+    values = (each.trial.values.get(key) for key in keys)
+    said = each.run.summary if each.run is not None else None
+    ended = said.ended_ns if said is not None else None
+    took = (ended - said.began_ns) / 1e9 if said is not None and ended and said.began_ns else None
+    return (
+        str(each.trial.number),
+        *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
+        each.state,
+        "-" if said is None or said.last_step is None else f"{said.last_step:,}",
+        "-" if each.trial.loss is None else f"{each.trial.loss:.4f}",
+        output.age(took),
+        "-" if said is None or said.usd is None else money(said.usd),
+        each.trial.run_id or "-",
+    )
+
+
+def _short_names(keys: Sequence[str]) -> list[str]:
+    """The last part of each, or the whole key where two end alike."""
+    ends = [key.rpartition(".")[2] for key in keys]
+    return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)]
 
 
 COMPARED = {

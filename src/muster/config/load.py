@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from muster.config import host_checks, run_environment, schema_keys, validation
+from muster.config import host_checks, run_environment, schema_keys, user_defaults, validation
 from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.config.unused_settings import no_effect
@@ -49,6 +49,12 @@ class Loaded:
     """Settings without effect in this combination."""
     planned_step_s: Mapping[str, float] = field(default_factory=dict)
     """What the plan it came from foresees: item of a step -> seconds. Empty: no plan."""
+
+    @property
+    def stood_in(self) -> Mapping[str, Origin]:
+        """Keys that neither the run file nor the command line gives, but the user's defaults."""
+        given = (self.source, COMMAND_LINE)
+        return {dotted(path): origin for path, origin in self.origins.items() if origin.source not in given}
 
     def placed(self, error: RunFileError) -> RunFileError:
         """What a back end found wrong, each with its place: the key's line, that where it stands commented out, or
@@ -120,6 +126,8 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
     reading = _Reading(source=source, raw=parsed.value or {}, origins=origins, problems=parsed.problems)
     for override in overrides:
         _override(reading, override)
+    for default in user_defaults.stand_in(reading.raw) if environment else ():
+        origins[default.path] = Origin(source=default.source, line=default.line)
     spec, bad = _check_values(reading)
     if spec is not None:
         own = BACKENDS.get(spec.backend).rules(spec)

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from muster.config.backends import BACKENDS
 from muster.config.gce import Gce
+from muster.config.notify import Notify
 from muster.config.outer import Outer
 from muster.config.resources import Resources
 from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
@@ -350,6 +351,7 @@ class RunSpec(Section):
     limits: Limits = Limits()
     output: Output = Output()
     metrics: Metrics = Metrics()
+    notify: Notify = Notify()
     slurm: Slurm = Slurm()
     vertex: Vertex = Vertex()
     gce: Gce = Gce()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from muster.config import notify
 from muster.config.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.config.stage_rules import stage_combinations, stage_problems
@@ -30,7 +31,7 @@ def problems(spec: RunSpec) -> list[Problem]:
     result: list[Problem] = []
     for rule in (_whole, _model, _data, _training, _numerics, _parallelism, _evaluation, _places, _recovery, _limits):
         result += rule(spec)
-    return result
+    return [*result, *notify.problems(spec.notify, spec.secrets)]
 
 
 def world_size(spec: RunSpec) -> int | None:

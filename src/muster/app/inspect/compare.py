@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from muster.app.inspect import sweeps
 from muster.app.inspect.report import report
 from muster.core import resolved_file
 from muster.core.errors import MusterError, UsageError
@@ -16,6 +17,8 @@ from muster.storage import run_registry
 
 MEAN_OF_STEPS = 10
 """A loss is the mean over the last so many steps: one step's own goes up and down with its batch."""
+MOST_OF_SWEEP = 6
+"""Trials of a sweep that are put side by side: more do not fit a terminal. ``muster status SWEEP`` lists all."""
 NOT_COMPARED = ("run_dir", "name")
 
 
@@ -59,13 +62,14 @@ def compare(references: Sequence[str]) -> Compared:
         UsageError: fewer than two, no such run, or one without events.
         MusterError: the resolved file of one cannot be read.
     """
+    references = [run for each in references for run in _runs_of(each)]
     if len(references) < 2:
         raise UsageError("compare takes two runs or more", hint="muster compare RUN RUN; muster status lists them")
     runs = [run_registry.find(reference) for reference in references]
     files = []
     for run in runs:
         try:
-            files.append(dict(_flat(parse_object(resolved_file.read(run.path).encode()))))
+            files.append(dict(flat(parse_object(resolved_file.read(run.path).encode()))))
         except (OSError, ValueError) as error:
             raise MusterError(f"the run file of {run.run_id} cannot be read: {error}") from error
     reports = [report(str(run.path)) for run in runs]
@@ -76,6 +80,12 @@ def compare(references: Sequence[str]) -> Compared:
         at_tokens=at_equal_tokens(reports),
         figures=api.compare(*reports),
     )
+
+
+def _runs_of(reference: str) -> list[str]:
+    """A sweep stands for its best trials."""
+    found = sweeps.best_runs(reference, MOST_OF_SWEEP)
+    return [reference] if found is None else found
 
 
 def differences(files: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
@@ -126,13 +136,13 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _flat(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
+def flat(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
     """``training.optimizer.name`` -> its value; a list counts as one value unless it holds sections."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else key)
+            yield from flat(inner, f"{path}.{key}" if path else key)
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):
-            yield from _flat(item, f"{path}.{index}")
+            yield from flat(item, f"{path}.{index}")
     else:
         yield path, value

@@ -5,15 +5,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from muster.app.handoff.model_card import model_card
+from muster.app.handoff.push import CARD, open_repository
+from muster.app.handoff.push import push as push_folder
 from muster.app.inspect.home_view import bring
+from muster.app.inspect.report import report
 from muster.app.inspect.status import spec_of
+from muster.core import event_log
 from muster.core.errors import MusterError, UsageError
 from muster.core.processes import run_visibly
 from muster.core.typed_json import JsonObject, parse_object, text, texts, whole
+from muster.report.run_view import run_view
 from muster.storage import run_registry
+from muster.storage.run_registry import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +32,32 @@ class Exported:
     folder: Path
     lines: tuple[str, ...]
     """Messages about it."""
+    step: int
+    kind: str
+    """model, merged or adapter."""
+    url: str | None = None
+    """Where it is on the hub."""
 
 
 def export(
-    reference: str, *, out: Path | None = None, step: int | None = None, best: bool = False, merge: bool = True
+    reference: str,
+    *,
+    out: Path | None = None,
+    step: int | None = None,
+    best: bool = False,
+    merge: bool = True,
+    push: str | None = None,
+    public: bool = False,
 ) -> Exported:
     """Write the folder, reload it in a fresh process, compare logits. ``best``: of the checkpoint with the lowest
-    held-out loss; default: the newest.
+    held-out loss; default: the newest. ``push``: a repository of the hub that it goes to with a model card, private
+    unless ``public``; without ``out`` the folder is not kept then.
 
     Raises:
         UsageError: both ``step`` and ``best``.
         UsageError: no such run, the folder is taken, or the trainer is not installed.
         MusterError: nothing to export, or the comparison failed.
+        AccessError, BackendError: the hub refuses, or is out of reach. Asked before anything is exported.
     """
     if best and step is not None:
         raise UsageError("--best and --step name different checkpoints", hint="give one of them")
@@ -43,6 +66,26 @@ def export(
         raise UsageError("muster export needs torch", hint="pip install 'muster[train]'")
     bring(run, spec_of(run).backend, "events")
     bring(run, spec_of(run).backend, "outputs")
+    hub = open_repository(push, public=public) if push is not None else None
+    if hub is not None and out is None:
+        with tempfile.TemporaryDirectory(prefix="push-", dir=run.path) as folder:
+            found = _exported(run, Path(folder) / "export", step, best=best, merge=merge)
+            return _pushed(hub, str(push), run, found, kept=False)
+    found = _exported(run, out, step, best=best, merge=merge)
+    return found if hub is None else _pushed(hub, str(push), run, found, kept=True)
+
+
+def _pushed(hub: Any, repo: str, run: RunDir, found: Exported, *, kept: bool) -> Exported:
+    """With its card, on the hub. The card stays in a folder that is kept."""
+    seen = run_view(event_log.merged(run.events))
+    card = model_card(spec_of(run), seen, report(str(run.path)).document, step=found.step, kind=found.kind)
+    (found.folder / CARD).write_text(card)
+    url = push_folder(hub, found.folder, repo, message=f"Step {found.step} of {run.run_id}")
+    lines = (*found.lines, f"pushed to {url}") if kept else (f"step {found.step} ({found.kind}), pushed to {url}",)
+    return replace(found, lines=lines, url=url)
+
+
+def _exported(run: RunDir, out: Path | None, step: int | None, *, best: bool, merge: bool) -> Exported:
     argv = [sys.executable, "-P", "-m", "muster.train.export.hf_folder", "--run-dir", str(run.path)]
     if out is not None:
         argv += ["--out", os.path.abspath(os.path.expanduser(out))]
@@ -65,4 +108,7 @@ def export(
         error = MusterError(reason, hint=text(record, "hint") or None)
         error.exit_code = whole(record, "exit_code", default=1) or 1
         raise error
-    return Exported(folder=Path(text(record, "folder")), lines=tuple(texts(record, "lines")))
+    return Exported(
+        folder=Path(text(record, "folder")), lines=tuple(texts(record, "lines")), step=whole(record, "step"),
+        kind=text(record, "kind"),
+    )  # fmt: skip

@@ -52,7 +52,7 @@ class OtlpExport(SentFigures):
         headers = {"Content-Type": "application/x-protobuf", "User-Agent": "muster", **self.headers}
         request = urllib.request.Request(self.url, body.SerializeToString(), headers, method="POST")
         try:
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=PATIENCE_S) as answer:
+            with urllib.request.build_opener(NoRedirect).open(request, timeout=PATIENCE_S) as answer:
                 taken = ExportMetricsServiceResponse.FromString(answer.read(MOST_READ)).partial_success
         except urllib.error.HTTPError as error:
             return f"HTTP {error.code}"
@@ -62,7 +62,7 @@ class OtlpExport(SentFigures):
         return f"{refused} of {len(found)} refused: {taken.error_message[:MOST_TOLD]}" if refused else ""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Headers may hold a key: it goes to nobody but whom the run file names."""
 
     def redirect_request(

@@ -43,10 +43,16 @@ class Stopping:
 
 
 def stop(
-    reference: str, *, save: bool = True, force: bool = False, wait: bool = True, clock: Clock | None = None
+    reference: str,
+    *,
+    save: bool = True,
+    force: bool = False,
+    wait: bool = True,
+    clock: Clock | None = None,
+    source: str = "muster stop",
 ) -> Stopping:
     """Ask the supervisor to save and end the run, and wait until it has; an ended run is success. Whoever starts it
-    again meanwhile is left alone.
+    again meanwhile is left alone. ``source``: who asks, for the log.
 
     Raises:
         SupervisorUnreachable: the run lives and its supervisor does not answer.
@@ -65,7 +71,7 @@ def stop(
         ended = again or found.state.ended
         return Stopping(run=run, status=found, was_running=True, again=again) if ended else None
 
-    outcome = _request_until_ready(run, StopRun(save=save, force=force), clock, over)
+    outcome = _request_until_ready(run, StopRun(source=source, save=save, force=force), clock, over)
     number = submit.submission(run)  # whose supervisor has answered
     limit_s = spec_of(run).recovery.grace_s + EXTRA_S
     until = clock.monotonic_ns() + int(limit_s * 1e9)

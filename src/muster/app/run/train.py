@@ -17,6 +17,7 @@ from muster.app.inspect.event_format import Narrator
 from muster.app.run import submit
 from muster.app.run.event_writer import EventWriter, Lines, Sink
 from muster.app.run.metrics_page import metrics_sinks
+from muster.app.run.notifications import notification_sinks
 from muster.app.run.revive import revivals
 from muster.app.run.submit import Intent
 from muster.backends.protocols import Launcher
@@ -92,7 +93,8 @@ def supervise(
             on_start(intent.run, handle.warnings)
         with processes.open_log(intent.run.logs / "supervisor.log") as log:
             own_log = Lines(processes.forgiving(log.fileno()), Narrator(intent.run.path))
-            writer = EventWriter.of(supervisor, [own_log, *revivals(supervisor), *metrics_sinks(supervisor), *sinks])
+            beside = (*revivals(supervisor), *metrics_sinks(supervisor), *notification_sinks(supervisor))
+            writer = EventWriter.of(supervisor, [own_log, *beside, *sinks])
             try:
                 launcher.attach(handle, task="supervisor", pid=os.getpid())
                 code = supervisor.serve()

@@ -45,7 +45,7 @@ def _take_out(node: str, reason: str) -> str:
 BACKEND = Backend(
     name="gke",
     launcher=_launcher,
-    capabilities=Capabilities(ships_code=True),
+    capabilities=Capabilities(ships_code=True, in_google_cloud=True),
     formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
     cluster=_cluster,
     rehearse=_rehearse,

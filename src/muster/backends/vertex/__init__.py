@@ -46,7 +46,7 @@ def _rules(spec: RunSpec) -> Iterable[Problem]:
 BACKEND = Backend(
     name="vertex",
     launcher=_launcher,
-    capabilities=Capabilities(secret_manager=True),
+    capabilities=Capabilities(secret_manager=True, in_google_cloud=True),
     rules=_rules,
     unused_settings=unused_settings,
     formats={"yaml": _rendered},

@@ -1,0 +1,107 @@
+"""Optuna, asked for the next trial's values and for whether a trial is worth going on with. Imported by a sweep alone.
+
+The study lives in memory and is told anew, from the sweep's record and the runs' events, whenever a sweep goes on:
+there is no second file that could disagree with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from muster.app.sweep.ranges import Over
+from muster.core.errors import UsageError
+from muster.core.typed_json import Json
+
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS = ("median", "halving", "hyperband", "none")
+STARTUP_TRIALS = 4
+"""With so many complete ones the median begins to end others."""
+
+
+class Optimizer:
+    """A study. Trials are numbered from 0, in the order of ``known`` and ``next``.
+
+    Raises:
+        UsageError: optuna is not installed, or the sampler does not fit the ranges.
+    """
+
+    def __init__(self, over: Sequence[Over], *, sampler: str, pruner: str, seed: int, parallel: int) -> None:
+        try:
+            import optuna
+        except ImportError as error:
+            raise UsageError("muster sweep needs optuna", hint="pip install 'muster[sweep]'") from error
+        self._optuna: Any = optuna
+        self._sampler, self._seed, self._parallel = sampler, seed, parallel
+        self._over = {each.key: each for each in over}
+        self._grid = list(itertools.product(*(each.every() for each in over))) if sampler == "grid" else None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        self._distributions = {each.key: self._distribution(each) for each in over}
+        self._study = optuna.create_study(study_name="sweep", direction="minimize", pruner=self._pruner(pruner))
+        self._trials: list[Any] = []
+
+    def known(self, values: Mapping[str, Json]) -> None:
+        """A trial that was begun before."""
+        chosen = {key: json.dumps(value) if self._over[key].choices else value for key, value in values.items()}
+        self._study.enqueue_trial(chosen)
+        self._ask()
+
+    def next(self) -> dict[str, Json] | None:
+        """The values of a new trial, from the seed, its number and what is known of the others; None: a grid's end."""
+        if self._grid is not None:
+            if len(self._trials) >= len(self._grid):
+                return None
+            values = dict(zip(self._over, self._grid[len(self._trials)], strict=True))
+            self.known(values)
+            return values
+        params = self._ask().params
+        return {key: json.loads(params[key]) if over.choices else params[key] for key, over in self._over.items()}
+
+    def report(self, number: int, step: int, loss: float) -> bool:
+        """A trial's held-out loss after a step, once a step; whether the trial should be ended now."""
+        trial = self._trials[number]
+        trial.report(loss, step)
+        return bool(trial.should_prune())
+
+    def end(self, number: int, loss: float | None, *, pruned: bool = False) -> None:
+        """The trial is over; without a loss it has failed."""
+        state = self._optuna.trial.TrialState
+        if pruned:
+            self._study.tell(self._trials[number], state=state.PRUNED)
+        elif loss is None:
+            self._study.tell(self._trials[number], state=state.FAIL)
+        else:
+            self._study.tell(self._trials[number], loss)
+
+    def _ask(self) -> Any:
+        # A sampler of its own for each trial: asked again after a restart, it says the same.
+        self._study.sampler = self._sampler_of(self._seed + len(self._trials))
+        self._trials.append(self._study.ask(self._distributions))
+        return self._trials[-1]
+
+    def _sampler_of(self, seed: int) -> Any:
+        samplers = self._optuna.samplers
+        if self._sampler == "tpe":  # trials that still run count as bad ones: parallel trials stay apart
+            return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=self._parallel > 1)
+        return samplers.RandomSampler(seed=seed)
+
+    def _pruner(self, name: str) -> Any:
+        pruners = self._optuna.pruners
+        return {
+            "median": lambda: pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS),
+            "halving": pruners.SuccessiveHalvingPruner,
+            "hyperband": pruners.HyperbandPruner,
+            "none": pruners.NopPruner,
+        }[name]()
+
+    def _distribution(self, over: Over) -> Any:
+        kinds = self._optuna.distributions
+        if over.choices:  # as JSON: to Optuna, true and 1 are the same value, and a list is none
+            return kinds.CategoricalDistribution([json.dumps(choice) for choice in over.choices])
+        if over.whole:
+            return kinds.IntDistribution(int(over.low), int(over.high), log=over.log, step=int(over.step or 1))
+        return kinds.FloatDistribution(over.low, over.high, log=over.log, step=over.step)

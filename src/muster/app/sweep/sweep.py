@@ -1,0 +1,301 @@
+"""A sweep: trials are begun, ended early or continued until all are done. Ctrl-C stops them; the same words go on.
+
+Each decision is written into the sweep's record before it is carried out, and each trial is a run of its own with its
+own supervisor: killed at any moment, a sweep goes on where it was, and its trials have not noticed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from muster.app.sweep import trial
+from muster.app.sweep.budget import Budget
+from muster.app.sweep.definition import Definition
+from muster.app.sweep.optimizer import Optimizer
+from muster.app.sweep.trial import Trial
+from muster.core.clock import SystemClock
+from muster.core.errors import BusyError, CapacityError, ConflictError, MusterError
+from muster.core.protocols import Clock
+from muster.core.types import JobState, JobStatus
+from muster.storage import run_registry, sweep_record
+from muster.storage.sweep_record import SweepRecord, TrialRecord
+
+LOOK_EVERY_S = 1.0
+#: After a start that found no machines.
+AGAIN_S = 30.0
+#: So many failed trials in a row, and none complete: what is wrong is wrong with all of them.
+FAILURES = 3
+#: Trials that were asked to stop save first, and write that.
+LEAVE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """How a sweep ended."""
+
+    folder: Path
+    record: SweepRecord
+    exit_code: int
+    reason: str
+
+
+def sweep(definition: Definition, *, tell: Callable[[str], None], clock: Clock | None = None) -> Swept:
+    """Run all trials to their ends; blocks. ``tell`` gets a line for whatever happens.
+
+    Raises:
+        ConflictError: another process runs this sweep.
+        UsageError: the folder holds another sweep, or optuna is not installed.
+        KeyboardInterrupt: all trials were asked to save and stop.
+    """
+    folder = definition.folder
+    run_registry.make_folder(folder)
+    lock = run_registry.lock_submit(folder, sweep_record.LOCK)
+    if lock is None:
+        raise ConflictError(f"another muster sweep runs in {folder}", hint=f"muster status {definition.name} shows it")
+    with lock:
+        return _Sweep(definition=definition, record=definition.record(), tell=tell, clock=clock or SystemClock()).run()
+
+
+@dataclass
+class _Sweep:
+    definition: Definition
+    record: SweepRecord
+    tell: Callable[[str], None]
+    clock: Clock
+    active: dict[int, Trial] = field(default_factory=dict)
+    aside: set[int] = field(default_factory=set)
+    """Stopped by a person meanwhile: they are continued when the sweep is typed again."""
+    short: set[int] = field(default_factory=set)
+    """Ended by their share of the dollars: they are continued once others have left some."""
+    said: dict[int, int] = field(default_factory=dict)
+    """Trial -> step of the newest held-out loss that was told."""
+    broke: bool = False
+    """Not enough dollars are left for another trial."""
+    _retry_ns: int = 0
+
+    def run(self) -> Swept:
+        given = self.definition
+        self.optimizer = Optimizer(
+            given.over, sampler=given.sampler, pruner=given.pruner, seed=given.seed, parallel=given.parallel
+        )
+        self.budget = Budget(given.loaded.spec.limits, given.loaded.spec.recovery.grace_s, given.parallel)
+        for known in self.record.trials:
+            self.optimizer.known(known.values)
+            self._resume(known)
+        try:
+            return self._loop()
+        except KeyboardInterrupt:
+            self._stop_all("Ctrl-C")
+            raise
+
+    def _loop(self) -> Swept:
+        while True:
+            if (reached := self.budget.reached(self.clock.wall_ns())) is not None:
+                self._stop_all(reached)
+                return self._ended(130, f"{reached} was reached: the same command with more of it goes on")
+            self._fill()
+            if not self.active and self.clock.monotonic_ns() >= self._retry_ns:
+                break
+            for found in list(self.active.values()):
+                self._look(found)
+            if (reason := self._hopeless()) is not None:
+                self._stop_all(reason)
+                return self._ended(1, reason)
+            self.clock.sleep(LOOK_EVERY_S)
+        if self.short or self.broke:
+            return self._ended(130, "limits.max_usd is used up: the same command with more of it goes on")
+        if self.aside:
+            return self._ended(130, f"{len(self.aside)} of its trials were stopped: the same command goes on with them")
+        complete = any(known.state == "complete" for known in self.record.trials)
+        return self._ended(0 if complete else 1, "done" if complete else "no trial is complete")
+
+    def _ended(self, exit_code: int, reason: str) -> Swept:
+        return Swept(folder=self.definition.folder, record=self.record, exit_code=exit_code, reason=reason)
+
+    # ------------------------------------------------------------ begin and continue
+
+    def _resume(self, known: TrialRecord) -> None:
+        """A trial of a sweep that goes on: what it has reached is told to Optuna, an open one is continued."""
+        found = trial.find(known.number, known.run_id)
+        if found is not None:
+            found.look()
+            self.budget.note(known.number, found.held)
+            for step, loss in sorted(found.losses.items()):
+                self.optimizer.report(known.number, step, loss)
+                self.said[known.number] = step
+        if known.state != "open":
+            self.optimizer.end(known.number, known.loss, pruned=known.state == "pruned")
+        elif known.reason and found is not None:  # it was decided to end it, and then the sweep was killed
+            self._prune(found, known.reason)
+        elif found is not None and not found.look().state.ended:  # it runs, and nobody has to be asked
+            self.active[known.number] = found
+
+    def _fill(self) -> None:
+        """Go on with trials, then begin new ones, until as many run as may."""
+        waiting = [known for known in self.record.trials if known.state == "open" and known.number not in self.active]
+        for known in waiting:
+            if known.number in self.aside or not self._has_room() or not self._affords(known.number):
+                continue
+            self.short.discard(known.number)
+            found = trial.find(known.number, known.run_id)
+            if found is None:
+                self._start(known)
+            else:
+                self._continue(found, "goes on")
+        while self._has_room() and len(self.record.trials) < self.definition.trials:
+            if not self._affords(len(self.record.trials)):
+                self.broke = True
+                return
+            values = self.optimizer.next()
+            if values is None:
+                return
+            known = TrialRecord(number=len(self.record.trials), values=values, gpus=self._free_gpus())
+            self._note(known)  # before it is done: a sweep that is killed now starts this one first
+            self._start(known)
+
+    def _has_room(self) -> bool:
+        return len(self.active) < self.definition.parallel and self.clock.monotonic_ns() >= self._retry_ns
+
+    def _affords(self, number: int) -> bool:
+        return self.budget.allows(number, self.clock.wall_ns())
+
+    def _free_gpus(self) -> str | None:
+        taken = {self.record.trials[number].gpus for number in self.active}
+        return next((share for share in self.definition.shares if share not in taken), None)
+
+    def _start(self, known: TrialRecord) -> None:
+        known = replace(known, max_usd=self.budget.share(known.number, self.clock.wall_ns()))
+        try:
+            found = trial.start(known.number, self.definition.of(known, self._limits(known)), known.gpus)
+        except (CapacityError, BusyError) as error:
+            self._retry_ns = self.clock.monotonic_ns() + int(AGAIN_S * 1e9)
+            self.tell(f"trial {known.number} waits: {error}")
+        except MusterError as error:
+            self._fail(known.number, str(error).splitlines()[0])
+        else:
+            self._note(replace(known, run_id=found.run.run_id))
+            self.active[known.number] = found
+            self.tell(f"trial {known.number}: {self.definition.in_words(known.values)}: {found.run.run_id}")
+
+    def _continue(self, found: Trial, why: str) -> None:
+        """Go on with a run that has ended, or whose supervisor has. One that has its result is only looked at."""
+        status, known = found.look(), self.record.trials[found.number]
+        self.active[found.number] = found
+        if not (found.lost_its_machine(status) or status.state is JobState.STOPPED):
+            return
+        overrides: tuple[str, ...] = ()
+        if status.state.ended:  # living agents have their run file already
+            known = replace(known, max_usd=self.budget.share(known.number, self.clock.wall_ns()))
+            self._note(known)
+            overrides = self._limits(known)
+        try:
+            found.continue_(known.gpus, overrides)
+        except MusterError as error:
+            self._fail(found.number, str(error).splitlines()[0])
+        else:
+            self.tell(f"trial {found.number}: {why} from step {found.step}")
+
+    def _limits(self, known: TrialRecord) -> tuple[str, ...]:
+        return self.budget.limits_of(known.number, known.max_usd, self.clock.wall_ns())
+
+    # ------------------------------------------------------------ look
+
+    def _look(self, found: Trial) -> None:
+        status = found.look()
+        self.budget.note(found.number, found.held)
+        pruned = False
+        for step, loss in sorted(found.losses.items()):
+            if step > self.said.get(found.number, 0):
+                self.said[found.number] = step
+                pruned = self.optimizer.report(found.number, step, loss)
+        if found.ending:
+            if status.state.ended:
+                self._over(found, "pruned")
+        elif status.state is JobState.SUCCEEDED:
+            self._complete(found)
+        elif found.lost_its_machine(status):
+            self._continue(found, "lost its machine; it goes on")
+        elif status.state is JobState.FAILED:
+            self._fail(found.number, status.reason)
+        elif status.state is JobState.STOPPED:
+            self._stopped(found, status)
+        elif pruned:
+            self._prune(found, self._behind(found))
+
+    def _complete(self, found: Trial) -> None:
+        if found.loss is None:
+            self._fail(found.number, "it ended without a held-out loss: evaluation.num_sequences is 0?")
+            return
+        self._over(found, "complete")
+
+    def _prune(self, found: Trial, reason: str) -> None:
+        self._note(replace(self.record.trials[found.number], reason=reason))
+        self.active[found.number] = found
+        found.end_early(f"muster sweep: {reason}", save=False)
+
+    def _behind(self, found: Trial) -> str:
+        """Why it is not worth going on with, in figures."""
+        step = max(found.losses)
+        loss = f"held-out loss {found.losses[step]:.4f} after step {step}"
+        return f"{loss} is behind the others' ({self.definition.pruner})"
+
+    def _stopped(self, found: Trial, status: JobStatus) -> None:
+        """By its limits, or by a person."""
+        if "limits." in status.reason:
+            del self.active[found.number]
+            self.budget.spent(found.number)
+            self.short.add(found.number)
+            self.tell(f"trial {found.number}: {status.reason}")
+            return
+        del self.active[found.number]
+        self.aside.add(found.number)
+        self.tell(f"trial {found.number}: stopped by a person after step {found.step}")
+
+    def _over(self, found: Trial, state: sweep_record.TrialState) -> None:
+        known = replace(self.record.trials[found.number], state=state, loss=found.loss)
+        self._note(known)
+        self.active.pop(found.number, None)
+        self.budget.spent(found.number)
+        self.optimizer.end(found.number, found.loss, pruned=state == "pruned")
+        said = "ended early: " + known.reason if state == "pruned" else f"complete: held-out loss {found.loss:.4f}"
+        self.tell(f"trial {found.number}: {said}{self._best(found)}")
+
+    def _best(self, found: Trial) -> str:
+        losses = [known.loss for known in self.record.trials if known.state == "complete" and known.loss is not None]
+        return ", the best so far" if losses and found.loss == min(losses) else ""
+
+    def _fail(self, number: int, reason: str) -> None:
+        self._note(replace(self.record.trials[number], state="failed", reason=reason))
+        self.active.pop(number, None)
+        self.budget.spent(number)
+        self.optimizer.end(number, None)
+        self.tell(f"trial {number} has failed: {reason}")
+
+    def _hopeless(self) -> str | None:
+        over = [known for known in self.record.trials if known.state != "open"]
+        if len(over) >= FAILURES and all(known.state == "failed" for known in over):
+            return f"all of the first {len(over)} trials have failed: {over[-1].reason}"
+        return None
+
+    # ------------------------------------------------------------ end
+
+    def _stop_all(self, why: str) -> None:
+        """Every trial saves and ends; the record keeps them open."""
+        for found in self.active.values():
+            if not found.look().state.ended and not found.ending:
+                found.end_early(f"muster sweep: {why}", save=True)
+        until = time.monotonic() + LEAVE_S
+        left = dict(self.active)
+        while left and time.monotonic() < until:
+            left = {number: found for number, found in left.items() if not found.look().state.ended}
+            if left:
+                self.clock.sleep(0.2)
+        for number in left:
+            self.tell(f"trial {number} has not ended yet: muster stop {left[number].run.run_id}")
+
+    def _note(self, known: TrialRecord) -> None:
+        self.record = self.record.with_trial(known)
+        sweep_record.write(self.definition.folder, self.record)

@@ -23,7 +23,8 @@ class Resources(Section):
     spare_hosts: NotNegative = 0
     ranks_per_host: Positive | None = None
     """Default: the GPUs of a host; on CPU 1."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    """``tpu``: JAX trains, one rank a host; without a TPU on this machine's CPU, which is said."""
     accelerator: str | None = None
     """For example ``B200``, ``H100``, ``H200``."""
     machine: str | None = None

@@ -36,7 +36,7 @@ def problems(spec: RunSpec) -> list[Problem]:
 
 def world_size(spec: RunSpec) -> int | None:
     """Ranks of the run, where the file gives them (or device is cpu)."""
-    per_host = spec.resources.ranks_per_host or (1 if spec.resources.device == "cpu" else None)
+    per_host = spec.resources.ranks_per_host or (1 if spec.resources.device in ("cpu", "tpu") else None)
     return per_host * spec.resources.hosts if per_host else None
 
 

@@ -110,6 +110,8 @@ def _import_everything(spec: RunSpec) -> None:
 
     if spec.model is not None:
         worker.preload(spec.model)
+    if spec.resources.device == "tpu":  # no device is touched: a fork after that would hang
+        import muster.train_jax.components  # noqa: F401
     typed_json.prepare(*TO_RANK.messages, *FROM_RANK.messages, StandbyHello, RankHello)
 
 

@@ -71,7 +71,12 @@ def run_rank(
         serve = context.rank == 0 and not store_hosted
         store = open_rendezvous(context.master_addr, context.master_port, serve=serve)
     world = join_world(context, device, store)
-    components = make_components(spec, context, agent, device=device, world=world)
+    if spec.resources.device == "tpu":
+        from muster.train_jax import components as on_chips  # imports jax
+
+        components = on_chips.make_components(spec, context, agent, world=world)
+    else:
+        components = make_components(spec, context, agent, device=device, world=world)
     while True:
         agent.on_pause(world.aborter)
         run = assemble(components, context, agent, phases, world)
@@ -88,6 +93,8 @@ def run_rank(
         phases.enter("start")
         world = join_replicas(context, device, open_rendezvous(context.master_addr, context.master_port, serve=False))
         components.move(context, world)
+    if spec.resources.device == "tpu":
+        on_chips.leave_chips()
     if command is None or command.exit_code != RESIZE_EXIT_CODE:  # the next world waits until this process exits
         leave_world()
     return 0 if command is None else command.exit_code

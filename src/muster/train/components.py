@@ -31,7 +31,7 @@ from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import REPLICATE, SHARD, STAGE, TENSOR, FloatReducer, GradientReducer, ReduceGroups
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
-from muster.train.evaluation.evaluated_model import TorchModel
+from muster.train.evaluation.evaluated_model import EvaluatedModel, TorchModel
 from muster.train.loop import update
 from muster.train.measurement.metrics import Peak, Phases, StepLog
 from muster.train.measurement.profiling import Collector, Profiler, memory_room_bytes, peak_flops
@@ -74,6 +74,12 @@ class TrainerComponents:
     reducer: GradientReducer
     optimizer: ShardOptimizer
     state: TrainingState
+    evaluated: EvaluatedModel
+    update: Callable[[TrainingRun, StepWork, float], None] = update
+    peak: tuple[float | None, str] | None = None
+    """Peak FLOP/s of a rank and the figure's source, where the kind of device says it."""
+    sees_arrivals: bool = True
+    """Sums over ranks are begun by the host, so that it sees who comes last."""
 
     def move(self, context: RankContext, world: World) -> None:
         """Move to another world: another number of replicas, the same shard of the model."""
@@ -137,6 +143,7 @@ def make_components(
             replica=meshes.replica,
             elsewhere=stage.trained_elsewhere if stage is not None else (),
         ),
+        evaluated=TorchModel(built.module),
     )
 
 
@@ -149,7 +156,7 @@ def assemble(
     saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, agent=agent)
     phases.enter("restore")
     restore(spec, context, state, saves, world, agent)
-    flops, source = peak_flops(
+    flops, source = components.peak or peak_flops(
         spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
     )
     announce(agent, world, prepared, components.built, flops, source)
@@ -157,7 +164,7 @@ def assemble(
     evaluator = Evaluator(
         spec=spec,
         prepared=prepared,
-        model=TorchModel(components.built.module),
+        model=components.evaluated,
         groups=components.groups,
         data_rank=components.meshes.data_rank,
         data_ranks=context.layout.data_ranks,
@@ -194,7 +201,7 @@ def assemble(
         collector=Collector(spec.training.gc_every_steps),
         last_step=components.last_step,
         batch_schedule=components.batch_schedule,
-        update=update,
+        update=components.update,
         pause_consensus=PauseConsensus(agent, replica_group(spec, context), waits),
         arrivals=arrivals_of(components, context),
         pipeline=pipeline_of(components),
@@ -216,7 +223,9 @@ def arrivals_of(components: TrainerComponents, context: RankContext) -> Arrivals
         StepClock(components.groups.waits),
         rank=context.rank,
         world_size=context.world_size,
-        enabled=components.device.type == "cpu" and context.layout.data_ranks == context.world_size,
+        enabled=components.device.type == "cpu"
+        and components.sees_arrivals
+        and context.layout.data_ranks == context.world_size,
     )
 
 

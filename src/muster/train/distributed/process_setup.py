@@ -37,13 +37,13 @@ class World:
 
 
 def choose_device(spec: RunSpec, context: RankContext) -> torch.device:
-    """The rank's device.
+    """The rank's device; of one that drives TPUs the host's memory, in which torch keeps the copy of its state.
 
     Raises:
         UsageError: the run file requires CUDA and there is none, or fewer GPUs than ranks.
     """
     requested = spec.resources.device
-    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
+    if requested in ("cpu", "tpu") or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UsageError(

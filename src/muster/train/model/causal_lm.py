@@ -49,8 +49,8 @@ class BuiltModel:
     config: PreTrainedConfig
     """transformers config, as read: other models may be built from it."""
     attention: Attention
-    proof: Proof
-    """The result of the self-test that packed documents do not attend to each other."""
+    proof: Proof | None
+    """The result of the self-test that packed documents do not attend to each other; None: it was not made."""
     num_parameters: int
     num_trainable: int
     num_multiplied: int

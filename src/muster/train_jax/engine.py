@@ -19,7 +19,8 @@ from muster.config.spec import Training
 from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch import Batch
 from muster.train.data_feed.batch_reader import StepWork
-from muster.train.evaluation.generate import BATCH, agreed
+from muster.train.distributed.process_groups import all_reduce
+from muster.train.evaluation.generate import BATCH
 from muster.train.optim.optimizer import ShardOptimizer
 from muster.train.training_run import TrainingRun
 from muster.train_jax.arrays import Leaf, to_device, to_host, zeros_like
@@ -118,11 +119,16 @@ class Engine:
             losses = [torch.tensor(float(rows.sum())) for rows in own_rows(own)]  # waits for the step
         run.start_consensus(work)
         total = torch.stack(losses).sum().double()
-        if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+        self.over_hosts(total, dist.ReduceOp.SUM)
         run.sums_ended()
         self._fetched = -1
         run.record_step(work, losses, total, torch.tensor(float(norm.addressable_data(0))), torch.zeros(()), rate)
+
+    def over_hosts(self, number: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduce a number in place over all hosts."""
+        if self.group is not None:
+            all_reduce(number, self.group, op=operation).wait()
+        return number
 
     def compiling(self, program: object) -> AbstractContextManager[None]:
         """Around a call: the first of each ``program`` compiles it, which takes long and is progress."""
@@ -178,7 +184,7 @@ class JaxModel:
             chosen = order[start : start + rows]
             batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
             longest = engine.model.architecture.longest
-            width = agreed(max(map(len, batch)), engine.group, dist.ReduceOp.MAX)
+            width = int(engine.over_hosts(torch.tensor(max(map(len, batch))), dist.ReduceOp.MAX))
             room = min(max_new_tokens, longest - width)
             if room <= 0:
                 continue

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ALL = ROOT / "requirements" / "all.lock"
 LOCKS = {
-    ALL: ("train", "data", "gcs", "s3", "gke", "inspect", "gke-test", "test", "dev"),
+    ALL: ("train", "data", "gcs", "s3", "tpu", "gke", "inspect", "gke-test", "test", "dev"),
     ROOT / "requirements" / "run.lock": ("train", "data"),
     ROOT / "src/muster/backends/gke/provision/requirements.lock": ("train", "data", "gcs", "gke"),
 }

@@ -29,8 +29,9 @@ BELOW: dict[str, set[str]] = {
     "tasks": {"core", "config", "data"},
     "checkpoint": {"core", "storage", "transport", "protocol", "checkpoint_format"},
     "train": {"core", "catalog", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "data"},
+    "train_jax": {"core", "protocol", "config", "checkpoint", "train"},
     "run": {"core", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "train"},
-    "rank": {"core", "catalog", "transport", "protocol", "config", "train", "run"},
+    "rank": {"core", "catalog", "transport", "protocol", "config", "train", "train_jax", "run"},
     "agent": {"core", "storage", "transport", "protocol", "config", "checkpoint_format", "health"},
     "backends": {"core", "storage", "transport", "protocol", "config", "catalog"},
     "supervise": {"core", "storage", "transport", "protocol", "config", "policy", "health"},
@@ -43,13 +44,13 @@ BELOW: dict[str, set[str]] = {
     "cli": {"app"},
 }  # fmt: skip
 LIBRARIES = {
-    "torch": {"train", "checkpoint", "run", "rank", "probe"},
+    "torch": {"train", "train_jax", "checkpoint", "run", "rank", "probe"},
     "torchao": {"train"},
     "safetensors": {"train", "checkpoint"},
-    "transformers": {"train", "rank", "data"},  # data: the tokenizer
-    "peft": {"train", "rank"},
+    "transformers": {"train", "train_jax", "rank", "data"},  # data: the tokenizer
+    "peft": {"train", "train_jax", "rank"},
     "accelerate": {"train"},
-    "jax": set(),
+    "jax": {"train_jax"},
     "jaxlib": set(),
     "pynvml": {"probe"},
 }

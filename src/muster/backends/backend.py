@@ -32,6 +32,8 @@ class Capabilities:
     """``workdir`` and a script of ``setup`` reach its hosts."""
     in_google_cloud: bool = False
     """Its machines are a project's: the user's defaults (project, region, bucket) stand in for keys left out."""
+    trains_on_tpus: bool = False
+    """Its hosts may be TPU machines (``resources.device: tpu``)."""
     supervised_in_terminal: bool = False
     """``muster train`` and ``muster recover --watch``: the supervisor may run in the foreground."""
 

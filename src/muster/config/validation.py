@@ -16,6 +16,7 @@ from muster.config import notify
 from muster.config.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.config.stage_rules import stage_combinations, stage_problems
+from muster.config.tpu_rules import tpu_rules
 from muster.core.errors import Problem
 from muster.core.redact import secret_word
 from muster.core.typed_json import JsonObject
@@ -29,7 +30,9 @@ SCHEMES = ("gs", "s3", "memory", "file")
 def problems(spec: RunSpec) -> list[Problem]:
     """What cannot work together, on any machine."""
     result: list[Problem] = []
-    for rule in (_whole, _model, _data, _training, _numerics, _parallelism, _evaluation, _places, _recovery, _limits):
+    for rule in (
+        _whole, _model, _data, _training, _numerics, tpu_rules, _parallelism, _evaluation, _places, _recovery, _limits,
+    ):  # fmt: skip
         result += rule(spec)
     return [*result, *notify.problems(spec.notify, spec.secrets)]
 

@@ -57,7 +57,7 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     catalogue's.
     """
     here = backends.get(spec.backend).capabilities.uses_this_machine
-    if here and spec.resources.device == "cpu":
+    if here and spec.resources.device in ("cpu", "tpu"):
         return _this_cpu(spec, home or run_registry.home())
     options = list(backends.get(spec.backend).rents(offers.catalogue(own_prices(home))))
     notes: list[str] = []
@@ -108,13 +108,14 @@ def _this_cpu(spec: RunSpec, home: Path) -> Hardware:
     flops, origin = _kept_matmul_flops(home)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
     usd, source = _price_here(spec)
+    notes = [f"{origin}: {flops / 1e9:,.0f} GFLOP/s for {world} rank(s)"]
+    if resources.device == "tpu":
+        notes.append("device tpu is planned for this machine's CPU cores: the catalogue has no TPUs yet")
     option = offers.this_machine(
         cpu(flops / world, origin=origin, memory_bytes=memory_bytes), gpus=ranks, memory_bytes=memory_bytes,
         usd_per_hour=usd, hosts=resources.hosts, source=source,
     )  # fmt: skip
-    return Hardware(
-        options=[option], notes=(f"{origin}: {flops / 1e9:,.0f} GFLOP/s for {world} rank(s)",), overhead=CPU
-    )
+    return Hardware(options=[option], notes=tuple(notes), overhead=CPU)
 
 
 def _price_here(spec: RunSpec) -> tuple[float, str]:

@@ -17,7 +17,9 @@ def _launcher() -> Launcher:
 BACKEND = Backend(
     name="local",
     launcher=_launcher,
-    capabilities=Capabilities(ships_code=True, uses_this_machine=True, supervised_in_terminal=True),
+    capabilities=Capabilities(
+        ships_code=True, uses_this_machine=True, trains_on_tpus=True, supervised_in_terminal=True
+    ),
     rules=run_file_rules.rules,
     host_checks=run_file_rules.host_checks,
     unused_settings=run_file_rules.unused_settings,

@@ -1,0 +1,62 @@
+"""Runs of the trainer for TPUs, with JAX's CPU devices for chips: a killed rank, and moves to torch and back."""
+
+from pathlib import Path
+
+import pytest
+from cluster import LiveRun, spec_of
+from trainranks import Outcome, run_attempt, small
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
+
+TWO_CHIPS = "--xla_force_host_platform_device_count=2"
+STEPS = 6
+
+
+def on_chips(**changes):
+    """Two hosts of two chips."""
+    return spec_of(**{
+        "resources.device": "tpu", "resources.hosts": 2, "resources.ranks_per_host": 1, "env.XLA_FLAGS": TWO_CHIPS,
+        "training.deterministic": False, "training.micro_batch_size": 6, "training.steps": 30, **changes,
+    })  # fmt: skip
+
+
+def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path):
+    with LiveRun(tmp_path / "whole", on_chips()) as run:
+        run.start()
+        assert run.wait() == 0, run.story()
+        wanted = run.losses()
+    with LiveRun(tmp_path / "killed", on_chips()) as run:
+        run.start()
+        for step, rank in ((6, 1), (14, 0)):  # rank 0 holds JAX's coordinator
+            run.wait_for_step(step)
+            run.kill_rank(rank)
+            run.wait_until(lambda step=step: run.step() >= step + 4, "recovery")
+        assert run.wait() == 0, run.story()
+        assert run.actions() == ["restart"] * 2, run.story()
+        assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
+        assert run.losses() == wanted and len(wanted) == 30
+
+
+def moved(folder: Path, devices: tuple[str, str], ranks: int) -> Outcome:
+    """Half of the steps on the first device, the rest on the second, from the checkpoint."""
+    outcome = None
+    for device, steps in zip(devices, (STEPS // 2, STEPS), strict=True):
+        spec = small(
+            folder / "cache", training__steps=steps, training__micro_batch_size=3, training__deterministic=False,
+            training__optimizer__schedule="constant", checkpoint__dir=str(folder / "checkpoints"),
+            resources__device=device,
+        )  # fmt: skip
+        outcome = run_attempt(folder / f"{device}-{steps}", spec, ranks=ranks if device == "tpu" else 1)
+        assert set(outcome.codes) == {0}, outcome.errors[0]
+    assert outcome is not None
+    return outcome
+
+
+@pytest.mark.parametrize("devices", [("tpu", "cpu"), ("cpu", "tpu")], ids=["to torch", "to JAX"])
+def test_a_run_moves_by_its_checkpoint(tmp_path, devices):
+    wanted = moved(tmp_path / "stays", ("cpu", "cpu"), 1)
+    found = moved(tmp_path / "moves", devices, 2)
+    (restored,) = found.of("checkpoint.restored")
+    assert restored.step == STEPS // 2
+    assert sorted(found.losses) == sorted(wanted.losses) == list(range(STEPS // 2 + 1, STEPS + 1))
+    assert all(abs(found.losses[step] - loss) <= 1e-5 for step, loss in wanted.losses.items())

@@ -1,0 +1,50 @@
+"""What the trainer on TPUs does not do is refused by its key."""
+
+import pytest
+
+from muster.config import validation
+from muster.config.spec import RunSpec
+
+RUN = {
+    "name": "tpu",
+    "model": {"config": {"model_type": "llama"}, "tokenizer": {"kind": "word"}, "dtype": "float32"},
+    "data": {"sources": [{"type": "text2sql", "level": 1}]},
+    "training": {"steps": 3},
+    "resources": {"device": "tpu"},
+}
+
+
+def refused(**changes):
+    given = {section: {**keys} if isinstance(keys, dict) else keys for section, keys in RUN.items()}
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        place = given
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return {problem.key for problem in validation.problems(RunSpec.model_validate(given))}
+
+
+def test_a_run_without_any_of_it_is_taken():
+    assert refused() == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training__exact", True),
+        ("training__compile", True),
+        ("training__optimizer__name", "adamw_8bit"),
+        ("training__profile__trace_step", 2),
+        ("model__attention", "sdpa"),
+        ("model__lora", {"rank": 4, "dropout": 0.1}),
+        ("resources__ranks_per_host", 2),
+        ("parallelism__tp", 2),
+        ("parallelism__dp_replicate", 2),
+        ("backend", "slurm"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(key, value):
+    named = {"model__lora": "model.lora.dropout", "backend": "resources.device"}.get(key, key.replace("__", "."))
+    assert named in refused(**{key: value})
+    assert named not in refused(**{key: value}, resources__device="cpu") or key in ("parallelism__tp",)

@@ -22,6 +22,7 @@ from muster.train.data_feed.batch_reader import StepWork
 from muster.train.distributed.process_groups import all_reduce
 from muster.train.evaluation.generate import BATCH
 from muster.train.optim.optimizer import ShardOptimizer
+from muster.train.state.training_state import placed_like
 from muster.train.training_run import TrainingRun
 from muster.train_jax.arrays import Leaf, to_device, to_host, zeros_like
 from muster.train_jax.batches import batch_arrays, own_rows, rows_over_all, step_arrays
@@ -82,7 +83,11 @@ class Engine:
         self._state = State(trained, zeros_like(trained), zeros_like(trained))
 
     def _host(self) -> list[Mapping[str, Tensor]]:
-        return [self.trained, *(self.moments.moments[name] for name in MOMENTS)]
+        placed = [
+            {key: placed_like(self.trained[key], part) for key, part in self.moments.moments[name].items()}
+            for name in MOMENTS
+        ]
+        return [self.trained, *placed]
 
     @property
     def state(self) -> State:

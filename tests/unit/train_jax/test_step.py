@@ -135,7 +135,7 @@ def fifty_steps_by_torch() -> Course:
     return by_torch(spec_of(), 50)
 
 
-@pytest.mark.parametrize("chips", [1, 2, 8])
+@pytest.mark.parametrize("chips", [1, 8, pytest.param(2, marks=pytest.mark.slow)])
 def test_fifty_steps_are_the_torch_trainers(chips):
     wanted = fifty_steps_by_torch()
     assert wanted.losses[-1] < 0.8 * wanted.losses[0], "something is learned"
@@ -155,6 +155,7 @@ def test_adapters_are_trained_and_nothing_else():
     assert all("lora_" in name for name in found.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_changes_nothing(recompute):
     spec = spec_of()
@@ -169,6 +170,7 @@ def test_an_update_that_is_not_finite_is_left_out_as_a_whole():
     assert all(torch.equal(after.state[name], value) for name, value in before.state.items())
 
 
+@pytest.mark.slow
 def test_the_same_steps_on_the_same_chips_are_the_same_bits():
     one, other = by_jax(spec_of(), 3, chips=8), by_jax(spec_of(), 3, chips=8)
     assert all(torch.equal(one.state[name], value) for name, value in other.state.items())

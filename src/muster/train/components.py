@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from muster.config.spec import RunSpec
 from muster.core.batch_schedule import BatchSchedule
-from muster.core.errors import MusterError
 from muster.core.flops import lora_factor, step_flops
 from muster.core.typed_json import Json
-from muster.data.prepare import Prepared, open_prepared, prepare
+from muster.data.prepare import Prepared
 from muster.data.schedule import num_steps
 from muster.protocol.ranks import AgentClient, RankContext
 from muster.train.baseline import BaselineWindow
@@ -32,11 +31,11 @@ from muster.train.distributed.reduce import REPLICATE, SHARD, STAGE, TENSOR, Flo
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.evaluation.evaluated_model import EvaluatedModel, TorchModel
+from muster.train.inputs import fetch_weights, open_data
 from muster.train.loop import update
 from muster.train.measurement.metrics import Peak, Phases, StepLog
 from muster.train.measurement.profiling import Collector, Profiler, memory_room_bytes, peak_flops
 from muster.train.measurement.trackers import Trackers, open_trackers
-from muster.train.model import pretrained
 from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.pipeline_stage import tied_gradient
 from muster.train.model.sharding import forget_gradients, reshard
@@ -53,10 +52,6 @@ from muster.train.training_run import TrainingRun
 #: Gradients of the whole model are kept on each rank between micro-batches if they take less than this share
 #: of its memory.
 LOCAL_GRADIENTS_SHARE = 0.1
-#: How long a part of data preparation counts as progress: training a tokenizer or packing reports none meanwhile.
-PREPARE_LIMIT_S = 1800.0
-#: The same for the download of pretrained weights: 140 GB at 40 MB/s.
-FETCH_LIMIT_S = 3600.0
 
 
 @dataclass
@@ -302,36 +297,6 @@ def schedule_of(spec: RunSpec, context: RankContext, prepared: Prepared) -> tupl
         batch_schedule=batch_schedule,
     )
     return batch_schedule, last_step
-
-
-def open_data(spec: RunSpec, run_dir: Path, agent: AgentClient) -> Prepared:
-    """The prepared data; prepared here if that was not done before the ranks started (torchrun), or it is damaged.
-
-    One rank of a host builds it, the others wait; what it does counts as progress, since it may take longer than a
-    start.
-    """
-    try:
-        return open_prepared(spec, run_dir)
-    except MusterError:
-        agent.progress(for_s=PREPARE_LIMIT_S)
-        prepared = prepare(
-            spec, run_dir=run_dir, progress=lambda activity, done, total: agent.progress(for_s=PREPARE_LIMIT_S)
-        )
-        agent.progress()
-        return prepared
-
-
-def fetch_weights(spec: RunSpec, agent: AgentClient) -> None:
-    """Have the pretrained weights on this machine. A download counts as progress: it may take longer than a start.
-
-    All ranks of a host ask at once; the hub's cache lets one of them load each file. Raises as ``pretrained.fetch``.
-    """
-    assert spec.model is not None
-    if spec.model.source is None or Path(spec.model.source).is_dir():
-        return
-    agent.progress(for_s=FETCH_LIMIT_S)
-    pretrained.fetch(spec.model.source, spec.model.revision)
-    agent.progress()
 
 
 def reduce_groups_of(meshes: Meshes, world: World) -> ReduceGroups:

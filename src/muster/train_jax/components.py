@@ -19,10 +19,11 @@ from muster.checkpoint.exchange import gather
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError
 from muster.protocol.ranks import AgentClient, RankContext
-from muster.train.components import TrainerComponents, fetch_weights, open_data, reduce_groups_of, schedule_of
+from muster.train.components import TrainerComponents, reduce_groups_of, schedule_of
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import FloatReducer
+from muster.train.inputs import fetch_weights, open_data
 from muster.train.model import causal_lm, lora
 from muster.train.model.attention import Attention
 from muster.train.model.causal_lm import BuiltModel, shape_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from muster.config.spec import Profile, RunSpec
-from muster.train import components
+from muster.train import inputs
 from muster.train.measurement.profiling import Profiler
 
 
@@ -23,15 +23,15 @@ class Agent:
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_download_of_weights_counts_as_progress(monkeypatch, tmp_path, is_folder):
     agent, fetched = Agent(), []
-    monkeypatch.setattr(components.pretrained, "fetch", lambda *asked: fetched.append((asked, list(agent.said))))
+    monkeypatch.setattr(inputs.pretrained, "fetch", lambda *asked: fetched.append((asked, list(agent.said))))
     source = str(tmp_path) if is_folder else "org/name"
     base = {"name": "case", "model": {"source": source, "revision": "v1"}, "data": {"sources": [{"type": "random"}]}}
-    components.fetch_weights(RunSpec.model_validate(base), agent)
+    inputs.fetch_weights(RunSpec.model_validate(base), agent)
     if is_folder:
         assert not fetched and not agent.said
     else:
-        assert fetched == [(("org/name", "v1"), [components.FETCH_LIMIT_S])], "said before it begins"
-        assert agent.said == [components.FETCH_LIMIT_S, None] and components.FETCH_LIMIT_S > 600
+        assert fetched == [(("org/name", "v1"), [inputs.FETCH_LIMIT_S])], "said before it begins"
+        assert agent.said == [inputs.FETCH_LIMIT_S, None] and inputs.FETCH_LIMIT_S > 600
 
 
 def test_a_memory_snapshot_can_be_read_by_torchs_viewer(monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 from muster.config.spec import RunSpec
 from muster.data.prepare import prepare
 from muster.rank.standalone_client import StandaloneClient
-from muster.train.components import open_data
+from muster.train.inputs import open_data
 
 
 class Client(StandaloneClient):

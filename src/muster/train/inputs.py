@@ -1,0 +1,46 @@
+"""What a rank reads before it trains: prepared data and pretrained weights. A long wait for either is progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from muster.config.spec import RunSpec
+from muster.core.errors import MusterError
+from muster.data.prepare import Prepared, open_prepared, prepare
+from muster.protocol.ranks import AgentClient
+from muster.train.model import pretrained
+
+#: How long a part of data preparation counts as progress: training a tokenizer or packing reports none meanwhile.
+PREPARE_LIMIT_S = 1800.0
+#: The same for the download of pretrained weights: 140 GB at 40 MB/s.
+FETCH_LIMIT_S = 3600.0
+
+
+def open_data(spec: RunSpec, run_dir: Path, agent: AgentClient) -> Prepared:
+    """The prepared data; prepared here if that was not done before the ranks started (torchrun), or it is damaged.
+
+    One rank of a host builds it, the others wait; what it does counts as progress, since it may take longer than a
+    start.
+    """
+    try:
+        return open_prepared(spec, run_dir)
+    except MusterError:
+        agent.progress(for_s=PREPARE_LIMIT_S)
+        prepared = prepare(
+            spec, run_dir=run_dir, progress=lambda activity, done, total: agent.progress(for_s=PREPARE_LIMIT_S)
+        )
+        agent.progress()
+        return prepared
+
+
+def fetch_weights(spec: RunSpec, agent: AgentClient) -> None:
+    """Have the pretrained weights on this machine. A download counts as progress: it may take longer than a start.
+
+    All ranks of a host ask at once; the hub's cache lets one of them load each file. Raises as ``pretrained.fetch``.
+    """
+    assert spec.model is not None
+    if spec.model.source is None or Path(spec.model.source).is_dir():
+        return
+    agent.progress(for_s=FETCH_LIMIT_S)
+    pretrained.fetch(spec.model.source, spec.model.revision)
+    agent.progress()

@@ -26,7 +26,7 @@ def test_to_the_top_on_this_machine(shell, tmp_path):
     assert record["accepted"] and record["usd_at_most"] == 0
     assert {name for name, one in rungs.items() if one["outcome"] == "skipped"} == {"up", "preflight"}
     assert "2 hosts" in rungs["train"]["said"] and rungs["down"]["said"] == "nothing is left"
-    assert "host" in rungs["report"]["said"], rungs["report"]
+    assert "incidents: " in rungs["report"]["said"], rungs["report"]
 
 
 def test_a_price_beyond_the_budget_starts_nothing(shell, tmp_path):

@@ -89,9 +89,9 @@ def run_case(case: dict, layout: Layout) -> dict[str, torch.Tensor]:
     for first in range(0, MICRO_BATCHES, layout.data_ranks):
         index = first + meshes.data_rank
         if index < MICRO_BATCHES:
-            batch = micro_batch(index, static_shapes=spec.training.compile)
+            batch = micro_batch(index, static_shapes=built.module.compiled)
         else:
-            batch = padding_batch(2, LENGTH, CPU, static_shapes=spec.training.compile)
+            batch = padding_batch(2, LENGTH, CPU, static_shapes=built.module.compiled)
         loss = loss_sum(built.module, batch, chunk_tokens=13, scale=scale)
         loss.backward()
         total += loss.detach()
@@ -108,12 +108,12 @@ def run_case(case: dict, layout: Layout) -> dict[str, torch.Tensor]:
     if meshes.replicate is not None:
         dist.all_reduce(total, group=meshes.replicate)
     if case.get("generate"):
-        generation.WHOLE_BYTES = {} if case["generate"] == "in lock-step" else {"cpu": 1 << 30}
+        generation.WHOLE_BYTES = 0 if case["generate"] == "in lock-step" else 1 << 30
         # Ranks that read different data generate from different prompts, of other lengths.
         prompts = [list(range(3 + meshes.data_rank, 3 + length)) for length in (4, 9, 1 + meshes.data_rank, 6)]
         rows = generation.generate(built.module, prompts, max_new_tokens=8, eos_id=None, pad_id=0)
         found["generated"] = torch.tensor(rows)
-        again = loss_sum(built.module, micro_batch(0, static_shapes=spec.training.compile), chunk_tokens=0, scale=scale)
+        again = loss_sum(built.module, micro_batch(0, static_shapes=built.module.compiled), chunk_tokens=0, scale=scale)
         found["loss_after_generation"] = again.detach()
     return found
 

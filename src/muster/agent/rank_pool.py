@@ -236,9 +236,9 @@ class RankPool:
         if last is not None:
             self._snapshots.drop(last.rejected)
         if self._ending is None or worker.attempt > self._ending or not worker.was_killed:
-            report = exit_report(worker)
-            self.exits[worker.rank] = report
+            report = self.exits[worker.rank] = exit_report(worker)
             self._send(report)
+            self.standbys.look(self._hub)
         self._report_drained()
 
     def _report_drained(self) -> None:

@@ -134,6 +134,10 @@ class Optimizer(Section):
         return OPTIMIZERS.get(self.name)
 
 
+#: Layers are compiled once, in tens of seconds; shorter runs do not gain that back.
+COMPILE_PAYS_AFTER_STEPS = 50
+
+
 class Profile(Section):
     """One profiler trace or memory snapshot."""
 
@@ -157,8 +161,9 @@ class Training(Section):
     seed: NotNegative = 0
     optimizer: Optimizer = Optimizer()
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    compile: bool = False
-    """torch.compile, per decoder layer, static shapes."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile, per decoder layer, static shapes, and of the loss. auto: on a GPU, where its compiler is
+    installed, in runs of 50 steps or more."""
     precision: Literal["bf16", "fp8"] = "bf16"
     """Of the matrices inside layers. fp8: float8 by torchao, a scale for each row, on H100 and newer; ``model.dtype``
     stays bfloat16, and so do weights, head and attention. Never run on a GPU."""
@@ -177,6 +182,12 @@ class Training(Section):
     state_hash_every_steps: NotNegative = 0
     """Hash the whole training state every N steps, into one number that is equal in any layout; 0: never."""
     profile: Profile = Profile()
+
+    def compiles_on(self, device: str) -> bool:
+        """Whether to compile on this type of device, as far as the run file decides that."""
+        if self.compile != "auto":
+            return self.compile
+        return device == "cuda" and (self.steps is None or self.steps >= COMPILE_PAYS_AFTER_STEPS)
 
 
 class Parallelism(Section):

@@ -6,11 +6,8 @@ from collections.abc import Iterator, Set
 
 from muster.config.backends import BACKENDS
 from muster.config.outer import Outer
-from muster.config.spec import RunSpec
+from muster.config.spec import COMPILE_PAYS_AFTER_STEPS, RunSpec
 from muster.core.errors import Problem
-
-#: Layers are compiled once, in tens of seconds; shorter runs do not gain that back.
-COMPILE_PAYS_AFTER_STEPS = 50
 
 
 def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
@@ -26,7 +23,7 @@ def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "training.optimizer.min_lr_fraction", "the schedule is constant"
     if training.exact and not training.deterministic:
         yield "training.deterministic", "`exact: true` includes it"
-    if training.compile and training.steps is not None and training.steps < COMPILE_PAYS_AFTER_STEPS:
+    if training.compile is True and training.steps is not None and training.steps < COMPILE_PAYS_AFTER_STEPS:
         yield "training.compile", f"compiling costs more than it saves in {training.steps} steps"
     if not training.local_steps:
         yield from ((f"training.outer.{key}", "local_steps is 0") for key in Outer.model_fields)

@@ -39,7 +39,7 @@ class StandbyWarm(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyUnfit(Record):
-    """The standby could not open a context on its GPU."""
+    """The standby could not open a context on its GPU, or that one is dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class RankCaptured(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp(Record):
-    """To a standby: warm up now."""
+    """To a standby: warm up now; to one that has, with a context on a GPU: see whether that still works."""
 
 
 @dataclass(frozen=True, kw_only=True)

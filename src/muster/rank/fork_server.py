@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -301,14 +302,16 @@ def _first_assignment(connection: AgentConnection[ToRank], spec: RunSpec, *, loc
     # An unfit one is ended by the agent, which starts no other like it, unless a rank was assigned meanwhile.
     connection.send(StandbyWarm() if fit else StandbyUnfit())
     while True:
-        try:
-            for message in connection.wait(CONTEXT_LOOK_S if context and fit else None):
-                if not isinstance(message, WarmUp):
-                    return message
-        except TimeoutError:
-            fit = warmup.context_lives(local_rank)
-            if not fit:
-                connection.send(StandbyUnfit())
+        messages: Sequence[ToRank] = [WarmUp()]
+        with contextlib.suppress(TimeoutError):
+            messages = connection.wait(CONTEXT_LOOK_S if context and fit else None)
+        for message in messages:
+            if not isinstance(message, WarmUp):
+                return message
+            if context and fit:  # asked, because a rank here has exited; or nothing came for a while
+                fit = warmup.context_lives(local_rank)
+                if not fit:
+                    connection.send(StandbyUnfit())
 
 
 def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool) -> int:

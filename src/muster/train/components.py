@@ -266,6 +266,7 @@ def work_of(components: TrainerComponents, world: World) -> Callable[[int], Step
     """Step -> this rank's work in it; called by the reader's thread."""
     device, meshes, batch_schedule = components.device, components.meshes, components.batch_schedule
     count_flops = flop_counter(components.built) if world.rank == 0 else None
+    static_shapes = components.built.module.compiled
 
     def make(step: int) -> StepWork:
         if device.type == "cuda":
@@ -278,6 +279,7 @@ def work_of(components: TrainerComponents, world: World) -> Callable[[int], Step
             data_ranks=meshes.layout.data_ranks,
             replica_ranks=meshes.layout.dp_shard,
             device=device,
+            static_shapes=static_shapes,
             count_flops=count_flops,
             batch_schedule=batch_schedule,
         )
@@ -360,6 +362,7 @@ def announce(
         "parameters": built.num_parameters,
         "trainable_parameters": built.num_trainable,
         "attention": str(built.attention),
+        "compiled": built.module.compiled,
         "peak_source": source,
     }
     count_flops = flop_counter(built)

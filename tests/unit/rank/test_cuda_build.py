@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from muster.agent.ranks.rank_environment import ASK_NVML, SPEAK_FOR_THEMSELVES, SURVIVE_ABORTS
+from muster.train.model.loss import ADDS_WIDER
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from gpu_hour import machine
@@ -64,6 +65,12 @@ def test_varlen_attention_is_called_as_this_torch_takes_it() -> None:
             torch.nn.Identity(), query, key, key, None,
             cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=20, max_length_k=20,
         )  # fmt: skip
+
+
+def test_a_product_of_half_precision_is_added_to_a_float32_sum_in_its_kernel() -> None:
+    """Whether this build's kernel takes such a sum, by its own check's words."""
+    library = (Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").read_bytes()
+    assert (b"self dtype must match either out_dtype or mat1 dtype" in library) == ADDS_WIDER
 
 
 def test_nccls_variables_are_known_to_this_torch() -> None:

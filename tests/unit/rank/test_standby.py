@@ -81,6 +81,21 @@ def test_one_whose_context_dies_while_it_waits_says_so_once_and_asks_the_gpu_no_
     assert waits[1:] == [fork_server.CONTEXT_LOOK_S] * 3 + [None]
 
 
+def test_one_is_asked_before_it_may_get_a_rank_whether_its_context_lives(monkeypatch):
+    monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: True)
+    monkeypatch.setattr(warmup, "context_lives", lambda gpu: False)
+    line = AgentConnection([WarmUp()], [WarmUp(), RUN])
+    assert first(line, context=True) == RUN
+    assert line.said == [StandbyWarm(), StandbyUnfit()], "the agent ends it unless the rank was assigned already"
+
+
+def test_one_without_a_context_has_nothing_to_look_at(monkeypatch):
+    monkeypatch.setattr(warmup, "warm_up", lambda *_, **__: True)
+    monkeypatch.setattr(warmup, "context_lives", lambda gpu: pytest.fail("it has none"))
+    line = AgentConnection([WarmUp()], [WarmUp(), RUN])
+    assert first(line, context=False, resources={"device": "cpu"}) == RUN
+
+
 def test_whether_a_context_lives_is_asked_of_a_kernel(monkeypatch, capsys):
     monkeypatch.setattr(warmup, "device_of", lambda gpu: warmup.CPU)
     assert warmup.context_lives(0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from muster.transport.connections import Connection
+from muster.protocol.rank_agent import WarmUp
+from muster.transport.connections import Connection, ConnectionPool
 
 
 @dataclass(kw_only=True)
@@ -64,6 +65,12 @@ class Standbys:
 
     def clear(self) -> None:
         self._by_pid.clear()
+
+    def look(self, hub: ConnectionPool) -> None:
+        """Have those with a context see whether it still works: what ended a rank may have been its GPU's error."""
+        for standby in self._by_pid.values():
+            if standby.bound:
+                hub.send(standby.peer, WarmUp())
 
     def missing(self, ranks_per_host: int) -> list[int]:
         """Local ranks for which none was forked."""

@@ -31,6 +31,7 @@ class ModelReady(OpenDetail):
     parameters: Annotated[int, "count"]
     trainable_parameters: Annotated[int, "count"]
     attention: Annotated[str, "kernel chosen and why"]
+    compiled: Annotated[bool | None, "whether its layers and loss are compiled"] = None
     flops_per_token: Annotated[float | None, "CAUSAL, fwd+bwd"] = None
     peak_flops: Annotated[float | None, "per rank that MFU divides by"] = None
     peak_source: Annotated[str | None, "where from"] = None

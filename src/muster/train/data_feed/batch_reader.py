@@ -62,13 +62,14 @@ def plan_work(
     data_ranks: int,
     replica_ranks: int | None = None,
     device: torch.device,
+    static_shapes: bool,
     count_flops: Callable[[list[int]], float] | None,
     batch_schedule: BatchSchedule,
 ) -> StepWork:
     """Read and build everything that ``step`` needs on this rank.
 
-    ``replica_ranks``: how many of the ``data_ranks`` one replica has; None: all. ``count_flops``: document lengths of
-    the whole step, without padding -> operations.
+    ``replica_ranks``: how many of the ``data_ranks`` one replica has; None: all. ``static_shapes``: for compiled models.
+    ``count_flops``: document lengths of the whole step, without padding -> operations.
 
     Raises:
         RunFailed: no token of the step is supervised.
@@ -98,7 +99,8 @@ def plan_work(
             f"step {step}: none of its {tokens} tokens is supervised", hint="see `muster data` for the mask"
         )
     rounds = tuple(
-        make_round(micro_batch, store, training, device, supervised) for micro_batch in plan.for_rank(data_rank)
+        make_round(micro_batch, store, training, device, supervised, static_shapes=static_shapes)
+        for micro_batch in plan.for_rank(data_rank)
     )
     return StepWork(
         step=step,
@@ -123,14 +125,20 @@ def supervised_of_replica(plan: StepPlan, supervised_of: Mapping[int, int], data
 
 
 def make_round(
-    micro_batch: MicroBatchRef | None, store: SequenceStore, training: Training, device: torch.device, supervised: int
+    micro_batch: MicroBatchRef | None,
+    store: SequenceStore,
+    training: Training,
+    device: torch.device,
+    supervised: int,
+    *,
+    static_shapes: bool,
 ) -> Round:
     """This rank's batch of one round; zero-weight padding where it has no micro-batch."""
     if micro_batch is None:
         size, width = training.micro_batch_size, training.sequence_length
-        empty = padding_batch(size, width, device, static_shapes=training.compile)
+        empty = padding_batch(size, width, device, static_shapes=static_shapes)
         return Round(index=-1, sequences=(), batch=empty, scale=0.0)
-    batch = batch_from(store, micro_batch.sequences, device, static_shapes=training.compile)
+    batch = batch_from(store, micro_batch.sequences, device, static_shapes=static_shapes)
     return Round(index=micro_batch.index, sequences=micro_batch.sequences, batch=batch, scale=1.0 / supervised)
 
 

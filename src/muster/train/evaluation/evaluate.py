@@ -80,9 +80,9 @@ class Evaluator:
         for first in range(0, len(batches), self.data_ranks):
             index = first + self.data_rank
             if index < len(batches):
-                batch = batch_from(store, batches[index], self.device, static_shapes=training.compile)
+                batch = batch_from(store, batches[index], self.device, static_shapes=self.model.compiled)
             else:
-                batch = padding_batch(size, training.sequence_length, self.device, static_shapes=training.compile)
+                batch = padding_batch(size, training.sequence_length, self.device, static_shapes=self.model.compiled)
             loss = self.model.loss(batch, chunk_tokens=training.loss_chunk_tokens)
             if index < len(batches):
                 losses[index] = loss.double()
@@ -99,6 +99,11 @@ class Evaluator:
         num_questions = max(count, evaluation.samples)
         questions = heldout_questions(self.spec, self.prepared, num_questions) if num_questions else []
         if not questions or self.prepared.tokenizer_dir is None:
+            return {}
+        reason = self.model.objection()
+        if reason is not None:
+            if self.world.rank == 0:
+                self.agent.emit("run.message", text=reason)
             return {}
         encoder = Encoder(self.prepared.tokenizer_dir)
         texts = [encoder.decode(ids).strip() for ids in self._complete(questions)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muster.train.data_feed.batch import Batch
-from muster.train.evaluation.generate import generate
+from muster.train.evaluation.generate import generate, objection
 from muster.train.model.model_with_loss import ModelWithLoss, forward_pass
 from muster.train.model.sharding import evaluating, reshard
 
@@ -19,12 +19,21 @@ from muster.train.model.sharding import evaluating, reshard
 class EvaluatedModel(Protocol):
     """The model in training. All calls are collective."""
 
+    @property
+    def compiled(self) -> bool:
+        """Whether it wants batches of static shapes."""
+        ...
+
     def evaluating(self) -> AbstractContextManager[object]:
         """Evaluation mode; ``loss`` and ``complete`` are called inside."""
         ...
 
     def loss(self, batch: Batch, *, chunk_tokens: int) -> Tensor:
         """The sum of this rank's cross-entropies at supervised tokens; 0-d float32. 0 on all stages but the last."""
+        ...
+
+    def objection(self) -> str | None:
+        """Why nothing can be completed now; None: it can."""
         ...
 
     def complete(
@@ -46,6 +55,10 @@ class TorchModel:
 
     module: ModelWithLoss
 
+    @property
+    def compiled(self) -> bool:
+        return self.module.compiled
+
     def evaluating(self) -> AbstractContextManager[object]:
         return evaluating(self.module)
 
@@ -53,6 +66,9 @@ class TorchModel:
         loss = forward_pass(self.module, batch, chunk_tokens=chunk_tokens, scale=1.0)
         reshard(self.module)
         return torch.zeros(()) if loss is None else loss
+
+    def objection(self) -> str | None:
+        return objection(self.module)
 
     def complete(
         self,

@@ -1,7 +1,8 @@
 """Greedy completions from the model in training, on all ranks at once.
 
 If the whole model fits in memory besides its shards, every FSDP unit is gathered once and ranks then generate
-without collectives. A larger model stays sharded, and its ranks generate token by token in lock-step.
+without collectives. On the CPU a larger model stays sharded, and its ranks generate token by token in lock-step; on
+GPUs that would gather it whole again for every token (``objection``).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from muster.train.model.model_with_loss import Decoding, ModelWithLoss, forward_pass
 from muster.train.model.sharding import evaluating
 
-#: A model up to this size, in its compute dtype, is gathered for generation.
-WHOLE_BYTES = {"cpu": 4 << 30, "cuda": 20 << 30}
+#: A model up to this size, in its compute dtype, is gathered for generation on the CPU, whose free memory is not one
+#: rank's.
+WHOLE_BYTES = 4 << 30
 #: Of a GPU's free memory; the rest is for the cache of keys and values.
 FREE_SHARE = 0.7
 BATCH = 64
@@ -42,10 +44,10 @@ def generate(
     fewer), and tp ranks and stages the same ones. Left-padded batches with a KV cache. Ends before the model's longest
     position. ``progress`` is called after each token.
     """
-    groups = groups_of(module)
+    groups, whole = groups_of(module), fits_everywhere(module)
     completions: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    with prepared(module, whole=bool(agreed(int(fits(module)), groups, dist.ReduceOp.MIN))) as whole:
+    with prepared(module, whole=whole):
         for start in range(0, len(order), BATCH):
             chosen = order[start : start + BATCH]
             batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
@@ -105,7 +107,7 @@ def next_tokens(module: ModelWithLoss, given: Decoding) -> Tensor:
 
 
 @contextmanager
-def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
+def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[None]:
     """Dense attention, no compiled layers, and with ``whole`` gathered units; restored afterwards."""
     model, root = module.model, cast(torch.nn.Module, module)
     before = model.config._attn_implementation
@@ -115,24 +117,44 @@ def prepared(module: ModelWithLoss, *, whole: bool) -> Iterator[bool]:
         try:
             for unit in units if whole else ():
                 unit.set_reshard_after_forward(False, recurse=False)
-            yield whole
+            yield
         finally:
             for unit in units:
                 unit.set_reshard_after_forward(unit is not root and module.reshard_layers, recurse=False)
             model.set_attn_implementation(before)
 
 
-def fits(module: ModelWithLoss) -> bool:
-    """Whether the whole model in its compute dtype is small enough, and fits beside what this rank holds now."""
+def objection(module: ModelWithLoss) -> str | None:
+    """Why nothing can be generated now in bearable time; None: it can. Collective."""
     device = next(module.parameters()).device
-    size = sum(parameter.numel() for parameter in module.parameters()) * module.compute_dtype.itemsize
-    return size <= min(WHOLE_BYTES.get(device.type, 0), FREE_SHARE * free_bytes(device))
+    if device.type != "cuda" or fits_everywhere(module):
+        return None
+    size, room = whole_bytes(module) / 1e9, FREE_SHARE * free_bytes(device) / 1e9
+    return (
+        f"no answers are generated: the whole model takes {size:.1f} GB, a GPU here has {room:.1f} GB for it beside "
+        "the training state, and in shards it would be gathered anew for each token"
+    )
+
+
+def fits_everywhere(module: ModelWithLoss) -> bool:
+    """Whether every rank has the whole model, or can gather it. Collective."""
+    groups = groups_of(module)
+    return not groups or bool(agreed(int(fits(module)), groups, dist.ReduceOp.MIN))
+
+
+def fits(module: ModelWithLoss) -> bool:
+    """Whether the whole model in its compute dtype fits beside what this rank holds now."""
+    device = next(module.parameters()).device
+    return whole_bytes(module) <= (WHOLE_BYTES if device.type == "cpu" else FREE_SHARE * free_bytes(device))
+
+
+def whole_bytes(module: ModelWithLoss) -> int:
+    """Of the model in its compute dtype."""
+    return sum(parameter.numel() for parameter in module.parameters()) * module.compute_dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> float:
-    """Of a GPU: what the driver has, and what the allocator holds unused; unbounded elsewhere."""
-    if device.type != "cuda":
-        return float("inf")
+    """Of a GPU: what the driver has, and what the allocator holds unused."""
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 

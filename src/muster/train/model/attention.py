@@ -1,9 +1,9 @@
 """Which attention kernel separates packed documents, and how transformers calls it.
 
 A model is built with the chosen kernel's name as its ``attn_implementation``. ``document`` (CPU) and ``varlen``
-(CUDA) are registered here; the others are transformers' own. All but the dense ones (``sdpa``, ``eager``,
-``flex``) take the documents' bounds as cumulative lengths; those derive a mask from the position ids, and only
-where no attention mask and no cache is passed: an attention mask of ones would disable the separation silently.
+(CUDA) are registered here; the others are transformers' own. ``flex`` takes masks of the documents, the dense ones
+(``sdpa``, ``eager``) derive one from the position ids, and only where no attention mask and no cache is passed: an
+attention mask of ones would disable the separation silently. The others take the bounds as cumulative lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from muster.train.data_feed.batch import Batch
 from muster.train.model.document_attention import document_attention
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Names of the run file -> names in transformers.
 IMPLEMENTATIONS = {
@@ -213,9 +213,14 @@ def needs_of(model: PreTrainedModel, sequence_length: int) -> Needs:
     )
 
 
-def attention_arguments(batch: Batch, attention: Attention) -> dict[str, Tensor | int]:
-    """Keyword arguments that carry the documents' bounds through the model to its kernel."""
-    if attention.kernel in ("sdpa", "eager", "flex"):
+def attention_arguments(batch: Batch, attention: Attention, config: PreTrainedConfig) -> dict[str, Any]:
+    """Keyword arguments that carry the documents' bounds through the model of ``config`` to its kernel."""
+    if attention.kernel == "flex":
+        from muster.train.model.block_mask import block_masks  # slow to import
+
+        masks = block_masks(batch, config)
+        return {} if masks is None else {"attention_mask": masks}
+    if attention.kernel in ("sdpa", "eager"):
         return {}
     return {
         "cu_seq_lens_q": batch.cu_seqlens,

@@ -28,7 +28,8 @@ from muster.train.model import context_parallel, float8, lora, pipeline_stage, p
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
 from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
-from muster.train.model.compile import compile_layers
+from muster.train.model.compile import compile_layers, compiles
+from muster.train.model.loss import compiled_kernel
 from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
 
@@ -167,8 +168,10 @@ def laid_out(
     if spec.training.precision == "fp8":
         float8.convert_layers(layers, device)
     recompute(layers, spec.training.activation_checkpointing)
-    if spec.training.compile:
+    if compiles(spec.training, device):
         compile_layers(layers, device)
+        module.compiled = True
+        module.kernel = compiled_kernel() if device.type == "cuda" else None  # C++ takes longer than it saves
     shard(
         module, model, layers, mesh,
         compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
@@ -192,7 +195,7 @@ def all_in_state(model: PreTrainedModel) -> bool:
 
 def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, file: Path | None) -> Proof:
     """Run the self-test; rank 0 writes the result to ``file``."""
-    proof = prove_isolation(module, device, static_shapes=spec.training.compile)
+    proof = prove_isolation(module, device, static_shapes=module.compiled)
     if file is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         keep_proof(module, device, proof, file)
     return proof

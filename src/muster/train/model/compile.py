@@ -8,12 +8,25 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import nn
 
+from muster.config.spec import Training
 from muster.core.errors import UsageError
+
+
+def compiles(training: Training, device: torch.device) -> bool:
+    """Whether this run's layers are compiled on ``device``; ``auto``: only where a compiler is installed."""
+    if training.compile != "auto" or not training.compiles_on(device.type):
+        return training.compiles_on(device.type)
+    lacks = missing(device.type)
+    if lacks is not None:
+        print(f"note: training.compile: auto compiles nothing: {lacks[0]}", file=sys.stderr, flush=True)
+    return lacks is None
 
 
 def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -29,11 +42,18 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
 
 def check_compiler(device: torch.device) -> None:
     """Raise UsageError if torch.compile would fail, which otherwise shows minutes later at the first step."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UsageError("training.compile: triton is not installed", hint="pip install triton, or compile: false")
-    compilers = ("g++", "clang++", "c++") if device.type == "cpu" else ("gcc", "clang", "cc")
+    lacks = missing(device.type)
+    if lacks is not None:
+        raise UsageError(f"training.compile: {lacks[0]}", hint=f"{lacks[1]}, or set training.compile: false")
+
+
+@cache
+def missing(device: str) -> tuple[str, str] | None:
+    """What the compiler needs on this type of device and is not installed, and how to get it; None: nothing."""
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        return "triton is not installed", "pip install triton"
+    compilers = ("g++", "clang++", "c++") if device == "cpu" else ("gcc", "clang", "cc")
     if not any(shutil.which(name) for name in compilers):
-        raise UsageError(
-            f"training.compile: no C++ compiler found ({', '.join(compilers)})",
-            hint="apt-get install g++, or set training.compile: false",
-        )
+        kind = "C++" if device == "cpu" else "C"
+        return f"no {kind} compiler found ({', '.join(compilers)})", f"apt-get install {compilers[0]}"
+    return None

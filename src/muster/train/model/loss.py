@@ -7,8 +7,9 @@ is from the Liger kernel (Hsu et al. 2024); this is plain PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,12 @@ class LogitRule:
 
     factor: float = 1.0
     cap: float | None = None
+
+
+#: ``cross_entropy_and_gradient`` or something that does the same.
+Kernel: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
+#: Whether torch adds a product of half-precision matrices to a float32 sum: CUDA builds of 2.13 do.
+ADDS_WIDER = tuple(int(word) for word in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def logit_rule(config: PreTrainedConfig) -> LogitRule:
@@ -62,9 +69,13 @@ def chunked_cross_entropy(
     scale: float,
     chunk_tokens: int,
     rule: LogitRule,
+    kernel: Kernel | None = None,
 ) -> Tensor:
-    """``scale`` * sum of cross-entropies of ``rule(hidden @ weight.T + bias)`` where a label is not -100."""
-    inputs = (hidden_TE, weight_VE, bias_V, labels_T, scale, chunk_tokens, rule)
+    """``scale`` * sum of cross-entropies of ``rule(hidden @ weight.T + bias)`` where a label is not -100.
+
+    ``kernel``: what computes a chunk, in the place of ``cross_entropy_and_gradient``.
+    """
+    inputs = (hidden_TE, weight_VE, bias_V, labels_T, scale, chunk_tokens, rule, kernel or cross_entropy_and_gradient)
     loss: Tensor = _ChunkedCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return loss
 
@@ -80,6 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale: float,
         chunk_tokens: int,
         rule: LogitRule,
+        kernel: Kernel,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = context.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_TE) if wants_hidden else None
@@ -92,9 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + step)
             hidden = hidden_TE[part]
             linear = torch.nn.functional.linear(hidden, weight_VE, bias_V)
-            loss, grad = cross_entropy_and_gradient(
-                linear, labels_T[part], scale, rule, gradient=wants_hidden or wants_weight
-            )
+            loss, grad = kernel(linear, labels_T[part], scale, rule, gradient=wants_hidden or wants_weight)
             total += loss
             if grad is None:
                 continue
@@ -115,12 +125,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(context: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         # backward() usually starts with 1, but that is not guaranteed; a product costs one pass over each.
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in context.saved_tensors]
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    elif left.device.type == "cuda" and ADDS_WIDER:
+        # The product itself would be written and read once more: 2 GB each way of a vocabulary of 128,000.
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
     elif left.device.type == "cuda":
         total += torch.mm(left, right, out_dtype=torch.float32)
     else:
@@ -128,7 +141,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def cross_entropy_and_gradient(
-    linear_TV: Tensor, labels_T: Tensor, scale: float, rule: LogitRule, *, gradient: bool
+    linear_TV: Tensor, labels_T: Tensor, scale: float | Tensor, rule: LogitRule, *, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """``scale`` * summed cross-entropy of ``rule(linear)``, and its derivative by ``linear`` in linear's dtype.
 
@@ -154,3 +167,21 @@ def cross_entropy_and_gradient(
         grad *= 1.0 - squashed.square()
     grad *= torch.where(counted, scale * rule.factor, 0.0).to(grad.dtype).unsqueeze(1)
     return loss, grad.to(linear_TV.dtype)
+
+
+def compiled_kernel() -> Kernel:
+    """``cross_entropy_and_gradient`` as one graph, for any number of tokens and any scale: a few passes over the logits
+    instead of a dozen."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    compiled = torch.compile(cross_entropy_and_gradient, dynamic=False)
+
+    def kernel(
+        linear_TV: Tensor, labels_T: Tensor, scale: float, rule: LogitRule, *, gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        for tensor in (linear_TV, labels_T):
+            maybe_mark_dynamic(tensor, 0)
+        on_device = torch.full((), scale, device=linear_TV.device)  # each number would be compiled for itself
+        return compiled(linear_TV, labels_T, on_device, rule, gradient=gradient)
+
+    return kernel

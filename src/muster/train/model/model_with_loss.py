@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from muster.train.data_feed.batch import IGNORED, Batch
 from muster.train.model.attention import Attention, attention_arguments
 from muster.train.model.context_parallel import Context
-from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
+from muster.train.model.loss import Kernel, LogitRule, chunked_cross_entropy, logit_rule
 from muster.train.model.pipeline_stage import Stage
 
 if TYPE_CHECKING:
@@ -39,13 +39,22 @@ class ModelWithLoss(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, attention: Attention, *, compute_dtype: torch.dtype, reshard_layers: bool = True
+        self,
+        model: PreTrainedModel,
+        attention: Attention,
+        *,
+        compute_dtype: torch.dtype,
+        reshard_layers: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
         self.attention = attention
         self.compute_dtype = compute_dtype
         self.reshard_layers = reshard_layers
+        self.compiled = False
+        """Its layers are, and want batches of static shapes."""
+        self.kernel: Kernel | None = None
+        """What computes the loss of a chunk, in the place of the uncompiled one."""
         self.context: Context | None = None
         """Where ranks share each sequence."""
         self.rule: LogitRule = logit_rule(model.config.get_text_config())
@@ -103,16 +112,20 @@ class ModelWithLoss(nn.Module):
             scale=scale,
             chunk_tokens=chunk_tokens,
             rule=self.rule,
+            kernel=self.kernel,
         )
 
     def _arguments(self, batch: Batch, hidden: Tensor | None) -> dict[str, Any]:
-        # No attention mask: a mask of ones would disable the separation of documents silently.
+        # No attention mask but flex attention's own: one of ones would disable the separation of documents silently.
         return {
             **_input(batch.input_ids, hidden),
             "position_ids": batch.position_ids,
             "use_cache": False,
-            **(attention_arguments(batch, self.attention) if self.context is None else self._shared(batch)),
+            **(self._bounds(batch) if self.context is None else self._shared(batch)),
         }
+
+    def _bounds(self, batch: Batch) -> dict[str, Any]:
+        return attention_arguments(batch, self.attention, self.model.config.get_text_config())
 
     def _shared(self, batch: Batch) -> dict[str, Tensor | Context | None]:
         return {"cu_seq_lens_q": batch.cu_seqlens, "context": self.context}

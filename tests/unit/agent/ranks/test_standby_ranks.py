@@ -17,7 +17,7 @@ from muster.agent.ranks.standbys import Standby, standby_for
 from muster.config.spec import RunSpec
 from muster.core.layout import Layout
 from muster.protocol.fork_server import ChildExited, ForkServerHello, SpawnStandbys
-from muster.protocol.rank_agent import RunRank, StandbyHello
+from muster.protocol.rank_agent import RunRank, StandbyHello, WarmUp
 from muster.protocol.ranks import RankContext
 from muster.protocol.to_agent import EndAttempt
 
@@ -50,6 +50,7 @@ class Host(RecordingHost):
             send=lambda peer, message: self.messages.append((peer, message)),
             watch=self.watched.__setitem__,
             unwatch=self.watched.pop,
+            drain=lambda peer: None,
         )
         super().__init__(run_dir, spec=spec(**changes), hub=hub)
         forks = self.forks = self.fork_server()
@@ -160,6 +161,24 @@ def test_after_one_that_could_not_plain_ones_are_forked(tmp_path: Any, processes
     assert host.standby_pids() == [processes[1].pid] and host.spawns() == [((0,), False)]
     host.came(0, processes[2].pid)
     assert not host.pool.standbys.take(0).bound
+
+
+def test_after_a_ranks_exit_standbys_with_a_context_are_asked_whether_it_lives(tmp_path: Any, processes: Any) -> None:
+    host = Host(tmp_path)
+    peers = [host.came(local_rank, processes[local_rank].pid) for local_rank in (0, 1)]
+    host.pool.standbys.take(0)
+    host.pool.register_rank(processes[0].pid, 0, 1, peers[0], was_warm=True)
+    host.pool.on_exit_code(processes[0].pid, 1)
+    (gone,) = host.watched.values()
+    gone()
+    assert [peer for peer, message in host.messages if isinstance(message, WarmUp)] == [peers[1]]
+
+
+def test_without_a_context_they_are_not_asked(tmp_path: Any, processes: Any) -> None:
+    host = Host(tmp_path, resources={"device": "cpu", "ranks_per_host": 2})
+    host.came(0, processes[0].pid)
+    host.pool.standbys.look(host.hub)
+    assert not host.messages
 
 
 def test_no_standby_holds_a_gpu_that_is_to_be_reset(tmp_path: Any, processes: Any, monkeypatch: Any) -> None:

@@ -6,6 +6,10 @@ import pytest
 import torch
 from fakes.small_model import LLAMA, build, process_group, spec_of, whole
 
+from muster.train.evaluation import evaluate
+from muster.train.evaluation import generate as generating
+from muster.train.evaluation.evaluate import Evaluator
+from muster.train.evaluation.evaluated_model import TorchModel
 from muster.train.evaluation.generate import fits, generate
 
 PROMPTS = [[5, 6, 7], [9], [8, 7, 6, 5, 4, 3, 2, 1], [5, 6, 7]]
@@ -64,17 +68,49 @@ def test_the_model_is_left_as_it_was(built):
     assert type(held.data).__name__ == "DTensor", "units are sharded again"
 
 
+GIB = 1 << 30
+
+
+def gpu_with(monkeypatch, *, free_gib, unused_gib):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (unused_gib + 5) * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * GIB)
+
+
+def on_gpu(gib):
+    """A model of so much memory in bfloat16, in shards on a GPU."""
+    parameter = SimpleNamespace(numel=lambda: gib * GIB // 2, device=torch.device("cuda", 0))
+    return SimpleNamespace(parameters=lambda: iter([parameter]), compute_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
-    ("free_gib", "unused_gib", "whole"), [(30, 0, True), (20, 0, False), (10, 20, True), (300, 0, True)]
+    ("free_gib", "unused_gib", "size", "whole"),
+    [(30, 0, 16, True), (20, 0, 16, False), (10, 20, 16, True), (150, 0, 64, True), (150, 0, 140, False)],
 )
-def test_a_model_is_gathered_for_generation_only_where_the_gpu_has_room(monkeypatch, free_gib, unused_gib, whole):
-    gib = 1 << 30
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * gib, 80 * gib))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (unused_gib + 5) * gib)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * gib)
-    parameter = SimpleNamespace(numel=lambda: 8 * gib, device=gpu)
-    module = SimpleNamespace(parameters=lambda: iter([parameter]), compute_dtype=torch.bfloat16)
-    assert fits(module) is whole, "16 GiB"
-    too_large = SimpleNamespace(parameters=lambda: iter([parameter, parameter]), compute_dtype=torch.bfloat16)
-    assert fits(too_large) is False, "32 GiB: over the limit whatever is free"
+def test_a_model_is_gathered_for_generation_only_where_the_gpu_has_room(monkeypatch, free_gib, unused_gib, size, whole):
+    gpu_with(monkeypatch, free_gib=free_gib, unused_gib=unused_gib)
+    assert fits(on_gpu(size)) is whole
+
+
+def test_a_model_that_cannot_be_gathered_on_gpus_answers_nothing_and_says_why(monkeypatch):
+    """Instead of being gathered whole for every token."""
+    gpu_with(monkeypatch, free_gib=60, unused_gib=0)
+    monkeypatch.setattr(generating, "groups_of", lambda module: ["both"])
+    asked = []
+    monkeypatch.setattr(generating, "agreed", lambda value, groups, operation: asked.append((value, groups)) or value)
+    assert generating.objection(on_gpu(16)) is None
+    reason = generating.objection(on_gpu(140))
+    assert reason is not None and "150.3 GB" in reason and "45.1 GB" in reason
+    assert asked == [(1, ["both"]), (0, ["both"])], "all ranks decide alike"
+    said = []
+    evaluator = Evaluator(
+        spec=spec_of(training={}), prepared=SimpleNamespace(tokenizer_dir="there"), model=TorchModel(on_gpu(140)),
+        groups=None, data_rank=0, data_ranks=2, world=SimpleNamespace(rank=0), device=torch.device("cuda", 0),
+        agent=SimpleNamespace(emit=lambda kind, **detail: said.append((kind, detail["text"]))), log=None,
+    )  # fmt: skip
+    monkeypatch.setattr(evaluate, "heldout_questions", lambda *_: ["a question"])
+    assert evaluator._answer(5, final=False) == {} and said == [("run.message", reason)]
+
+
+def test_on_the_cpu_a_large_model_is_answered_in_shards(built):
+    assert generating.objection(built.module) is None

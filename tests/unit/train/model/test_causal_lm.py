@@ -6,6 +6,7 @@ import pytest
 import torch
 from fakes.small_model import CPU, LLAMA, build, spec_of
 
+from muster.config.spec import Training
 from muster.core.errors import RunFailed, UsageError
 from muster.core.types import Layout
 from muster.train.data_feed.batch import make_batch
@@ -13,7 +14,7 @@ from muster.train.distributed.device_mesh import make_meshes
 from muster.train.model import attention
 from muster.train.model.attention_isolation_check import prove_isolation
 from muster.train.model.causal_lm import read_config
-from muster.train.model.compile import check_compiler
+from muster.train.model.compile import check_compiler, compiles, missing
 from muster.train.model.loss import loss_sum
 from muster.train.model.sharding import decoder_layers
 
@@ -132,10 +133,42 @@ def test_meshes_refuse_a_layout_of_another_size():
         make_meshes(Layout(dp_shard=2), "cpu")
 
 
-def test_a_missing_compiler_is_said_before_training(monkeypatch):
+@pytest.fixture
+def no_compiler(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
+    missing.cache_clear()
+    yield
+    missing.cache_clear()
+
+
+def test_a_missing_compiler_is_said_before_training(no_compiler):
     with pytest.raises(UsageError, match="no C\\+\\+ compiler"):
         check_compiler(CPU)
+
+
+@pytest.mark.parametrize(
+    ("written", "steps", "device", "compiled"),
+    [
+        ("auto", 50, "cuda", True),
+        ("auto", None, "cuda", True),
+        ("auto", 49, "cuda", False),
+        ("auto", 5000, "cpu", False),
+        (True, 10, "cpu", True),
+        (False, 5000, "cuda", False),
+    ],
+)
+def test_layers_are_compiled_on_a_gpu_unless_the_run_is_short(monkeypatch, written, steps, device, compiled):
+    monkeypatch.setattr("muster.train.model.compile.missing", lambda device: None)
+    training = Training(compile=written, steps=steps, epochs=None if steps else 1.0)
+    assert compiles(training, torch.device(device)) is compiled
+
+
+def test_auto_goes_without_a_compiler_that_is_not_there(no_compiler, capsys):
+    training = Training(steps=1000)
+    assert training.compile == "auto" and training.compiles_on("cuda")
+    assert not compiles(training, torch.device("cuda"))
+    assert "auto compiles nothing: " in capsys.readouterr().err
+    assert compiles(training.model_copy(update={"compile": True}), CPU), "asked for: refused later, by name"
 
 
 @pytest.mark.parametrize("written", ["here", "in a file"])

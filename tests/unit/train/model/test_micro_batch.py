@@ -11,6 +11,7 @@ from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.reduce import FloatReducer, ReduceGroups
 from muster.train.model import compile as compile_module
+from muster.train.model import loss
 from muster.train.model.loss import loss_sum
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -52,9 +53,9 @@ def test_the_host_never_waits_for_the_device_in_a_micro_batch(model, exact):
     with Waits() as waits:
         for number, part in enumerate(given, start=1):
             reducer.before_forward(last=number == 2)
-            loss = loss_sum(built.module, part, chunk_tokens=16, scale=0.01)
-            loss.backward()
-            reducer.add_loss(loss)
+            total = loss_sum(built.module, part, chunk_tokens=16, scale=0.01)
+            total.backward()
+            reducer.add_loss(total)
     assert not waits.found
     with waits:
         float(reducer.finish()[0])
@@ -82,15 +83,38 @@ def test_layers_are_compiled_once_for_any_number_of_documents(monkeypatch):
     def step(lengths, *, train=True):
         built.module.train(train)
         with torch.set_grad_enabled(train):
-            loss = loss_sum(built.module, batch(lengths, static_shapes=True), chunk_tokens=16, scale=0.01)
+            total = loss_sum(built.module, batch(lengths, static_shapes=True), chunk_tokens=16, scale=0.01)
             if train:
-                loss.backward()
+                total.backward()
         return len(graphs)
 
     assert step([20, 12]) == 1
     assert {step(lengths) for lengths in ([32], [1] * 32, [30, 2])} == {1}
     assert step([20, 12], train=False) == 2
     assert step([32], train=False) == step([7, 25]) == 2
+    torch._dynamo.reset()
+
+
+def test_the_loss_is_compiled_once_for_any_number_of_tokens_and_any_scale(monkeypatch):
+    """And once more for its evaluation; its bits may differ from the uncompiled one's, by rounding alone."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    real = torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=count, **options))
+    kernel = loss.compiled_kernel()
+    rule = loss.LogitRule(factor=0.5, cap=30.0)
+    for tokens, scale in ((16, 0.01), (7, 0.02), (16, 0.03), (5, 0.01), (16, 0.07)):
+        logits = torch.randn(tokens, 50)
+        labels = torch.arange(tokens).where(torch.arange(tokens) != 3, -100)
+        for gradient in (True, False):
+            wanted = loss.cross_entropy_and_gradient(logits.clone(), labels, scale, rule, gradient=gradient)
+            torch.testing.assert_close(kernel(logits.clone(), labels, scale, rule, gradient=gradient), wanted)
+    assert len(graphs) == 2
     torch._dynamo.reset()
 
 

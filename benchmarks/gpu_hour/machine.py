@@ -32,7 +32,9 @@ STUB = {
 }
 #: The fork server's own imports, then a fork; the child says whether CUDA can be used there.
 FORK = """
-import os, sys, torch
+import os, sys
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as the agent sets it: its pool would be a thread before the fork
+import torch
 from muster.config.spec import RunSpec
 from muster.rank import fork_server
 spec = RunSpec.model_validate({"name": "fork", "model": {"config": {"model_type": "llama"}},

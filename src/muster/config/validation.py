@@ -254,7 +254,7 @@ def _context_parallel(spec: RunSpec) -> Iterator[Problem]:
     if training.exact:
         text = f"cannot hold with cp = {cp}: gradients of keys and values are summed inside a layer"
         yield Problem("training.exact", text, hint="cp: 1")
-    if training.compile:
+    if training.compile is True:
         yield Problem("training.compile", f"does not work with cp = {cp}: what a rank attends to differs in each batch")
 
 

@@ -170,7 +170,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         lora_embeddings=spec.trains_embeddings,
         optimizer=training.optimizer.traits,
         loss_chunk_tokens=training.loss_chunk_tokens,
-        compile=training.compiles_on("cpu" if spec.resources.device == "cpu" else "cuda"),
+        compile=training.compiles_on("cpu" if spec.resources.device == "cpu" else "cuda") and spec.parallelism.cp == 1,
         exact=training.exact,
         local_steps=training.local_steps,
         reshard_after_forward=spec.parallelism.reshard_after_forward,

@@ -68,7 +68,7 @@ def plan_work(
 ) -> StepWork:
     """Read and build everything that ``step`` needs on this rank.
 
-    ``replica_ranks``: how many of the ``data_ranks`` one replica has; None: all. ``static_shapes``: for compiled models.
+    ``replica_ranks``: how many of the ``data_ranks`` one replica has; None: all. ``static_shapes``: for a compiled model.
     ``count_flops``: document lengths of the whole step, without padding -> operations.
 
     Raises:
@@ -99,8 +99,7 @@ def plan_work(
             f"step {step}: none of its {tokens} tokens is supervised", hint="see `muster data` for the mask"
         )
     rounds = tuple(
-        make_round(micro_batch, store, training, device, supervised, static_shapes=static_shapes)
-        for micro_batch in plan.for_rank(data_rank)
+        make_round(one, store, training, device, supervised, static_shapes) for one in plan.for_rank(data_rank)
     )
     return StepWork(
         step=step,
@@ -130,7 +129,6 @@ def make_round(
     training: Training,
     device: torch.device,
     supervised: int,
-    *,
     static_shapes: bool,
 ) -> Round:
     """This rank's batch of one round; zero-weight padding where it has no micro-batch."""

@@ -168,7 +168,7 @@ def laid_out(
     if spec.training.precision == "fp8":
         float8.convert_layers(layers, device)
     recompute(layers, spec.training.activation_checkpointing)
-    if compiles(spec.training, device):
+    if compiles(spec.training, device) and mesh.layout.cp == 1:
         compile_layers(layers, device)
         module.compiled = True
         module.kernel = compiled_kernel() if device.type == "cuda" else None  # C++ takes longer than it saves

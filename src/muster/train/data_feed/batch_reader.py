@@ -68,8 +68,8 @@ def plan_work(
 ) -> StepWork:
     """Read and build everything that ``step`` needs on this rank.
 
-    ``replica_ranks``: how many of the ``data_ranks`` one replica has; None: all. ``static_shapes``: for a compiled model.
-    ``count_flops``: document lengths of the whole step, without padding -> operations.
+    ``replica_ranks``: how many of the ``data_ranks`` one replica has; None: all. ``static_shapes``: for
+    compiled models. ``count_flops``: document lengths of the whole step, without padding -> operations.
 
     Raises:
         RunFailed: no token of the step is supervised.
@@ -95,9 +95,8 @@ def plan_work(
             lengths += documents(sequence)
     tokens, supervised = (sum(map(of.__getitem__, chosen)) for of in (tokens_of, supervised_of))
     if supervised == 0:
-        raise RunFailed(
-            f"step {step}: none of its {tokens} tokens is supervised", hint="see `muster data` for the mask"
-        )
+        text = f"step {step}: none of its {tokens} tokens is supervised"
+        raise RunFailed(text, hint="see `muster data` for the mask")
     rounds = tuple(
         make_round(one, store, training, device, supervised, static_shapes) for one in plan.for_rank(data_rank)
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.config.sources import HubSource
+from muster.config.sections.sources import HubSource
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError
 from muster.data.prepare import open_prepared, prepare

@@ -285,7 +285,7 @@ def data(
     """
     import sys
 
-    from muster.app.run.data import prepare_and_preview
+    from muster.app.planning.data import prepare_and_preview
     from muster.cli.live import preparing
 
     loaded = api.load(run_file, overrides or [])
@@ -297,6 +297,6 @@ def data(
         return
     from rich.console import Console
 
-    from muster.app.run.data import render
+    from muster.app.planning.data import render
 
     Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(result))

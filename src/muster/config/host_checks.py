@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from muster.config.backends import BACKENDS
-from muster.config.sources import glob_of
+from muster.config.sections.sources import glob_of
 from muster.config.spec import CHAT_TEMPLATES, RunSpec
 from muster.config.validation import config_problems, is_remote, looks_local, within
 from muster.core.errors import Problem

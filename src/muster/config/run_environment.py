@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from muster.config.backends import BACKENDS
+from muster.config.sections.vertex import SECRET
 from muster.config.spec import RunSpec
-from muster.config.vertex import SECRET
 from muster.core.errors import Problem, UsageError
 from muster.core.redact import gives_away, secret_word
 

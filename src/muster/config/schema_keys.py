@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from muster.config.section import MemberOf, SectionOf
+from muster.config.sections.section import MemberOf, SectionOf
 from muster.config.spec import RunSpec
 from muster.config.yaml import KeyPath
 from muster.core.redact import HIDDEN, is_secret, redact

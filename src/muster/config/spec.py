@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from muster.config.backends import BACKENDS
-from muster.config.gce import Gce
-from muster.config.notify import Notify
-from muster.config.outer import Outer
-from muster.config.resources import Resources
-from muster.config.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
-from muster.config.slurm import Slurm
-from muster.config.sources import SOURCE_TYPES, Source
-from muster.config.vertex import Vertex
+from muster.config.sections.gce import Gce
+from muster.config.sections.notify import Notify
+from muster.config.sections.outer import Outer
+from muster.config.sections.resources import Resources
+from muster.config.sections.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
+from muster.config.sections.slurm import Slurm
+from muster.config.sections.sources import SOURCE_TYPES, Source
+from muster.config.sections.vertex import Vertex
 from muster.core.layout import AXES
 from muster.core.optimizers import OPTIMIZERS, OptimizerTraits
 

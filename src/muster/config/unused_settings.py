@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from muster.config.backends import BACKENDS
-from muster.config.outer import Outer
+from muster.config.sections.outer import Outer
 from muster.config.spec import COMPILE_PAYS_AFTER_STEPS, RunSpec
 from muster.core.errors import Problem
 

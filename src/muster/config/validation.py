@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from muster.config import notify
-from muster.config.section import Section
+from muster.config.sections import notify
+from muster.config.sections.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.config.stage_rules import stage_combinations, stage_problems
 from muster.config.tpu_rules import tpu_rules

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Literal, TypeGuard
 
-from muster.config.sources import PromptTemplate, Source
+from muster.config.sections.sources import PromptTemplate, Source
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json
 from muster.data.task import Row

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.config.sources import HubSource
+from muster.config.sections.sources import HubSource
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 
 _READABLE = re.compile(r"\.(arrow|(parquet|jsonl|json|csv|txt)(\.gz|\.zst)?)$")

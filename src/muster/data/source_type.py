@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from muster.config.sources import SOURCE_TYPES, Source
+from muster.config.sections.sources import SOURCE_TYPES, Source
 from muster.core.registry import Registry
 from muster.core.typed_json import JsonObject
 from muster.data.task import Row

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from muster.config.sources import PromptTemplate
+from muster.config.sections.sources import PromptTemplate
 from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import Json
 from muster.data import formats

@@ -160,6 +160,13 @@ class JaxModel:
 
     engine: Engine
 
+    @property
+    def compiled(self) -> bool:
+        return False  # by torch: no batch needs marks for it
+
+    def objection(self) -> str | None:
+        return None
+
     def evaluating(self) -> AbstractContextManager[None]:
         return nullcontext()  # nothing of the model has a mode: dropout is refused
 

@@ -7,7 +7,7 @@ import pytest
 from fakes.extra_package import install
 
 from muster.config import load
-from muster.config.sources import SOURCE_TYPES
+from muster.config.sections.sources import SOURCE_TYPES
 from muster.config.spec import RunSpec
 from muster.core.errors import RunFileError
 from muster.data.cache import code_version
@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from muster.config.sources import Source
+from muster.config.sections.sources import Source
 from muster.data.source_type import OpenedSource, SourceType
 
 

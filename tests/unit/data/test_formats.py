@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.config.sources import PromptTemplate
+from muster.config.sections.sources import PromptTemplate
 from muster.core.errors import UsageError
 from muster.data.formats import Segment, choose_format, completions, document, fill, prompt_and_completion
 

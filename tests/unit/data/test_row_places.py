@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 from muster.config import load
-from muster.config.sources import FileSource
+from muster.config.sections.sources import FileSource
 from muster.core.errors import UsageError
 from muster.data.files import row_files
 from muster.data.files.places import find_files, identify

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from muster.config import host_checks
-from muster.config.sources import FileSource, HubSource, glob_of
+from muster.config.sections.sources import FileSource, HubSource, glob_of
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError, MusterError, UsageError
 from muster.data import hub

@@ -11,7 +11,7 @@ from pathlib import Path
 from muster import backends
 from muster.app.planning.rows_seen import RowsSeen, look
 from muster.config import load
-from muster.config.sources import FILE_ENDINGS, FileSource, HubSource
+from muster.config.sections.sources import FILE_ENDINGS, FileSource, HubSource
 from muster.config.spec import Model
 from muster.core.errors import AccessError, UsageError
 from muster.core.flops import ModelShape

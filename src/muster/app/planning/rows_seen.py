@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.config.sources import FILE_ENDINGS, FileSource, HubSource, PromptTemplate, Source
+from muster.config.sections.sources import FILE_ENDINGS, FileSource, HubSource, PromptTemplate, Source
 from muster.core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from muster.backends.slurm.nccl_settings import fabric_mounts
 from muster.backends.slurm.script import environment
-from muster.config.sources import glob_of
+from muster.config.sections.sources import glob_of
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from muster.config.slurm import Container
+from muster.config.sections.slurm import Container
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 from muster.core.errors import Problem

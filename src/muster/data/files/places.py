@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
-from muster.config.sources import FILE_ENDINGS
+from muster.config.sections.sources import FILE_ENDINGS
 from muster.core.errors import AccessError, MusterError, UsageError
 from muster.core.typed_json import JsonObject
 from muster.storage import uris

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from muster.config.sources import FileSource, glob_of
+from muster.config.sections.sources import FileSource, glob_of
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject
 from muster.data.files.places import find_files, identify, size_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.config.sources import HubSource
+from muster.config.sections.sources import HubSource
 from muster.data import hub
 from muster.data.files.row_files import locate, read_files
 from muster.data.source_type import OpenedSource, SourceType

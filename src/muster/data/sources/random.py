@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from muster.config.sources import RandomSource
+from muster.config.sections.sources import RandomSource
 from muster.data.source_type import OpenedSource, SourceType, TokenRows
 
 if TYPE_CHECKING:

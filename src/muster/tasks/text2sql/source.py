@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from muster.config.section import NotNegative, Positive
-from muster.config.sources import Source
+from muster.config.sections.section import NotNegative, Positive
+from muster.config.sections.sources import Source
 from muster.core.typed_json import JsonObject, whole
 from muster.data.source_type import OpenedSource, SourceType
 from muster.data.task import Row

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.config.outer import Outer
+from muster.config.sections.outer import Outer
 from muster.train.distributed.process_groups import all_gather
 from muster.train.distributed.reduce import REPLICATE, ReduceGroups, local
 

@@ -34,11 +34,6 @@ def slow(built, prompt, count):
     return tokens[len(prompt) :]
 
 
-def whole(parameter):
-    """Where nothing is cast, one rank holds its parameters without FSDP."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-
-
 def test_completions_of_a_padded_batch_come_in_the_order_of_the_prompts(built):
     found = generate(built.module, PROMPTS, max_new_tokens=6, eos_id=None, pad_id=0)
     assert found == [slow(built, prompt, 6) for prompt in PROMPTS]

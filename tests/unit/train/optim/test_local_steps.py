@@ -7,7 +7,7 @@ from torch import nn
 from muster.checkpoint.shards import ShardReader, read_into
 from muster.checkpoint_format.reader import Shard
 from muster.checkpoint_format.shards import pack
-from muster.config.outer import Outer
+from muster.config.sections.outer import Outer
 from muster.config.spec import Optimizer
 from muster.train.distributed.reduce import FloatReducer, ReduceGroups
 from muster.train.optim.adamw import AdamW

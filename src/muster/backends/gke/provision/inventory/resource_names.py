@@ -12,7 +12,7 @@ from muster.backends.gke.manifests.volumes import buckets
 from muster.backends.gke.provision.inventory.disks import refuse_what_does_not_fit
 from muster.backends.google.project.networks import MAIN_RANGE
 from muster.catalog.gke import DataNetwork, Family, Machine
-from muster.config.resources import Resources
+from muster.config.sections.resources import Resources
 from muster.core.errors import UsageError
 from muster.core.protocols import Clock
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from muster.config.section import Positive, Section
+from muster.config.sections.section import Positive, Section
 
 #: ``30``, ``30:00``, ``12:00:00``, ``2-00``, ``2-12:00:00``: what sbatch takes as a time.
 TIME = r"^([0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|[0-9]+(:[0-9]{1,2}){0,2})$"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from muster.config.section import Section
+from muster.config.sections.section import Section
 from muster.core.errors import Problem
 from muster.core.redact import redact, secret_word
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from muster.config.section import Fraction, Positive, Section
+from muster.config.sections.section import Fraction, Positive, Section
 
 
 class Outer(Section):

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from muster.config.resources import ACCOUNT
-from muster.config.section import Section
-from muster.config.vertex import SECRET
+from muster.config.sections.resources import ACCOUNT
+from muster.config.sections.section import Section
+from muster.config.sections.vertex import SECRET
 
 _NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
 SUBNETWORK = rf"^projects/[a-z0-9.:-]+/regions/[a-z0-9-]+/subnetworks/{_NAME}$"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from muster.config.section import NotNegative, Positive, Section
+from muster.config.sections.section import NotNegative, Positive, Section
 from muster.core.errors import Problem
 from muster.core.registry import Registry
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from muster.config.section import NotNegative, Positive, Section
+from muster.config.sections.section import NotNegative, Positive, Section
 
 #: An IPv4 or IPv6 range: ``203.0.113.0/24``.
 CIDR = r"^[0-9A-Fa-f.:]+/[0-9]{1,3}$"

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from muster.config.resources import ACCOUNT
-from muster.config.section import NotNegative, Section
+from muster.config.sections.resources import ACCOUNT
+from muster.config.sections.section import NotNegative, Section
 
 NETWORK = r"^projects/[0-9]+/global/networks/[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 ATTACHMENT = r"^projects/[a-z0-9.:-]+/regions/[a-z0-9-]+/networkAttachments/[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"

@@ -270,6 +270,29 @@ def boot_id() -> str:
         return ""
 
 
+def tell(
+    argv: Sequence[str], given: bytes, *, env: Mapping[str, str], cwd: Path, limit_s: float
+) -> tuple[int | None, bytes]:
+    """Run a program with ``given`` as its input; (its exit code, what it wrote). The code is None where it did not end
+    in time. It and whatever it started are ended then, and whatever it left behind in any case.
+
+    Raises:
+        OSError, ValueError: it cannot be started.
+    """
+    started = subprocess.Popen(
+        list(argv), env=dict(env), cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = started.communicate(given, timeout=limit_s)
+        return started.returncode, said
+    except subprocess.TimeoutExpired:
+        return None, b""
+    finally:
+        with contextlib.suppress(OSError):
+            os.killpg(started.pid, signal.SIGKILL)
+
+
 def run_visibly(argv: Sequence[str]) -> tuple[int, str]:
     """Run ``argv`` to its end; its stderr is ours. Returns the exit code and what it printed.
 

@@ -6,13 +6,9 @@ program or a server does, or does not do, holds up the run or its end.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import http.client
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 import urllib.error
@@ -26,7 +22,7 @@ from pathlib import Path
 from muster.app.run.event_writer import Sink
 from muster.app.run.otlp import NoRedirect
 from muster.config.spec import RunSpec
-from muster.core import environment
+from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.event_details.attempts import AttemptStarted
@@ -142,22 +138,15 @@ class Notifications(Sink):
 
 def program(argv: Sequence[str], env: Mapping[str, str], cwd: Path, news: News) -> str:
     """Start it with the news as its input; it and what it started are ended after ``PROGRAM_S``. What went wrong."""
+    given = json.dumps(news.to_json()).encode() + b"\n"
     try:
-        started = subprocess.Popen(
-            argv, env=dict(env), cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        code, said = processes.tell(argv, given, env=env, cwd=cwd, limit_s=PROGRAM_S)
     except (OSError, ValueError) as error:
         return f"{argv[0]} cannot be started: {getattr(error, 'strerror', None) or error}"
-    try:
-        said, _ = started.communicate(json.dumps(news.to_json()).encode() + b"\n", timeout=PROGRAM_S)
-    except subprocess.TimeoutExpired:
+    if code is None:
         return f"{argv[0]} did not end within {PROGRAM_S:.0f} s"
-    finally:
-        with contextlib.suppress(OSError):  # what it left behind, too
-            os.killpg(started.pid, signal.SIGKILL)
     last = (said.decode(errors="replace").strip().splitlines() or [""])[-1][:MOST_TOLD]
-    return f"{argv[0]} ended with code {started.returncode}: {last}" if started.returncode else ""
+    return f"{argv[0]} ended with code {code}: {last}" if code else ""
 
 
 def webhook(url: str, news: News) -> str:

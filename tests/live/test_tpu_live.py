@@ -52,7 +52,9 @@ def moved(folder: Path, devices: tuple[str, str], ranks: int) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("devices", [("tpu", "cpu"), ("cpu", "tpu")], ids=["to torch", "to JAX"])
+@pytest.mark.parametrize(
+    "devices", [("tpu", "cpu"), pytest.param(("cpu", "tpu"), marks=pytest.mark.soak)], ids=["to torch", "to JAX"]
+)
 def test_a_run_moves_by_its_checkpoint(tmp_path, devices):
     wanted = moved(tmp_path / "stays", ("cpu", "cpu"), 1)
     found = moved(tmp_path / "moves", devices, 2)

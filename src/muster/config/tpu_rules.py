@@ -23,8 +23,8 @@ def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("resources.ranks_per_host", "one process drives all TPU chips of a host", hint="leave it out")
     if training.exact:
         yield Problem("training.exact", "TPUs have no 64-bit integers to take exact sums in", hint="exact: false")
-    if training.compile:
-        yield Problem("training.compile", "a step on TPUs is always one compiled program", hint="compile: false")
+    if training.compile is True:
+        yield Problem("training.compile", "a step on TPUs is always one compiled program", hint="compile: auto")
     if training.precision != "bf16":
         yield Problem("training.precision", f"{training.precision} is not computed on device tpu", hint="bf16")
     if training.optimizer.name != "adamw":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,10 +104,9 @@ def find(reference: str) -> tuple[Path, SweepRecord] | None:
     Raises:
         UsageError: it names several.
     """
-    as_path = Path(reference).expanduser()
-    with contextlib.suppress(OSError):
-        if (record := read(as_path.absolute())) is not None:
-            return as_path.absolute(), record
+    as_path = Path(os.path.expanduser(reference)).absolute()
+    if os.path.isdir(as_path) and (record := read(as_path)) is not None:  # is_dir() raises for a name that is too long
+        return as_path, record
     named = {folder: record for folder, record in every().items() if reference in (folder.name, record.name)}
     if len(named) > 1:
         folders = ", ".join(map(str, named))

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from muster.agent.ranks.rank_environment import ASK_NVML, SPEAK_FOR_THEMSELVES, SURVIVE_ABORTS
-from muster.train.model.loss import ADDS_WIDER
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from gpu_hour import machine
@@ -68,9 +67,9 @@ def test_varlen_attention_is_called_as_this_torch_takes_it() -> None:
 
 
 def test_a_product_of_half_precision_is_added_to_a_float32_sum_in_its_kernel() -> None:
-    """Whether this build's kernel takes such a sum, by its own check's words."""
+    """The words of its own check: a sum in the result's type may go in, not only one in the matrices' type."""
     library = (Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").read_bytes()
-    assert (b"self dtype must match either out_dtype or mat1 dtype" in library) == ADDS_WIDER
+    assert b"self dtype must match either out_dtype or mat1 dtype" in library
 
 
 def test_nccls_variables_are_known_to_this_torch() -> None:

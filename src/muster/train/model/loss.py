@@ -31,8 +31,6 @@ class LogitRule:
 
 #: ``cross_entropy_and_gradient`` or something that does the same.
 Kernel: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
-#: Whether torch adds a product of half-precision matrices to a float32 sum: CUDA builds of 2.13 do.
-ADDS_WIDER = tuple(int(word) for word in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def logit_rule(config: PreTrainedConfig) -> LogitRule:
@@ -131,11 +129,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif left.device.type == "cuda" and ADDS_WIDER:
+    elif left.device.type == "cuda":
         # The product itself would be written and read once more: 2 GB each way of a vocabulary of 128,000.
         torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
-    elif left.device.type == "cuda":
-        total += torch.mm(left, right, out_dtype=torch.float32)
     else:
         total += torch.mm(left, right)
 

@@ -19,7 +19,7 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, reference):
             run.wait_for_step(step)
             run.kill_rank(rank)
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["restart"] * 3, run.story()
+        assert run.recoveries() == ["restart"] * 3, run.story()
         recovered = run.events("incident.resolved")
         # A kill between a rank's update and its snapshot (milliseconds) takes that one step again.
         assert len(recovered) == 3 and all(event.detail["redone_steps"] <= 1 for event in recovered), run.story()
@@ -34,7 +34,7 @@ def test_a_crash_is_as_a_kill(tmp_path, reference):
             run.wait_for_step(run.step() + 8)
             run.kill_rank(0, number)
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["restart"] * 2, run.story()
+        assert run.recoveries() == ["restart"] * 2, run.story()
         codes = {event.detail["exit_code"] for event in run.events("rank.exited")}
         assert {-signal.SIGSEGV, -signal.SIGABRT} <= codes, run.story()
         assert run.final_hash() == reference(1, 2)[0]
@@ -89,7 +89,7 @@ def test_a_lost_host_is_replaced_by_the_spare(tmp_path, reference):
         run.under_way()
         run.signal_host(run.ranks()[1][1])
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["swap"], run.story()
+        assert run.recoveries() == ["swap"], run.story()
         # The step under way on the peer when the host died may be taken again; a committed one never.
         assert [event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")] == [True], run.story()
         assert run.final_hash() == reference(2, 1)[0]
@@ -104,7 +104,7 @@ def test_without_a_spare_the_world_shrinks_and_grows_back(tmp_path, reference):
         run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
         run.start_agent("host-1")
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["shrink", "grow"], run.story()
+        assert run.recoveries() == ["shrink", "grow"], run.story()
         assert [event.detail["world_size"] for event in run.events("attempt.started")] == [3, 2, 3]
         assert all(event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")), run.story()
         losses = reference(3, 1, **{"training.steps": 300})[1]
@@ -126,7 +126,7 @@ def test_a_cut_link_is_silence_and_the_spare_takes_over(tmp_path, reference):
         run.under_way()
         run.network.cut(run.ranks()[1][1])
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["swap"], run.story()
+        assert run.recoveries() == ["swap"], run.story()
         assert "silent" in run.events("host.lost")[0].detail["evidence"]
         assert run.final_hash() == reference(2, 1)[0]
 
@@ -163,7 +163,7 @@ def test_a_users_own_failure_holds_the_hosts_and_restart_costs_no_import(tmp_pat
     with LiveRun(tmp_path, spec_of(**broken)) as run:
         run.start()
         run.wait_until(lambda: any(event.phase == "hold" for event in run.events("phase.changed")), "the hold")
-        assert run.actions() == ["stop"]
+        assert run.recoveries() == ["stop"]
         servers = run.fork_servers()
         (tmp_path / "resolved.json").write_text(spec_of(**{**broken, "model.config.head_dim": 16}).model_dump_json())
         began = time.time_ns()
@@ -187,6 +187,6 @@ def test_with_exact_sums_a_shrink_and_a_grow_leave_no_trace(tmp_path, reference)
         run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
         run.start_agent("host-1")
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["shrink", "grow"], run.story()
+        assert run.recoveries() == ["shrink", "grow"], run.story()
         found = (run.final_hash(), run.losses())
     assert found == reference(1, 2, **exact)[:2], "one hash at 2 ranks and at 3 -> 2 -> 3"

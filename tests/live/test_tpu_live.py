@@ -32,7 +32,7 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path):
             run.kill_rank(rank)
             run.wait_until(lambda step=step: run.step() >= step + 4, "recovery")
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["restart"] * 2, run.story()
+        assert run.recoveries() == ["restart"] * 2, run.story()
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert run.losses() == wanted and len(wanted) == 30
 

@@ -48,6 +48,10 @@ class Watched:
     def actions(self) -> list[str]:
         return [event.detail["action"] for event in self.events("incident.decided")]
 
+    def recoveries(self) -> list[str]:
+        """What was decided, but for what was ignored: a rank that a busy machine makes late is an incident, too."""
+        return [action for action in self.actions() if action != "ignore"]
+
     def spares(self) -> set[str]:
         """Hosts that were ever held as spares."""
         return {event.host for event in self.events("phase.changed") if event.phase == "spare"}

@@ -1,6 +1,6 @@
 """Attention by the TPU's own kernel (splash attention), which skips what no query of a block sees.
 
-Compiled for TPUs ahead of time by the tests, never run on one.
+Never run on a TPU, and no test compiles it for one yet.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Eight virtual devices, set before JAX is imported, and a torch world of one rank."""
+"""Eight virtual devices, asked for before JAX opens any, and a torch world of one rank."""
 
-import os
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
-
+import jax
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Not by XLA_FLAGS: what other tests start from here would inherit it.
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
 
 
 @pytest.fixture

@@ -114,8 +114,7 @@ class Engine:
                 state=self.state,
             )
         batches = step_arrays([part.batch for part in work.rounds], self.mesh)
-        scale = max((part.scale for part in work.rounds), default=0.0)  # that of padding is 0
-        scale = 1.0 / work.supervised_tokens if scale == 0.0 else scale
+        scale = 1.0 / work.supervised_tokens  # as of every round but padding, which has no target
         scalars = Scalars.of(scale=scale, learning_rate=rate, step=work.step, settings=self.training.optimizer)
         run.agent.beat(work.step)
         run.flush_pending_metrics()

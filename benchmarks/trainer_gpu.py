@@ -79,7 +79,8 @@ def play(system: str, job: dict[str, Any], folder: Path) -> jobs.Measured:
     """One training of ``system``."""
     if system.startswith("muster"):
         no_saves = {"every_steps": 0, "snapshot_every_steps": 0}
-        spec = jobs.muster_spec(job, folder / "cache", ranks=1, checkpoint=no_saves)
+        fp8 = {"training__precision": "fp8"} if "fp8" in system else {}
+        spec = jobs.muster_spec(job, folder / "cache", ranks=1, checkpoint=no_saves, **fp8)
         events, began = jobs.run_muster(spec, folder / system, ranks=1, how="worker", timeout_s=420)
         return jobs.measured(jobs.steps_of(events), began, warmup=WARMUP)
     python = sys.executable
@@ -136,7 +137,7 @@ def figures(seen: jobs.Measured, job: dict[str, Any], peak: float | None, ceilin
         "tflops": {kind: round(value, 3) for kind, value in tflops.items()},
         "mfu": {kind: round(value / peak, 4) for kind, value in tflops.items()} if peak else None,
         "of_ceiling": round(tflops["causal"] / ceiling, 4),
-        "loss": [round(value, 4) for value in (seen.losses[0], seen.losses[-1])] if seen.losses else None,
+        "losses": [round(value, 4) for value in seen.losses],
     }
 
 
@@ -152,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--systems", nargs="*", help="muster, bare (both also with _compiled), hf, trl")
+    parser.add_argument("--systems", nargs="*", help="muster, bare (also _compiled), muster_fp8_compiled, hf, trl")
     parser.add_argument("--micro", nargs="*", type=int, default=[8, 4, 2, 1], help="sizes tried, from the first on")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, at least the micro-batch")
     parser.add_argument("--steps", type=int, default=14)

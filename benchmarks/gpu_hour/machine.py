@@ -36,11 +36,13 @@ import os, sys
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as the agent sets it: its pool would be a thread before the fork
 import torch
 from muster.config.spec import RunSpec
-from muster.rank import fork_server
+from muster.rank import fork_check, fork_server
 spec = RunSpec.model_validate({"name": "fork", "model": {"config": {"model_type": "llama"}},
     "data": {"sources": [{"type": "random"}]}, "training": {"steps": 1}})
 fork_server._import_everything(spec)
-fork_server._assert_single_threaded()
+why = fork_check.why_not()
+if why:
+    sys.exit(why)
 pid = os.fork()
 if pid == 0:
     words = "bad_fork" if torch.cuda._is_in_bad_fork() else "clean"

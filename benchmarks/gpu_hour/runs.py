@@ -24,7 +24,10 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 def spec_of(folder: Path, *, smoke: bool, shape: str = "tiny", **changes: Any) -> dict[str, Any]:
     """A run file: ``shape`` of ``trainer_gpu.py``, or two small layers."""
-    small = {**TINY, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {
+        **TINY, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
     config, lora = SHAPES[shape] if shape in SHAPES and not smoke else (TINY if smoke else small, 0)
     job = jobs.job(
         config, steps=20, batch=8, micro=2, device="cpu" if smoke else "cuda", lora_rank=lora,
@@ -56,6 +59,7 @@ def exact(found: Findings, *, smoke: bool) -> None:
     last: list[str] = []
     changes: dict[str, Any] = {
         "training__exact": True, "training__deterministic": True, "training__state_hash_every_steps": 5,
+        "model__dtype": "float32",
         "training__steps": 5 if smoke else 10,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="muster-hour-") as folder:

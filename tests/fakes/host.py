@@ -59,6 +59,7 @@ class RecordingHost:
         return ForkServer(
             identity=self.identity, hub=self.hub, spec=lambda: self.spec, is_ending=self._is_ending,
             on_failure=self._on_failure, on_exited=lambda pid, code: None, on_store=self.sent.append,
+            on_note=self.sent.append,
         )  # fmt: skip
 
     def rank_pool(self, **changes: Any) -> RankPool:

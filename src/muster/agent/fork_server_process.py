@@ -58,10 +58,11 @@ class ForkServer:
         on_failure: Callable[[StartFailed | None], None],
         on_exited: Callable[[int, int], None],
         on_store: Callable[[StoreAddress], None],
+        on_note: Callable[[str], None],
     ) -> None:
         """``on_failure``: why it cannot be started, None: it is. ``on_exited``: a child's pid and exit code."""
         self._identity, self._hub, self._spec, self._is_ending = identity, hub, spec, is_ending
-        self._on_failure, self._on_exited, self._on_store = on_failure, on_exited, on_store
+        self._on_failure, self._on_exited, self._on_store, self._on_note = on_failure, on_exited, on_store, on_note
         self.store: Address | None = None
         """Its rendezvous store for the next attempt; None while it is not connected."""
         self._peer: Connection | None = None
@@ -188,6 +189,9 @@ class ForkServer:
         self._on_failure(None)
         self._spawning.clear()
         self._registered = set(hello.children)
+        if hello.unforkable:
+            words = "ranks are new processes, each in the seconds that its imports take, instead of forks"
+            self._on_note(f"{self._identity.host}: {words}: {hello.unforkable}")
 
     def _on_message(self, _peer: Connection, message: FromForkServer) -> None:
         match message:

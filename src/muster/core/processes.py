@@ -293,6 +293,16 @@ def tell(
             os.killpg(started.pid, signal.SIGKILL)
 
 
+def spawn(argv: Sequence[str], *, env: Mapping[str, str], keep: Sequence[int] = ()) -> int:
+    """Start a program in a session of its own that writes where this process does; its pid, for ``waitpid``.
+
+    ``keep``: file descriptors that it inherits; all others of Python's stay here. Not a fork, so threads do no harm.
+    """
+    for fd in keep:
+        os.set_inheritable(fd, True)
+    return os.posix_spawn(argv[0], list(argv), env, setsid=True)
+
+
 def run_visibly(argv: Sequence[str]) -> tuple[int, str]:
     """Run ``argv`` to its end; its stderr is ours. Returns the exit code and what it printed.
 

@@ -17,6 +17,7 @@ class ForkServerHello(Record):
     pid: Count
     store: Annotated[Address, "the rendezvous store of the next attempt"]
     children: Annotated[tuple[Count, ...], "pids of those that live"] = ()
+    unforkable: Annotated[str, "why its children are new processes; empty: they are forks"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from muster.config.spec import RunSpec
 from muster.core.layout import Layout
 from muster.protocol.rank_agent import RunRank, StandbyUnfit, StandbyWarm, WarmUp
 from muster.protocol.ranks import RankContext
-from muster.rank import fork_server, warmup
+from muster.rank import standby, warmup
 
 CONTEXT = RankContext(
     run_id="run", run_dir="run", attempt=1, host="host-0", rank=0, local_rank=0, world_size=1, local_world_size=1,
@@ -34,7 +34,7 @@ class AgentConnection:
 
 def first(line, *, context, **changes):
     spec = RunSpec.model_validate(spec_of().model_dump(mode="json") | changes)
-    return fork_server._first_assignment(line, spec, local_rank=1, context=context)
+    return standby._first_assignment(line, spec, local_rank=1, context=context)
 
 
 def test_one_that_gets_a_rank_at_once_does_nothing_before(monkeypatch):
@@ -78,7 +78,7 @@ def test_one_whose_context_dies_while_it_waits_says_so_once_and_asks_the_gpu_no_
     line = Line([WarmUp()], TimeoutError(), TimeoutError(), TimeoutError(), [RUN])
     assert first(line, context=True) == RUN and not alive
     assert line.said == [StandbyWarm(), StandbyUnfit()]
-    assert waits[1:] == [fork_server.CONTEXT_LOOK_S] * 3 + [None]
+    assert waits[1:] == [standby.CONTEXT_LOOK_S] * 3 + [None]
 
 
 def test_one_is_asked_before_it_may_get_a_rank_whether_its_context_lives(monkeypatch):

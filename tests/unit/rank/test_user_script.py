@@ -8,7 +8,7 @@ import pytest
 from muster.core.incidents import RANK_EXCEPTION
 from muster.protocol.to_supervisor import RankExit
 from muster.rank import user_script
-from muster.rank.fork_server import last_words
+from muster.rank.standby import last_words
 from muster.supervise.recovery.classify import classify_rank_exit
 
 

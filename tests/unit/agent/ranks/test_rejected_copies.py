@@ -8,7 +8,7 @@ from muster.agent.ranks.rank_process import Worker
 from muster.core.errors import CheckpointError
 from muster.core.snapshots import SnapshotCopy, SnapshotNotIntact
 from muster.protocol.codec import MAX_BYTES, encode
-from muster.rank.fork_server import last_words
+from muster.rank.standby import last_words
 
 COPY = SnapshotCopy(step=9, attempt=2, rank=1, layout="r1s2t1p1c1e1", host="host-0", tier="memory")
 

@@ -24,6 +24,7 @@ from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.process_setup import fix_libraries
 from muster.train.distributed.reduce import FloatReducer, GradientReducer, ReduceGroups
 from muster.train.model.causal_lm import build_ahead, build_model, read_config
+from muster.train.model.compile import compiles, load_compiler
 from muster.train.model.loss import loss_sum
 from muster.train.optim.optimizer import clip_scale, make_optimizer
 from muster.train.state.snapshot import chunks_of
@@ -70,7 +71,9 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
         small = small_spec(spec)
         if small is None:
             return gpu is not None
-        if gpu is not None and small.training.compile:  # slow, and no rank uses the code
+        if gpu is not None and small.training.compile:  # slow, and no rank uses this model's code
+            if compiles(spec.training, device_of(gpu)):
+                load_compiler(device_of(gpu))
             small = small.model_copy(update={"training": small.training.model_copy(update={"compile": False})})
         _join_alone()
         _train(small, CPU if gpu is None else device_of(gpu))

@@ -118,13 +118,14 @@ def test_on_a_gpu_it_leaves_a_context_behind(config, on_gpu):
     assert cuda.device == 3 and cuda.emptied == (config is LLAMA) and not dist.is_initialized()
 
 
-def test_on_a_gpu_nothing_is_compiled(on_gpu, monkeypatch):
+def test_on_a_gpu_the_compiler_is_loaded_and_nothing_of_the_model_compiled(on_gpu, monkeypatch):
     on_gpu()
-    asked = []
+    asked, loaded = [], []
+    monkeypatch.setattr(warmup, "load_compiler", loaded.append)
     true = warmup.build_model
     monkeypatch.setattr(warmup, "build_model", lambda spec, **more: asked.append(spec) or true(spec, **more))
     assert warmup.warm_up(spec_of(training={"compile": True}), gpu=0)
-    assert [spec.training.compile for spec in asked] == [False]
+    assert [spec.training.compile for spec in asked] == [False] and loaded == [CPU]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,22 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
+def load_compiler(device: torch.device) -> None:
+    """Load what a process's first compilation needs: 3 s of imports, and the driver that its code is loaded with.
+
+    In this process alone: the pool of processes that inductor compiles with is not started, nobody would end it here.
+    """
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        doubled = torch.compile(_doubled, dynamic=False)
+        doubled(torch.ones(8, device=device, requires_grad=True)).backward()
+
+
+def _doubled(values: torch.Tensor) -> torch.Tensor:
+    return (values * 2).sum()
+
+
 def check_compiler(device: torch.device) -> None:
     """Raise UsageError if torch.compile would fail, which otherwise shows minutes later at the first step."""
     lacks = missing(device.type)

@@ -72,6 +72,8 @@ def _model_folder(spec: RunSpec, source: str) -> Iterator[Problem]:
     folder = Path(os.path.expanduser(source))
     if not os.path.exists(folder):
         yield Problem("model.source", f"no folder {source}", hint="or a hub id: owner/name")
+    elif (folder / "run_id").is_file():
+        return  # a run: its weights are exported at submission, which says what is wrong with it
     elif not (folder / "config.json").is_file():
         yield Problem("model.source", f"{source} holds no config.json")
     elif not list(folder.glob("*.safetensors")):

@@ -49,11 +49,12 @@ class Model(Section):
     """Which causal language model, and how it is held."""
 
     source: str | None = None
-    """Hugging Face hub id or local folder with weights (config.json, *.safetensors)."""
+    """Hugging Face hub id, local folder with weights (config.json, *.safetensors), or a run of this machine (its id or
+    its folder): what it trained, exported when this one is submitted, LoRA merged."""
     config: dict[str, Any] | str | None = None
     """Instead of ``source``: a transformers config (inline, or a path to a config.json); random weights."""
     revision: str | None = None
-    """Hub revision of ``source`` and its tokenizer."""
+    """Hub revision of ``source`` and its tokenizer; of a run ``best`` (the lowest held-out loss) or a step."""
     tokenizer: str | TrainedTokenizer | None = None
     """Hub id or folder; default: that of ``source``. A mapping trains a small one from the data."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from muster.app.inspect.status import spec_of
+from muster.app.planning.source_run import source_run
 from muster.catalog import rows
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.core.errors import UsageError
@@ -26,6 +28,8 @@ def shape_of(spec: RunSpec) -> ModelShape:
         if isinstance(model.tokenizer, TrainedTokenizer):
             config.setdefault("vocab_size", model.tokenizer.vocab_size)
         return ModelShape.from_config(config)
+    if (run := source_run(model)) is not None:
+        return shape_of(spec_of(run))
     name = model.config if isinstance(model.config, str) else model.source
     assert name is not None
     path = Path(name)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from muster.app.handoff.push import push as push_folder
 from muster.app.inspect.home_view import bring
 from muster.app.inspect.report import report
 from muster.app.inspect.status import spec_of
+from muster.app.planning.source_run import located, source_run
+from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import MusterError, UsageError
 from muster.core.processes import run_visibly
@@ -73,6 +76,23 @@ def export(
             return _pushed(hub, str(push), run, found, kept=False)
     found = _exported(run, out, step, best=best, merge=merge)
     return found if hub is None else _pushed(hub, str(push), run, found, kept=True)
+
+
+def with_weights(spec: RunSpec, tell: Callable[[str], None]) -> RunSpec:
+    """Where ``model.source`` names a run, what that trained: exported into its folder, unless it is there already.
+
+    Raises:
+        UsageError, MusterError: as ``export``, or as ``source_run.located``.
+    """
+    run, found = source_run(spec.model), located(spec)
+    if run is None or found.model is None or found.model.source is None:
+        return spec
+    folder = Path(found.model.source)
+    if not folder.is_dir():
+        tell(f"model.source: exporting {run.run_id}, {folder.name}")
+        export(str(run.path), step=int(folder.name.split("-")[1]))
+    tell(f"model.source: {run.run_id}, {folder.name}: {folder}")
+    return found
 
 
 def _pushed(hub: Any, repo: str, run: RunDir, found: Exported, *, kept: bool) -> Exported:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from muster import backends
 from muster.app.planning.auto_layout import laid_out
 from muster.app.planning.prices import priced
+from muster.app.planning.source_run import located
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.policy.load import load_policy
@@ -28,4 +29,4 @@ def resolved(spec: RunSpec, launcher: Launcher) -> tuple[RunSpec, str | None]:
 
 def again(spec: RunSpec) -> RunSpec:
     """``resolved``, of a run that was submitted before."""
-    return resolved(spec, backends.load(spec.backend))[0]
+    return resolved(located(spec), backends.load(spec.backend))[0]

@@ -14,7 +14,8 @@ from typing import BinaryIO
 from muster import __version__, backends
 from muster.app.inspect.home_view import home_of
 from muster.app.inspect.status import spec_of
-from muster.app.run import resolve
+from muster.app.planning.source_run import located
+from muster.app.run import export, resolve
 from muster.app.run.mend import as_submitted
 from muster.backends import code_bundle
 from muster.backends.protocols import Launcher
@@ -92,7 +93,7 @@ def preview(loaded: Loaded) -> JobRequest:
     run_id = run_registry.new_run_id(spec.name)
     path, held = _own_folder(spec, launcher)
     if path is not None and held is not None:
-        check_same_run(RunDir(path=path, run_id=held), spec)
+        check_same_run(RunDir(path=path, run_id=held), located(spec))
     with _placing(loaded):
         return launcher.render(spec, run_id=run_id, run_dir=str(path or run_registry.place(run_id, None)))
 
@@ -115,7 +116,7 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _text
     """
     launcher = backends.load(loaded.spec.backend)
     with _placing(loaded):
-        spec, layout_reason = resolve.resolved(loaded.spec, launcher)
+        spec, layout_reason = resolve.resolved(export.with_weights(loaded.spec, tell), launcher)
     path, held = _own_folder(spec, launcher)
     if path is not None and held is not None:
         check_same_run(RunDir(path=path, run_id=held), spec)

@@ -49,7 +49,7 @@ def load_compiler(device: torch.device) -> None:
 
     with config.patch(compile_threads=1):
         doubled = torch.compile(_doubled, dynamic=False)
-        doubled(torch.ones(8, device=device, requires_grad=True)).backward()
+        doubled(torch.ones(8, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
 
 
 def _doubled(values: torch.Tensor) -> torch.Tensor:

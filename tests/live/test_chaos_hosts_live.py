@@ -33,7 +33,7 @@ def test_a_host_that_was_stopped_and_wakes_up_late_writes_nothing(tmp_path, refe
         run.wait_until(lambda: run.events("incident.resolved"), "recovery")
         run.signal_host(name, signal.SIGCONT)
         run.ended()
-        assert run.actions()[0] == "swap" and set(run.actions()[1:]) <= {"ignore"}, run.story()
+        assert run.recoveries() == ["swap"], run.story()
         assert run.final_hash() == reference(2, 1, **LONGER)[0]
 
 
@@ -44,7 +44,7 @@ def test_a_preemption_notice_swaps_the_host_before_it_goes(tmp_path, reference):
         name = run.ranks()[1][1]
         run.agents[name].send_signal(signal.SIGTERM)
         run.ended()
-        assert run.actions()[0] == "swap", run.story()
+        assert run.recoveries()[0] == "swap", run.story()
         assert run.events("incident.detected")[0].detail["incident"] == "preemption_notice"
         assert run.events("termination.notice")
         assert name not in {host for _, host in run.ranks().values()}
@@ -71,7 +71,7 @@ def test_a_spare_that_cannot_start_is_set_aside_and_an_extra_agent_is_parked(tmp
         run.signal_host("host-0")
         run.wait_until(lambda: run.events("incident.resolved") or len(run.events("attempt.started")) > 1, "the swap")
         assert {host for _, host in run.ranks().values()} <= {"host-0", "host-2"}
-        assert run.actions() == ["swap"], run.story()
+        assert run.recoveries() == ["swap"], run.story()
         run.tell(StopRun(force=True))
         run.wait()
 
@@ -89,7 +89,7 @@ def test_a_verdict_on_a_sound_host_costs_one_swap_and_a_host_that_keeps_failing_
             run.wait_until(lambda blow=blow: len(run.events("incident.resolved")) > blow, "recovery")
             os.kill(next(pid for pid, host in run.ranks().values() if host == bad), signal.SIGKILL)
         run.ended()
-        assert run.actions() == ["swap", "restart", "restart", "swap"], run.story()
+        assert run.recoveries() == ["swap", "restart", "restart", "swap"], run.story()
         assert {event.host for event in run.events("host.quarantined")} == {accused, bad}
         assert not {host for _, host in run.ranks().values()} & {accused, bad}
         assert all(event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")), run.story()
@@ -104,7 +104,7 @@ def test_a_host_is_lost_while_the_ranks_are_being_replaced(tmp_path, reference):
         run.wait_until(lambda: run.events("incident.detected"), "the first incident")
         run.signal_host(run.ranks()[1][1])
         run.ended()
-        assert run.actions() in (["restart", "swap"], ["swap"]), run.story()
+        assert run.recoveries() in (["restart", "swap"], ["swap"]), run.story()
         assert run.final_hash() == reference(2, 1)[0]
 
 
@@ -120,7 +120,7 @@ def test_exact_sums_shrink_and_grow_without_changing_a_bit(tmp_path, reference):
         run.wait_until(lambda: run.events("incident.resolved"), "recovery")
         run.start_agent("host-2")
         run.ended()
-        assert run.actions() == ["shrink", "grow"], run.story()
+        assert run.recoveries() == ["shrink", "grow"], run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2, **exact)[:2]
 
 
@@ -140,7 +140,7 @@ def test_a_flapping_link_below_the_limit_disturbs_nobody(tmp_path, reference):
             run.network.heal("host-1")
             time.sleep(1.0)
         run.ended()
-        assert run.actions() == [], run.story()
+        assert run.recoveries() == [], run.story()
         assert run.final_hash() == reference(2, 1, **LONGER)[0]
 
 
@@ -153,7 +153,7 @@ def test_a_one_way_partition_is_silence_too(tmp_path, reference):
         if not drop_everything_from(run.network, name):
             pytest.skip("this kernel has no token bucket (tc tbf)")
         run.ended()
-        assert run.actions()[0] == "swap", run.story()
+        assert run.recoveries()[0] == "swap", run.story()
         assert "silent" in run.events("host.lost")[0].detail["evidence"]
         assert run.final_hash() == reference(2, 1)[0]
 

@@ -39,7 +39,7 @@ def test_kills_at_random_moments_never_leave_half_an_update(tmp_path, reference,
             run.wait_until(lambda blow=blow: len(run.events("attempt.started")) > blow + 1, "a new attempt")
             step = run.step() + 4
         run.ended()
-        assert set(run.actions()) == {"restart"}
+        assert set(run.recoveries()) == {"restart"}
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2, **{"training.steps": 120})[:2]
 
@@ -51,7 +51,7 @@ def test_whatever_a_rank_does_once_is_a_restart(tmp_path):
     with Judged(tmp_path / "run", script_spec(tmp_path, *faults, step_timeout_s=1.5)) as run:
         run.start()
         run.ended()
-        assert set(run.actions()) == {"restart"} and len(run.events("attempt.started")) == 5, run.story()
+        assert set(run.recoveries()) == {"restart"} and len(run.events("attempt.started")) == 5, run.story()
         # The lost peer's broken connection may have been heard first.
         found = [event.detail for event in run.events("incident.detected") if event.detail["incident"] != "rank_exit"]
         assert [each["incident"] for each in found] == list(faults.values()), run.story()
@@ -64,7 +64,7 @@ def test_the_same_exception_at_the_same_step_ends_with_a_verdict(tmp_path):
     with Judged(tmp_path / "run", script_spec(tmp_path, "always")) as run:
         run.start()
         run.ended(1)
-        assert run.actions()[-1] == "stop" and len(run.events("attempt.started")) == 2, run.story()
+        assert run.recoveries()[-1] == "stop" and len(run.events("attempt.started")) == 2, run.story()
         assert "bad row 17" in run.verdict() and "same step" in run.verdict()
 
 
@@ -73,7 +73,7 @@ def test_not_a_number_stops_the_run_instead_of_looping(tmp_path):
     with Judged(tmp_path, spec_of(**{"training.optimizer.learning_rate": 1e30})) as run:
         run.start()
         run.ended(1)
-        assert run.actions() == ["restart", "stop"], run.story()
+        assert run.recoveries() == ["restart", "stop"], run.story()
         assert run.events("incident.detected")[0].detail["incident"] == "not_finite"
         assert len(run.events("step")) < 10, "nothing was applied"
 
@@ -95,7 +95,7 @@ def test_the_fork_server_dies_and_takes_the_store_with_it(tmp_path, reference):
             run.kill_rank(1)
             run.ended()
         # Ranks whose parent is gone end well or badly like any other: no attempt more.
-        assert run.actions() == ["restart"] and len(run.events("attempt.started")) == 2, run.story()
+        assert run.recoveries() == ["restart"] and len(run.events("attempt.started")) == 2, run.story()
         assert run.final_hash() == reference(1, 2)[0]
 
 
@@ -128,7 +128,7 @@ def test_what_goes_wrong_inside_a_step_leaves_no_trace(tmp_path, reference, monk
             run.wait_until(lambda n=before: len(run.events("incident.resolved")) > n, f"recovery from {fault}")
             assert (tmp_path / f"inject_fault.{fault}.done").exists(), run.story()
         run.ended()
-        assert set(run.actions()) == {"restart"}, run.story()
+        assert set(run.recoveries()) == {"restart"}, run.story()
         kinds = [event.detail["incident"] for event in run.events("incident.detected")]
         assert {"rank_exit", "rank_exception", "rank_oom", "not_finite"} <= set(kinds), run.story()
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
@@ -146,7 +146,7 @@ def test_a_supervisor_that_stood_still_blames_nobody(tmp_path, reference):
         time.sleep(3)
         os.kill(run.supervisor.pid, signal.SIGCONT)
         run.ended()
-        assert run.actions() == [] and run.step() > at, run.story()
+        assert run.recoveries() == [] and run.step() > at, run.story()
         assert run.final_hash() == reference(1, 2, **changes)[0]
 
 

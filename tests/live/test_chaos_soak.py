@@ -60,7 +60,7 @@ def test_two_hosts_that_hold_each_other_s_copy_cost_what_lies_behind_the_last_sa
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.ended(timeout_s=400)
-        assert set(run.actions()) <= {"restart", "shrink"} and run.actions().count("shrink") == 2, run.story()
+        assert set(run.recoveries()) <= {"restart", "shrink"} and run.recoveries().count("shrink") == 2, run.story()
         saved = [event for event in run.events("checkpoint.restored") if event.detail["tier"] == "disk"]
         redone = [event.detail["redone_steps"] for event in run.events("incident.resolved")]
         assert saved and max(redone, default=0) <= 20, run.story()

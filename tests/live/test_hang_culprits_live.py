@@ -95,7 +95,7 @@ def test_each_of_five_hangs_is_named_with_its_line_before_the_kill(tmp_path):
             assert place == f"{script}:{line_of(way)}" or (from_outside and place is None), said
             if way == "mismatch":
                 assert evidence.detail["other_place"] == f"{script}:{line_of('wait')}", said
-        assert run.actions() == ["restart"] * 5, run.story()
+        assert run.recoveries() == ["restart"] * 5, run.story()
         ended = run.events("rank.exited")
         for evidence in gathered:
             later = [event.wall_ns > evidence.wall_ns for event in ended if event.attempt == evidence.attempt]

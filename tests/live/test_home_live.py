@@ -174,7 +174,7 @@ def test_a_bucket_that_is_away_delays_decisions_and_stops_no_step(tmp_path, buck
         assert "waiting for the run's home" in run.tell(AskStatus()).reason
         bucket.away = False
         run.wait_until(lambda: run.events("incident.resolved"), "the recovery")
-        assert run.actions() == ["restart"] and not run.events("host.lost"), run.story()
+        assert run.recoveries() == ["restart"] and not run.events("host.lost"), run.story()
 
         bucket.away = True
         time.sleep(LEASE_S + 5.0)

@@ -38,7 +38,7 @@ def test_one_host_goes_on_from_the_disk_and_later_from_memory_again(tmp_path, re
         run.wait_until(lambda: any(e.step > before and "snapshot_step" in e.detail for e in run.events("step")), "one")
         run.kill_rank(0)
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["restart"] * 2, run.story()
+        assert run.recoveries() == ["restart"] * 2, run.story()
         assert resumed(run)[1][1] == "memory" and resumed(run)[1][0] >= before, run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2, **STEPS)[:2]
 
@@ -55,7 +55,7 @@ def test_of_two_hosts_the_other_one_holds_the_copies(tmp_path, reference):
         run.wait_until(lambda: any(e.detail.get("peer_step", 0) > copied for e in run.events("step")), "new copies")
         run.kill_rank(1)
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["restart"] * 2, run.story()
+        assert run.recoveries() == ["restart"] * 2, run.story()
         assert [tier for _, tier in resumed(run)] == ["memory", "memory"], run.story()
         assert (run.final_hash(), run.losses()) == reference(2, 1, **STEPS)[:2]
 
@@ -69,5 +69,5 @@ def test_a_deleted_agent_socket_keeps_no_standby_away(tmp_path, reference):
             run.kill_rank(blow % 2)
             run.wait_until(lambda blow=blow: len(run.events("incident.resolved")) > blow, "recovery", 40)
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["restart"] * 3, run.story()
+        assert run.recoveries() == ["restart"] * 3, run.story()
         assert run.final_hash() == reference(1, 2, **STEPS)[0]

@@ -40,7 +40,7 @@ def test_kills_cost_no_step_and_no_bit(tmp_path):
             run.wait_for_step(step)
             run.kill_rank(1)
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["restart", "restart"], run.story()
+        assert run.recoveries() == ["restart", "restart"], run.story()
     assert checkpoint_hash(tmp_path / "plain" / "checkpoints") == checkpoint_hash(tmp_path / "killed" / "checkpoints")
 
 
@@ -193,7 +193,7 @@ def test_a_lost_host_costs_no_step_whose_copy_was_there(tmp_path):
         run.signal_host(run.ranks()[0][1])
         assert run.wait() == 0, run.story()
         # Its rank's end may be known before its own: the restart that was decided for that becomes the swap.
-        assert [action for action in run.actions() if action != "restart"] == ["swap", "swap"], run.story()
+        assert [action for action in run.recoveries() if action != "restart"] == ["swap", "swap"], run.story()
         assert run.events("attempt.started")[1].detail["resume_step"] == 30, run.story()
         assert run.events("incident.resolved")[0].detail["redone_steps"] == 0, run.story()
         # The newest copy may have been on its way: what the run had said to be there counts.
@@ -255,7 +255,7 @@ def test_a_hugging_face_trainer_with_a_callback_loses_no_step_and_no_bit(tmp_pat
         run.wait_for_step(20)
         run.kill_rank(1)
         assert run.wait() == 0, run.story()
-        assert run.actions() == ["restart"], run.story()
+        assert run.recoveries() == ["restart"], run.story()
         assert run.events("incident.resolved")[0].detail["redone_steps"] <= 1
         steps = [event.step for event in run.events("step")]
         assert sorted(set(steps)) == list(range(1, 61)), "every step, and none beyond"

@@ -40,7 +40,7 @@ def test_a_health_verdict_leads_to_a_reset_and_only_then_to_a_swap(tmp_path, mon
         sick = run.ranks()[1][1]
         run.tell(HealthReport(host=sick, evidence="Xid 79 on GPU 0", resettable=(0,)))
         run.ended()
-        assert run.actions() == expected, run.story()
+        assert run.recoveries() == expected, run.story()
         assert note.read_text() == "--gpu-reset -i 0\n"
         (reset,) = run.events("host.reset")
         assert reset.host == sick and reset.detail["ok"] == (code == 0) and reset.detail["gpus"] == [0]

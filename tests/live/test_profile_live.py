@@ -75,7 +75,7 @@ def test_no_bit_of_the_state_differs_though_a_rank_dies_in_its_trace(shell: Shel
     begun = watched.step()
     eventually(lambda: watched.step() >= begun + 3, 60)
     os.kill(watched.ranks()[1][0], signal.SIGKILL)
-    eventually(lambda: watched.actions() == ["restart"], 60)
+    eventually(lambda: watched.recoveries() == ["restart"], 60)
     killed = watched.step()
     eventually(lambda: watched.step() >= killed + 3, 90)
     shell.run("stop", run_id)

@@ -27,11 +27,6 @@ def pids_of(run, ranks):
     return {rank: [event.detail["pid"] for event in run.events("rank.started") if event.rank == rank] for rank in ranks}
 
 
-def recoveries(run):
-    """Where others keep the processors busy a rank may truly be a straggler, which is told and left as it is."""
-    return [action for action in run.actions() if action != "ignore"]
-
-
 def kept(run):
     return [event.detail.get("kept", []) for event in run.events("attempt.started")]
 
@@ -57,7 +52,7 @@ def test_a_lost_rank_leaves_the_other_replica_alone(tmp_path, reference, number)
         run.wait_for_step(10)
         run.kill_rank(1, number)
         run.ended()
-        assert recoveries(run) == ["restart"] and kept(run) == [[], [0]], run.story()
+        assert run.recoveries() == ["restart"] and kept(run) == [[], [0]], run.story()
         found = pids_of(run, (0, 1))
         assert len(set(found[0])) == 1 and len(set(found[1])) == 2, "rank 0 kept its process, rank 1 has a new one"
         assert [event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")] == [True], run.story()
@@ -88,7 +83,7 @@ def test_sharded_replicas_are_kept_whole(tmp_path, reference):
         run.wait_for_step(run.step() + 10)
         run.signal_host(run.ranks()[0][1])
         run.ended()
-        assert recoveries(run) == ["restart", "swap"] and kept(run) == [[], [0, 1], [2, 3]], run.story()
+        assert run.recoveries() == ["restart", "swap"] and kept(run) == [[], [0, 1], [2, 3]], run.story()
         changes.pop("resources.spare_hosts")
         assert run.final_hash() == reference(2, 2, **{k: v for k, v in changes.items() if k != "resources.hosts"})[0]
 
@@ -139,7 +134,7 @@ def test_without_a_spare_the_living_replica_goes_on_alone_and_is_joined_again(tm
         run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
         run.start_agent("host-0")
         run.ended()
-        assert recoveries(run) == ["shrink", "grow"], run.story()
+        assert run.recoveries() == ["shrink", "grow"], run.story()
         assert [event.detail["world_size"] for event in run.events("attempt.started")] == [2, 1, 2]
         living = {event.detail["pid"] for event in run.events("rank.started") if event.host == "host-1"}
         assert len(living) == 1, run.story()

@@ -44,12 +44,12 @@ def test_slices_of_a_lost_hosts_state_are_verified_and_a_joining_host_fetches_it
         starts = [event.detail.get("resume_step") for event in run.events("attempt.started")]
         assert starts[1] == rotten[0].step, run.story()
         assert f"step {rotten[0].step} of attempt 1 of rank 1 does not match its checksum" in run.story()
-        assert run.actions()[0] == "shrink", run.story()
+        assert run.recoveries()[0] == "shrink", run.story()
         run.start_agent("host-1")
         run.wait_until(lambda: any(event.host == "host-1" for event in restored(run)), "the growth", 90)
         (joined,) = [event for event in restored(run) if event.host == "host-1"]
         print(f"host-1 fetched {joined.detail}, a shard of three has {shard}")
-        assert joined.detail["tier"] != "disk" and run.actions()[-1] == "grow", run.story()
+        assert joined.detail["tier"] != "disk" and run.recoveries()[-1] == "grow", run.story()
         # Both others hold half of the state: whole shards would be three times its third. Blocks are rounded up.
         assert 0.9 * shard < joined.detail["fetched_bytes"] < 2 * shard, run.story()
 

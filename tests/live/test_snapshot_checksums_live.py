@@ -49,4 +49,4 @@ def test_two_rotten_versions_in_a_row_are_both_passed_over(tmp_path):
         assert starts[1:3] == sorted(rotten, reverse=True)[:2] and len(starts) == 4, run.story()
         (restored,) = [event for event in run.events("checkpoint.restored") if event.detail["tier"] == "disk"][:1]
         assert 0 < restored.step < min(rotten), run.story()
-        assert set(run.actions()) == {"restart"} and run.step() == 150, run.story()
+        assert set(run.recoveries()) == {"restart"} and run.step() == 150, run.story()

@@ -38,7 +38,7 @@ def test_a_stopped_rank_whose_agent_dies_too_is_ended_with_its_attempt(tmp_path)
         run.wait_until(lambda: len(run.events("attempt.started")) == 2, "another attempt")
         assert not psutil.pid_exists(stopped), "it holds its device while its successor starts"
         assert run.wait() == 0, run.story()
-        assert run.step() == 60 and run.actions() == ["restart"], run.story()
+        assert run.step() == 60 and run.recoveries() == ["restart"], run.story()
 
 
 def test_a_script_that_never_speaks_may_take_its_time(tmp_path):

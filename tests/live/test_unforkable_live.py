@@ -25,7 +25,7 @@ def test_ranks_are_new_processes_and_recover_to_the_same_bits(tmp_path, monkeypa
         assert all("--standby" in psutil.Process(pid).cmdline() for pid, _ in run.ranks().values())
         run.kill_rank(1)
         run.ended()
-        assert run.actions() == ["restart"], run.story()
+        assert run.recoveries() == ["restart"], run.story()
         assert run.final_hash() == reference(1, 2)[0]
         said = [event.detail["text"] for event in run.events("run.message")]
         assert any("ranks are new processes" in text and "imported packages run threads" in text for text in said)

@@ -81,7 +81,7 @@ def test_a_full_disk_costs_saves_and_nothing_else(disk, unfailed):
         room = asked().step
         run.wait_until(lambda: max(s for k, s in saves(run) if k == "committed") > room, "a checkpoint")
         run.ended()
-        assert run.actions() == ["restart"], run.story()
+        assert run.recoveries() == ["restart"], run.story()
         failed = [str(event.detail["reason"]) for event in run.events("checkpoint.failed")]
         assert any("No space left on device" in reason for reason in failed), failed
         assert run.final_hash() == unfailed[0]
@@ -109,7 +109,7 @@ def test_a_disk_that_fails_and_then_is_slow(tmp_path, unfailed, library, monkeyp
         weather.change()
         run.wait_until(lambda: max(s for k, s in saves(run) if k == "committed") > slow + EVERY, "a checkpoint")
         run.ended()
-        assert run.actions() == [] and run.events("incident.detected") == [], run.story()
+        assert run.recoveries() == [] and run.events("incident.detected") == [], run.story()
         assert "Input/output error" in str(run.events("checkpoint.failed")[0].detail["reason"])
         assert one_at_a_time(run), saves(run)
         assert run.final_hash() == unfailed[0]
@@ -163,7 +163,7 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path, unfailed, bucket):
         bucket.gone = False
         run.wait_until(lambda: any(e.step > away for e in run.events("checkpoint.committed")), "a checkpoint")
         run.ended()
-        assert run.actions() == ["restart"], run.story()
+        assert run.recoveries() == ["restart"], run.story()
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert one_at_a_time(run), saves(run)
         assert checkpoint_hash(at) == unfailed[0]
@@ -191,7 +191,7 @@ def test_clocks_that_are_stepped_by_an_hour_are_nobodys_incident(tmp_path, unfai
         run.wait_until(lambda: lease(run)["expires_wall_ns"] < time.time_ns(), "a lease in the past")
         with pytest.raises(ConflictError, match="holds this run"):
             LeaseKeeper(open_store(), str(run.dir / "lease.json")).take(("127.0.0.1", 1))
-        assert run.actions() == [] and run.events("incident.detected") == [], run.story()
+        assert run.recoveries() == [] and run.events("incident.detected") == [], run.story()
         run.kill_rank(1)
         run.wait_until(lambda: run.events("incident.resolved"), "recovery")
         run.supervisor.kill()
@@ -199,7 +199,7 @@ def test_clocks_that_are_stepped_by_an_hour_are_nobodys_incident(tmp_path, unfai
         run.start_supervisor()
         run.ended()
         # A rank that the rest of this machine leaves without a processor may be told as a straggler, and left alone.
-        assert [what for what in run.actions() if what != "ignore"] == ["restart"], run.story()
+        assert run.recoveries() == ["restart"], run.story()
         assert not run.events("host.lost"), run.story()
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert {hours_off(event) for event in run.events("step")} == {-1, 0, 1}, "rank 0's clock was stepped"

@@ -11,6 +11,7 @@ not there: the failure of the test that ran has it, the thread that died first.
 
 import contextlib
 import faulthandler
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -37,7 +38,7 @@ with contextlib.suppress(ImportError):  # without xdist nobody asks for a schedu
             return crashed
 
         def add_node_collection(self, node, collection):
-            """Of a successor that finds other tests xdist makes no use, without a word: where it is the last, for ever."""
+            """xdist gives a successor that finds other tests nothing to do, without a word: the last one would idle."""
             if self.collection_is_completed and list(collection) != self.collection:
                 raise RuntimeError(f"worker {node.gateway.id} found other tests than the worker before it")
             super().add_node_collection(node, collection)
@@ -57,7 +58,6 @@ LINES = 60
 SCHEDULER = pytest.StashKey[object]()
 DEATHS = pytest.StashKey[list[str]]()
 FAULTS = pytest.StashKey[Path]()
-FILE = pytest.StashKey[object]()
 
 
 def pytest_sessionstart(session):
@@ -65,8 +65,7 @@ def pytest_sessionstart(session):
     config = session.config
     if "faults" in getattr(config, "workerinput", ()):
         # Open for as long as the process runs: a fault may come after everything else.
-        config.stash[FILE] = file = open(config.workerinput["faults"], "w")
-        faulthandler.enable(file)
+        faulthandler.enable(os.open(config.workerinput["faults"], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -99,7 +98,8 @@ def pytest_testnodedown(node, error):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
     """A worker may die without a test, again and again, and nothing was run: xdist calls that a success."""
-    if DEATHS in session.config.stash and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    no_failure = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    if DEATHS in session.config.stash and session.exitstatus in no_failure:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

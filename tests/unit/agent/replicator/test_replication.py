@@ -4,6 +4,7 @@ import socket
 import threading
 
 import pytest
+from fakes.replicators import serving
 
 from muster.agent.replicator import main, replication
 from muster.agent.replicator.main import Replicator
@@ -73,7 +74,7 @@ def test_a_version_that_was_overwritten_meanwhile_is_not_called_damaged(ring, tm
         ring.drop(version)
     replicator = Replicator(memory=tmp_path, token=b"token", bind="127.0.0.1")
     replicator._reject(ring, version, "on arrival")
-    replicator.listener.close()
+    replicator.close()
     assert [copy.step for message in said for copy in message.copies] == ([7] if damaged else [])
     assert ring.versions() == []
 
@@ -85,13 +86,12 @@ def test_copies_of_former_partners_make_room_for_those_of_the_attempt(ring, tmp_
     former = memory / file_name("peer", KEY, 5)
     Ring.create(former, header=b"{}", slot_bytes=64).close()
     monkeypatch.setattr(snapshot_ring, "_free", lambda folder: 0 if former.exists() else 1 << 20)
-    replicator = Replicator(memory=memory, token=b"token", bind="127.0.0.1")
-    replicator.handle(CopyTo(attempt=2, peer=None, layout=KEY, ranks=(3,), copies_of=copies_of))
-    threading.Thread(target=replicator.serve, daemon=True).start()
-    sender = SnapshotSender(ring.path, file_name("peer", KEY, 0), peer=replicator.address, attempt=2, token=b"token")
-    ring.request_copy(ring.find(7, 1))
-    sender._send()
-    sender._disconnect()
-    replicator.listener.close()
+    with serving(memory, b"token") as replicator:
+        replicator.handle(CopyTo(attempt=2, peer=None, layout=KEY, ranks=(3,), copies_of=copies_of))
+        copy = file_name("peer", KEY, 0)
+        sender = SnapshotSender(ring.path, copy, peer=replicator.address, attempt=2, token=b"token")
+        ring.request_copy(ring.find(7, 1))
+        sender._send()
+        sender._disconnect()
     assert former.exists() == (5 in copies_of)
     assert (ring.copied() == (7, 1)) == (5 not in copies_of)

@@ -52,7 +52,8 @@ sys.stdout.write(encode(told[0]).decode())
 
 def test_stacks_of_all_threads_as_an_analyser_reads_them(tmp_path):
     """In a process of its own: pytest-xdist does not always run a test in the main thread."""
-    program = tmp_path / "stands_still.py"
+    program = tmp_path / "muster" / "stands_still.py"  # where a program lies in a clone of this repository
+    program.parent.mkdir()
     program.write_text(STANDS_STILL)
     ran = subprocess.run([sys.executable, str(program)], capture_output=True, timeout=120, check=True)
     threads = stacks.parse(decode(RankCaptured, ran.stdout).stacks)

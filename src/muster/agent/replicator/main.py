@@ -259,9 +259,13 @@ class Replicator:
             return SnapshotsFlushed(step=flushed.step, attempt=flushed.attempt, failure=failure, rejected=copies)
 
     def send(self, message: FromReplicator) -> None:
-        """One line to the agent."""
+        """One line to the agent.
+
+        ``file`` is named because print() alone does not hold ``sys.stdout``: where another thread replaces it
+        meanwhile, as pytest's capture does, print() goes on with freed memory (CPython's issue 130163).
+        """
         with self._sending:
-            print(encode(message).decode(), flush=True)
+            print(encode(message).decode(), file=sys.stdout, flush=True)
 
 
 def _listen(bind: str, port: int) -> socket.socket:

@@ -1,6 +1,9 @@
 """What a replicator does with a version that did not arrive: overwritten on the way, or found damaged."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -16,6 +19,32 @@ from muster.protocol.replicator_peers import Go, Got, Held, PushVersion, Torn, W
 from muster.transport.stream import Stream
 
 KEY = "r1s2t1p1c1e1"
+
+
+#: stdout is replaced while a message is written to it, by what would be another thread, and nobody else holds it.
+REPLACED = """
+import pathlib, sys
+from muster.agent.replicator.main import Replicator
+from muster.protocol.replicator_orders import LogNote
+
+class Out:
+    def write(self, text):
+        sys.stdout = sys.__stdout__
+        sys.stderr.write(text)
+    def flush(self):
+        sys.stderr.write("flushed")
+
+replicator = Replicator(memory=pathlib.Path(), token=b"token", bind="127.0.0.1")
+sys.stdout = Out()
+replicator.send(LogNote(text="words"))
+"""
+
+
+def test_a_stdout_that_is_replaced_meanwhile_gets_the_whole_message():
+    """Python's debug allocator fills freed memory: print() with a ``sys.stdout`` that nobody holds is a SIGSEGV."""
+    env = {**os.environ, "PYTHONMALLOC": "debug"}
+    ran = subprocess.run([sys.executable, "-c", REPLACED], env=env, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, '["log_note",{"text":"words"}]\nflushed')
 
 
 @pytest.fixture

@@ -186,6 +186,8 @@ def test_what_rots_before_it_is_asked_for_is_refused_and_dropped_there(hosts, ca
         made.restored(context)
     assert caught.value.copies == (source.copy,), "no other copy is blamed"
     eventually(lambda: ring.find(STEP, 1) is None)
+    made.close()  # it is dropped before the agent is told
+    assert '"snapshots_rejected"' in capfd.readouterr().out
 
 
 def test_a_byte_of_a_slice_that_changes_after_its_host_verified_it_is_found_on_arrival(hosts):

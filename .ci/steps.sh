@@ -1,12 +1,12 @@
 # Steps with limits, for `.ci/run`: whatever hangs is killed, and the summary is printed.
-# The caller has set WORK, a new folder, and calls `finish` at its end.
+# The caller has set WORK, a new folder, which is deleted at the end.
 
 SUMMARY=()
 FAILED=0
 RUNNING=
 export CI_STEP=$WORK/step          # what a step starts is known by this variable, whatever session it is in
 : "${CI_MINUTE_S:=60}"             # less in tests
-: "${CI_MINUTES:=80}"              # for all steps together: who started us may wait no longer than 90
+: "${CI_MINUTES:=85}"              # for all steps together: who started us may wait no longer than 90
 
 # step MINUTES NAME COMMAND...: runs it, notes how long it took and how it ended. Over its time, or that of all steps,
 # it is interrupted, so that pytest tells what has failed so far; a minute later all that it started is killed.

@@ -128,4 +128,4 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         terminalreporter.section("TESTS THAT RAN WHEN IT WAS INTERRUPTED")
         for files in config.stash[SCHEDULER].assigned_work.values():
             left = (test for tests in files.values() for test, completed in tests.items() if not completed)
-            terminalreporter.write_line(next(left, "none: this worker had ended"))
+            terminalreporter.write_line(next(left, "none"))

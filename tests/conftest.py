@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import second_try
 import sizes
+import worker_crash
 
 LIVE = Path(__file__).parent / "live"
 RAN = os.environ.get("MUSTER_TESTS_RAN")
@@ -21,6 +22,7 @@ RAN = os.environ.get("MUSTER_TESTS_RAN")
 
 def pytest_configure(config):
     config.pluginmanager.register(second_try)
+    config.pluginmanager.register(worker_crash)
     # A shell's background job ignores Ctrl-C, and so does all that it starts: `muster logs -f` would not end.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from worker_crash import CRASHED
 
 NOTES = os.environ.get("MUSTER_SECOND_TRY")
 MOST = 4
@@ -30,7 +31,7 @@ def pytest_sessionfinish(session, exitstatus):
         return
     failed = {report.nodeid: report for outcome in FAILURES for report in reporter.stats.get(outcome, ())}
     live = [test for test, report in failed.items() if "live" in getattr(report, "keywords", ())]
-    ends = dict.fromkeys(failed, "failed")
+    ends = {test: "crashed" if report.when == CRASHED else "failed" for test, report in failed.items()}
     if exitstatus == pytest.ExitCode.TESTS_FAILED and len(live) <= MOST:
         for test in live:
             reporter.section(f"second try: {test}")
@@ -66,7 +67,9 @@ def forgive(reporter, test):
 
 
 def in_short(report):
-    """What failed, and the last lines of how."""
+    """What failed, and the last lines of how; of a fatal error the first, where the thread is that died."""
+    if report.when == CRASHED:
+        return "\n".join(f"    {line[:400]}" for line in whole(report).splitlines()[:LAST_LINES])
     crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", "").splitlines()[:3]
     lines = [*crash, "...", *whole(report).rstrip().splitlines()[-LAST_LINES:]]
     return "\n".join(f"    {line[:400]}" for line in lines)

@@ -33,6 +33,7 @@ SLOW = {
     "test_gke_provision_private.py::test_down_killed_at_any_request_and_run_again": 5,
     "test_plan_use_case.py::test_impossible_wishes_end_with_exit_code_3": 7,
     "test_second_try.py": 16,
+    "test_ci_ends.py": 40,
     "test_sql_execution.py::test_huge_strings_are_refused": 6,
     "test_judge.py::test_a_slow_gold_query_is_said_to_be_one": 6,
     "test_judge.py::test_it_ends_with_its_caller": 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -32,7 +33,7 @@ def serve_streams(
     peer: str,
     log: Callable[[str], None],
 ) -> None:
-    """Until ``listener`` is closed each connection has a thread in which ``talk`` uses it until it returns or raises.
+    """Until ``stop_serving`` each connection has a thread in which ``talk`` uses it until it returns or raises.
 
     No error of a connection, and no want of descriptors or threads, ends it. ``peer``: who connects, for the ``log``.
     """
@@ -74,6 +75,17 @@ def serve_streams(
         except RuntimeError:  # no more threads
             strangers.close(sock)
             time.sleep(PAUSE_S)
+
+
+def stop_serving(listener: socket.socket) -> None:
+    """Close ``listener`` and let ``serve_streams`` return.
+
+    Closing alone does neither on Linux: a thread that waits in accept keeps the socket, and with it the port, until
+    somebody connects, who is then answered.
+    """
+    with contextlib.suppress(OSError):  # closed, or no listener any more
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 class _Strangers:

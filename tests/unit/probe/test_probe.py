@@ -156,10 +156,26 @@ def lines_of(parts):
     return {line["rung"]: line for line in map(json.loads, parts)}
 
 
-def test_a_rung_that_hangs_does_not_hold_up_the_others():
+@pytest.fixture
+def hang():
+    """A rung that ends with the test: one that was given up goes on, and may have an end of its own later."""
+    over, threads = threading.Event(), []
+
+    def rung():
+        threads.append(threading.current_thread())
+        over.wait(60)
+        return ProbeLine(rung="hangs", note="too late")
+
+    yield rung
+    over.set()
+    for thread in threads:
+        thread.join(10)
+
+
+def test_a_rung_that_hangs_does_not_hold_up_the_others(hang):
     parts, output = collect()
     output.begin(("hangs", "works"))
-    rungs = {"hangs": lambda: time.sleep(20), "works": lambda: ProbeLine(rung="works", note="yes")}
+    rungs = {"hangs": hang, "works": lambda: ProbeLine(rung="works", note="yes")}
     begun = time.monotonic()
     run_together(rungs, output, limit_s=0.5)
     output.end()
@@ -168,11 +184,11 @@ def test_a_rung_that_hangs_does_not_hold_up_the_others():
     assert found["works"]["note"] == "yes" and "did not end within 0.5 s" in found["hangs"]["failed"]
 
 
-def test_after_one_that_hung_the_rest_is_not_tried():
+def test_after_one_that_hung_the_rest_is_not_tried(hang):
     parts, output = collect()
     output.begin(("hangs", "next"))
     tried = []
-    run_in_turn({"hangs": (lambda: time.sleep(20), 0.3), "next": (lambda: tried.append(1), 0.3)}, output)
+    run_in_turn({"hangs": (hang, 0.3), "next": (lambda: tried.append(1), 0.3)}, output)
     assert not tried and lines_of(parts)["next"]["failed"] == "not tried: hangs did not end"
 
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from fakes.any_message import example
+from fakes.replicators import serving
 from fakes.virtual_run import spec
 
 from muster.agent.host_agent import HostAgent
 from muster.agent.host_identity import SOCKET, HostIdentity
-from muster.agent.replicator.main import Replicator
 from muster.checkpoint_format.snapshot_ring import Ring
 from muster.core.snapshots import SnapshotCopy
 from muster.protocol import tables
@@ -123,11 +123,11 @@ def test_the_agents_port(tmp_path):
     folder = run_folder(tmp_path)
     memory = MemoryDir.of_host(folder, run_id="r", host="host-0")
     agent = HostAgent(HostIdentity(run_dir=folder, run_id="r", host="host-0", bind="127.0.0.1", memory=memory))
-    serving = threading.Event()
-    serving.set()
+    goes_on = threading.Event()
+    goes_on.set()
 
     def serve():
-        while serving.is_set():
+        while goes_on.is_set():
             agent.hub.run_once(0.05)
 
     thread = threading.Thread(target=serve, daemon=True)
@@ -144,24 +144,27 @@ def test_the_agents_port(tmp_path):
                 time.sleep(0.01)
             assert len(agent.pool.standbys) == 1 and thread.is_alive()
     finally:
-        serving.clear()
+        goes_on.clear()
         thread.join()
         agent.hub.shutdown()
         memory.remove()
 
 
 def test_the_replicators_ports(tmp_path):
-    replicator = Replicator(memory=tmp_path, token=TOKEN, bind="127.0.0.1")
-    threading.Thread(target=replicator.serve, daemon=True).start()
+    with serving(tmp_path, TOKEN) as replicator:
+        throw_at_replicator(replicator.address, tmp_path)
+
+
+def throw_at_replicator(address, folder):
     hello = PeerHello(version=MINE)
-    throw_all(replicator.address, hello, REPLICATOR_PEERS, REPLICATOR_PEERS)
-    with socket.create_connection(replicator.address) as sock:
+    throw_all(address, hello, REPLICATOR_PEERS, REPLICATOR_PEERS)
+    with socket.create_connection(address) as sock:
         stream = Stream(sock, TOKEN, server=False, decode=reader_of(REPLICATOR_PEERS), timeout_s=10.0)
         stream.send(PeerHello(version=replace(MINE, protocol=MINE.protocol + 1)))
         assert "speaks protocol" in stream.receive().reason
     copy = SnapshotCopy(step=1, attempt=1, rank=0, layout="r1s1t1p1c1e1", host="host-0", tier="memory")
-    ring = Ring.create(tmp_path / "own.r1s1t1p1c1e1.0.ring", header=b"{}", slot_bytes=64)
-    with socket.create_connection(replicator.address) as sock:
+    ring = Ring.create(folder / "own.r1s1t1p1c1e1.0.ring", header=b"{}", slot_bytes=64)
+    with socket.create_connection(address) as sock:
         stream = Stream(sock, TOKEN, server=False, decode=reader_of(REPLICATOR_PEERS), timeout_s=10.0)
         stream.send(hello)
         stream.send(ReadVersion(file=ring.path.name, copy=copy))

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 from fakes.hang_captures import gloo_dump, nccl_dump
 
@@ -32,24 +30,37 @@ for attempt in (1, 2):
 dist.all_reduce(torch.ones(2))
 sys.stdout.write(encode(captured(2)).decode())
 """
+#: A process whose main thread stands still while another one reads and a third tells what all do.
+STANDS_STILL = """
+import sys, threading
+from muster.core.typed_json import encode
+from muster.rank.capture import captured
 
-
-def test_stacks_of_all_threads_as_an_analyser_reads_them():
-    release, told = threading.Event(), []
-    waiter = threading.Thread(target=release.wait, name="reader", daemon=True)
-    waiter.start()
-    teller = threading.Thread(target=lambda: told.append(captured(0)))
+def step(teller):
     teller.start()
-    teller.join()  # this thread is here
-    release.set()
-    waiter.join()
-    threads = stacks.parse(told[0].stacks)
+    teller.join()
+
+release, told = threading.Event(), []
+waiter = threading.Thread(target=release.wait, name="reader", daemon=True)
+waiter.start()
+step(threading.Thread(target=lambda: told.append(captured(0))))
+release.set()
+waiter.join()
+sys.stdout.write(encode(told[0]).decode())
+"""
+
+
+def test_stacks_of_all_threads_as_an_analyser_reads_them(tmp_path):
+    """In a process of its own: pytest-xdist does not always run a test in the main thread."""
+    program = tmp_path / "muster" / "stands_still.py"  # where a program lies in a clone of this repository
+    program.parent.mkdir()
+    program.write_text(STANDS_STILL)
+    ran = subprocess.run([sys.executable, str(program)], capture_output=True, timeout=120, check=True)
+    threads = stacks.parse(decode(RankCaptured, ran.stdout).stacks)
+    assert {one.name for one in threads} == {"MainThread", "reader"}  # without the one that tells
     main = stacks.main_thread(threads)
-    assert main is not None and "reader" in {one.name for one in threads}
-    here = threading.current_thread()  # a loaded machine lets pytest-xdist begin in another thread than the main one
-    mine = main if here is threading.main_thread() else next(one for one in threads if one.name == here.name)
-    assert mine.user_line is not None and mine.user_line.file == str(Path(__file__))
-    assert mine.user_line.function.startswith("test_stacks_of_all_threads")
+    assert main is not None and main.user_line is not None
+    assert (main.user_line.file, main.user_line.function) == (str(program), "step")
 
 
 def test_the_recorder_is_torchs_own_dump():

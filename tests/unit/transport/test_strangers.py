@@ -25,7 +25,7 @@ from muster.transport import connections, listening, stream_server
 from muster.transport.connections import ConnectionPool
 from muster.transport.secure_session import Session
 from muster.transport.stream import Stream
-from muster.transport.stream_server import serve_streams
+from muster.transport.stream_server import serve_streams, stop_serving
 
 TOKEN = b"k" * 32
 HELLO = ClientHello(version=MINE)
@@ -312,10 +312,21 @@ class Echo:
 def echo():
     made = Echo()
     yield made
-    made.listener.shutdown(socket.SHUT_RDWR)
-    made.listener.close()
+    stop_serving(made.listener)
     made.thread.join(10)
     assert not made.thread.is_alive(), "it ends with its listener"
+
+
+def test_a_listener_that_served_leaves_its_port_and_answers_nobody():
+    """Without its thread: closing alone leaves it, and the port, to the thread that waits in accept."""
+    made = Echo()
+    assert made.answers()
+    stop_serving(made.listener)
+    made.thread.join(10)
+    assert not made.thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(made.address)
+    stop_serving(made.listener)  # twice is once
 
 
 def test_streams_are_served_whoever_else_is_connected(echo, sockets, few_descriptors):

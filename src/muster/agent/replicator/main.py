@@ -67,7 +67,7 @@ from muster.protocol.version import MINE, incompatible
 from muster.storage.memory_dir import MemoryDir
 from muster.transport.listening import listen_on, raise_soft_limit
 from muster.transport.secure_session import run_token
-from muster.transport.stream_server import serve_streams
+from muster.transport.stream_server import serve_streams, stop_serving
 
 #: A dead agent's replicator ends when its stdin closes; then its port is free.
 PREDECESSOR_S = 1.0
@@ -95,6 +95,10 @@ class Replicator:
 
     def serve(self) -> None:
         serve_streams(self.listener, self.token, self._talk, decode=decode_peer, peer="a peer", log=log_error)
+
+    def close(self) -> None:
+        """Let ``serve`` return; connections go on. The program itself never does: it ends with its stdin."""
+        stop_serving(self.listener)
 
     def _talk(self, stream: PeerStream) -> None:
         hello = stream.receive()
@@ -255,9 +259,13 @@ class Replicator:
             return SnapshotsFlushed(step=flushed.step, attempt=flushed.attempt, failure=failure, rejected=copies)
 
     def send(self, message: FromReplicator) -> None:
-        """One line to the agent."""
+        """One line to the agent.
+
+        ``file`` is named because print() alone does not hold ``sys.stdout``: where another thread replaces it
+        meanwhile, as pytest's capture does, print() goes on with freed memory (CPython's issue 130163).
+        """
         with self._sending:
-            print(encode(message).decode(), flush=True)
+            print(encode(message).decode(), file=sys.stdout, flush=True)
 
 
 def _listen(bind: str, port: int) -> socket.socket:

@@ -224,7 +224,7 @@ def keep_hosts(hosts: Hosts, pause_s: float = PROVISION_S) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(line, file=sys.stdout, flush=True)  # named: from a thread (``Replicator.send`` has the reason)
 
 
 def program(machine: Machine) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from muster.core.typed_json import Json, Record, Unreadable, child, children, text, whole
 
@@ -19,7 +20,9 @@ _COLLECTIVE = re.compile(
 #: Where it waits for data: loaders of torch and of Muster.
 _LOADER = re.compile(r"(^|/)(torch/utils/data/.*|muster/train/data_feed/.*|muster/data/.*)\.py$")
 #: Whoever reads wants the line of the program, not that of the library that it called.
-_LIBRARY = re.compile(r"^<|(^|/)(site-packages|dist-packages|lib/python3\.\d+|muster|torch)/")
+_LIBRARY = re.compile(r"^<|(^|/)(site-packages|dist-packages|lib/python3\.\d+|torch)/")
+#: What is in Muster's package: a program of the user's may lie in a folder `muster` (a clone of the repository) too.
+_OURS = frozenset(path.stem for path in Path(__file__).parents[2].iterdir())
 
 _SPY_THREAD = re.compile(r'^Thread (?:0x)?(\w+) \(([\w+ ]+)\)(?:: "(.*)")?$')
 _SPY_FRAME = re.compile(r"^ {4,}(.+) \((.+?)(?::(\d{1,9}))?\)$")
@@ -65,12 +68,17 @@ class Thread(Record):
     @property
     def user_line(self) -> Frame | None:
         """The innermost frame of the user's program; None: all are libraries'."""
-        return next((frame for frame in self.frames if not _LIBRARY.search(frame.file)), None)
+        return next((frame for frame in self.frames if not _is_library(frame.file)), None)
 
     @property
     def blocked_in_c(self) -> bool:
         """It holds Python's lock and does not run: code in C that sleeps or waits with the lock held."""
         return self.owns_gil is True and self.active is False
+
+
+def _is_library(file: str) -> bool:
+    _, ours, inside = f"/{file}".rpartition("/muster/")
+    return _LIBRARY.search(file) is not None or bool(ours and inside.split("/")[0].removesuffix(".py") in _OURS)
 
 
 def main_thread(threads: tuple[Thread, ...]) -> Thread | None:

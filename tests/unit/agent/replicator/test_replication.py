@@ -1,9 +1,13 @@
 """What a replicator does with a version that did not arrive: overwritten on the way, or found damaged."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
+from fakes.replicators import serving
 
 from muster.agent.replicator import main, replication
 from muster.agent.replicator.main import Replicator
@@ -15,6 +19,32 @@ from muster.protocol.replicator_peers import Go, Got, Held, PushVersion, Torn, W
 from muster.transport.stream import Stream
 
 KEY = "r1s2t1p1c1e1"
+
+
+#: stdout is replaced while a message is written to it, by what would be another thread, and nobody else holds it.
+REPLACED = """
+import pathlib, sys
+from muster.agent.replicator.main import Replicator
+from muster.protocol.replicator_orders import LogNote
+
+class Out:
+    def write(self, text):
+        sys.stdout = sys.__stdout__
+        sys.stderr.write(text)
+    def flush(self):
+        sys.stderr.write("flushed")
+
+replicator = Replicator(memory=pathlib.Path(), token=b"token", bind="127.0.0.1")
+sys.stdout = Out()
+replicator.send(LogNote(text="words"))
+"""
+
+
+def test_a_stdout_that_is_replaced_meanwhile_gets_the_whole_message():
+    """Python's debug allocator fills freed memory: print() with a ``sys.stdout`` that nobody holds is a SIGSEGV."""
+    env = {**os.environ, "PYTHONMALLOC": "debug"}
+    ran = subprocess.run([sys.executable, "-c", REPLACED], env=env, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, '["log_note",{"text":"words"}]\nflushed')
 
 
 @pytest.fixture
@@ -73,7 +103,7 @@ def test_a_version_that_was_overwritten_meanwhile_is_not_called_damaged(ring, tm
         ring.drop(version)
     replicator = Replicator(memory=tmp_path, token=b"token", bind="127.0.0.1")
     replicator._reject(ring, version, "on arrival")
-    replicator.listener.close()
+    replicator.close()
     assert [copy.step for message in said for copy in message.copies] == ([7] if damaged else [])
     assert ring.versions() == []
 
@@ -85,13 +115,12 @@ def test_copies_of_former_partners_make_room_for_those_of_the_attempt(ring, tmp_
     former = memory / file_name("peer", KEY, 5)
     Ring.create(former, header=b"{}", slot_bytes=64).close()
     monkeypatch.setattr(snapshot_ring, "_free", lambda folder: 0 if former.exists() else 1 << 20)
-    replicator = Replicator(memory=memory, token=b"token", bind="127.0.0.1")
-    replicator.handle(CopyTo(attempt=2, peer=None, layout=KEY, ranks=(3,), copies_of=copies_of))
-    threading.Thread(target=replicator.serve, daemon=True).start()
-    sender = SnapshotSender(ring.path, file_name("peer", KEY, 0), peer=replicator.address, attempt=2, token=b"token")
-    ring.request_copy(ring.find(7, 1))
-    sender._send()
-    sender._disconnect()
-    replicator.listener.close()
+    with serving(memory, b"token") as replicator:
+        replicator.handle(CopyTo(attempt=2, peer=None, layout=KEY, ranks=(3,), copies_of=copies_of))
+        copy = file_name("peer", KEY, 0)
+        sender = SnapshotSender(ring.path, copy, peer=replicator.address, attempt=2, token=b"token")
+        ring.request_copy(ring.find(7, 1))
+        sender._send()
+        sender._disconnect()
     assert former.exists() == (5 in copies_of)
     assert (ring.copied() == (7, 1)) == (5 not in copies_of)

@@ -7,12 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fakes.replicators import Served  # noqa: E402
 from fakes.small_model import process_group  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from waiting import eventually  # noqa: E402
 
-from muster.agent.replicator.main import Replicator  # noqa: E402
 from muster.agent.snapshot_store import SnapshotStore  # noqa: E402
 from muster.checkpoint import peer_slices  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
@@ -48,7 +48,7 @@ class Hosts:
 
     def __init__(self, folder, world):
         self.folder, self.world = folder, world
-        self.replicators = {}
+        self._served = {}
         self.layout = Layout(dp_shard=world)
         for rank in range(world):
             self.add(f"host-{rank}")
@@ -65,12 +65,21 @@ class Hosts:
 
     def add(self, name):
         (self.folder / name).mkdir()
-        self.replicators[name] = Replicator(memory=self.folder / name, token=TOKEN.encode(), bind="127.0.0.1")
-        threading.Thread(target=self.replicators[name].serve, daemon=True).start()
+        self.serve(name)
+
+    def serve(self, name, port=0):
+        self._served[name] = Served(self.folder / name, TOKEN.encode(), port=port)
+
+    def stop(self, name):
+        self._served[name].close()
 
     def close(self):
-        for replicator in self.replicators.values():
-            replicator.listener.close()
+        for served in self._served.values():
+            served.close()
+
+    @property
+    def addresses(self):
+        return {name: served.replicator.address for name, served in self._served.items()}
 
     def context(self, name, rank, layout, **changes):
         return RankContext(
@@ -96,7 +105,7 @@ class Hosts:
         layout, result = Layout(dp_shard=len(names)), []
         for rank, name in enumerate(names):
             nearest = {needed: choice.nearest(needed, name) for needed in needed_shards(choice, name)}
-            address = {copy: None if copy.host == name else self.replicators[copy.host].address
+            address = {copy: None if copy.host == name else self.addresses[copy.host]
                        for copy in nearest.values()}  # fmt: skip
             restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout)
             context = replace(self.context(name, rank, layout, restore=restore), attempt=2)
@@ -118,7 +127,7 @@ class Hosts:
 
     def ring(self, source):
         """The ring that a source names."""
-        (name,) = [name for name, replicator in self.replicators.items() if replicator.address == source.address]
+        (name,) = [name for name, address in self.addresses.items() if address == source.address]
         return Ring.open(self.folder / name / source.path, writable=True)
 
 
@@ -150,7 +159,7 @@ def hosts(tmp_path):
 def test_a_rank_fetches_the_slices_that_its_host_lacks(hosts, before, names, needed):
     made = hosts(before)
     for name in names:
-        if name not in made.replicators:
+        if name not in made.addresses:
             made.add(name)
     size = sum(4 * tensor.numel() for tensor in whole().values())
     whole_shards = fetched_slices = 0
@@ -177,6 +186,8 @@ def test_what_rots_before_it_is_asked_for_is_refused_and_dropped_there(hosts, ca
         made.restored(context)
     assert caught.value.copies == (source.copy,), "no other copy is blamed"
     eventually(lambda: ring.find(STEP, 1) is None)
+    made.close()  # it is dropped before the agent is told
+    assert '"snapshots_rejected"' in capfd.readouterr().out
 
 
 def test_a_byte_of_a_slice_that_changes_after_its_host_verified_it_is_found_on_arrival(hosts):
@@ -197,16 +208,11 @@ def test_a_replicator_that_is_back_in_a_moment_is_asked_again_and_one_that_is_go
     context = made.begun(("host-0", "host-2"))[0]
     (source,) = [source for source in context.restore.sources.values() if source.address is not None]
     port = source.address[1]
-    gone = made.replicators["host-2"]
-    gone.listener.shutdown(2)
-    gone.listener.close()
-    back = threading.Timer(
-        0.3, lambda: threading.Thread(
-            target=Replicator(memory=gone.memory, token=TOKEN.encode(), bind="127.0.0.1", port=port).serve, daemon=True
-        ).start()
-    )  # fmt: skip
+    made.stop("host-2")
+    back = threading.Timer(0.3, made.serve, ("host-2", port))
     back.start()
     found, expected, _ = made.restored(context)
+    back.join()
     assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
     lost = replace(source, address=("127.0.0.1", 1))
     sources = {**context.restore.sources, source.copy.rank: lost}

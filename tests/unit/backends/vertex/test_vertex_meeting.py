@@ -15,6 +15,7 @@ from muster.protocol.hello import MET, MeetingHello, Met, Refused
 from muster.protocol.version import MINE, OtherVersion, Version
 from muster.transport.listening import listen_on
 from muster.transport.stream import Stream
+from muster.transport.stream_server import stop_serving
 
 TOKEN = b"t" * 32
 CHIEF = Peer(name="cmle-training-workerpool0-ab-0", port=2222)
@@ -29,8 +30,7 @@ def chief():
     threading.Thread(target=meeting.serve, args=(listener,), daemon=True).start()
     at = listener.getsockname()
     yield meeting, (lambda _peer: socket.create_connection(at, timeout=CALL_S)), said
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+    stop_serving(listener)
 
 
 def come(call, *, index=1, boot="b1", own="127.0.0.7", limit_s=600.0, clock=None):

@@ -1,6 +1,5 @@
 """A rank that waits for a fetched snapshot hears at once that none will come."""
 
-import threading
 import time
 
 import pytest
@@ -9,6 +8,7 @@ from waiting import eventually
 pytest.importorskip("torch")
 
 import torch
+from fakes.replicators import serving
 
 from muster.agent.replicator import main as replicator_main
 from muster.agent.replicator.main import Replicator
@@ -68,8 +68,13 @@ def test_nor_does_a_fetch_that_never_ends(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["nobody listens", "gone", "no room"])
 def test_the_replicator_says_whether_the_copy_is_at_fault(tmp_path, monkeypatch, fault):
-    theirs, ours = (Replicator(memory=made(tmp_path / name), token=b"t" * 64, bind="127.0.0.1") for name in "ab")
-    threading.Thread(target=theirs.serve, daemon=True).start()
+    ours = Replicator(memory=made(tmp_path / "ours"), token=b"t" * 64, bind="127.0.0.1")
+    with serving(made(tmp_path / "theirs"), b"t" * 64) as theirs:
+        fail_to_fetch(ours, theirs, monkeypatch, fault)
+    ours.close()
+
+
+def fail_to_fetch(ours, theirs, monkeypatch, fault):
     header = encode_header(
         ShardHeader(run_id="r", rank=-1, layout=LAYOUT, tensors=pack([("w", "int8", (2,), (0,), (2,))]))
     )
@@ -78,7 +83,7 @@ def test_the_replicator_says_whether_the_copy_is_at_fault(tmp_path, monkeypatch,
     if fault == "nobody listens":
         monkeypatch.setattr(replicator_main, "RESTART_S", 0.0)
     if fault == "no room":
-        monkeypatch.setattr(replicator_main, "receive_version", raises(NoRoom(1 << 40, 0, tmp_path)))
+        monkeypatch.setattr(replicator_main, "receive_version", raises(NoRoom(1 << 40, 0, ours.memory)))
     path = ours.memory / "fetched.r1s2t1p1c1e1.1.ring"
     address = ("127.0.0.1", 1) if fault == "nobody listens" else theirs.address
     order = FetchVersion(address=address, file="own.r1s2t1p1c1e1.1.ring", copy=source(path).copy, target=path.name)

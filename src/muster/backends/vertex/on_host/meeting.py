@@ -24,7 +24,7 @@ from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion
 from muster.transport.listening import listen_on
 from muster.transport.stream import Stream
-from muster.transport.stream_server import serve_streams
+from muster.transport.stream_server import serve_streams, stop_serving
 
 METADATA = "169.254.169.254"
 """Every host has a route to it, over the interface that leads to the others."""
@@ -58,7 +58,7 @@ class Meeting:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def serve(self, listener: socket.socket) -> None:
-        """Answer until ``listener`` is closed, each host in a thread of its own."""
+        """Answer until ``stop_serving(listener)``, each host in a thread of its own."""
         read = greeting_reader(MEETING, me="the first host")
         serve_streams(listener, self.token, self._answer, decode=read, peer="hosts of this job", log=self.log)
 
@@ -104,16 +104,16 @@ def meet(
         BackendError: it did not answer within ``limit_s``.
         OtherVersion: it is of another version of Muster.
     """
-    with listen_on(own) as listener:
-        serve = functools.partial(
-            serve_streams, listener, token, _hang_up, decode=reader_of(MET), peer="the first host", log=_ignore
-        )
+    listener = listen_on(own)
+    serve = functools.partial(
+        serve_streams, listener, token, _hang_up, decode=reader_of(MET), peer="the first host", log=_ignore
+    )
+    try:
         threading.Thread(target=serve, name="called-back", daemon=True).start()
         hello = MeetingHello(version=MINE, index=index, boot=boot, address=(own, listener.getsockname()[1]))
-        try:
-            return _until_answered(chief, token, hello, clock=clock, limit_s=limit_s, call=call)
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)  # or its accept would wait on for ever
+        return _until_answered(chief, token, hello, clock=clock, limit_s=limit_s, call=call)
+    finally:
+        stop_serving(listener)
 
 
 def _until_answered(chief: Peer, token: bytes, hello: MeetingHello, *, clock: Clock, limit_s: float, call: Dial) -> Met:

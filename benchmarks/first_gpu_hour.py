@@ -8,7 +8,7 @@
 A and B decide whether the rest is worth starting. Each command is a process with a time limit of its own; one that
 fails, or is ended at its limit, costs nothing but itself. OUT/hour.json is written after each one (figures, claims, how
 it ended), and the output of each is in OUT/NN-NAME.log; another bundle adds to the same file. Every result is said as
-what it proves, refutes or leaves open. Needs torch of the image and what WHEELS brings. It has never run on a GPU.
+what it proves, refutes or leaves open. Needs torch of the image and what WHEELS brings. One H100's: RESULTS.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE))
 from gpu_hour.finding import Findings, line  # noqa: E402
 from gpu_hour.wheels import install, pack  # noqa: E402
 
-#: A call on a lent machine may last ten minutes, the installation of wheels included.
+#: Ten minutes at most, the installation of wheels included.
 BUNDLE_S = 570
 
 

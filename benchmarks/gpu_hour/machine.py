@@ -122,6 +122,7 @@ def nccl(found: Findings, *, smoke: bool) -> None:
     import torch
     import torch.distributed as dist
 
+    from muster.plan.memory import CUDA
     from muster.train.distributed import process_groups
 
     store = dist.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]
@@ -148,7 +149,9 @@ def nccl(found: Findings, *, smoke: bool) -> None:
     if smoke:
         return
     found.figures["communicator_mib"] = [round(each / 2**20, 1) for each in held]
-    found.claim("a communicator holds less than the plan's 400 MiB", max(held) < 400 << 20, f"{held} bytes")
+    planned = 2 * CUDA.communicator_bytes + CUDA.nccl_bytes
+    near = abs(sum(held) - planned) <= 0.1 * planned
+    found.claim("two communicators hold what the plan counts, within a tenth", near, f"{held} bytes, {planned} planned")
     backend: Any = groups[0]._get_backend(device)
     found.figures["error_before"] = str(backend.get_error())
     backend.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,19 +85,42 @@ def start_command(python: str, ranks: int, program: list[str]) -> tuple[list[str
     return [python, *program], {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
+@contextlib.contextmanager
+def told_to_end() -> Iterator[None]:
+    """SIGTERM raises SystemExit here, as SIGINT raises KeyboardInterrupt, unless the program handles it itself."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def run(command: list[str], env: dict[str, str], log: Path, timeout_s: float) -> int:
-    """Run to the end; the moment it began, in nanoseconds. Its whole session is killed at the limit."""
+    """Run to the end; the moment it began, in nanoseconds.
+
+    Its whole session is killed at the limit, and when this process is told to end (`timeout` sends SIGTERM): a training
+    that outlives its benchmark holds the GPU that the next one measures on.
+    """
     began = time.monotonic_ns()
-    with log.open("w") as file:
+    with log.open("w") as file, told_to_end():
         process = subprocess.Popen(
             command, env=env, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             code = -9
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if code != 0:
         raise RuntimeError(f"{' '.join(command[:6])} ... ended with {code}:\n{log.read_text()[-2000:]}")
     return began

@@ -1,4 +1,4 @@
-"""``benchmarks/first_gpu_hour.py`` runs at all, tiny and on the CPU; what it says of a GPU nobody has seen."""
+"""``benchmarks/first_gpu_hour.py`` runs at all, tiny and on the CPU; RESULTS.md has one H100's."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``benchmarks/recovery_gpu.py`` runs at all, on a tiny model and the CPU; what it says of a GPU nobody has seen."""
+"""``benchmarks/recovery_gpu.py`` runs at all, on a tiny model and the CPU; RESULTS.md has one H100's."""
 
 import json
 import os

@@ -106,8 +106,8 @@ class HostAgent:
         )  # fmt: skip
         self.fork_server = ForkServer(
             identity=identity, hub=hub, spec=lambda: self.spec, is_ending=lambda: self.exit_reason is not None,
-            on_failure=lambda failure: self.link.keep("fork server", failure),
-            on_exited=lambda pid, code: self.pool.on_exit_code(pid, code), on_store=self.link.send, on_note=log.note,
+            on_failure=lambda failure: self.link.keep("fork server", failure), on_note=log.note,
+            on_exited=lambda pid, code: self.pool.on_exit_code(pid, code), on_store=self.link.send,
         )  # fmt: skip
         self.readiness = Readiness(
             has_all=lambda: (

@@ -30,11 +30,13 @@ SLICES_BYTES = 3 * 16 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOverhead:
-    """Memory besides the trainer's tensors. What CUDA holds is from memory, unchecked; ``calibrate`` replaces it."""
+    """Memory besides the trainer's tensors. The context is from memory, unchecked; ``calibrate`` replaces it."""
 
     context_bytes: int = 600 * MIB
-    communicator_bytes: int = 400 * MIB
+    communicator_bytes: int = 405 * MIB
     """Buffers of one NCCL communicator. A rank has one for all ranks, and one for each axis of more than one."""
+    nccl_bytes: int = 0
+    """What the first communicator of a rank takes beside its buffers: NCCL's kernels."""
     standby_bytes: int = 0
     """What a warm standby holds beside each rank: a context, cuBLAS, the first kernels."""
     attention_workspace: bool = False
@@ -51,7 +53,9 @@ class DeviceOverhead:
     capacity_bytes: int | None = None
 
 
-CUDA = DeviceOverhead(standby_bytes=750 * MIB, attention_workspace=True)
+#: Seen on one H100 with NCCL 2.28.9 (benchmarks/RESULTS.md, 2026-11-26): a process's first communicator took 676 MiB,
+#: its second 405; a standby 718, before it loaded the compiler too.
+CUDA = DeviceOverhead(standby_bytes=750 * MIB, nccl_bytes=271 * MIB, attention_workspace=True)
 #: Rows that flash attention's backward pass adds for each document (flash_api.cpp, mha_varlen_bwd: dq_accum).
 ROWS_PER_DOCUMENT = 128
 
@@ -123,7 +127,8 @@ def _memory_of(work: Workload, setting: Setting, device: DeviceOverhead, *, unde
     items["allocator"] = round(tensors * device.fragmentation)
     items["context"] = device.context_bytes
     items["standby"] = device.standby_bytes if work.warm_standby else 0
-    items["communicators"] = device.communicator_bytes * communicators(setting.layout)
+    number = communicators(setting.layout)
+    items["communicators"] = number * device.communicator_bytes + (device.nccl_bytes if number else 0)
     return MemoryEstimate(items={name: value for name, value in items.items() if value}, moment=moment)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from muster.config.spec import RunSpec
-from muster.core import redact, resolved_file
+from muster.core import environment, redact, resolved_file
 from muster.core.errors import MusterError
 from muster.core.processes import open_log
 from muster.core.snapshots import SnapshotNotIntact
@@ -45,7 +45,7 @@ def run(agent: AgentAddress, spec: RunSpec, *, local_rank: int, context: bool, i
     rank_context = assignment.context
     _redirect(assignment.log)
     _set_environment(rank_context)
-    redact.hide_values(os.environ.get(name, "") for name in spec.secrets)
+    redact.hide_values(environment.inherited().get(name, "") for name in spec.secrets)
     client = SocketAgentClient(connection, agent, attempt=rank_context.attempt, rank=rank_context.rank)
     return _run(rank_context, client, inject_faults=inject_faults)
 

@@ -8,7 +8,7 @@ from planning import job
 from muster.app.planning.memory_trace import BARE as TRACED_BY
 from muster.core.optimizers import ADAMW_8BIT
 from muster.core.types import Layout
-from muster.plan.memory import CUDA, DeviceOverhead, memory
+from muster.plan.memory import CUDA, MIB, DeviceOverhead, memory
 from muster.plan.workload import Setting
 
 BARE = DeviceOverhead(context_bytes=0, communicator_bytes=0, fragmentation=0.0)
@@ -156,7 +156,14 @@ def test_a_standbys_context_is_counted_where_one_waits_on_a_gpu():
 @pytest.mark.parametrize(("shards", "replicas", "number"), [(1, 1, 0), (8, 1, 2), (1, 2, 1), (8, 2, 3)])
 def test_each_group_of_ranks_has_a_communicator(shards, replicas, number):
     items = memory(job(global_batch_size=64), at(shards, replicas=replicas)).items
-    assert items.get("communicators", 0) == number * CUDA.communicator_bytes
+    assert items.get("communicators", 0) == number * CUDA.communicator_bytes + bool(number) * CUDA.nccl_bytes
+
+
+def test_the_first_communicator_of_a_rank_takes_what_it_took_on_an_h100():
+    first, second = (
+        memory(job(global_batch_size=64), at(shards, replicas=2)).items["communicators"] for shards in (1, 8)
+    )
+    assert first == 676 * MIB and second == first + 2 * 405 * MIB
 
 
 def test_attentions_backward_pass_needs_room_for_many_short_documents():

@@ -10,7 +10,7 @@ from muster.config.spec import RunSpec
 #: A rank says itself why it ends. Otherwise NCCL's watchdog ends it by SIGABRT, without last words: a broken GPU would
 #: look like a crash of the program, and a survivor of a lost host like a failure of its own. Nothing waits for the
 #: watchdog: the agents detect lost and silent ranks. Names and meanings from ProcessGroupNCCL.hpp of torch 2.13 and its
-#: watchdog's run loop; never run on a GPU.
+#: watchdog's run loop; on a GPU one rank ran with them, and the watchdog never had to act.
 SPEAK_FOR_THEMSELVES = {
     # 0: the watchdog notes an error and leaves it. Its default (3) takes the process down; 2 would abort by itself,
     # before the breaker is asked.
@@ -35,6 +35,7 @@ _OLDER_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # still obeyed
 
 #: ``torch.cuda.is_available()`` asks the driver's library instead of opening CUDA, in a process that will fork: others
 #: ask while they are imported (transformers does where flash-attn is installed), and a fork could not use CUDA then.
+#: On an H100 it was not enough beside flash-attn or torchao (``rank/fork_check.py``).
 ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 #: Calls of collectives that torch's flight recorder holds, for the evidence of a hang. Of one all_reduce on gloo it

@@ -127,7 +127,7 @@ def newer_flash(needs: Needs, *, major: int, deterministic: bool) -> str | None:
     """The implementation that torch could put in the place of its flash attention 2, on a GPU of this compute
     capability; None: none. FA4 (beta) is left out where its backward pass has gaps: windows, large heads, determinism.
 
-    Never run on a GPU.
+    Neither has run under Muster: the H100 that it ran on had none of them installed.
     """
     if major == 9 and installed("flash_attn_interface"):
         return "FA3"

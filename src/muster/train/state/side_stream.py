@@ -1,7 +1,7 @@
 """Copies that run beside the next step: its forward and backward passes read the state, and change nothing.
 
-From a GPU on a stream of their own, on the CPU in a thread. The first never ran on a GPU: tests replace ``torch.cuda``
-by one that keeps the order of what it is asked for.
+From a GPU on a stream of their own, on the CPU in a thread. The first ran on one H100, where nobody looked whether it
+overlaps; tests replace ``torch.cuda`` by one that keeps the order of what it is asked for.
 """
 
 from __future__ import annotations

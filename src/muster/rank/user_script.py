@@ -13,7 +13,7 @@ from muster.core.errors import MusterError, UsageError
 from muster.protocol.ranks import EXPECTED_EXIT_CODES, AgentClient, RankContext
 
 #: Code between a rank's process and the script.
-_OURS = (__file__, os.path.join(os.path.dirname(__file__), "fork_server.py"))
+_OURS = (__file__, *(os.path.join(os.path.dirname(__file__), name) for name in ("standby.py", "fork_server.py")))
 
 
 def run_command(command: list[str], context: RankContext, agent: AgentClient, *, workdir: str | None = None) -> int:

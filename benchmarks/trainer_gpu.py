@@ -79,8 +79,8 @@ def play(system: str, job: dict[str, Any], folder: Path) -> jobs.Measured:
     """One training of ``system``."""
     if system.startswith("muster"):
         no_saves = {"every_steps": 0, "snapshot_every_steps": 0}
-        fp8 = {"training__precision": "fp8"} if "fp8" in system else {}
-        spec = jobs.muster_spec(job, folder / "cache", ranks=1, checkpoint=no_saves, **fp8)
+        precision = next((name for name in ("mxfp8", "fp8") if name in system), "bf16")
+        spec = jobs.muster_spec(job, folder / "cache", ranks=1, checkpoint=no_saves, training__precision=precision)
         events, began = jobs.run_muster(spec, folder / system, ranks=1, how="worker", timeout_s=420)
         return jobs.measured(jobs.steps_of(events), began, warmup=WARMUP)
     python = sys.executable
@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--systems", nargs="*", help="muster, bare (also _compiled), muster_fp8_compiled, hf, trl")
+    parser.add_argument("--systems", nargs="*", help="muster, bare (also _compiled), muster_(mx)fp8_compiled, hf, trl")
     parser.add_argument("--micro", nargs="*", type=int, default=[8, 4, 2, 1], help="sizes tried, from the first on")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, at least the micro-batch")
     parser.add_argument("--steps", type=int, default=14)

@@ -88,7 +88,7 @@ class RecordingHost:
         return Programs(
             identity=self.identity, hub=self.hub, log=self.log, spec=lambda: self.spec, is_ending=self._is_ending,
             on_prepared=lambda: None, has_ranks=lambda: self.has_ranks, on_failure=self._on_failure,
-            on_notice=lambda _: None, on_set_up=lambda: None,
+            on_notice=lambda _: None, on_set_up=lambda: None, on_progress=self.sent.append,
         )  # fmt: skip
 
     def replicator(self) -> ReplicatorProcess:

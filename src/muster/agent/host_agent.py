@@ -102,7 +102,7 @@ class HostAgent:
             is_ending=lambda: self.exit_reason is not None, on_prepared=self._check_ready, on_set_up=self._on_set_up,
             has_ranks=lambda: bool(self.pool.living()),
             on_failure=lambda failure: self.link.keep("data", failure),
-            on_notice=lambda source: self.preemption.on_notice(source),
+            on_notice=lambda source: self.preemption.on_notice(source), on_progress=self.link.send,
         )  # fmt: skip
         self.fork_server = ForkServer(
             identity=identity, hub=hub, spec=lambda: self.spec, is_ending=lambda: self.exit_reason is not None,

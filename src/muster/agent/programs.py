@@ -21,8 +21,8 @@ from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, UsageError
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import reader_of
-from muster.protocol.pipes import PREEMPTION_NOTICES, PREPARATION, DataFailed, DataPrepared, FromPreparation
-from muster.protocol.to_supervisor import StartFailed
+from muster.protocol.pipes import PREEMPTION_NOTICES, PREPARATION, DataFailed, DataPrepared, Preparing
+from muster.protocol.to_supervisor import HostPreparing, StartFailed
 from muster.transport.connections import ConnectionPool
 
 #: Data preparation that failed for another reason than the run file's is tried again after this long: a disk that was
@@ -30,6 +30,8 @@ from muster.transport.connections import ConnectionPool
 RETRY_S = 10.0
 #: Data preparation that was killed is restarted this often: what it has done is in the cache.
 PREPARE_KILLS = 1
+#: A preparation that takes longer says in the run's log each while how far it is.
+NOTE_S = 60.0
 #: In the host's folder in memory: the digest of the setup that this host has had. A new host has none.
 SETUP_DONE = "setup.done"
 SETUP = "muster.agent.ranks.setup_program"
@@ -52,9 +54,10 @@ class Programs:
         on_prepared: Callable[[], None],
         has_ranks: Callable[[], bool],
         on_failure: Callable[[StartFailed | None], None],
+        on_progress: Callable[[HostPreparing], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        """``on_set_up``: the host has had its setup.
+        """``on_set_up``: the host has had its setup. ``on_progress``: the preparation moves.
 
         ``has_ranks``: ranks run here, which a restarted agent's preparation must not end. ``on_failure``: the data
         cannot be prepared; None: now it was. ``on_notice``: this host is being preempted; who says so."""
@@ -64,8 +67,10 @@ class Programs:
         self.prepared = False
         self._on_set_up = on_set_up
         self._setup = HostSetup(identity=identity, hub=hub, on_failure=on_failure, on_note=log.note)
+        self._on_progress = on_progress
         self._prepare: subprocess.Popen[bytes] | None = None
-        self._prepare_kills = 0
+        self._prepare_kills, self._noted_s = 0, 0.0
+        self._result: DataPrepared | DataFailed | None = None
         self._failure: StartFailed | None = None
         """Why the data is not there, as it was told last."""
         self._retry_s = math.inf
@@ -121,19 +126,36 @@ class Programs:
         except AccessError as error:
             self._fail(StartFailed(reason=str(error), exit_code=error.exit_code, hint=error.hint))
             return
-        self._prepare = self._identity.start_program(
+        child = self._prepare = self._identity.start_program(
             "prepare", "muster.data", *arguments, stdout=subprocess.PIPE, env=env
         )
-        on_exit(self._hub, self._prepare.pid, self._on_prepare_exit)
+        self._result, self._noted_s = None, time.monotonic()
+        output = _Output(self._hub, child, lambda line: self._on_line(child, line))
+        on_exit(self._hub, child.pid, lambda: self._on_prepare_exit(child, output))
 
-    def _on_prepare_exit(self) -> None:
-        assert self._prepare is not None
+    def _on_line(self, child: subprocess.Popen[bytes], line: bytes) -> None:
+        """What the preparation says; lines that packages print are nothing to us."""
+        try:
+            said = reader_of(PREPARATION)(line)
+        except Unreadable:
+            return
+        if child is not self._prepare:
+            return
+        if not isinstance(said, Preparing):
+            self._result = said
+            return
+        self._on_progress(HostPreparing(activity=said.activity, done=said.done, total=said.total))
+        if said.done and said.total and time.monotonic() - self._noted_s >= NOTE_S:
+            self._noted_s = time.monotonic()
+            self._log.note(f"{self._identity.host}: {said.activity}: {said.done / said.total:.0%}")
+
+    def _on_prepare_exit(self, child: subprocess.Popen[bytes], output: _Output) -> None:
         host = self._identity.host
-        out, _ = self._prepare.communicate()
-        code, self._prepare = self._prepare.returncode, None
-        result: FromPreparation | None = None
-        with contextlib.suppress(Unreadable, IndexError):
-            result = reader_of(PREPARATION)(out.strip().splitlines()[-1])
+        output.close()
+        code, result = child.wait(), self._result
+        if child is not self._prepare:
+            return  # of an earlier run file: another one has begun
+        self._prepare = None
         if code < 0 and self._prepare_kills < PREPARE_KILLS and not self._is_ending():
             self._prepare_kills += 1
             self._log.note(f"data preparation on {host} was ended by signal {-code} and is restarted")
@@ -194,6 +216,33 @@ class Programs:
             else:
                 source = f"the metadata server: {notice.value}"
                 self._log.write("termination.notice", {"notice": notice.notice, "source": source, "grace_s": 60.0})
+
+
+class _Output:
+    """What a program prints, a line at a time, while it runs."""
+
+    def __init__(self, hub: ConnectionPool, child: subprocess.Popen[bytes], on_line: Callable[[bytes], None]) -> None:
+        assert child.stdout is not None
+        self._hub, self._file, self._on_line, self._rest = hub, child.stdout, on_line, b""
+        os.set_blocking(self._file.fileno(), False)
+        hub.watch(self._file.fileno(), self.read)
+
+    def read(self) -> None:
+        """Take what is there. A program of its own that outlived it may hold the other end: nothing waits for that."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._file.fileno(), 1 << 16):
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._on_line(line)
+            self._hub.unwatch(self._file.fileno())
+
+    def close(self) -> None:
+        """The program has ended: take the rest."""
+        self.read()
+        if self._rest:
+            self._on_line(self._rest)
+        self._hub.unwatch(self._file.fileno())
+        self._file.close()
 
 
 class HostSetup:

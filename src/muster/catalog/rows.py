@@ -31,7 +31,7 @@ class Accelerator:
     memory_bytes: int
     memory_bytes_per_s: float | None
     peak_flops: Mapping[str, float | None]
-    """Dense peak by precision (bf16, fp8, fp16)."""
+    """Dense peak by precision (bf16, fp8, mxfp8, fp16)."""
     matmul_flops: Mapping[str, float]
     """Best matrix multiplication measured by anybody, by precision."""
     origin: str

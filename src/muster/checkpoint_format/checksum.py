@@ -20,7 +20,9 @@ SUM_BYTES = 8
 
 
 class Digest:
-    """A checksum in the making."""
+    """A checksum in the making, by one thread: XXH3 mixes its state after each 1,024 bytes by a multiplication and an
+    exclusive or (XXH3's ``scrambleAcc``), so what others made of later bytes could not be joined to it. Sums of blocks
+    can be made by many (``BlockSums``), and are another value."""
 
     def __init__(self, start: bytes = b"") -> None:
         self._state = xxhash.xxh3_64(start)

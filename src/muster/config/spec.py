@@ -165,9 +165,10 @@ class Training(Section):
     compile: bool | Literal["auto"] = "auto"
     """torch.compile, per decoder layer, static shapes, and of the loss. auto: on a GPU, where its compiler is
     installed, in runs of 50 steps or more."""
-    precision: Literal["bf16", "fp8"] = "bf16"
-    """Of the matrices inside layers. fp8: float8 by torchao, a scale for each row, on H100 and newer; ``model.dtype``
-    stays bfloat16, and so do weights, head and attention. Never run on a GPU."""
+    precision: Literal["bf16", "fp8", "mxfp8"] = "bf16"
+    """Of the matrices inside layers, by torchao. fp8: float8 with a scale for each row, on H100 and newer; mxfp8: with
+    one for each 32 elements, on B200 and newer. ``model.dtype`` stays bfloat16, and so do weights, head and attention.
+    Neither has run on a GPU."""
     loss_chunk_tokens: NotNegative = 1024
     """Tokens per piece of the cross-entropy, so that the whole batch's logits never exist; 0: all at once."""
     deterministic: bool = False

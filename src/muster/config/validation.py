@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from muster.config.float8_rules import float8_rules
 from muster.config.sections import notify
 from muster.config.sections.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
@@ -182,29 +183,6 @@ def _training(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("training.optimizer.betas", f"item {index} must be in [0, 1), got {beta}")
 
 
-def _float8(spec: RunSpec) -> Iterator[Problem]:
-    """What does not go with fp8, one line at most."""
-    key, model, length = "training.precision", spec.model, spec.training.sequence_length
-    if spec.training.precision != "fp8" or model is None:
-        return
-    if spec.resources.device == "cpu":
-        yield Problem(key, "fp8 needs an H100 or newer, and device is cpu", hint="bf16")
-    elif model.dtype != "bfloat16":
-        yield Problem(key, f"fp8 needs model.dtype: bfloat16, not {model.dtype}", hint="bf16, or dtype: bfloat16")
-    elif model.lora is not None:
-        yield Problem(key, "fp8 does not go with model.lora: adapters' matrices are too narrow", hint="bf16")
-    elif spec.parallelism.tp > 1:
-        yield Problem(
-            key, f"fp8 does not go with tp = {spec.parallelism.tp}: it was never tried", hint="bf16, or tp: 1"
-        )
-    elif spec.parallelism.pp > 1:
-        yield Problem(
-            key, f"fp8 does not go with pp = {spec.parallelism.pp}: it was never tried", hint="bf16, or pp: 1"
-        )
-    elif length % 16:
-        yield Problem(key, f"fp8 needs a sequence_length that is a multiple of 16, not {length}", hint="bf16")
-
-
 def _numerics(spec: RunSpec) -> Iterator[Problem]:
     training, model = spec.training, spec.model
     if model is not None and model.master_dtype == "bfloat16" and model.dtype == "float32":
@@ -213,7 +191,7 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("model.attention", f"{model.attention} needs CUDA, and device is cpu", hint="auto")
     if model is not None and model.attention.startswith("flash") and model.dtype == "float32":
         yield Problem("model.attention", f"{model.attention} cannot compute in float32", hint="auto")
-    yield from _float8(spec)
+    yield from float8_rules(spec)
     if training.local_steps and spec.parallelism.dp_replicate == 1 and not spec.parallelism.auto:
         yield Problem("training.local_steps", "is of replicas, and there is one", hint="parallelism.dp_replicate: 2")
     yield from _context_parallel(spec)

@@ -16,10 +16,10 @@ from pathlib import Path
 from muster.core.errors import MusterError, UsageError
 from muster.core.processes import forgive_outputs
 from muster.protocol.codec import encode
-from muster.protocol.pipes import DataFailed, DataPrepared
+from muster.protocol.pipes import DataFailed, DataPrepared, Preparing
 
 #: Seconds between two lines about one activity.
-_LINES_S = 10.0
+LINES_S = 10.0
 
 
 def main() -> None:
@@ -34,9 +34,11 @@ def main() -> None:
         from muster.config.spec import RunSpec
         from muster.core import resolved_file
         from muster.data.prepare import prepare
+        from muster.data.weights.model_files import fetch_for_ranks
 
-        held = resolved_file.read(run_dir, patient=True)
-        result = prepare(RunSpec.model_validate_json(held), run_dir=run_dir, progress=_lines())
+        spec, tell = RunSpec.model_validate_json(resolved_file.read(run_dir, patient=True)), told_to_agent()
+        result = prepare(spec, run_dir=run_dir, progress=tell)
+        fetched = {} if spec.model is None else fetch_for_ranks(spec.model, run_dir, tell)
     except MusterError as error:
         sys.exit(_fail(DataFailed(error=str(error), hint=error.hint, exit_code=error.exit_code)))
     except ModuleNotFoundError as error:
@@ -49,7 +51,8 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 (the process's edge: the agent reports it)
         traceback.print_exc()
         sys.exit(_fail(DataFailed(error=f"data preparation failed: {type(error).__name__}: {error}")))
-    stats = {key: value for key, value in result.stats.items() if isinstance(value, int | float | str | bool)}
+    found = {**result.stats, **fetched}
+    stats = {key: value for key, value in found.items() if isinstance(value, int | float | str | bool)}
     tokens, cached = int(stats.pop("tokens", 0)), bool(stats.pop("cached", False))
     prepared = DataPrepared(
         fingerprint=result.fingerprint, tokens=tokens, sequences=len(result.train), cached=cached, more=stats
@@ -57,16 +60,18 @@ def main() -> None:
     print(encode(prepared).decode())
 
 
-def _lines() -> Callable[[str, int, int], None]:
-    """Progress into the log of this program: a line for each activity, and one each 10 s."""
-    said: dict[str, float] = {}
+def told_to_agent() -> Callable[[str, int, int], None]:
+    """Progress into the log of this program and to the agent: of each activity at once, then each 10 s."""
+    told: dict[str, float] = {}
 
     def tell(activity: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if activity not in said or now - said[activity] >= _LINES_S:
-            said[activity] = now
-            share = f": {done / total:.0%}" if done and total else ""
-            print(f"{time.strftime('%H:%M:%S')} {activity}{share}", file=sys.stderr, flush=True)
+        if activity in told and now - told[activity] < LINES_S:
+            return
+        told[activity] = now
+        share = f": {done / total:.0%}" if done and total else ""
+        print(f"{time.strftime('%H:%M:%S')} {activity}{share}", file=sys.stderr, flush=True)
+        print(encode(Preparing(activity=activity, done=done, total=total)).decode(), flush=True)
 
     return tell
 

@@ -99,7 +99,7 @@ def fetch_model_files(name: str, revision: str | None, requested: Sequence[str],
     try:
         info = api.model_info(name, revision=revision)
         there = {sibling.rfilename for sibling in info.siblings}
-        return {name: Path(api.hf_hub_download(name, name, revision=info.sha)) for name in requested if name in there}
+        return {file: Path(api.hf_hub_download(name, file, revision=info.sha)) for file in requested if file in there}
     except Exception as error:
         translated = translate(error, f"model {name!r}")
         cached = _cached_model_files(name, revision, requested) if isinstance(translated, BackendError) else {}
@@ -112,8 +112,8 @@ def _cached_model_files(name: str, revision: str | None, requested: Sequence[str
     """Files that an earlier run with a connection left in the hub's own cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    result = {name: try_to_load_from_cache(name, name, revision=revision) for name in requested}
-    return {name: Path(path) for name, path in result.items() if isinstance(path, str)}
+    result = {file: try_to_load_from_cache(name, file, revision=revision) for file in requested}
+    return {file: Path(path) for file, path in result.items() if isinstance(path, str)}
 
 
 def _api() -> Any:

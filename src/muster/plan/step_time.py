@@ -2,7 +2,7 @@
 
 Model FLOP utilisation is an outcome, never an input. What is modelled:
 
-* matrices: their FLOPs at ``ceiling x efficiency`` (fp8: the layers' linear parts at the fp8 ceiling);
+* matrices: their FLOPs at ``ceiling x efficiency`` (fp8, mxfp8: the layers' linear parts at that ceiling);
 * the rest of a layer is memory traffic: passes over its activations, fewer where compiled;
 * FSDP: each round gathers every unit for the forward pass, again for the backward pass (if resharded), and
   reduce-scatters float32 gradients; the share ``overlap`` of arithmetic can hide it, the rest is exposed;
@@ -58,10 +58,12 @@ class Constants:
 DEFAULT = Constants()
 #: Ranks on a CPU move their bytes with the cores that compute: nothing is hidden.
 ON_CPU = Constants(overlap=0.0)
-#: An fp8 operand is read twice and written once or twice (its largest value first, then the cast and its transpose).
+#: An fp8 operand is read twice and written once or twice (its largest value first, then the cast and its transpose); an
+#: mxfp8 one is read and written once for each of the two directions that its scales run in.
 FP8_CAST_BYTES = 6.0
 #: Share of the measured fp8 ceiling that scaled matrices of a layer reach, relative to bf16's share of its own: NeMo's
 #: 8B in fp8 against bf16 gives it (a row that is therefore fitted on, not checked).
+#: Of mxfp8 nothing is published that it could be fitted to: the same.
 FP8_SHARE = 0.85
 #: Bytes that a token moves through memory in a layer's forward pass, in units of (h, a + k, i) elements of 2 bytes:
 #: separate kernels, float32 norms counted double; and fused. The backward pass moves twice as much.
@@ -197,12 +199,12 @@ def _matrices(
     attention = work.attention_flops_per_token() * (1 + again)
     head_work = 6.0 * shape.head_parameters * (1.0 if work.trains_head else share)
     rate = ceiling
-    if constants.precision == "fp8":
-        fast = option.accelerator.matmul_flops.get("fp8")
-        peak = option.accelerator.peak_flops.get("fp8")
+    if constants.precision != "bf16":
+        chip, precision = option.accelerator, constants.precision
+        fast, peak = chip.matmul_flops.get(precision), chip.peak_flops.get(precision)
         if fast is None and peak is None:
-            raise NoPlanError(f"the fp8 peak of {option.accelerator.name} is unknown")
-        rate = fast or (peak or 0.0) * ceiling / (option.accelerator.peak_flops["bf16"] or 1.0)
+            raise NoPlanError(f"the {precision} peak of {chip.name} is unknown, or it has none")
+        rate = fast or (peak or 0.0) * ceiling / (chip.peak_flops["bf16"] or 1.0)
         rate *= FP8_SHARE
     # The head is not cut: every tp rank does it whole.
     return tokens * ((linear / rate + attention / ceiling) / tp + head_work / ceiling)
@@ -223,7 +225,7 @@ def _traffic(work: Workload, setting: Setting, option: Option, tokens: float, co
     if setting.activation_checkpointing == "selective":
         passes += 1.0
     layers = shape.layers * elements * work.compute_bytes * passes
-    if constants.precision == "fp8":  # inputs, weights' gradients' inputs and outgoing gradients are scaled and cast
+    if constants.precision != "bf16":  # inputs, weights' gradients' inputs and outgoing gradients are scaled and cast
         cast = 4 * shape.hidden + (2 * shape.attention_width + 2 * kv + 3 * shape.intermediate) / tp
         layers += FP8_CAST_BYTES * shape.layers * cast
     logits = 20.0 * shape.vocab * work.supervised

@@ -30,6 +30,15 @@ class NodeCondition(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Preparing(Record):
+    """What data preparation does: it moves. One of an activity each ten seconds at most."""
+
+    activity: str
+    done: Count = 0
+    total: Annotated[Count, "0: unknown"] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataPrepared(Record):
     """A host's data is ready."""
 
@@ -96,7 +105,7 @@ class PodError(Record):
 
 ToPod: TypeAlias = AskInPod | ReadFolder
 FromPod: TypeAlias = SupervisorStatus | FileParts | PodError
-FromPreparation: TypeAlias = DataPrepared | DataFailed
+FromPreparation: TypeAlias = Preparing | DataPrepared | DataFailed
 TO_POD: Channel[ToPod] = Channel(
     name="launcher to pod", sender="launcher", receiver="program in a pod", over="pipe", messages=get_args(ToPod)
 )

@@ -23,6 +23,15 @@ class HostReady(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostPreparing(Record):
+    """The host is not ready, and what it prepares moves: data, or a model's files from the hub."""
+
+    activity: str
+    done: Count = 0
+    total: Annotated[Count, "0: unknown"] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreLost(Record):
     """The fork server died, and its rendezvous store with it."""
 
@@ -177,6 +186,7 @@ class Beat(Record):
 Greeting: TypeAlias = AgentHello | BeatHello | ClientHello
 FromAgent: TypeAlias = (
     HostReady
+    | HostPreparing
     | StoreAddress
     | StoreLost
     | ReplicatorAddress

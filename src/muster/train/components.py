@@ -98,14 +98,14 @@ def make_components(
     If in-memory snapshots are restored next (``context.restore``), trained weights stay undefined until then.
     """
     prepared = open_data(spec, Path(context.run_dir), agent)
-    fetch_weights(spec, agent)
+    fetched = fetch_weights(spec, Path(context.run_dir), agent)
     batch_schedule, last_step = schedule_of(spec, context, prepared)
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, device.type, replica=replica)
     groups = reduce_groups_of(meshes, world)
     built = build_model(
-        spec,
+        fetched,
         device=device,
         vocab_size=prepared.vocab_size,
         mesh=meshes,

@@ -7,8 +7,8 @@ from pathlib import Path
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
 from muster.data.prepare import Prepared, open_prepared, prepare
+from muster.data.weights import model_files
 from muster.protocol.ranks import AgentClient
-from muster.train.model import pretrained
 
 #: How long a part of data preparation counts as progress: training a tokenizer or packing reports none meanwhile.
 PREPARE_LIMIT_S = 1800.0
@@ -33,14 +33,18 @@ def open_data(spec: RunSpec, run_dir: Path, agent: AgentClient) -> Prepared:
         return prepared
 
 
-def fetch_weights(spec: RunSpec, agent: AgentClient) -> None:
-    """Have the pretrained weights on this machine. A download counts as progress: it may take longer than a start.
+def fetch_weights(spec: RunSpec, run_dir: Path, agent: AgentClient) -> RunSpec:
+    """``spec`` with ``model.revision`` at the commit that data preparation fetched; its files are then on this machine.
 
-    All ranks of a host ask at once; the hub's cache lets one of them load each file. Raises as ``pretrained.fetch``.
+    Where that was not done before the ranks started (torchrun) they are fetched here: it counts as progress, since it
+    may take longer than a start. Then all ranks of a host ask at once, and the hub's cache lets one load each file.
+    Raises as ``model_files.fetch``.
     """
     assert spec.model is not None
-    if spec.model.source is None or Path(spec.model.source).is_dir():
-        return
+    model = model_files.pinned(spec.model, run_dir)
+    if model.source is None or Path(model.source).is_dir():
+        return spec
     agent.progress(for_s=FETCH_LIMIT_S)
-    pretrained.fetch(spec.model.source, spec.model.revision)
+    model_files.fetch(model.source, model.revision)
     agent.progress()
+    return spec.model_copy(update={"model": model})

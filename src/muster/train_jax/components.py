@@ -59,14 +59,14 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
     assert spec.model is not None
     set_numerics(spec, Path(context.run_dir))
     prepared = open_data(spec, Path(context.run_dir), agent)
-    fetch_weights(spec, agent)
+    fetched = fetch_weights(spec, Path(context.run_dir), agent)
     join_chips(context, world)
     mesh = mesh_of()
     check_rows(spec.training.micro_batch_size, mesh)
     batch_schedule, last_step = schedule_of(spec, context, prepared)
     meshes = make_meshes(context.layout, "cpu")
     host = build_host_model(
-        spec, vocab_size=prepared.vocab_size, hosts=meshes.shard, chips=mesh.size, seed=spec.training.seed
+        fetched, vocab_size=prepared.vocab_size, hosts=meshes.shard, chips=mesh.size, seed=spec.training.seed
     )
     trained = host.trained()
     optimizer = make_optimizer(trained, spec.training.optimizer, elementwise=False)

@@ -1,6 +1,12 @@
 """Data preparation that is killed or fails: restarted, reported, tried again."""
 
+import os
+import select
 import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +15,7 @@ from fakes.host import RecordingHost
 from muster.agent import programs as programs_module
 from muster.agent.programs import RETRY_S
 from muster.config.spec import RunSpec
+from muster.protocol.to_supervisor import HostPreparing
 
 #: A run file that names a file which is not there.
 NO_FILE = {
@@ -20,12 +27,29 @@ NO_FILE = {
 
 def preparing(run_dir):
     """A host that has data to prepare, its programs, and what is called when their processes exit."""
-    calls = []
-    hub = SimpleNamespace(watch=lambda fd, call: calls.append(call), unwatch=lambda fd: None)
+    calls = Calls()
+    hub = SimpleNamespace(watch=calls.watch, unwatch=calls.unwatch)
     host = RecordingHost(run_dir, spec=SimpleNamespace(data={"sources": []}, env={}, setup=None, workdir=None), hub=hub)
     programs = host.programs()
     programs.start()
     return host, programs, calls
+
+
+class Calls(list):
+    """What is called when a process exits; ``outputs``: when it has said something."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = {}
+
+    def watch(self, fd, call):
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            self.outputs[fd] = call
+        else:
+            self.append(call)
+
+    def unwatch(self, fd):
+        self.outputs.pop(fd, None)
 
 
 def test_a_killed_preparation_is_restarted_once(tmp_path):
@@ -105,5 +129,65 @@ def test_ranks_that_train_are_not_ended_by_a_restarted_agents_preparation(tmp_pa
     assert host.failures == [] and "the ranks on host-0 go on" in host.notes[0]
     host.has_ranks = False
     programs.on_start()
+    ended(programs, calls)
+    assert len(host.failures) == 1
+
+
+#: A preparation: what it says, at once and once this file is there.
+SAYS = """
+import sys, time, pathlib
+sys.path.insert(0, {source!r})
+from muster.protocol.codec import encode
+from muster.protocol.pipes import DataPrepared, Preparing
+print("a package's own line")
+print(encode(Preparing(activity="fetch org/name (2.0 GB)", done=1, total=4)).decode(), flush=True)
+go = pathlib.Path({go!r})
+while not go.exists():
+    time.sleep(0.01)
+print(encode(Preparing(activity="fetch org/name (2.0 GB)", done=3, total=4)).decode())
+print(encode(DataPrepared(fingerprint="f", tokens=1, sequences=1, cached=False, more={{"weights_bytes": 4}})).decode())
+"""
+
+
+def test_what_it_says_while_it_runs_is_told_and_noted_now_and_then(tmp_path, now, monkeypatch):
+    """A download of an hour: the supervisor hears that it moves, the run's log a line each minute."""
+    source, go = str(Path(programs_module.__file__).parents[2]), tmp_path / "go"
+    code = SAYS.format(source=source, go=str(go))
+
+    def start(self, log, module, *arguments, stdout, **given):
+        return subprocess.Popen([sys.executable, "-c", code], stdout=stdout)
+
+    monkeypatch.setattr(programs_module.HostIdentity, "start_program", start)
+    host, programs, calls = preparing(tmp_path)
+    written = []
+    host.log.write = lambda kind, detail: written.append((kind, detail))
+    (output,) = calls.outputs.values()
+    fd = next(iter(calls.outputs))
+    while not host.sent:
+        assert select.select([fd], [], [], 30)[0]
+        output()
+    assert host.sent == [HostPreparing(activity="fetch org/name (2.0 GB)", done=1, total=4)]
+    assert not host.notes and not programs.prepared
+    now[0] += programs_module.NOTE_S
+    go.touch()
+    programs._prepare.wait()
+    calls.pop()()
+    assert host.sent[1:] == [HostPreparing(activity="fetch org/name (2.0 GB)", done=3, total=4)]
+    assert host.notes == ["host-0: fetch org/name (2.0 GB): 75%"]
+    assert written == [
+        ("data.prepared", {"fingerprint": "f", "tokens": 1, "sequences": 1, "cached": False, "weights_bytes": 4})
+    ]
+    assert programs.prepared and not calls.outputs and not host.failures
+
+
+def test_the_end_of_an_earlier_one_is_not_the_newer_ones(tmp_path):
+    host, programs, calls = preparing(tmp_path)
+    first = programs._prepare
+    programs.prepare_again()
+    assert programs._prepare is not first
+    first.kill()
+    first.wait()
+    calls.pop(0)()
+    assert programs._prepare is not None and not host.failures and not host.notes
     ended(programs, calls)
     assert len(host.failures) == 1

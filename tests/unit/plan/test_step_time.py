@@ -89,6 +89,14 @@ def test_fp8_is_faster_but_not_for_attention():
     assert 1.2 < bf16.seconds / fp8.seconds < 1.9
 
 
+def test_mxfp8_is_faster_where_the_chip_has_it_and_planned_nowhere_else():
+    work, asked = job(global_batch_size=8), replace(DEFAULT, precision="mxfp8")
+    bf16 = step_time(work, at(8), option("a4-highgpu-8g", "spot"), 1)
+    assert 1.2 < bf16.seconds / step_time(work, at(8), option("a4-highgpu-8g", "spot"), 1, asked).seconds < 1.9
+    with pytest.raises(NoPlanError, match="mxfp8 peak of H200 is unknown, or it has none"):
+        step_time(work, at(8), option("a3-ultragpu-8g", "spot"), 1, asked)
+
+
 def test_snapshots_stall_each_step_until_they_are_rarer():
     every = step_time(job(snapshot_every=1), at(8, micro=8), option(), 1)
     fourth = step_time(job(snapshot_every=4), at(8, micro=8), option(), 1)

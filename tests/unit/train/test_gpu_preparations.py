@@ -23,10 +23,11 @@ class Agent:
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_download_of_weights_counts_as_progress(monkeypatch, tmp_path, is_folder):
     agent, fetched = Agent(), []
-    monkeypatch.setattr(inputs.pretrained, "fetch", lambda *asked: fetched.append((asked, list(agent.said))))
+    monkeypatch.setattr(inputs.model_files, "fetch", lambda *asked: fetched.append((asked, list(agent.said))))
     source = str(tmp_path) if is_folder else "org/name"
     base = {"name": "case", "model": {"source": source, "revision": "v1"}, "data": {"sources": [{"type": "random"}]}}
-    inputs.fetch_weights(RunSpec.model_validate(base), agent)
+    spec = RunSpec.model_validate(base)
+    assert inputs.fetch_weights(spec, tmp_path, agent) == spec
     if is_folder:
         assert not fetched and not agent.said
     else:

@@ -22,6 +22,8 @@ class DataPrepared(OpenDetail):
         int | None, "held-out rows that cannot be: their gold query fails, returns nothing"
     ] = None
     questions_left_out_why: Annotated[str | None, "how many for which reason, and the first of them"] = None
+    weights_bytes: Annotated[int | None, "of the model's files from the hub; 0: it did not say"] = None
+    weights_s: Annotated[float | None, "until they were here"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from muster.protocol.to_supervisor import (
     HostFault,
     HostLooked,
     HostNotice,
+    HostPreparing,
     HostReady,
     RankExit,
     RankHang,
@@ -31,6 +32,7 @@ from muster.supervise.checks import judging
 from muster.supervise.hangs import gathering
 from muster.supervise.hangs.gathering import Gathering
 from muster.supervise.recovery import final_flush, preemption_notices
+from muster.supervise.recovery.attempts import patience_s, unready_host
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.hosts import (
     consider_growth,
@@ -63,8 +65,8 @@ def on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthRe
             host.store = message.store
         case StoreLost():
             host.store = None
-        case RanksProgress():
-            _progress(ctx, message)
+        case RanksProgress() | HostPreparing():
+            _progress(ctx, host, message)
         case RankEvent():
             _event(ctx, message)
         case RankExit():
@@ -85,8 +87,23 @@ def on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthRe
             _health(ctx, host, message)
 
 
-def _progress(ctx: SupervisorContext, message: RanksProgress) -> None:
+def _preparing(ctx: SupervisorContext, host: Host) -> None:
+    """What a start needs is on its way to a host: the time that it has for that begins again. A download of weights
+    takes longer than a start."""
+    phase = ctx.state.phase
+    if host.start_failed:
+        return
+    if isinstance(phase, Starting) and len(ctx.usable()) < ctx.settings.min_hosts:
+        ctx.deadline(ctx.settings.spec.recovery.start_timeout_s)
+    elif isinstance(phase, Waiting) and unready_host(ctx, phase.next) is not None:
+        ctx.deadline(patience_s(ctx, phase.next))
+
+
+def _progress(ctx: SupervisorContext, host: Host, message: RanksProgress | HostPreparing) -> None:
     """Ranks before their first step report that a long start is alive: ``start_timeout_s`` begins again."""
+    if isinstance(message, HostPreparing):
+        _preparing(ctx, host)
+        return
     state = ctx.state
     if message.attempt == state.attempt and isinstance(state.phase, Running) and not state.progress.stepped:
         ctx.deadline(ctx.settings.spec.recovery.start_timeout_s)  # a script that reports progress uses muster.run

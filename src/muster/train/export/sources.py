@@ -19,6 +19,7 @@ from muster.core import resolved_file
 from muster.core.errors import CheckpointError, UsageError
 from muster.core.protocols import Store
 from muster.core.resolved_file import DamagedRunFile
+from muster.data.weights.model_files import pinned
 from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.model import lora, pretrained, weights
@@ -103,7 +104,7 @@ def choose_checkpoint(spec: RunSpec, run_dir: Path, step: int | None, *, lowest_
 
 def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSources:
     assert spec.model is not None
-    folder = pretrained.open_source(spec.model)
+    folder = pretrained.open_source(pinned(spec.model, run_dir))  # the weights that were trained on
     given = spec.model.config
     unknown = folder is None and isinstance(given, dict) and "vocab_size" not in given
     if grows(spec) or (unknown and spec.model.lora is not None):

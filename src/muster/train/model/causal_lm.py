@@ -165,8 +165,8 @@ def laid_out(
         layers = [layers[index] for index in module.stage.layers]
     if mesh.layout.tp > 1:
         tensor_parallel.split(model, layers, mesh.tp)
-    if spec.training.precision == "fp8":
-        float8.convert_layers(layers, device)
+    if spec.training.precision != "bf16":
+        float8.convert_layers(layers, device, spec.training.precision)
     recompute(layers, spec.training.activation_checkpointing)
     if compiles(spec.training, device) and mesh.layout.cp == 1:
         compile_layers(layers, device)

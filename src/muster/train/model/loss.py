@@ -7,8 +7,10 @@ is from the Liger kernel (Hsu et al. 2024); this is plain PyTorch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -29,6 +31,8 @@ class LogitRule:
     cap: float | None = None
 
 
+#: Devices with a kernel that adds a product of half-precision matrices to a float32 sum.
+ADDS_IN_KERNEL = ("cuda",)
 #: ``cross_entropy_and_gradient`` or something that does the same.
 Kernel: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -129,11 +133,60 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif left.device.type == "cuda":
-        # The product itself would be written and read once more: 2 GB each way of a vocabulary of 128,000.
-        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    elif left.device.type in ADDS_IN_KERNEL and adds_right(left.device, left.dtype):
+        _add_in_kernel(total, left, right)
     else:
         total += torch.mm(left, right)
+
+
+def _add_in_kernel(total: Tensor, left: Tensor, right: Tensor) -> None:
+    # The product itself would be written and read once more: 2 GB each way of a vocabulary of 128,000.
+    torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+
+
+@cache
+def adds_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``_add_in_kernel`` adds a product of ``dtype`` on ``device``: a small one is compared with float64's.
+
+    Once a process, a few milliseconds; draws no random number. A kernel that does not is said in one line.
+    """
+    try:
+        off, allowed = _error_in_kernel(device, dtype)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+            raise  # of the device, not of the kernel
+        problem = f"refuses: {str(error).strip().splitlines()[0][:160]}"
+    else:
+        if off <= allowed:
+            return True
+        problem = f"is {off:.2g} off where {allowed:.2g} is rounding"
+    print(
+        f"note: the gradient of the model's head is summed in a pass of its own on {device}: torch's kernel that adds "
+        f"a product of {str(dtype).removeprefix('torch.')} to a float32 sum {problem}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return False
+
+
+def _error_in_kernel(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest error of two products added one behind the other, and what rounding each to ``dtype`` would make.
+
+    The sum begins a hundred times as large as what is added, so that a sum rounded to ``dtype`` shows too.
+    """
+    tokens, rows, columns = 64, 96, 80
+    numbers = torch.arange(tokens * (rows + columns), dtype=torch.float64).square()
+    waves = torch.sin(numbers).to(device, dtype)
+    left = waves[: tokens * rows].view(tokens, rows).t()  # as in ``_ChunkedCrossEntropy``
+    right = waves[tokens * rows :].view(tokens, columns)
+    start = 512.0 * torch.cos(torch.arange(rows * columns, dtype=torch.float64)).view(rows, columns)
+    total = start.to(device, torch.float32)
+    product = left.cpu().double() @ right.cpu().double()
+    wanted = total.cpu().double() + 2 * product
+    for _ in range(2):
+        _add_in_kernel(total, left, right)
+    allowed = 2 * float(product.abs().max()) * torch.finfo(dtype).eps
+    return float((total.cpu().double() - wanted).abs().max()), allowed
 
 
 def cross_entropy_and_gradient(

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from muster.config.spec import Model
-from muster.core import environment
-from muster.core.errors import BackendError, CheckpointError, UsageError
-from muster.core.model_copies import find_copy
+from muster.core.errors import CheckpointError
+from muster.data.weights.model_files import fetch
 from muster.train.distributed.reduce import local
 from muster.train.model.weights import Ranges, fill, local_ranges, plain_name, transient_buffers
 
@@ -41,43 +40,6 @@ class Folder:
 def open_source(model: Model) -> Folder | None:
     """The pretrained model's folder; None if the run file names none. Raises what ``fetch`` and ``open_folder`` do."""
     return None if model.source is None else open_folder(fetch(model.source, model.revision))
-
-
-def fetch(source: str, revision: str | None) -> Path:
-    """The local folder of a model: itself, a copy of it here, or the hub's in the cache (weights and configuration).
-
-    Raises:
-        UsageError: no such model.
-        BackendError: the hub cannot be reached.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    copies = environment.current().model_copies
-    if copies is not None and (copy := find_copy(copies, source, revision)) is not None:
-        return copy
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise UsageError(f"model.source: no folder {source}", hint="give a local folder or a hub id like org/name")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:
-        raise hub_error(source, error) from error
-
-
-def hub_error(source: str, error: Exception) -> UsageError | BackendError:
-    """The error for a failed download."""
-    kind = type(error).__name__
-    if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "HFValidationError"):
-        return UsageError(
-            f"model.source: {source} is not available on the hub ({kind})",
-            hint="check the name, or run `hf auth login`",
-        )
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else kind
-    return BackendError(
-        f"model.source: {source} is not a local folder and the hub cannot be reached: {first_line}",
-        hint="check the network, or download the model and give its folder",
-    )
 
 
 def open_folder(path: Path) -> Folder:

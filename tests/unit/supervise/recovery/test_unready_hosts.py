@@ -2,10 +2,13 @@
 a start may take, then the policy decides. In virtual time."""
 
 import pytest
-from fakes.virtual_run import actions, cluster, kinds, spec
+from fakes.virtual_run import actions, cluster, kinds, machine, spec
 from test_final_flush import committed, ended
 
-from muster.protocol.to_supervisor import HostReady, StartFailed, StoreLost
+from muster.protocol.hello import AgentHello
+from muster.protocol.to_supervisor import HostPreparing, HostReady, StartFailed, StoreLost
+from muster.protocol.version import MINE
+from muster.supervise.recovery.inputs import SECOND_NS, FromHost, HostUp, Tick
 
 WHY = "the fork server on host-0 died with code 1: ImportError: failed to map segment"
 
@@ -73,3 +76,43 @@ def test_hosts_that_are_to_come_are_waited_for_as_long_as_the_policy_says():
     found.at(20.0, lambda: found.kill_host("host-1"))
     assert found.run(600) is None and found.machine.state.phase.name == "wait", "start_timeout_s is 60 s"
     assert actions(found) == ["wait"]
+
+
+PREPARES = HostPreparing(activity="fetch org/name (141.1 GB)", done=1, total=2)
+
+
+def test_one_whose_preparation_moves_is_waited_for():
+    """A download of weights takes longer than a start: its deadline begins again with each word."""
+    found = cluster(spec(hosts=1), steps=2000)
+    found.at(20.0, lambda: lose_fork_server(found))
+    found.at(40.0, lambda: found.kill_rank(0))
+    for second in range(70, 400, 30):
+        found.at(float(second), lambda: found.receive_from(found.hosts["host-0"], PREPARES))
+    ready = HostReady(store=("127.0.0.1", 1), memory=("127.0.0.1", 2))
+    found.at(420.0, lambda: found.receive_from(found.hosts["host-0"], ready))
+    assert ended(found, 1000).exit_code == 0 and actions(found) == ["restart"]
+
+
+def test_one_whose_preparation_has_stopped_moving_is_not():
+    found = cluster(spec(hosts=1), steps=2000)
+    found.at(20.0, lambda: lose_fork_server(found))
+    found.at(40.0, lambda: found.kill_rank(0))
+    found.at(70.0, lambda: found.receive_from(found.hosts["host-0"], PREPARES))
+    end = ended(found, 400)
+    late = [at for at, log in kinds(found, "incident.detected") if log.detail["incident"] == "start_up"]
+    assert end.outcome == "failed" and late and late[0] >= 130.0
+
+
+@pytest.mark.parametrize(("min_hosts", "waits"), [(2, True), (1, False)])
+def test_at_the_runs_start_too_where_it_needs_that_host(min_hosts, waits):
+    """60 s for the start. Where enough hosts are ready it begins without the one that still fetches."""
+    made = machine(spec(hosts=2, min_hosts=min_hosts))
+    made.start(0)
+    store = ("127.0.0.1", 1)
+    for name, ready in (("host-0", True), ("host-1", False)):
+        hello = AgentHello(version=MINE, host=name, pid=1, ready=ready, store=store)
+        made.handle(HostUp(host=name, hello=hello), 5 * SECOND_NS)
+    made.handle(FromHost(host="host-1", message=PREPARES), 50 * SECOND_NS)
+    assert made.deadline_ns == (110 if waits else 60) * SECOND_NS
+    made.handle(Tick(), 60 * SECOND_NS)
+    assert made.state.attempt == (0 if waits else 1)

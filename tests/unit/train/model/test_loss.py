@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from muster.train.model import loss as loss_module
 from muster.train.model.loss import LogitRule, chunked_cross_entropy, logit_rule
 
 TOKENS, HIDDEN, VOCAB = 23, 8, 31
@@ -58,6 +59,81 @@ def test_bfloat16_weights_sum_their_chunks_in_float32():
     assert float(one.detach()) == pytest.approx(float(expected), rel=1e-2)
     gradients = [torch.autograd.grad(loss, halves[1])[0].float() for loss in (many, one)]
     assert torch.allclose(*gradients, atol=2e-2)
+
+
+def in_float32(total, left, right):
+    total += left.float() @ right.float()
+
+
+def replaces(total, left, right):
+    total.copy_(left.float() @ right.float())
+
+
+def rounds_the_sum(total, left, right):
+    total.copy_((total + left.float() @ right.float()).to(left.dtype))
+
+
+def adds_twice(total, left, right):
+    total += 2 * (left.float() @ right.float())
+
+
+def refuses(total, left, right):
+    raise RuntimeError("self dtype must match mat1 dtype\nException raised from addmm")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (in_float32, None),
+        (lambda total, left, right: total.add_(torch.mm(left, right)), None),  # the product is rounded, as elsewhere
+        (replaces, "off where"),
+        (rounds_the_sum, "off where"),
+        (adds_twice, "off where"),
+        (refuses, "refuses: self dtype must match mat1 dtype\n"),
+    ],
+)
+def test_a_kernel_that_adds_wrongly_is_noticed_once_and_left_out(monkeypatch, capsys, kernel, words, dtype):
+    """On a GPU the head's weight gradient is added inside the product; here that kernel is played on the CPU."""
+    hidden, weight, _, labels = (each if each is None else each.detach() for each in inputs(torch.float32, bias=False))
+    calls = []
+
+    def played(total, left, right):
+        calls.append(len(left))
+        kernel(total, left, right)
+
+    def gradient():
+        halves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        found = chunked_cross_entropy(*halves, None, labels, scale=1.0, chunk_tokens=5, rule=LogitRule())
+        return torch.autograd.grad(found, halves[1])[0]
+
+    expected = gradient()
+    monkeypatch.setattr(loss_module, "ADDS_IN_KERNEL", ("cpu",))
+    monkeypatch.setattr(loss_module, "_add_in_kernel", played)
+    loss_module.adds_right.cache_clear()
+    state = torch.get_rng_state()
+    try:
+        found = [gradient(), gradient()]
+    finally:
+        loss_module.adds_right.cache_clear()
+    said = capsys.readouterr().err
+    assert torch.equal(torch.get_rng_state(), state)
+    if words is None:
+        off = [float((each - expected).float().norm() / expected.float().norm()) for each in found]
+        assert not said and calls.count(VOCAB) == 2 * 5 and max(off) < 1e-2, off
+    else:
+        assert VOCAB not in calls and all(torch.equal(each, expected) for each in found), "the plain sum"
+        assert words in said and said.count("\n") == 1, "one line, once"
+
+
+def test_a_broken_device_is_no_matter_of_its_kernel(monkeypatch):
+    def ends(total, left, right):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loss_module, "_add_in_kernel", ends)
+    loss_module.adds_right.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_module.adds_right(torch.device("cpu"), torch.bfloat16)
 
 
 def test_no_target_gives_zero_and_zero_gradients():

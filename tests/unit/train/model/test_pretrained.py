@@ -8,8 +8,8 @@ import torch
 from fakes.small_model import LLAMA, build, spec_of, whole
 from safetensors.torch import load_file, save_file
 
-from muster.core.errors import BackendError, CheckpointError, MusterError, UsageError
-from muster.train.model.pretrained import fetch, hub_error, open_folder
+from muster.core.errors import CheckpointError
+from muster.train.model.pretrained import open_folder
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -140,22 +140,6 @@ def test_damage_is_one_clear_line(folder, damage, kind, said):
     with pytest.raises(kind, match=said) as caught:
         load(folder)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_that_is_not_there():
-    with pytest.raises(UsageError, match="no folder /nowhere/at/all"):
-        fetch("/nowhere/at/all", None)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("RepositoryNotFoundError", UsageError), ("GatedRepoError", UsageError), ("ConnectError", BackendError)],
-)
-def test_errors_of_the_hub_become_ours(name, kind):
-    error = type(name, (Exception,), {})("first\nsecond")
-    found = hub_error("org/model", error)
-    assert isinstance(found, kind) and isinstance(found, MusterError)
-    assert "org/model" in str(found) and "second" not in str(found)
 
 
 def test_headers_alone_are_read_to_open_a_folder(folder):

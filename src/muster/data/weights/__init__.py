@@ -1,0 +1,1 @@
+"""Pretrained weights: where their files come from."""

@@ -61,9 +61,9 @@ def _own_code(spec: RunSpec) -> Iterator[Problem]:
 
 def _found_there(spec: RunSpec, script: str) -> bool:
     """A module, or a script of the image that ranks run in: an absolute path, which this machine need not have."""
-    image = spec.slurm.container if spec.backend == "slurm" else spec.resources.image
-    inside = image is not None and spec.backend != "local" and spec.workdir is None
-    return script == "-m" or (inside and os.path.isabs(script))
+    if script == "-m" or spec.workdir is not None or not os.path.isabs(script):
+        return script == "-m"
+    return BACKENDS.get(spec.backend).image(spec) is not None
 
 
 def _own_file(spec: RunSpec, path: str) -> str | None:

@@ -60,6 +60,15 @@ def _no_keys(spec: RunSpec) -> Iterable[tuple[str, str]]:
     return ()
 
 
+def _no_image(spec: RunSpec) -> str | None:
+    return None
+
+
+def container_image(spec: RunSpec) -> str | None:
+    """``resources.image``: the image where every process of a run is in a container."""
+    return spec.resources.image
+
+
 def _everything(options: Sequence[Option]) -> Sequence[Option]:
     return options
 
@@ -78,6 +87,8 @@ class Backend:
     """What is missing on the machine that submits. Looks, changes nothing."""
     unused_settings: Callable[[RunSpec], Iterable[tuple[str, str]]] = _no_keys
     """(key, reason) of settings that have no effect here."""
+    image: Callable[[RunSpec], str | None] = _no_image
+    """The image that ranks run in, whose files this machine need not have. Pure. None: they run outside any."""
     fixed_keys: tuple[str, ...] = ()
     """Keys of its own that a correction on held hosts cannot change: the hosts were started with them."""
     formats: Mapping[str, Render] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """The table of back ends: names that a run file may give as ``backend``, and where each one's value is.
 
-A value is a ``muster.backends.backend.Backend``. Only its checks of the run file are used here (``rules``,
-``host_checks``, ``unused_settings``), and it is imported when a run file names it. Another package adds a back end by
-an entry point of the group ``muster.backends`` that names such a value.
+A value is a ``muster.backends.backend.Backend``. Only what concerns the run file is used here (``rules``,
+``host_checks``, ``image``, ``unused_settings``), and it is imported when a run file names it. Another package adds a
+back end by an entry point of the group ``muster.backends`` that names such a value.
 """
 
 from __future__ import annotations

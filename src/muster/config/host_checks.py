@@ -47,7 +47,7 @@ def _own_code(spec: RunSpec) -> Iterator[Problem]:
     place = "" if spec.workdir is None else f" in {spec.workdir}"
     if spec.workdir is not None and not os.path.isdir(os.path.expanduser(spec.workdir)):
         yield Problem("workdir", f"no folder {spec.workdir}")
-    elif spec.command and spec.command[0] != "-m" and _own_file(spec, spec.command[0]) is None:
+    elif spec.command and not _found_there(spec, spec.command[0]) and _own_file(spec, spec.command[0]) is None:
         hint = 'paths start where you are; it begins with the script itself: ["train.py", "--flag"] or ["-m", "module"]'
         yield Problem("command", f"no file {spec.command[0]}{place}", hint=hint)
     if isinstance(spec.setup, str):
@@ -57,6 +57,13 @@ def _own_code(spec: RunSpec) -> Iterator[Problem]:
         elif not os.access(file, os.X_OK) or Path(file).read_bytes()[:2] != b"#!":
             hint = f"chmod +x {spec.setup}, and a first line as #!/bin/bash"
             yield Problem("setup", f"{spec.setup} is no executable script", hint=hint)
+
+
+def _found_there(spec: RunSpec, script: str) -> bool:
+    """A module, or a script of the image that ranks run in: an absolute path, which this machine need not have."""
+    if script == "-m" or spec.workdir is not None or not os.path.isabs(script):
+        return script == "-m"
+    return BACKENDS.get(spec.backend).image(spec) is not None
 
 
 def _own_file(spec: RunSpec, path: str) -> str | None:

@@ -13,9 +13,11 @@ from muster.backends.gke.manifests.jobset import run_objects
 from muster.backends.gke.manifests.placement import Placement, place
 from muster.backends.gke.manifests.render import cluster_objects, run_file_text
 from muster.backends.gke.manifests.yaml_text import dump
+from muster.config import load
 from muster.config.spec import RunSpec
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[2] / "examples"
 RUN_ID = "llama-20260822-101500-1a2b"
 RUN_DIR = "gs://example-bucket/runs/llama"
 FAMILIES = {
@@ -85,6 +87,8 @@ def cases() -> dict[str, Placement]:
         limits={"max_hours": 12},
     )
     found["g2-spot-mounts"] = placement(mounts, Options(namespace="team", nodes_in_quota=8))
+    for name in ("megatron-5b", "nemo-5b"):  # containers with a script of their own, as they ship
+        found[name] = placement(load.load(EXAMPLES / f"{name}.yaml", environment=False).spec)
     return found
 
 

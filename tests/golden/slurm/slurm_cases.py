@@ -8,11 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from muster.backends.slurm.script import SCRIPT, script
+from muster.backends.slurm.batch import srun
+from muster.backends.slurm.container import inside
+from muster.backends.slurm.script import SCRIPT, program, script
 from muster.backends.slurm.toolkit import blueprint
+from muster.config import load
 from muster.config.spec import RunSpec
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[2] / "examples"
 RUN_ID = "llama-20260822-101500-1a2b"
 RUN_DIR = "/home/me/.muster/runs/" + RUN_ID
 VENV = "/home/me/muster/.venv"
@@ -54,7 +58,26 @@ def scripts() -> dict[str, RunSpec]:
         ),
         "container": spec({"container": {"image": "nvcr.io#nvidia/pytorch:25.03-py3", "mounts": ["/data:/data"]}}),
         "hostile": spec(hostile),
+        "megatron-5b": example("megatron"),
+        "nemo-5b": example("nemo"),
     }  # fmt: skip
+
+
+def example(name: str) -> RunSpec:
+    """A container with a script of its own: the shipped run file, with what docs/own-loop.md replaces for Slurm."""
+    gone = ("run_dir", "resources.image", "resources.project", "resources.provisioning_model")
+    overrides = [
+        "backend=slurm", *(f"{key}=null" for key in gone), "resources.locations=[]", f"slurm.venv={VENV}",
+        f"slurm.container.image=us-central1-docker.pkg.dev#example-project/muster/{name}:1",
+    ]  # fmt: skip
+    return load.load(EXAMPLES / f"{name}-5b.yaml", overrides, environment=False).spec
+
+
+def step(of: RunSpec) -> str:
+    """The first node's step as the job's script starts it, a word a line."""
+    python = of.slurm.container.python if of.slurm.container is not None else ""
+    agent = [*program("backends.slurm.node", python, run_id=RUN_ID, run_dir=RUN_DIR), "--host", "host-0"]
+    return "\n".join([*srun(of, RUN_DIR, "node-0", {}), *inside(of, RUN_DIR, agent, {})]) + "\n"
 
 
 def blueprints() -> dict[str, RunSpec]:
@@ -72,13 +95,14 @@ def blueprints() -> dict[str, RunSpec]:
 def texts() -> dict[str, str]:
     """File below this folder -> text."""
     found = {f"{name}/{SCRIPT}": script(of, run_id=RUN_ID, run_dir=RUN_DIR) for name, of in scripts().items()}
+    found |= {f"{name}/step.txt": step(of) for name, of in scripts().items() if of.slurm.container is not None}
     for name, of in blueprints().items():
         found |= {f"{name}/{file}": text for file, text in blueprint(of).items()}
     return found
 
 
 def main() -> None:
-    for old in [*HERE.glob("*/*.sh"), *HERE.glob("*/*.yaml")]:
+    for old in [*HERE.glob("*/*.sh"), *HERE.glob("*/*.txt"), *HERE.glob("*/*.yaml")]:
         old.unlink()
     for file, content in texts().items():
         path = HERE / file

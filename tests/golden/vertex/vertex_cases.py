@@ -11,9 +11,11 @@ from typing import Any
 
 from muster.backends.vertex.custom_job import requests
 from muster.backends.vertex.placement import Placement, place
+from muster.config import load
 from muster.config.spec import RunSpec
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[2] / "examples"
 RUN_ID = "llama-20260822-101500-1a2b"
 RUN_DIR = "gs://example-bucket/runs/llama"
 IMAGE = "us-central1-docker.pkg.dev/example/muster/trainer:1"
@@ -42,12 +44,21 @@ def spec(machine: str | None = "a3-megagpu-8g", mode: str | None = "spot", **cha
     return RunSpec.model_validate({**base, "resources": {**resources, **changes}})
 
 
+def example(name: str) -> RunSpec:
+    """A container with a script of its own: the shipped run file, with what docs/own-loop.md replaces for Vertex AI."""
+    overrides = [
+        "backend=vertex", "resources.locations=[us-central1]", "resources.provisioning_model=spot",
+        f"vertex.service_account={ACCOUNT}",
+    ]  # fmt: skip
+    return load.load(EXAMPLES / f"{name}.yaml", overrides, environment=False).spec
+
+
 def placement(of: RunSpec) -> Placement:
     return place(of, run_id=RUN_ID, run_dir=None)
 
 
 def cases() -> dict[str, Placement]:
-    """Name -> placement. The first three are the examples that people start from."""
+    """Name -> placement. The first four are the examples that people start from."""
     lora = {"source": "meta-llama/Llama-3.1-8B", "lora": {"rank": 16}}
     found = {
         "lora-8b-one-machine": spec(
@@ -57,13 +68,8 @@ def cases() -> dict[str, Placement]:
             "a3-highgpu-8g", "flex_start", limits={"max_hours": 12}, locations=["us-central1", "europe-west4"],
             vertex={"hugging_face_secret": "projects/example-project/secrets/hugging-face/versions/3"},
         ),
-        "megatron-5b-eight-machines": spec(
-            "a3-megagpu-8g", "spot", hosts=8, image="us-central1-docker.pkg.dev/example/muster/megatron:1",
-            command=[
-                "/opt/megatron-lm/pretrain_gpt.py", "--num-layers", "24", "--hidden-size", "4096",
-                "--num-attention-heads", "32", "--seq-length", "2048", "--train-iters", "10",
-            ],
-        ),
+        "megatron-5b-eight-machines": example("megatron-5b"),
+        "nemo-5b-eight-machines": example("nemo-5b"),
         "a4-spot-script": spec("a4-highgpu-8g", "spot", locations=["us-central1"]),
         "a3-ultra-reservation": spec(
             "a3-ultragpu-8g", "reservation", spare_hosts=1, locations=["us-east5"],

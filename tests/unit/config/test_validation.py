@@ -207,6 +207,35 @@ def test_what_is_missing_here(overrides: list[str], words: str):
     assert any(words in each for each in found), found
 
 
+IN_AN_IMAGE = """
+name: its-own-script
+command: [/opt/of-the-image/train.py]
+resources: {hosts: 1, device: cuda, ranks_per_host: 8, image: "us-docker.pkg.dev/example-project/muster/own:1"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["backend=gke"], True),
+        (["backend=slurm", "resources.image=null", "slurm.container.image=docker.io#own/image:1"], True),
+        (["backend=slurm", "resources.image=null"], False),
+        (["backend=gce", "gce.image=projects/example-project/global/images/own"], True),
+        (["backend=gce"], False),
+        (["backend=gke", "resources.image=null"], False),
+        (["backend=gke", "command=[of-the-image/train.py]"], False),
+        (["backend=local"], False),
+    ],
+)
+def test_a_script_of_the_image_need_not_be_here(overrides: list[str], found: bool):
+    problems: tuple[object, ...] = ()
+    try:
+        load.loads(IN_AN_IMAGE, overrides, environment=True)
+    except RunFileError as error:
+        problems = tuple(error.problems)
+    assert any("no file " in str(each) for each in problems) is not found, problems
+
+
 def test_a_model_folder_is_looked_into(tmp_path: Path):
     model = ["model.config=null", "model.tokenizer=null", f"model.source={tmp_path}"]
     assert any("holds no config.json" in each for each in check(*model, environment=True))

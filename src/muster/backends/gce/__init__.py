@@ -55,6 +55,7 @@ BACKEND = Backend(
     capabilities=Capabilities(secret_manager=True, in_google_cloud=True),
     rules=_rules,
     unused_settings=unused_settings,
+    image=lambda spec: spec.gce.image,
     formats={"yaml": _rendered, "terraform": _terraform},
     cluster=_cluster,
     rents=_rents,

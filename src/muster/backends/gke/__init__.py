@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from muster.backends.backend import Backend, Capabilities, RenderedFiles
+from muster.backends.backend import Backend, Capabilities, RenderedFiles, container_image
 from muster.backends.cluster import Cluster
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
@@ -46,6 +46,7 @@ BACKEND = Backend(
     name="gke",
     launcher=_launcher,
     capabilities=Capabilities(ships_code=True, in_google_cloud=True),
+    image=container_image,
     formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
     cluster=_cluster,
     rehearse=_rehearse,

@@ -43,6 +43,7 @@ BACKEND = Backend(
     launcher=_launcher,
     capabilities=Capabilities(ships_code=True),
     rules=rules,
+    image=lambda spec: spec.slurm.container.image if spec.slurm.container is not None else None,
     fixed_keys=("slurm",),
     formats={"yaml": _script, "toolkit": _blueprint},
     take_out=_take_out,

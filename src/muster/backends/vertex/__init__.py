@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muster.backends.backend import Backend, Capabilities, RenderedFiles
+from muster.backends.backend import Backend, Capabilities, RenderedFiles, container_image
 from muster.backends.protocols import Launcher
 from muster.backends.vertex.run_file_rules import rules, unused_settings
 from muster.catalog.offers import Option
@@ -49,6 +49,7 @@ BACKEND = Backend(
     capabilities=Capabilities(secret_manager=True, in_google_cloud=True),
     rules=_rules,
     unused_settings=unused_settings,
+    image=container_image,
     formats={"yaml": _rendered},
     rents=_rents,
     plan_notes=_plan_notes,

@@ -14,7 +14,8 @@ def test_as_recorded(file):
 
 
 def test_no_record_without_a_case():
-    found = {f"{path.parent.name}/{path.name}" for path in [*HERE.glob("*/*.sh"), *HERE.glob("*/*.yaml")]}
+    kinds = ("sh", "txt", "yaml")
+    found = {f"{path.parent.name}/{path.name}" for kind in kinds for path in HERE.glob(f"*/*.{kind}")}
     assert found == set(texts())
 
 

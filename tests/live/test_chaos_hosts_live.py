@@ -45,7 +45,7 @@ def test_a_preemption_notice_swaps_the_host_before_it_goes(tmp_path, reference):
         run.agents[name].send_signal(signal.SIGTERM)
         run.ended()
         assert run.recoveries()[0] == "swap", run.story()
-        assert run.events("incident.detected")[0].detail["incident"] == "preemption_notice"
+        assert run.troubles()[0].detail["incident"] == "preemption_notice"
         assert run.events("termination.notice")
         assert name not in {host for _, host in run.ranks().values()}
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
@@ -67,7 +67,7 @@ def test_a_spare_that_cannot_start_is_set_aside_and_an_extra_agent_is_parked(tmp
         run.start_agent("host-2")
         run.wait_until(lambda: run.events("host.set_aside"), "the bad spare's note")
         run.wait_for_spare()
-        assert run.events("incident.detected") == [], run.story()
+        assert run.troubles() == [], run.story()
         run.signal_host("host-0")
         run.wait_until(lambda: run.events("incident.resolved") or len(run.events("attempt.started")) > 1, "the swap")
         assert {host for _, host in run.ranks().values()} <= {"host-0", "host-2"}
@@ -101,7 +101,7 @@ def test_a_host_is_lost_while_the_ranks_are_being_replaced(tmp_path, reference):
     with Judged(tmp_path, spec_of(**SPARED)) as run:
         run.under_way()
         run.kill_rank(0)
-        run.wait_until(lambda: run.events("incident.detected"), "the first incident")
+        run.wait_until(lambda: run.troubles(), "the first incident")
         run.signal_host(run.ranks()[1][1])
         run.ended()
         assert run.recoveries() in (["restart", "swap"], ["swap"]), run.story()

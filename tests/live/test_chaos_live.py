@@ -53,7 +53,7 @@ def test_whatever_a_rank_does_once_is_a_restart(tmp_path):
         run.ended()
         assert set(run.recoveries()) == {"restart"} and len(run.events("attempt.started")) == 5, run.story()
         # The lost peer's broken connection may have been heard first.
-        found = [event.detail for event in run.events("incident.detected") if event.detail["incident"] != "rank_exit"]
+        found = [event.detail for event in run.troubles() if event.detail["incident"] != "rank_exit"]
         assert [each["incident"] for each in found] == list(faults.values()), run.story()
         for each, words in zip(found, ("a passing trouble", "no progress", "no progress", ""), strict=True):
             assert words in each["evidence"], run.story()
@@ -74,7 +74,7 @@ def test_not_a_number_stops_the_run_instead_of_looping(tmp_path):
         run.start()
         run.ended(1)
         assert run.recoveries() == ["restart", "stop"], run.story()
-        assert run.events("incident.detected")[0].detail["incident"] == "not_finite"
+        assert run.troubles()[0].detail["incident"] == "not_finite"
         assert len(run.events("step")) < 10, "nothing was applied"
 
 
@@ -129,7 +129,7 @@ def test_what_goes_wrong_inside_a_step_leaves_no_trace(tmp_path, reference, monk
             assert (tmp_path / f"inject_fault.{fault}.done").exists(), run.story()
         run.ended()
         assert set(run.recoveries()) == {"restart"}, run.story()
-        kinds = [event.detail["incident"] for event in run.events("incident.detected")]
+        kinds = [event.detail["incident"] for event in run.troubles()]
         assert {"rank_exit", "rank_exception", "rank_oom", "not_finite"} <= set(kinds), run.story()
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2)[:2]

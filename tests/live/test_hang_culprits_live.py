@@ -83,7 +83,7 @@ def test_each_of_five_hangs_is_named_with_its_line_before_the_kill(tmp_path):
         run.start()
         assert run.wait() == 0, run.story()
         gathered = run.events("evidence.gathered")
-        detected = run.events("incident.detected")
+        detected = run.troubles()
         assert [event.detail.get("culprit") for event in gathered] == ways, run.story()
         for way, evidence, incident in zip(ways, gathered, detected, strict=True):
             said = f"{way}: {evidence.detail}"

@@ -424,7 +424,7 @@ def test_a_run_loses_its_replicators_and_trains_on_and_copying_continues(tmp_pat
                 process.kill()
         at = run.step()
         assert run.wait() == 0, run.story()
-        assert run.events("incident.detected") == [] and run.events("checkpoint.failed") == [], run.story()
+        assert run.troubles() == [] and run.events("checkpoint.failed") == [], run.story()
         notes = [event.detail["text"] for event in run.events("run.message")]
         assert sum("was restarted" in text for text in notes) == 2, notes
         copied = max(event.detail.get("peer_step", 0) for event in run.events("step"))

@@ -237,7 +237,7 @@ def test_a_run_whose_host_has_no_room_goes_on_without_snapshots_and_says_so_once
     with LiveRun(tmp_path, spec_of(**{"training.steps": 8})) as run:
         run.start()
         assert run.wait() == 0, run.story()
-        assert len(run.events("attempt.started")) == 1 and run.events("incident.detected") == [], run.story()
+        assert len(run.events("attempt.started")) == 1 and run.troubles() == [], run.story()
         notes = [event.detail["text"] for event in run.events("run.message") if "no room" in event.detail["text"]]
         assert len(notes) == 1 and "wanted" in notes[0] and "checkpoint.snapshot_every_steps: 0" in notes[0], notes
         assert not any("snapshot_step" in event.detail for event in run.events("step"))

@@ -87,7 +87,7 @@ def test_silent_connections_cost_no_step_and_no_save(tmp_path):
             eventually(lambda process=process, had=had: process.num_fds() <= had + 8)
             assert process.is_running()
         assert replicator_of(run, "host-0").pid == replicator.pid
-        assert not run.events("incident.detected") and not run.events("checkpoint.failed"), run.story()
+        assert not run.troubles() and not run.events("checkpoint.failed"), run.story()
         # A rank that waits in vain for its replicator writes the share itself, after five seconds: none had to.
         took_s = [event.detail["duration_ns"] / 1e9 for event in run.events("checkpoint.committed")]
         assert statistics.median(took_s) < 5 and max(took_s) < 25, took_s

@@ -54,6 +54,6 @@ def test_a_script_that_never_speaks_may_take_its_time(tmp_path):
     with LiveRun(tmp_path, RunSpec.model_validate(of)) as run:
         run.start()
         assert run.wait(60) == 0 and len(run.events("attempt.started")) == 1, run.story()
-        assert "rank_hang" not in [event.detail["incident"] for event in run.events("incident.detected")], run.story()
+        assert "rank_hang" not in [event.detail["incident"] for event in run.troubles()], run.story()
         messages = [event.detail["text"] for event in run.events("run.message")]
         assert any("start_timeout_s applies from then on" in text for text in messages)

@@ -52,6 +52,10 @@ class Watched:
         """What was decided, but for what was ignored: a rank that a busy machine makes late is an incident, too."""
         return [action for action in self.actions() if action != "ignore"]
 
+    def troubles(self) -> list[Event]:
+        """Incidents, but for such a rank's."""
+        return [event for event in self.events("incident.detected") if event.detail["incident"] != "straggler"]
+
     def spares(self) -> set[str]:
         """Hosts that were ever held as spares."""
         return {event.host for event in self.events("phase.changed") if event.phase == "spare"}

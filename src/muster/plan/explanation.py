@@ -74,11 +74,14 @@ def _mode(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     yield line + (f" The same machine otherwise: {', '.join(parts)}." if parts else "")
     yield from _spread(outcome, chosen)
     if mode.name == "spot":
-        rate = mode.preemptions_per_node_day
+        rate, network = mode.preemptions_per_node_day, ""
+        if not chosen.option.is_tpu:
+            network = (
+                f"; its network is taken at {mode.network_factor:g} of the fabric, since it is not placed compactly"
+            )
         yield (
             f"Spot's rate is the weak number: {rate.value:g} preemptions a node-day is assumed, {rate.low:g} to "
-            f"{rate.high:g} has been seen; its network is taken at {mode.network_factor:g} of the fabric, since it is "
-            "not placed compactly. What is lost at a preemption is what the last save to the bucket misses."
+            f"{rate.high:g} has been seen{network}. What is lost at a preemption is what the last save to the bucket misses."
         )
     if mode.max_hours and chosen.cost.cuts:
         term, cuts = duration(mode.max_hours), chosen.cost.cuts

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from planning import job, option
 
+from muster.app.planning.auto_layout import laid_out
 from muster.app.planning.places import devices
 from muster.app.planning.plan import plan
 from muster.catalog import rows
 from muster.cli.drawn import plan_table
 from muster.cli.main import run
+from muster.config.load import load
 from muster.core.errors import NoPlanError, UsageError
 from muster.core.layout import Layout
 from muster.plan.layouts import Pins, node_counts, settings
@@ -115,6 +117,16 @@ def test_a_plan_for_tpus_says_slice_mesh_memory_rate_and_that_it_is_modelled(run
     assert " GPU" not in text.split("not taken")[0]
     assert found.plan.settings["training.micro_batch_size"] % 4 == 0
     assert not [key for key in found.plan.settings if key.startswith("parallelism.")]
+
+
+def test_auto_is_the_one_layout_of_tpus(run_file):
+    spec, told = laid_out(load(run_file(), ["parallelism=auto"]).spec)
+    assert not spec.parallelism.auto and spec.parallelism.axes["dp_shard"] == -1 and "no other layout" in told
+
+
+def test_reasons_speak_of_chips(run_file):
+    told = "\n".join(plan(run_file(), reasons=True).plan.why)
+    assert "a chip at its fullest" in told and "NVLink" not in told and "its network" not in told
 
 
 def test_what_does_not_fit_is_refused_in_one_line(run_file):

@@ -81,7 +81,8 @@ def _mode(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
             )
         yield (
             f"Spot's rate is the weak number: {rate.value:g} preemptions a node-day is assumed, {rate.low:g} to "
-            f"{rate.high:g} has been seen{network}. What is lost at a preemption is what the last save to the bucket misses."
+            f"{rate.high:g} has been seen{network}. What is lost at a preemption is what the last "
+            "save to the bucket misses."
         )
     if mode.max_hours and chosen.cost.cuts:
         term, cuts = duration(mode.max_hours), chosen.cost.cuts

@@ -1,6 +1,6 @@
 """The time model against published runs, as the table of docs/plan.md: one efficiency per stack, fitted on some rows
 and checked on the others; then, with the constants that ship and nothing fitted, the runs with tensor or pipeline
-parallel and those that the model had never seen.
+parallel and those that the model had never seen; and, unfitted too, published runs on TPUs (the table of docs/tpu.md).
 
 python benchmarks/plan_anchors.py
 """
@@ -15,8 +15,10 @@ from importlib import resources
 from statistics import geometric_mean, median
 
 from muster.catalog import offers, rows
+from muster.core.flops import Convention
 from muster.core.layout import AXES, Layout
 from muster.plan.step_time import DEFAULT, Constants, StepTime, step_time, tokens_per_second_per_gpu
+from muster.plan.tpu_memory import tpu_memory
 from muster.plan.workload import Setting, Workload
 
 #: Megatron's user buffers overlap most of tensor parallel's collectives with matrix products; from memory.
@@ -190,7 +192,45 @@ def unfitted() -> str:
     return "\n".join(lines)
 
 
+def on_tpus() -> str:
+    """Markdown: published runs on TPUs by the constants that ship. One sequence a chip, all recomputed, is assumed."""
+    text = resources.files("muster.catalog").joinpath("tables", "tpu_anchors.csv").read_text(encoding="utf-8")
+    lines = [
+        "| run | slice | published | predicted | error | HBM GB a chip by the plan |",
+        "|---|---|---|---|---|---|",
+    ]
+    errors = []
+    for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
+        hosts, machine = int(row["hosts"]), rows.machines()[row["machine"]]
+        option = offers.option(machine, rows.modes()["reservation"], "published", None)
+        chips = hosts * machine.count
+        work = Workload(
+            shape=rows.models()[row["model"]].shape, sequence_length=int(row["sequence_length"]),
+            global_batch_size=chips, steps=1, snapshot_every=0,
+        )  # fmt: skip
+        setting = Setting(layout=Layout(dp_shard=chips), micro_batch_size=1, activation_checkpointing="full")
+        time = step_time(work, setting, option, hosts)
+        rate = tokens_per_second_per_gpu(work, time)
+        if row["mfu"]:
+            reached = rate * work.useful_flops_per_token(Convention.FULL) / (option.ceiling_flops or 1.0)
+            published, predicted = f"MFU {float(row['mfu']):.1%}", f"{reached:.1%}"
+            errors.append(reached / float(row["mfu"]) - 1)
+        else:
+            given = float(row["tokens_per_s_per_chip"])
+            published, predicted = f"{given:,.0f} tokens/s a chip", f"{rate:,.0f}"
+            errors.append(rate / given - 1)
+        need, have = tpu_memory(work, setting).total_bytes / 1e9, option.offer.gpu_memory_bytes / 1e9
+        lines.append(
+            f"| {row['model'].split('/')[-1]}, {work.sequence_length // 1024}k | {chips} {machine.accelerator}, "
+            f"{option.topology(hosts)} | {published} | {predicted} | {errors[-1]:+.1%} | {need:.1f} of {have:.0f} |"
+        )
+    lines += ["", f"{len(errors)} rows, none fitted: median error {median(map(abs, errors)):.1%}."]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     print(table())
     print()
     print(unfitted())
+    print()
+    print(on_tpus())

@@ -45,6 +45,8 @@ class Option:
     ceiling_measured: bool
     price: Price | None
     """None: unknown."""
+    slices: tuple[tuple[int, str], ...] = ()
+    """Of a TPU: (hosts, topology) of each slice that is sold."""
     start_s: float | None = None
     """Seconds from the request to the first step; None: those of a machine that must be got first."""
 
@@ -54,6 +56,19 @@ class Option:
         if self.offer.machine == THIS_MACHINE:
             return THIS_MACHINE
         return f"{self.offer.machine} {self.mode.title} {self.offer.location}"
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.accelerator.kind == "tpu"
+
+    @property
+    def unit(self) -> str:
+        """What it counts: GPUs, or the chips of a TPU."""
+        return "chip" if self.is_tpu else "GPU"
+
+    def topology(self, num_nodes: int) -> str | None:
+        """The slice of so many hosts; None: none is sold."""
+        return dict(self.slices).get(num_nodes)
 
 
 def catalogue(overrides: Iterable[Price] = ()) -> list[Option]:
@@ -79,7 +94,7 @@ def catalogue(overrides: Iterable[Price] = ()) -> list[Option]:
 def option(machine: Machine, mode: Mode, region: str, price: Price | None) -> Option:
     """One row of the catalogue as something to choose."""
     chip = rows.accelerators()[machine.accelerator]
-    ceiling, measured = chip.ceiling(matmul_share())
+    ceiling, measured = chip.ceiling(1.0 if chip.kind == "tpu" else matmul_share())
     return Option(
         offer=Offer(
             backend="gke",
@@ -99,6 +114,7 @@ def option(machine: Machine, mode: Mode, region: str, price: Price | None) -> Op
         ceiling_flops=ceiling,
         ceiling_measured=measured,
         price=price,
+        slices=tuple((hosts, name) for name, hosts in (machine.topologies or {}).items()),
     )
 
 
@@ -166,6 +182,8 @@ def at_price(
 def fabric(machine: Machine, mode: Mode) -> Fabric:
     """What collectives get, placement considered."""
     intra = None if machine.intra_bytes_per_s is None else machine.intra_bytes_per_s * NVLINK_SHARE
+    if machine.topologies is not None:  # the chips of a slice are wired to each other, whatever host or mode
+        return Fabric(intra=intra, inter=None if intra is None else intra * machine.count, measured=False)
     inter, measured = machine.busbw_bytes_per_s, True
     if inter is None:
         line, measured = machine.network_bytes_per_s, False

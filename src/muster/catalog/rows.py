@@ -36,6 +36,8 @@ class Accelerator:
     """Best matrix multiplication measured by anybody, by precision."""
     origin: str
     reliability: str
+    mfu: float | None = None
+    """Of a TPU: the share of its peak that useful operations are planned to reach."""
 
     def ceiling(self, share: float, precision: str = "bf16") -> tuple[float | None, bool]:
         """(matmul ceiling in FLOP/s, measured?). Without a measurement: the peak times ``share``."""
@@ -62,6 +64,8 @@ class Machine:
     """Published NCCL bus bandwidth between two machines."""
     modes: tuple[str, ...]
     origin: str
+    topologies: Mapping[str, int] | None = None
+    """Of a TPU: slice (``4x4``) -> hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)

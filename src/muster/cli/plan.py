@@ -76,6 +76,7 @@ def plan(
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with cost against time."),
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
     places: str | None = typer.Option(None, "--backends", metavar="A,B", help="Compare places: gke,vertex,gce."),
+    devices: str | None = typer.Option(None, "--devices", metavar="A,B", help="GPU or TPU? Compare: gpu,tpu."),
 ) -> None:
     """Predict whether it fits, how fast, how long and how much.
 
@@ -84,8 +85,10 @@ def plan(
     from muster.app.planning import plan as use_case
     from muster.cli.drawn import plan_table
 
-    if places is not None:
-        _over_places(run_file, overrides or [], places, fastest=fastest, json=json)
+    if places is not None and devices is not None:
+        raise api.UsageError("--backends and --devices compare different things: give one")
+    if places is not None or devices is not None:
+        _compared(run_file, overrides or [], places, devices, fastest=fastest, json=json)
         return
     if out is not None and not out.endswith(".json"):
         raise api.UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
@@ -116,26 +119,35 @@ def plan(
             output.result(line)
 
 
-def _over_places(run_file: str, overrides: list[str], places: str, *, fastest: bool, json: bool) -> None:
+def _compared(
+    run_file: str, overrides: list[str], places: str | None, devices: str | None, *, fastest: bool, json: bool
+) -> None:
     from muster.app.planning import places as use_case
     from muster.app.planning.plan import format
+    from muster.cli.drawn import plan_table
     from muster.cli.tables import aligned
 
-    names = [name.strip() for name in places.split(",") if name.strip()]
-    found = use_case.places(run_file, overrides, names=names, fastest=fastest)
+    names = [name.strip() for name in (places or devices or "").split(",") if name.strip()]
+    compare = use_case.places if places is not None else use_case.devices
+    found = compare(run_file, overrides, names=names, fastest=fastest)
     if json:
         output.as_json([each.to_json() for each in found])
         return
-    rows = [("place", "machines", "time", "cost", "")]
+    rows = [("place" if places is not None else "device", "machines", "time", "cost", "")]
     for each in found:
         if each.planned is None:
-            rows.append((each.backend, "-", "-", "-", each.reason))
+            rows.append((each.name, "-", "-", "-", each.reason))
             continue
         chosen = each.planned.chosen
         time, cost = format.duration(chosen.cost.hours_p50), format.dollars(chosen.cost.usd_p50)
-        rows.append((each.backend, chosen.title, time, cost, each.reason))
+        rows.append((each.name, chosen.title, time, cost, each.reason))
     for line in aligned(rows, left=(0, 1, 4)):
         output.result(line)
+    for each in found if devices is not None else ():
+        if each.planned is not None:
+            output.result("")
+            for line in plan_table.compared(each.name, each.planned):
+                output.result(line)
 
 
 def calibrate(

@@ -36,7 +36,8 @@ def _family(problem: Problem, outcome: Outcome, chosen: Candidate) -> Iterator[s
     need, have = chosen.memory.total_bytes, offer.gpu_memory_bytes
     yield (
         f"Machine: {chosen.num_nodes} x {offer.machine} ({chosen.gpus} {offer.accelerator}). {problem.work.title} "
-        f"needs {gigabytes(need)} of {gigabytes(have)} a GPU at its fullest moment ({chosen.memory.moment})."
+        f"needs {gigabytes(need)} of {gigabytes(have)} a {chosen.option.unit} at its fullest moment "
+        f"({chosen.memory.moment})."
     )
     best: dict[str, Candidate] = {}
     for candidate in outcome.candidates:
@@ -73,11 +74,15 @@ def _mode(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     yield line + (f" The same machine otherwise: {', '.join(parts)}." if parts else "")
     yield from _spread(outcome, chosen)
     if mode.name == "spot":
-        rate = mode.preemptions_per_node_day
+        rate, network = mode.preemptions_per_node_day, ""
+        if not chosen.option.is_tpu:
+            network = (
+                f"; its network is taken at {mode.network_factor:g} of the fabric, since it is not placed compactly"
+            )
         yield (
             f"Spot's rate is the weak number: {rate.value:g} preemptions a node-day is assumed, {rate.low:g} to "
-            f"{rate.high:g} has been seen; its network is taken at {mode.network_factor:g} of the fabric, since it is "
-            "not placed compactly. What is lost at a preemption is what the last save to the bucket misses."
+            f"{rate.high:g} has been seen{network}. What is lost at a preemption is what the last "
+            "save to the bucket misses."
         )
     if mode.max_hours and chosen.cost.cuts:
         term, cuts = duration(mode.max_hours), chosen.cost.cuts
@@ -135,7 +140,7 @@ def _layout(problem: Problem, chosen: Candidate) -> Iterator[str]:
         f"Layout: {' x '.join(parts)}, micro-batch {chosen.setting.micro_batch_size}, "
         f"{chosen.setting.rounds(problem.work)} round(s) a step, activation checkpointing {kind}."
     )
-    if chosen.num_nodes > 1:
+    if chosen.num_nodes > 1 and not chosen.option.is_tpu:
         inside = chosen.option.offer.gpus_per_node // layout.tp
         if layout.dp_replicate > 1:
             yield (
@@ -159,7 +164,7 @@ def _where_time_goes(problem: Problem, chosen: Candidate) -> Iterator[str]:
     )
     mfu = f"MFU {chosen.time.mfu:.1%}" if chosen.time.mfu is not None else "no MFU (peak unknown)"
     yield f"A step takes {total:.2f} s ({mfu}): {parts}."
-    if chosen.setting.activation_checkpointing == "full":
+    if chosen.setting.activation_checkpointing == "full" and not chosen.option.is_tpu:
         setting = replace(chosen.setting, activation_checkpointing="selective")
         faster = step_time(problem.work, setting, chosen.option, chosen.num_nodes, problem.constants).seconds
         yield f"Recomputing everything costs {total - faster:.2f} s of it; less recomputation does not fit."
@@ -174,7 +179,7 @@ def _where_time_goes(problem: Problem, chosen: Candidate) -> Iterator[str]:
 def _tpu(chosen: Candidate) -> Iterator[str]:
     """Dollars for a peak PFLOP-hour: all that can be compared without running there."""
     price, peak = chosen.option.price, chosen.option.offer.peak_flops_per_gpu
-    if price is None or not peak:
+    if price is None or not peak or chosen.option.is_tpu:
         return
     own = price.usd_per_gpu_hour / peak * 1e15
     parts = []
@@ -185,8 +190,8 @@ def _tpu(chosen: Candidate) -> Iterator[str]:
             parts.append(f"{chip.name} {dollars(price.usd_per_gpu_hour / tpu_peak * 1e15)}")
     if parts:
         yield (
-            f"GPU or TPU: {dollars(own)} for a bf16 peak PFLOP-hour here; {', '.join(parts)} in the same mode. Prices "
-            "only: this trainer does not run on TPUs yet."
+            f"GPU or TPU: {dollars(own)} for a bf16 peak PFLOP-hour here; {', '.join(parts)} in the same mode. "
+            "`--devices gpu,tpu` plans both."
         )
 
 

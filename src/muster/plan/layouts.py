@@ -34,7 +34,7 @@ CHECKPOINTING = ("none", "selective", "full")
 def settings(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Iterator[Setting]:
     """Everything that could be run there, whether it fits or not."""
     for layout in layouts(work, option, num_nodes, pins):
-        for micro in micro_batches(work, layout, pins):
+        for micro in micro_batches(work, layout, pins, chips=option.offer.gpus_per_node if option.is_tpu else 1):
             for kind in (pins.activation_checkpointing,) if pins.activation_checkpointing else CHECKPOINTING:
                 yield Setting(layout=layout, micro_batch_size=micro, activation_checkpointing=kind)
 
@@ -43,8 +43,13 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
     """dp_replicate x pp x dp_shard x tp = GPUs. tp stays in a machine and divides the heads; replicas are machines.
     Stages are tried where the run file asks for them.
 
+    The trainer on TPUs shards over all chips of a slice and has no other layout.
+
     Sharding over a part of a machine is left out: it costs memory and saves nothing measurable on NVLink.
     """
+    if option.is_tpu:
+        yield Layout(dp_shard=num_nodes * option.offer.gpus_per_node)
+        return
     cp, pp = pins.axes.get("cp", 1), pins.axes.get("pp", 1)  # never chosen, only taken as given
     world, rest = divmod(num_nodes * option.offer.gpus_per_node, cp * pp)
     for tp in _divisors(option.offer.gpus_per_node) if not rest and pp <= work.shape.layers else ():
@@ -64,10 +69,14 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
                 yield layout
 
 
-def micro_batches(work: Workload, layout: Layout, pins: Pins) -> Iterator[int]:
-    """Sizes that divide the global batch; none so large that ranks would have nothing to do."""
+def micro_batches(work: Workload, layout: Layout, pins: Pins, *, chips: int = 1) -> Iterator[int]:
+    """Sizes that divide the global batch; none so large that ranks would have nothing to do.
+
+    ``chips``: of a rank; they share the rows of the run file's micro-batch.
+    """
     if pins.micro_batch_size is not None:
-        yield pins.micro_batch_size
+        if pins.micro_batch_size % chips == 0:
+            yield pins.micro_batch_size // chips
         return
     most = max(1, work.global_batch_size // layout.data_ranks)
     for size in MICRO_BATCHES:
@@ -79,6 +88,11 @@ def node_counts(work: Workload, option: Option, pins: Pins) -> Iterator[int]:
     """Machines to try: powers of two up to where every rank has one sequence a step."""
     if pins.num_nodes is not None:
         yield pins.num_nodes
+        return
+    if option.is_tpu:
+        for hosts, _ in option.slices:
+            if hosts * option.offer.gpus_per_node <= work.global_batch_size:
+                yield hosts
         return
     most = max(1, -(-work.global_batch_size * 8 // option.offer.gpus_per_node))  # tp up to 8 shares a sequence
     nodes = 1

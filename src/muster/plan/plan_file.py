@@ -43,6 +43,8 @@ class PlannedWay:
     mode: str
     location: str
     num_nodes: int
+    topology: str | None
+    """Of a TPU's slice."""
     gpus: int
     layout: Mapping[str, int]
     micro_batch_size: int
@@ -195,12 +197,13 @@ def differences(old: Json, new: Json, key: str = "") -> Iterator[str]:
 def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, Json]:
     """What the plan sets in the run file. ``every_steps``: where the plan chose the checkpoint interval."""
     setting, offer = candidate.setting, candidate.option.offer
+    tpu = candidate.option.is_tpu  # one rank a host, whose chips share the rows of a micro-batch
     result: dict[str, Json] = {
-        "training.micro_batch_size": setting.micro_batch_size,
+        "training.micro_batch_size": setting.micro_batch_size * (offer.gpus_per_node if tpu else 1),
         "training.activation_checkpointing": setting.activation_checkpointing,
-        **{f"parallelism.{axis}": size for axis, size in setting.layout.sizes.items()},
+        **({} if tpu else {f"parallelism.{axis}": size for axis, size in setting.layout.sizes.items()}),
         "resources.hosts": candidate.num_nodes,
-        "resources.ranks_per_host": offer.gpus_per_node,
+        "resources.ranks_per_host": 1 if tpu else offer.gpus_per_node,
         "resources.machine": offer.machine,
         "resources.accelerator": offer.accelerator,
         "resources.provisioning_model": offer.mode if offer.mode != "commitment" else "reservation",
@@ -226,6 +229,7 @@ def planned_way(work: Workload, candidate: Candidate) -> PlannedWay:
         mode=offer.mode,
         location=offer.location,
         num_nodes=candidate.num_nodes,
+        topology=option.topology(candidate.num_nodes),
         gpus=candidate.gpus,
         layout=setting.layout.sizes,
         micro_batch_size=setting.micro_batch_size,
@@ -270,11 +274,15 @@ def modelled(candidate: Candidate) -> list[str]:
     """Which inputs of this candidate are no measurement of anybody's."""
     option, mode = candidate.option, candidate.option.mode
     result = []
-    if not option.ceiling_measured:
+    if option.is_tpu:
+        mfu = option.accelerator.mfu or 0.0
+        result.append(f"{option.accelerator.name}: MFU {mfu:.0%}, of a large dense model; small ones reach less")
+        result.append("memory in closed form; ICI without contention; failures as of GPU machines: no TPU was measured")
+    elif not option.ceiling_measured:
         result.append(f"matmul ceiling of {option.accelerator.name}: peak x the median share of other chips")
-    if candidate.num_nodes > 1 and not option.fabric.measured:
+    if candidate.num_nodes > 1 and not option.fabric.measured and not option.is_tpu:
         result.append("data network: line rate x the median share of other machines")
-    if mode.network_factor != 1:
+    if mode.network_factor != 1 and not option.is_tpu:
         result.append(f"network without compact placement: x {mode.network_factor:g}")
     rate = mode.preemptions_per_node_day
     if rate.high:

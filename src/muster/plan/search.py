@@ -4,6 +4,7 @@ lies between. Every offer that is not taken has a reason of one phrase.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from muster.plan.goodput import Goodput, goodput
 from muster.plan.layouts import FREE, Pins, node_counts, settings
 from muster.plan.memory import CUDA, DeviceOverhead, MemoryEstimate, memory
 from muster.plan.step_time import DEFAULT, Constants, StepTime, step_time
+from muster.plan.tpu_memory import tpu_memory
 from muster.plan.workload import Setting, Workload
 
 #: A plan leaves so much of a GPU's memory free: the closed form's worst error against measurements.
@@ -100,6 +102,8 @@ class Problem:
     constants: Constants = DEFAULT
     overhead: DeviceOverhead = CUDA
     sigma: float = STEP_SIGMA
+    tpus: bool = False
+    """``resources.device`` is tpu: TPUs alone are planned, else none."""
 
 
 @dataclass(kw_only=True)
@@ -150,8 +154,8 @@ def search(problem: Problem) -> Outcome:
 def excluded(problem: Problem, option: Option) -> str | None:
     """Why this offer is not even computed; None: it is."""
     offer, pins = option.offer, problem.pins
-    if option.accelerator.kind == "tpu":
-        return "a TPU: compared by price, not run yet"
+    if option.is_tpu != problem.tpus:
+        return "not a TPU, and resources.device is tpu" if problem.tpus else "a TPU: resources.device: tpu plans it"
     if pins.machine and offer.machine != pins.machine:
         return f"resources.machine asks for {pins.machine}"
     if pins.accelerator and offer.accelerator.lower() != pins.accelerator.lower():
@@ -166,8 +170,8 @@ def excluded(problem: Problem, option: Option) -> str | None:
         return NEEDS[option.mode.name]
     if problem.work.compute_bytes == 2 and option.ceiling_flops is None:
         return f"the bf16 peak of {offer.accelerator} is unknown or it has none"
-    if option.price is None:
-        return "its price is unknown"
+    if option.price is None and not (problem.tpus and (pins.machine or pins.accelerator)):
+        return "its price is unknown"  # a TPU that the run file names is planned without
     return None
 
 
@@ -197,7 +201,7 @@ def _fitting(problem: Problem, option: Option, num_nodes: int, memo: _Memo) -> l
     for setting in settings(problem.work, option, num_nodes, problem.pins):
         if (setting.layout, setting.micro_batch_size) in done:
             continue
-        need = memory(problem.work, setting, overhead)
+        need = tpu_memory(problem.work, setting) if option.is_tpu else memory(problem.work, setting, overhead)
         memo.evaluated += 1
         least = memo.least.get(option.offer.machine)
         if least is None or need.total_bytes < least[0]:
@@ -213,6 +217,8 @@ def _candidate(
     problem: Problem, option: Option, num_nodes: int, setting: Setting, need: MemoryEstimate, time: StepTime
 ) -> Candidate:
     work = replace(problem.work, snapshot_every=time.snapshot_every)
+    if option.is_tpu:  # a slice is lost as a whole, with every copy in its hosts
+        work = replace(work, replicate_snapshots=False)
     args = (work, setting, option.mode, num_nodes, time.seconds, problem.constants)
     good = goodput(*args)
     worst = goodput(*args, preemptions_per_node_day=option.mode.preemptions_per_node_day.high)
@@ -237,8 +243,8 @@ def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _usd(candidate: Candidate) -> float:
-    assert candidate.cost.usd_p50 is not None
-    return candidate.cost.usd_p50
+    """Of unknown prices: after all others."""
+    return math.inf if candidate.cost.usd_p50 is None else candidate.cost.usd_p50
 
 
 def _over(limits: Limits, candidate: Candidate) -> str | None:
@@ -265,10 +271,10 @@ def _least_memory(problem: Problem, option: Option, memo: _Memo) -> str:
     least, nodes = memo.least.get(option.offer.machine, (0, 0))
     have = option.offer.gpu_memory_bytes
     if not least:
-        return "no layout of the trainer fits its number of GPUs and the batch"
+        return f"no layout of the trainer fits its number of {option.unit}s and the batch"
     chip = option.offer.accelerator
     gpus = nodes * option.offer.gpus_per_node
-    need = f"{problem.work.title} needs {gigabytes(least)} a GPU" + (f" even on {gpus}" if gpus > 1 else "")
+    need = f"{problem.work.title} needs {gigabytes(least)} a {option.unit}" + (f" even on {gpus}" if gpus > 1 else "")
     return f"{need}, {_article(chip)} {chip} has {gigabytes(have)}"
 
 
@@ -286,11 +292,17 @@ def _dearer(candidates: Sequence[Candidate], frontier: Sequence[Candidate]) -> l
     return [
         Rejection(
             option=candidate.option,
-            reason=f"would do, for {_usd(candidate) / least:.2f} x the cheapest" if least else "would do, no cheaper",
+            reason=_beaten(candidate, least),
         )
         for key, candidate in best.items()
         if key not in chosen
     ]
+
+
+def _beaten(candidate: Candidate, least: float) -> str:
+    if math.inf in (_usd(candidate), least):
+        return "would do, its price is unknown"
+    return f"would do, for {_usd(candidate) / least:.2f} x the cheapest" if least else "would do, no cheaper"
 
 
 def _inside(location: str, place: str) -> bool:

@@ -10,6 +10,9 @@ Model FLOP utilisation is an outcome, never an input. What is modelled:
 * replicas: one all-reduce of float32 gradient shards in the last round, which the same share of its backward pass hides
   (the trainer begins a unit's when its gradient is final).
 
+TPUs: useful operations at the planned MFU of the chip (``accelerators.yaml``), which stands for recomputation and
+memory traffic too; what sharding exposes, the update and snapshots are added as above.
+
 A collective of S bytes over n ranks takes S (n-1)/n / bus bandwidth (all-gather, reduce-scatter), twice that as
 all-reduce; ranks of several groups on one machine share its data network.
 """
@@ -68,6 +71,8 @@ FP8_SHARE = 0.85
 #: Bytes that a token moves through memory in a layer's forward pass, in units of (h, a + k, i) elements of 2 bytes:
 #: separate kernels, float32 norms counted double; and fused. The backward pass moves twice as much.
 TRAFFIC = {False: (52.0, 20.0, 10.0), True: (14.0, 8.0, 6.0)}
+#: A TPU multiplies in bfloat16: a float32 product of the highest precision is six of them. From memory, unchecked.
+FLOAT32_PASSES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +119,8 @@ def step_time(
     matrices = _matrices(work, setting, option, tokens, ceiling, constants) / constants.efficiency / layout.pp
     traffic = _traffic(work, setting, option, tokens, constants) / layout.pp
     host = rounds * work.shape.layers * constants.host_s_per_layer * (0.5 if work.compile else 1.0)
+    if option.is_tpu:
+        matrices, traffic, host = _by_mfu(work, option, tokens, ceiling), 0.0, 0.0
     arithmetic = max(matrices + traffic, host)
     forward_share = 1.0 / (3.0 if work.trains_all else 2.0)
     forward_share *= 1.0 / (1.0 + recomputed_share(setting.activation_checkpointing) * forward_share)
@@ -208,6 +215,15 @@ def _matrices(
         rate *= FP8_SHARE
     # The head is not cut: every tp rank does it whole.
     return tokens * ((linear / rate + attention / ceiling) / tp + head_work / ceiling)
+
+
+def _by_mfu(work: Workload, option: Option, tokens: float, peak: float) -> float:
+    """Seconds of one TPU chip's arithmetic."""
+    mfu = option.accelerator.mfu
+    if mfu is None:
+        raise NoPlanError(f"the MFU to plan {option.accelerator.name} with is unknown")
+    passes = 1 if work.compute_bytes == 2 else FLOAT32_PASSES
+    return tokens * work.useful_flops_per_token() * passes / (peak * mfu)
 
 
 def _traffic(work: Workload, setting: Setting, option: Option, tokens: float, constants: Constants) -> float:

@@ -40,7 +40,7 @@ def run_file(tmp_path, monkeypatch):
 
 
 def test_one_file_three_places(run_file):
-    found = {one.backend: one for one in places(run_file("us-central1"), names=["vertex", "gke", "gce"])}
+    found = {one.name: one for one in places(run_file("us-central1"), names=["vertex", "gke", "gce"])}
     gke, gce, vertex = found["gke"], found["gce"], found["vertex"]
     assert gke.planned.chosen.option.offer.machine == "a3-highgpu-8g"
     # Vertex AI's fee is the difference for the same machines, mode and time.
@@ -52,7 +52,7 @@ def test_one_file_three_places(run_file):
 def test_a_place_that_cannot_is_told_why_and_comes_last(run_file):
     found = places(run_file("us-central1-a"), names=["vertex", "gce", "gke"])
     last = found[-1]
-    assert last.backend == "vertex" and last.planned is None and "resources.locations" in last.reason
+    assert last.name == "vertex" and last.planned is None and "resources.locations" in last.reason
     assert found[0].planned is not None
 
 

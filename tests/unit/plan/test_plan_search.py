@@ -47,7 +47,7 @@ def test_the_reason_names_need_and_room():
     (reason,) = {r for r in reasons(outcome, "g2-standard-4") if "needs" in r and "price" not in r and "res" not in r}
     assert reason.startswith("406B full AdamW needs") and reason.endswith("an L4 has 24 GB")
     assert reasons(outcome, "a4-highgpu-8g") == {"resources.machine asks for g2-standard-4"}
-    assert reasons(search(problem()), "ct6e-standard-4t") == {"a TPU: compared by price, not run yet"}
+    assert reasons(search(problem()), "ct6e-standard-4t") == {"a TPU: resources.device: tpu plans it"}
 
 
 def test_pins_are_kept():

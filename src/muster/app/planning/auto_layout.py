@@ -27,6 +27,9 @@ def laid_out(spec: RunSpec, home: Path | None = None) -> tuple[RunSpec, str | No
     """
     if not spec.parallelism.auto:
         return spec, None
+    if spec.resources.device == "tpu":
+        only = spec.model_copy(update={"parallelism": type(spec.parallelism)()})
+        return only, "device tpu shards over all chips and has no other layout"
     choices, option = compared(spec, home)
     why = reason(choices, option)
     best = choices[0]

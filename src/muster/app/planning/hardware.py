@@ -53,11 +53,13 @@ class Matmul(Record):
 def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     """Everything that ``spec`` could run on.
 
-    A run on the CPU of this machine has no choice: it alone is on offer. GPUs of this machine are one offer beside the
+    A run on the CPU of this machine has no choice: it alone is on offer. A run on TPUs is planned for the catalogue's,
+    whatever this machine is. GPUs of this machine are one offer beside the
     catalogue's.
     """
     here = backends.get(spec.backend).capabilities.uses_this_machine
-    if here and spec.resources.device in ("cpu", "tpu"):
+    tpu = spec.resources.device == "tpu"
+    if here and spec.resources.device == "cpu":
         return _this_cpu(spec, home or run_registry.home())
     options = list(backends.get(spec.backend).rents(offers.catalogue(own_prices(home))))
     notes: list[str] = []
@@ -68,9 +70,12 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
             options, machine, mode=mode and mode.removesuffix("_queued"), locations=spec.resources.locations,
             usd_per_host_hour=usd, source=KEY,
         )  # fmt: skip
-    elif usd is not None and not here:
+    elif usd is not None and (tpu or not here):
         notes.append(f"list prices: {KEY} is of the host that resources.machine names, and it names none")
-    if here:
+    if tpu:
+        notes.append("one slice, mesh data 1 x fsdp over all its chips: the trainer forms no other")
+        notes.append("TPUs of the catalogue, not this machine; Muster cannot start a slice of several hosts yet")
+    elif here:
         option, note = _these_gpus(spec)
         options = [option, *options] if option is not None else options
         notes += [note] if note else []
@@ -108,14 +113,12 @@ def _this_cpu(spec: RunSpec, home: Path) -> Hardware:
     flops, origin = _kept_matmul_flops(home)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
     usd, source = _price_here(spec)
-    notes = [f"{origin}: {flops / 1e9:,.0f} GFLOP/s for {world} rank(s)"]
-    if resources.device == "tpu":
-        notes.append("device tpu is planned for this machine's CPU cores: the catalogue has no TPUs yet")
+    notes = (f"{origin}: {flops / 1e9:,.0f} GFLOP/s for {world} rank(s)",)
     option = offers.this_machine(
         cpu(flops / world, origin=origin, memory_bytes=memory_bytes), gpus=ranks, memory_bytes=memory_bytes,
         usd_per_hour=usd, hosts=resources.hosts, source=source,
     )  # fmt: skip
-    return Hardware(options=[option], notes=tuple(notes), overhead=CPU)
+    return Hardware(options=[option], notes=notes, overhead=CPU)
 
 
 def _price_here(spec: RunSpec) -> tuple[float, str]:

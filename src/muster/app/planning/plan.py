@@ -22,10 +22,12 @@ from muster.catalog import rows
 from muster.config import load
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
+from muster.config.tpu_rules import tpu_rules
 from muster.core.errors import NoPlanError, RunFileError, UsageError
 from muster.core.typed_json import JsonObject, child, text, texts
 from muster.plan import bucket, plan_file
 from muster.plan import format as format
+from muster.plan.cost import STEP_SIGMA
 from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
 from muster.plan.nearest_fit import explain
@@ -70,10 +72,11 @@ def plan(
     reasons: bool = False,
     home: Path | None = None,
     environment: bool = True,
+    device: str | None = None,
 ) -> Planned:
     """The cheapest (or fastest) way to run ``run_file`` within its limits.
 
-    ``environment``: check this machine's files and folders too.
+    ``environment``: check this machine's files and folders too. ``device``: plan for it, whatever the file says.
 
     Raises:
         NoPlanError: nothing fits; the message says why, the hint names the nearest plan that would.
@@ -81,7 +84,7 @@ def plan(
     """
     now = now or datetime.now(UTC)
     loaded, impossible = _load(run_file, overrides, environment)
-    spec = loaded.spec
+    spec = (loaded := loaded if device is None else on_device(loaded, device)).spec
     work = workload(spec, shape_of(spec))
     found = hardware(spec, home)
     problem = _problem(loaded, work, now, home, found)
@@ -91,7 +94,7 @@ def plan(
         raise NoPlanError(impossible or message, hint=hint if outcome.cheapest is None else _works(outcome.cheapest))
     chosen = outcome.fastest if fastest else outcome.cheapest
     frontier, rejected = plan_file.ways(work, outcome)
-    here = backends.get(spec.backend).capabilities.uses_this_machine
+    here = backends.get(spec.backend).capabilities.uses_this_machine and not problem.tpus
     return Planned(
         work=work,
         outcome=outcome,
@@ -155,9 +158,11 @@ def assumptions(problem: Problem, *, here: bool = False) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue; ``here``: nothing is queued for or rented."""
     constants = problem.constants
     calibrated = constants.efficiency != DEFAULT.efficiency
+    arithmetic = f"arithmetic at {constants.efficiency:.0%} of the measured matmul ceiling" + (
+        " (calibrated here)" if calibrated else " (fitted to published FSDP2 runs, see docs/plan.md)"
+    )
     return [
-        f"arithmetic at {constants.efficiency:.0%} of the measured matmul ceiling"
-        + (" (calibrated here)" if calibrated else " (fitted to published FSDP2 runs, see docs/plan.md)"),
+        "modelled, unfitted, and no TPU was measured (docs/tpu.md)" if problem.tpus else arithmetic,
         "every token has a target and documents fill their sequences"
         if problem.work.document_length is None
         else f"documents of {problem.work.document_length} tokens",
@@ -206,6 +211,32 @@ def _load(run_file: str | Path, overrides: Sequence[str], environment: bool) -> 
         return loaded, "no plan fits: " + "; ".join(f"{problem.key} {problem.message}" for problem in wrong)
 
 
+def on_device(loaded: Loaded, device: str) -> Loaded:
+    """The run file for ``device``: where that is not its own, machines, layout and micro-batches are left to the plan.
+
+    Raises:
+        UsageError: the trainer on TPUs does not do what the run file asks for.
+    """
+    spec = loaded.spec
+    if spec.resources.device in ("auto", device) and (device != "tpu" or spec.resources.device == "tpu"):
+        return loaded
+    free = {"machine": None, "accelerator": None, "hosts": 1, "ranks_per_host": None, "usd_per_host_hour": None}
+    changes: dict[str, object] = {
+        "resources": spec.resources.model_copy(update={**free, "device": device, "reservation": None}),
+        "parallelism": type(spec.parallelism)(),
+    }
+    if device == "tpu":
+        changes["backend"] = "local"  # the only one that trains on them
+    spec = spec.model_copy(update=changes)
+    wrong = next(tpu_rules(spec), None)
+    if wrong is not None:
+        raise UsageError(f"{wrong.key}: {wrong.message}", hint=wrong.hint)
+    left = ("parallelism", "training.micro_batch_size", "training.activation_checkpointing", "resources.hosts")
+    keys = {path: ".".join(map(str, path)) for path in loaded.origins}
+    kept = {path: origin for path, origin in loaded.origins.items() if not keys[path].startswith(left)}
+    return replace(loaded, spec=spec, origins=kept)
+
+
 def _works(candidate: Candidate) -> str:
     cost = candidate.cost
     usd = f" for {format.dollars(cost.usd_p50)}" if cost.usd_p50 is not None else ""
@@ -214,7 +245,8 @@ def _works(candidate: Candidate) -> str:
 
 def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None, found: Hardware) -> Problem:
     spec = loaded.spec
-    constants, sigma = calibration_for(home, spec, work)
+    tpus = spec.resources.device == "tpu"
+    constants, sigma = (DEFAULT, STEP_SIGMA) if tpus else calibration_for(home, spec, work)
     constants = replace(constants, precision=spec.training.precision)
     return Problem(
         work=work,
@@ -225,6 +257,7 @@ def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None, f
         reservation=spec.resources.reservation is not None,
         constants=constants,
         sigma=sigma,
+        tpus=tpus,
     )
 
 
@@ -241,7 +274,7 @@ def pins_of(loaded: Loaded) -> Pins:
         micro_batch_size=fixed("training.micro_batch_size", spec.training.micro_batch_size),
         activation_checkpointing=fixed("training.activation_checkpointing", spec.training.activation_checkpointing),
         num_nodes=fixed("resources.hosts", spec.resources.hosts),
-        gpus_per_node=spec.resources.ranks_per_host if spec.resources.device != "cpu" else None,
+        gpus_per_node=spec.resources.ranks_per_host if spec.resources.device not in ("cpu", "tpu") else None,
         machine=spec.resources.machine,
         accelerator=spec.resources.accelerator,
         mode=spec.resources.provisioning_model,

@@ -35,6 +35,15 @@ def lines(result: Planned, *, every: bool = False) -> Iterator[str]:
         yield f"assumed: {assumption}"
 
 
+def compared(name: str, planned: Planned) -> Iterator[str]:
+    """One device of a comparison: how its plan comes about, and what that assumes."""
+    chosen = planned.plan.chosen
+    yield f"{name}: {planned.plan.job}: {chosen.title}"
+    yield from _figures(planned.plan)
+    for assumption in (*planned.plan.assumptions, *chosen.modelled):
+        yield f"  assumed  {assumption}"
+
+
 def here(chosen: PlannedWay) -> str:
     """What it comes to on the machine at which the plan is asked for: ``here: free, about 2 min``."""
     usd, hours = chosen.usd.p50, chosen.hours
@@ -44,7 +53,8 @@ def here(chosen: PlannedWay) -> str:
 
 def _frontier(result: Planned) -> Iterator[str]:
     yield ""
-    yield f"{'plan':<52} {'GPUs':>5} {'step s':>8} {'MFU':>6} {'time p50':>9} {'p90':>9} {'cost p50':>10} {'p90':>10}"
+    units = f"{unit(result.plan.chosen)}s"
+    yield f"{'plan':<52} {units:>5} {'step s':>8} {'MFU':>6} {'time p50':>9} {'p90':>9} {'cost p50':>10} {'p90':>10}"
     for row in result.plan.frontier:
         yield _row(row)
 
@@ -60,14 +70,17 @@ def trace_lines(trace: Compared) -> Iterator[str]:
 
 def _figures(plan: Plan) -> Iterator[str]:
     chosen = plan.chosen
-    layout = " x ".join(f"{name} {size}" for name, size in chosen.layout.items() if size > 1) or "one GPU"
+    layout = " x ".join(f"{name} {size}" for name, size in chosen.layout.items() if size > 1) or f"one {unit(chosen)}"
+    if chosen.topology is not None:
+        layout = f"slice {chosen.topology}, mesh data 1 x fsdp {chosen.gpus}"
     usd, hours = chosen.usd, chosen.hours
     mfu = f", MFU {chosen.mfu:.1%}" if chosen.mfu is not None else ""
     yield (
         f"  layout   {layout}; micro-batch {chosen.micro_batch_size}, {chosen.rounds} round(s), "
         f"checkpointing {chosen.activation_checkpointing}"
     )
-    yield f"  step     {chosen.step_s:.3g} s, {chosen.tokens_per_s:,.0f} tokens/s{mfu}"
+    each = f" ({chosen.tokens_per_s_per_gpu:,.0f} a chip)" if chosen.topology is not None else ""
+    yield f"  step     {chosen.step_s:.3g} s, {chosen.tokens_per_s:,.0f} tokens/s{each}{mfu}"
     yield (
         f"  time     {format.duration(hours.p50)} (p90 {format.duration(hours.p90)}), "
         f"goodput {chosen.goodput:.1%}, checkpoint every {chosen.checkpoint_every_steps} steps"
@@ -84,7 +97,9 @@ def _figures(plan: Plan) -> Iterator[str]:
     price = chosen.price
     if price and price.usd_per_gpu_hour:
         origin = f"{price.reliability}{', ' if price.date else ''}{price.date}: {price.source}"
-        yield f"  price    ${price.usd_per_gpu_hour:g} a GPU-hour ({origin})"
+        yield f"  price    ${price.usd_per_gpu_hour:g} a {unit(chosen)}-hour ({origin})"
+    elif price is None:
+        yield "  price    no price known"
     if requests := plan.bucket:
         yield (
             f"  bucket   {requests.writes_per_hour:,} writes and {requests.reads_per_hour:,} reads an hour at most, "
@@ -95,6 +110,11 @@ def _figures(plan: Plan) -> Iterator[str]:
     for key, label in (("chance_in_time", "in time"), ("chance_within_max_usd", "within limits.max_usd")):
         if key in plan.chances:
             yield f"  chance   {plan.chances[key]:.0%} {label}"
+
+
+def unit(chosen: PlannedWay) -> str:
+    """What it counts: GPUs, or the chips of a TPU."""
+    return "GPU" if chosen.topology is None else "chip"
 
 
 def _snapshots(chosen: PlannedWay) -> str:
@@ -110,7 +130,7 @@ def _snapshots(chosen: PlannedWay) -> str:
 def _memory(chosen: PlannedWay) -> Iterator[str]:
     total, have = chosen.memory_bytes_per_gpu, chosen.gpu_memory_bytes
     moment = chosen.memory_peak_moment
-    yield f"  memory   {format.gigabytes(total)} of {format.gigabytes(have)} a GPU at its peak ({moment})"
+    yield f"  memory   {format.gigabytes(total)} of {format.gigabytes(have)} a {unit(chosen)} at its peak ({moment})"
     for name, count in sorted(chosen.memory_bytes_by_item.items(), key=lambda item: -item[1]):
         yield f"    {name:<22} {count / 1e9:8.2f} GB"
     yield from _host_memory(chosen)

@@ -1,0 +1,105 @@
+"""A training step of the JAX trainer compiled for a TPU slice on a machine without one, and its HBM beside the plan's.
+
+Needs the libtpu that this jax pins (`pip install 'libtpu==0.0.42.*'` for jax 0.10.2). Minutes; not in CI.
+
+python benchmarks/tpu_aot.py [--model meta-llama/Llama-3.2-1B] [--slice v5e:2x4] [--length 2048] [--checkpointing full]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from muster.catalog import rows
+from muster.config import load
+from muster.core.layout import Layout
+from muster.plan.tpu_memory import tpu_memory
+from muster.plan.workload import Setting, workload
+from muster.train_jax.arrays import leaves_of
+from muster.train_jax.batches import KEYS
+from muster.train_jax.components import decays_of, model_of
+from muster.train_jax.host_model import HostModel
+from muster.train_jax.layout import FSDP, mesh_of
+from muster.train_jax.model import Parameters
+from muster.train_jax.step import Scalars, State, make_step
+
+RUN = """
+name: aot
+model: {source: MODEL}
+data: {sources: [{type: random, rows: 1000}]}
+training: {steps: 1, sequence_length: LENGTH, global_batch_size: CHIPS, activation_checkpointing: KIND}
+resources: {device: tpu}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="meta-llama/Llama-3.2-1B")
+    parser.add_argument("--slice", default="v5e:2x4")
+    parser.add_argument("--length", default=2048, type=int)
+    parser.add_argument("--checkpointing", default="full")
+    given = parser.parse_args()
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=given.slice)
+    mesh = mesh_of(topology.devices)
+    text = RUN.replace("MODEL", given.model).replace("LENGTH", str(given.length)).replace("CHIPS", str(mesh.size))
+    spec = load.loads(text.replace("KIND", given.checkpointing), environment=False).spec
+
+    config = AutoConfig.for_model(**rows.table("models.yaml")["models"][given.model]["config"])
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    module.model.rotary_emb = type(module.model.rotary_emb)(config)  # its frequencies are read: not on meta
+    model = model_of(spec, HostModel(module, config, None), mesh)
+    assert model.splash_over is not None
+    named = dict(module.named_parameters())
+    leaves = leaves_of(named, mesh)
+    arrays = Parameters({}, {})
+    for leaf in leaves:
+        shape = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+        (arrays.layers if leaf.stacked else arrays.top)[leaf.key] = shape
+    state = State(arrays, arrays, arrays)
+    decays = decays_of(leaves, {name: value.ndim > 1 for name, value in named.items()})
+    step = make_step(model, spec.training.optimizer, decays, chunk_tokens=spec.training.loss_chunk_tokens, state=state)
+
+    lain = NamedSharding(mesh, PartitionSpec(None, FSDP))
+    batch = {key: jax.ShapeDtypeStruct((1, mesh.size, given.length), jnp.int32, sharding=lain) for key in KEYS}
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    began = time.monotonic()
+    lowered = step.lower(state, Parameters({}, {}), batch, Scalars(number, number, number, number))  # type: ignore[attr-defined]
+    compiled = lowered.compile()
+    took = time.monotonic() - began
+    found = compiled.memory_analysis()
+    program = compiled.as_text()
+    work = workload(spec, rows.models()[given.model].shape)
+    setting = Setting(
+        layout=Layout(dp_shard=mesh.size), micro_batch_size=1, activation_checkpointing=given.checkpointing
+    )
+    planned = tpu_memory(work, setting)
+
+    print(f"{given.model}, {given.slice} ({mesh.size} chips), {given.length} tokens a chip, {given.checkpointing}")
+    print(f"jax {jax.__version__}, compiled in {took:.0f} s")
+    state_bytes, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
+    print(f"arguments {state_bytes / 1e9:.2f} GB, temporary {temporary / 1e9:.2f} GB a chip")
+    print(f"peak {found.peak_memory_in_bytes / 1e9:.2f} GB a chip by XLA")
+    runtime = planned.items["runtime"]
+    print(f"planned {(planned.total_bytes - runtime) / 1e9:.2f} GB, without {runtime / 1e9:.0f} GB for the runtime:")
+    for name, count in planned.items.items():
+        print(f"  {name:<20} {count / 1e9:6.2f} GB")
+    for name in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
+        print(f"  {name:<20} {program.count(f' {name}(') + program.count(f' {name}-start('):>4}")
+    # XLA for TPUs may fuse a reduce-scatter, which then has this name alone.
+    print(f"  {'all-reduce-scatter':<20} {program.count('%all-reduce-scatter'):>4}")
+    print(f"  {'kernels':<20} {program.count('tpu_custom_call'):>4}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""HBM of one TPU chip at its peak, by what ``train_jax`` holds: a closed form, compared with no TPU.
+
+State is cut over all chips of the slice; embedding and head are made whole in the compute type, a layer at a time is
+too; layers are scanned, so that what one keeps is kept for all (``activations``). Everything counts at once, as if the
+backward pass began with the loss's buffers still there.
+"""
+
+from __future__ import annotations
+
+from muster.plan.activations import kept_per_token, working_per_token
+from muster.plan.memory import MemoryEstimate
+from muster.plan.workload import Setting, Workload
+
+#: What libtpu and the compiled programs take; an assumption.
+RUNTIME_BYTES = 10**9
+#: The gradient's sums and moments, whatever the master type (``train_jax.step``).
+FLOAT32 = 4
+#: A layer's weights while it computes, and the next one's on their way.
+LAYERS_AT_ONCE = 2
+
+
+def tpu_memory(work: Workload, setting: Setting) -> MemoryEstimate:
+    """Peak of one chip."""
+    shape, chips, c = work.shape, setting.layout.shards, work.compute_bytes
+    trained = work.trained_parameters / chips
+    frozen = 0 if work.trains_all else shape.parameters - work.trained_vocabulary
+    tokens = setting.micro_batch_size * work.sequence_length
+    ends = shape.head_parameters + (0 if shape.tied else shape.embedding_parameters)
+    layers = LAYERS_AT_ONCE + (1 if work.trains_all else 0)
+    items = {
+        "weights": trained * work.master_bytes + frozen * c / chips,
+        "optimizer state": 2 * trained * FLOAT32,
+        # One more of each while a later micro-batch is added.
+        "gradients": trained * FLOAT32 * (2 if setting.rounds(work) > 1 else 1),
+        "gathered layers": layers * shape.layer_parameters * c if chips > 1 else c * shape.layer_parameters,
+        "embedding and head": ends * c + (2 * shape.head_parameters * c if work.trains_head else 0),
+        "activations": tokens * _activations(work, setting),
+        "logits and loss": _logits(work, setting),
+        "runtime": RUNTIME_BYTES,
+    }
+    return MemoryEstimate(items={name: round(value) for name, value in items.items() if value}, moment="backward")
+
+
+def _activations(work: Workload, setting: Setting) -> float:
+    """Bytes a token: what all layers keep, and one layer's backward pass."""
+
+    def kept(kind: str) -> float:
+        # The kernel's keys and values are repeated to the queries' heads; what a scan keeps is not computed again.
+        return kept_per_token(
+            work.shape, kind, compute_bytes=work.compute_bytes, compiled=False, lora_rank=work.lora_rank, tp=1,
+            expanded_kv=True,
+        )  # fmt: skip
+
+    held = kept(setting.activation_checkpointing)
+    again = max(0.0, kept("none") - held)
+    return work.shape.layers * held + again + working_per_token(work.shape, compute_bytes=work.compute_bytes, tp=1)
+
+
+def _logits(work: Workload, setting: Setting) -> float:
+    """Logits of a piece of the rows, as the product and in float32, and their gradient (``train_jax.model``)."""
+    rows = setting.micro_batch_size * setting.layout.shards
+    length = work.sequence_length
+    positions = min(length, max(1, work.loss_chunk_tokens // rows)) if work.loss_chunk_tokens else length
+    tokens = setting.micro_batch_size * positions
+    hidden = 2 * setting.micro_batch_size * length * work.shape.hidden * work.compute_bytes
+    return tokens * work.shape.vocab * (2 * FLOAT32 + work.compute_bytes) + hidden

@@ -1,0 +1,179 @@
+"""TPUs in a plan: slices, mesh, memory by part, prices that nobody knows, and GPU or TPU for one run file."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from planning import job, option
+
+from muster.app.planning.auto_layout import laid_out
+from muster.app.planning.places import devices
+from muster.app.planning.plan import plan
+from muster.catalog import rows
+from muster.cli.drawn import plan_table
+from muster.cli.main import run
+from muster.config.load import load
+from muster.core.errors import NoPlanError, UsageError
+from muster.core.layout import Layout
+from muster.plan.layouts import Pins, node_counts, settings
+from muster.plan.step_time import step_time
+from muster.plan.tpu_memory import tpu_memory
+from muster.plan.workload import Setting
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+TEXT = """\
+name: llama
+backend: BACKEND
+model: {source: meta-llama/Llama-3.1-8B}
+data: {sources: [{type: random, rows: 1000}]}
+training: {steps: 1000, sequence_length: 4096, global_batch_size: 64}
+resources: RESOURCES
+"""
+GKE = (
+    "{machine: a3-megagpu-8g, locations: [us-central1], project: example-project, "
+    "image: us-central1-docker.pkg.dev/example-project/muster/trainer:1}\nrun_dir: gs://example-bucket/runs/llama"
+)
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+
+    def write(resources="{device: tpu}", backend="local"):
+        path = tmp_path / "run.yaml"
+        path.write_text(TEXT.replace("BACKEND", backend).replace("RESOURCES", resources))
+        return str(path)
+
+    return write
+
+
+def setting(chips, micro=1, kind="full"):
+    return Setting(layout=Layout(dp_shard=chips), micro_batch_size=micro, activation_checkpointing=kind)
+
+
+def test_every_slice_has_the_chips_of_its_hosts_and_a_machine_for_each_generation():
+    tpus = [each for each in rows.machines().values() if each.topologies]
+    assert {rows.accelerators()[each.accelerator].kind for each in tpus} == {"tpu"}
+    for machine in tpus:
+        for topology, hosts in machine.topologies.items():
+            chips = 1
+            for side in topology.split("x"):
+                chips *= int(side)
+            assert chips == hosts * machine.count, (machine.name, topology)
+    chips = [each for each in rows.accelerators().values() if each.kind == "tpu"]
+    assert {each.name for each in chips} == {"TPU-v4", "TPU-v5e", "TPU-v5p", "TPU-v6e"}
+    assert all(each.mfu and each.peak_flops["bf16"] and each.memory_bytes_per_s for each in chips)
+
+
+def test_a_slice_is_one_mesh_and_its_hosts_share_a_micro_batch():
+    v6e, work = option("ct6e-standard-4t", "spot"), job("8B", global_batch_size=32)
+    assert list(node_counts(work, v6e, Pins())) == [1, 2, 4, 8], "no chip without a sequence"
+    found = list(settings(work, v6e, 4, Pins(micro_batch_size=8)))
+    assert {each.layout for each in found} == {Layout(dp_shard=16)} and {each.micro_batch_size for each in found} == {2}
+    assert not list(settings(work, v6e, 4, Pins(micro_batch_size=6))), "6 rows are not shared out to 4 chips"
+
+
+def test_a_step_takes_what_the_mfu_says_and_six_passes_in_float32():
+    v5p, work = option("ct5p-hightpu-4t", "spot"), job("8B")
+    time = step_time(work, setting(64), v5p, 16)
+    flops = work.useful_flops_per_token() * work.tokens_per_step / 64
+    assert time.parts["matrices"] == pytest.approx(flops / (459e12 * 0.5))
+    assert 0.45 < time.mfu <= 0.5
+    wide = step_time(job("8B", compute_bytes=4), setting(64), v5p, 16)
+    assert wide.parts["matrices"] == pytest.approx(6 * time.parts["matrices"])
+
+
+def test_few_tokens_a_chip_expose_the_gathers():
+    v6e = option("ct6e-standard-4t", "spot")
+    many, few = (step_time(job("8B", sequence_length=length), setting(64), v6e, 16) for length in (4096, 256))
+    assert few.parts["sharding"] / few.seconds > 0.3 > many.parts["sharding"] / many.seconds
+
+
+def test_memory_is_what_the_trainer_holds():
+    work = job("8B")
+    eight, whole = (tpu_memory(work, setting(chips)).items for chips in (8, 64))
+    count = work.shape.parameters
+    assert eight["weights"] == round(4 * count / 8) and eight["optimizer state"] == round(8 * count / 8)
+    assert eight["gradients"] == round(2 * 4 * count / 8), "several rounds are added up"
+    assert whole["gradients"] == round(4 * count / 64)
+    assert whole["gathered layers"] == eight["gathered layers"] and whole["embedding and head"] == 4 * 2 * 128256 * 4096
+    kinds = [tpu_memory(work, setting(64, kind=kind)).items["activations"] for kind in ("none", "selective", "full")]
+    assert kinds == sorted(kinds, reverse=True) and kinds[0] > 2 * kinds[2]
+    lora = tpu_memory(job("8B", lora_rank=16), setting(8)).items
+    assert lora["optimizer state"] < eight["optimizer state"] / 50 and lora["weights"] < eight["weights"] * 0.6
+
+
+def test_a_plan_for_tpus_says_slice_mesh_memory_rate_and_that_it_is_modelled(run_file):
+    found = plan(run_file())
+    text = "\n".join(plan_table.lines(found))
+    chosen = found.plan.chosen
+    assert (
+        chosen.accelerator.startswith("TPU-") and f"slice {chosen.topology}, mesh data 1 x fsdp {chosen.gpus}" in text
+    )
+    for words in ("a chip)", "MFU", "optimizer state", "a chip-hour", "modelled, unfitted", "of a large dense model"):
+        assert words in text, words
+    assert " GPU" not in text.split("not taken")[0]
+    assert found.plan.settings["training.micro_batch_size"] % 4 == 0
+    assert not [key for key in found.plan.settings if key.startswith("parallelism.")]
+
+
+def test_auto_is_the_one_layout_of_tpus(run_file):
+    spec, told = laid_out(load(run_file(), ["parallelism=auto"]).spec)
+    assert not spec.parallelism.auto and spec.parallelism.axes["dp_shard"] == -1 and "no other layout" in told
+
+
+def test_reasons_speak_of_chips(run_file):
+    told = "\n".join(plan(run_file(), reasons=True).plan.why)
+    assert "a chip at its fullest" in told and "NVLink" not in told and "its network" not in told
+
+
+def test_what_does_not_fit_is_refused_in_one_line(run_file):
+    with pytest.raises(NoPlanError) as refused:
+        plan(run_file(), ["model.source=meta-llama/Llama-3.1-405B", "resources.accelerator=TPU-v5e"])
+    told = str(refused.value)
+    assert "needs 160 GB a chip even on 64, a TPU-v5e has 16 GB" in told and "\n" not in told
+
+
+def test_a_tpu_without_a_price_is_planned_where_it_is_named(run_file):
+    found = plan(run_file(), ["resources.machine=ct4p-hightpu-4t"])
+    assert found.plan.chosen.usd.p50 is None and "no price known" in "\n".join(plan_table.lines(found))
+    assert "ct4p-hightpu-4t" not in {each.machine for each in plan(run_file()).plan.frontier}
+
+
+def test_gpu_or_tpu_for_one_file(run_file, capsys):
+    path = run_file(GKE, "gke")
+    found = {each.name: each for each in devices(path, names=["gpu", "tpu"])}
+    assert found["gpu"].planned.chosen.option.offer.machine == "a3-megagpu-8g"
+    assert found["tpu"].planned.chosen.option.is_tpu and found["tpu"].planned.work == found["gpu"].planned.work
+    own = ["training.micro_batch_size=2", "resources.hosts=4", "parallelism.dp_replicate=2"]
+    pinned = {each.name: each.planned.chosen for each in devices(path, own, names=["gpu", "tpu"])}
+    assert (pinned["gpu"].num_nodes, pinned["gpu"].setting.layout.dp_replicate) == (4, 2), "its own device's settings"
+    assert pinned["tpu"].num_nodes == found["tpu"].planned.chosen.num_nodes, "and not the other's"
+    assert run(["plan", path, "--devices", "gpu,tpu"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("device", "the cheapest", "dearer than", "gpu: 8B", "tpu: 8B", "assumed", "MFU"):
+        assert words in shown, words
+    assert run(["plan", path, "--devices", "gpu,tpu", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {each["device"] for each in answer} == {"gpu", "tpu"} and all(each["assumptions"] for each in answer)
+
+
+def test_a_file_for_tpus_is_compared_too_and_what_tpus_cannot_is_said(run_file):
+    found = {each.name: each for each in devices(run_file(), names=["gpu", "tpu"])}
+    assert not found["gpu"].planned.chosen.option.is_tpu and found["tpu"].planned.chosen.option.is_tpu
+    fp8 = devices(run_file(GKE, "gke"), ["training.precision=fp8"], names=["gpu", "tpu"])
+    assert [each.name for each in fp8 if each.planned] == ["gpu"] and "fp8 is not computed" in fp8[-1].reason
+    with pytest.raises(UsageError, match="no device 'npu'"):
+        devices(run_file(), names=["npu"])
+
+
+def test_published_runs_are_in_the_documentation_with_their_errors():
+    from plan_anchors import on_tpus
+
+    shown = on_tpus()
+    assert shown in (ROOT / "docs" / "tpu.md").read_text(), "run benchmarks/plan_anchors.py and paste it"
+    lines = [line for line in shown.splitlines() if "TPU-" in line]
+    errors = [float(line.split(" | ")[-2].rstrip("%")) for line in lines]
+    assert len(errors) == 7 and max(map(abs, errors)) < 30

@@ -4,6 +4,7 @@ import pytest
 
 from muster.app.planning import plan as planning
 from muster.app.planning.prices import priced
+from muster.catalog import vertex
 from muster.config.spec import RunSpec
 
 RUN = """\
@@ -15,11 +16,11 @@ training: {{steps: 1000, sequence_length: 4096, global_batch_size: 64}}
 """
 
 
-def spec(**resources):
+def spec(backend="gke", **resources):
     return RunSpec.model_validate(
         {
             "name": "p",
-            "backend": "gke",
+            "backend": backend,
             "model": {"config": {}},
             "data": {"sources": [{"type": "random"}]},
             "training": {"steps": 10},
@@ -48,6 +49,15 @@ def test_the_users_own_price_wins_and_the_run_files_above_all(tmp_path):
     asked = {"machine": "a4-highgpu-8g", "provisioning_model": "spot", "locations": ["us-east1"]}
     assert price(tmp_path, **asked) == 12.0
     assert price(tmp_path, **asked, usd_per_host_hour=3.0) == 3.0
+
+
+def test_vertex_ais_fee_is_in_the_price(tmp_path):
+    asked = {"machine": "g2-standard-48", "provisioning_model": "spot", "locations": ["us-central1"]}
+    fee = vertex.fee("g2-standard-48", "us-central1")
+    assert price(tmp_path, backend="vertex", **asked) == pytest.approx(
+        price(tmp_path, **asked) + 4 * fee.usd_per_gpu_hour
+    )
+    assert fee.usd_per_gpu_hour > 0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from muster import backends
 from muster.catalog import billing, rows
 from muster.catalog.offers import Option, catalogue
 from muster.catalog.rows import Price
@@ -109,14 +110,17 @@ def credentials(api_key: str | None) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def priced(spec: RunSpec, home: Path | None = None) -> RunSpec:
-    """``spec`` with its hosts' price by the hour, where the file names machine and mode and the price is known."""
+    """``spec`` with its hosts' price by the hour, its back end's fees included, where the file names machine and mode
+    and the price is known."""
     resources = spec.resources
     if resources.usd_per_host_hour is not None or resources.machine is None or resources.provisioning_model is None:
         return spec
     machine, mode = rows.machines().get(resources.machine), resources.provisioning_model.removesuffix("_queued")
     if machine is None:
         return spec
-    known = [price for price in all_prices(home) if (price.machine, price.mode) == (machine.name, mode)]
+    rented = backends.get(spec.backend).rents(catalogue(own_prices(home)))
+    prices = [option.price for option in rented if option.price is not None]
+    known = [price for price in prices if (price.machine, price.mode) == (machine.name, mode)]
     here = [price for price in known if any(_within(place, price.region) for place in resources.locations)]
     if not here and (resources.locations or not known):
         return spec

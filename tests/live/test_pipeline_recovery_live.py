@@ -3,7 +3,7 @@
 import pytest
 from chaos import Judged, References
 from cluster import spec_of
-from test_replicas_live import kept, pids_of, recoveries
+from test_replicas_live import kept, pids_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -27,7 +27,7 @@ def test_a_killed_stage_takes_its_replica_along_and_no_other(tmp_path, reference
         run.wait_for_step(8)
         run.kill_rank(3)
         run.ended()
-        assert recoveries(run) == ["restart"] and kept(run) == [[], [0, 1]], run.story()
+        assert run.recoveries() == ["restart"] and kept(run) == [[], [0, 1]], run.story()
         found = pids_of(run, range(4))
         assert [len(set(found[rank])) for rank in range(4)] == [1, 1, 2, 2], run.story()
         assert [event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")] == [True], run.story()
@@ -55,12 +55,12 @@ def test_three_replicas_of_three_stages(tmp_path, reference, hosts, per_host):
         after(lambda: run.signal_host(run.ranks()[8][1]), 2)
         lost = run.ranks()[5][1]
         after(lambda: run.signal_host(lost), 3)
-        assert recoveries(run) == ["restart", "swap", "shrink"], run.story()
+        assert run.recoveries() == ["restart", "swap", "shrink"], run.story()
         assert kept(run) == [[], [0, 1, 2, 6, 7, 8], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]], run.story()
         assert run.events("attempt.started")[-1].detail["layout"]["dp_replicate"] == 2, "a replica was dropped"
         run.wait_for_step(run.step() + 8, 180)
         run.start_agent(lost)
         run.ended()
-        assert recoveries(run)[-1] == "grow" and run.events("attempt.started")[-1].detail["world_size"] == 9
+        assert run.recoveries()[-1] == "grow" and run.events("attempt.started")[-1].detail["world_size"] == 9
         whole = {"training.exact": True, "training.steps": 300, "model.config.num_hidden_layers": 3}
         assert (run.final_hash(), run.losses()) == reference(1, 1, **whole)[:2]

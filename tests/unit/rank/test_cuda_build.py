@@ -42,7 +42,8 @@ def test_the_fork_servers_imports_leave_cuda_alone() -> None:
 
 
 def test_flash_attn_would_open_cuda_and_nvml_keeps_it_closed(flash_attn: Path) -> None:
-    assert forked(paths=[flash_attn]) == "bad_fork", "else the stub is not what transformers looks for"
+    bare = forked(paths=[flash_attn]) or ""
+    assert "opened CUDA" in bare, f"else the stub is not what transformers looks for: {bare}"
     if shutil.which("gcc") is None:
         pytest.skip("no gcc to play a driver's library with")
     (flash_attn / "nvml.c").write_text(NVML)

@@ -1,9 +1,10 @@
 """Is a rank that is ten percent slow named within 30 steps, and nobody where all are alike? On a quiet machine.
 
-    python benchmarks/stragglers.py [--runs 5] [--share 0.9] [--json FILE]
+    python benchmarks/stragglers.py [--runs 5] [--share 0.8] [--json FILE]
 
-Each slow run trains two ranks on two hosts of this machine; after twelve steps one of them gets nine tenths of a
-processor (``tests/live/slow_ranks.py``: needs root and a cpu controller of cgroup v1). It has to be named, with its
+Each slow run trains two ranks on two hosts of this machine; after twelve steps one of them gets 0.8 of a processor
+(``tests/live/slow_ranks.py``: needs root and a cpu controller of cgroup v1): steps of 0.11 s then take 11 % longer,
+by cpu.stat's throttled time; at 0.9 it is 3 %, since a rank does not compute all the time. It has to be named, with its
 host as the cause, within 30 steps. Each healthy run takes 90 steps, in which nobody may be named. The last line is the
 verdict, with the load and what other programs took of the processors: a run that failed while they took more than a
 quarter says nothing of Muster and is counted apart. By design a healthy run accuses somebody in less than one of 10,000
@@ -74,7 +75,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=5, help="of each sort")
-    parser.add_argument("--share", type=float, default=0.9, help="of a processor that the slow rank gets")
+    parser.add_argument("--share", type=float, default=0.8, help="of a processor that the slow rank gets")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not slow_ranks.usable():

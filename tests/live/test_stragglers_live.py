@@ -70,7 +70,7 @@ def test_ten_percent_is_named_within_thirty_steps_five_times_of_five(tmp_path):
             run.under_way(3)
             with judged_when_quiet(run), alone(run) as groups:
                 run.wait_for_step(12)
-                taken.append(slowed(run, groups, 0.9, within=WITHIN))
+                taken.append(slowed(run, groups, 0.8, within=WITHIN))  # its steps: 11 to 12 % longer
     assert max(taken) <= WITHIN, taken
 
 

@@ -195,27 +195,20 @@ class Programs:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        assert child.stdout is not None
-        self._preemption_watcher, fd = child, child.stdout.fileno()
-        os.set_blocking(fd, False)
-        self._hub.watch(fd, lambda: self._on_output(fd))
+        self._preemption_watcher = child
+        _Output(self._hub, child, self._on_preemption)  # it ends where no metadata server is
 
-    def _on_output(self, fd: int) -> None:
-        output = os.read(fd, 4096)
-        if not output:  # it has ended: no metadata server here
-            self._hub.unwatch(fd)
+    def _on_preemption(self, line: bytes) -> None:
+        try:
+            notice = _decode_notice(line)
+        except Unreadable as error:
+            self._log.note(f"a notice of the preemption watcher: {error}")
             return
-        for line in output.splitlines():
-            try:
-                notice = _decode_notice(line)
-            except Unreadable as error:
-                self._log.note(f"a notice of the preemption watcher: {error}")
-                continue
-            if notice.notice == "preempted":
-                self._on_notice("the metadata server: preempted")
-            else:
-                source = f"the metadata server: {notice.value}"
-                self._log.write("termination.notice", {"notice": notice.notice, "source": source, "grace_s": 60.0})
+        if notice.notice == "preempted":
+            self._on_notice("the metadata server: preempted")
+        else:
+            source = f"the metadata server: {notice.value}"
+            self._log.write("termination.notice", {"notice": notice.notice, "source": source, "grace_s": 60.0})
 
 
 class _Output:

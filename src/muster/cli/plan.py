@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import typer
 
@@ -128,8 +129,8 @@ def _compared(
     from muster.cli.tables import aligned
 
     names = [name.strip() for name in (places or devices or "").split(",") if name.strip()]
-    compare = use_case.places if places is not None else use_case.devices
-    found = compare(run_file, overrides, names=names, fastest=fastest)
+    by: Literal["backend", "device"] = "backend" if places is not None else "device"
+    found = use_case.places(run_file, overrides, names=names, by=by, fastest=fastest)
     if json:
         output.as_json([each.to_json() for each in found])
         return

@@ -23,14 +23,14 @@ SUSPECTS = (
 HARMLESS = frozenset({"jemalloc_bg_thd"})
 
 
-def why_not(device: str = "cuda") -> str | None:
-    """What speaks against a fork of this process; None: ranks for ``resources.device`` can be forked.
+def why_not(*, on_gpus: bool = True) -> str | None:
+    """What speaks against a fork of this process; None: ranks can be forked.
 
-    One child is forked to look for CUDA, where ranks may use it.
+    ``on_gpus``: ranks use them; then one child is forked to look for CUDA.
     """
     if names := threads():
         return f"imported packages run threads ({', '.join(names)})"
-    if device not in ("cuda", "auto") or (device == "auto" and not Path("/dev/nvidiactl").exists()):
+    if not on_gpus:
         return None
     pid = os.fork()
     if pid == 0:

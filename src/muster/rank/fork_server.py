@@ -206,7 +206,7 @@ class ForkServer:
     def _look(self) -> None:
         """Whether this process can still be forked; once it cannot, it never can."""
         if not self.unforkable:
-            self.unforkable = fork_check.why_not(self.spec.resources.device) or ""
+            self.unforkable = fork_check.why_not(on_gpus=self.spec.resources.on_gpus) or ""
             if self.unforkable:
                 print(f"note: ranks are new processes, not forks: {self.unforkable}", file=sys.stderr, flush=True)
 

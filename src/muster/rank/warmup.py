@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -53,8 +52,7 @@ def applies(spec: RunSpec, *, context: bool = False) -> bool:
     """Whether a standby of this run warms up: Muster's own trainer, on the CPU or with a CUDA ``context``."""
     if spec.model is None or spec.command or spec.recovery.warm_standby == "imports":
         return False
-    device = spec.resources.device
-    return context or device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    return context or (spec.resources.device in ("cpu", "auto") and not spec.resources.on_gpus)
 
 
 def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:

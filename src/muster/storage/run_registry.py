@@ -101,6 +101,11 @@ def place(run_id: str, run_dir: str | None) -> Path:
     return Path(os.path.expanduser(run_dir)).absolute() if run_dir else home() / "runs" / run_id
 
 
+def export_folder(path: Path, step: int, kind: str) -> Path:
+    """Where ``muster export`` puts a checkpoint of the run in ``path``; ``kind``: model, merged or adapter."""
+    return path / "exports" / f"step-{step:08d}-{kind}"
+
+
 def existing_id(path: Path) -> str | None:
     """The id of the run in ``path``, by this machine's registry where the file that states it is damaged; None where
     there is none."""

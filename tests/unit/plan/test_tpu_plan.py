@@ -8,7 +8,7 @@ import pytest
 from planning import job, option
 
 from muster.app.planning.auto_layout import laid_out
-from muster.app.planning.places import devices
+from muster.app.planning.places import places
 from muster.app.planning.plan import plan
 from muster.catalog import rows
 from muster.cli.drawn import plan_table
@@ -144,11 +144,11 @@ def test_a_tpu_without_a_price_is_planned_where_it_is_named(run_file):
 
 def test_gpu_or_tpu_for_one_file(run_file, capsys):
     path = run_file(GKE, "gke")
-    found = {each.name: each for each in devices(path, names=["gpu", "tpu"])}
+    found = {each.name: each for each in places(path, by="device", names=["gpu", "tpu"])}
     assert found["gpu"].planned.chosen.option.offer.machine == "a3-megagpu-8g"
     assert found["tpu"].planned.chosen.option.is_tpu and found["tpu"].planned.work == found["gpu"].planned.work
     own = ["training.micro_batch_size=2", "resources.hosts=4", "parallelism.dp_replicate=2"]
-    pinned = {each.name: each.planned.chosen for each in devices(path, own, names=["gpu", "tpu"])}
+    pinned = {each.name: each.planned.chosen for each in places(path, own, by="device", names=["gpu", "tpu"])}
     assert (pinned["gpu"].num_nodes, pinned["gpu"].setting.layout.dp_replicate) == (4, 2), "its own device's settings"
     assert pinned["tpu"].num_nodes == found["tpu"].planned.chosen.num_nodes, "and not the other's"
     assert run(["plan", path, "--devices", "gpu,tpu"]) == 0
@@ -161,12 +161,12 @@ def test_gpu_or_tpu_for_one_file(run_file, capsys):
 
 
 def test_a_file_for_tpus_is_compared_too_and_what_tpus_cannot_is_said(run_file):
-    found = {each.name: each for each in devices(run_file(), names=["gpu", "tpu"])}
+    found = {each.name: each for each in places(run_file(), by="device", names=["gpu", "tpu"])}
     assert not found["gpu"].planned.chosen.option.is_tpu and found["tpu"].planned.chosen.option.is_tpu
-    fp8 = devices(run_file(GKE, "gke"), ["training.precision=fp8"], names=["gpu", "tpu"])
+    fp8 = places(run_file(GKE, "gke"), ["training.precision=fp8"], by="device", names=["gpu", "tpu"])
     assert [each.name for each in fp8 if each.planned] == ["gpu"] and "fp8 is not computed" in fp8[-1].reason
     with pytest.raises(UsageError, match="no device 'npu'"):
-        devices(run_file(), names=["npu"])
+        places(run_file(), by="device", names=["npu"])
 
 
 def test_published_runs_are_in_the_documentation_with_their_errors():

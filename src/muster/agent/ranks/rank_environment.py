@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from muster.config.spec import RunSpec
 
@@ -62,16 +61,8 @@ def fork_server_environment(
 
 
 def opens_contexts(spec: RunSpec) -> bool:
-    """Whether standbys are to hold a CUDA context on their local rank's GPU: Muster's own trainer, on GPUs.
-
-    By the device files: neither torch nor the driver is touched here.
-    """
-    return _on_gpus(spec) and spec.recovery.warm_standby is True and spec.command is None
-
-
-def _on_gpus(spec: RunSpec) -> bool:
-    device = spec.resources.device
-    return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+    """Whether standbys are to hold a CUDA context on their local rank's GPU: Muster's own trainer, on GPUs."""
+    return spec.resources.on_gpus and spec.recovery.warm_standby is True and spec.command is None
 
 
 def _nccl(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
@@ -84,5 +75,5 @@ def _nccl(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _allocator(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
-    wanted = spec.command is None and _on_gpus(spec) and _OLDER_ALLOCATOR not in given
+    wanted = spec.command is None and spec.resources.on_gpus and _OLDER_ALLOCATOR not in given
     return ALLOCATOR if wanted else {}

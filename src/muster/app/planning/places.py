@@ -3,10 +3,11 @@ not, or cannot be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from muster.app.planning.plan import Planned, plan
 from muster.config.backends import BACKENDS
@@ -22,6 +23,8 @@ class Place:
     """The best plan of one back end or device, or why it has none."""
 
     name: str
+    by: str
+    """What it is the name of: a backend, or a device."""
     planned: Planned | None
     reason: str
     """In a sentence: what it costs beside the cheapest, or why there is no plan."""
@@ -33,8 +36,7 @@ class Place:
     def to_json(self) -> JsonObject:
         chosen = self.planned.to_json()["chosen"] if self.planned is not None else None
         assumptions = list(self.planned.plan.assumptions) if self.planned is not None else []
-        named = "device" if self.name in DEVICES else "backend"
-        return {named: self.name, "chosen": chosen, "reason": self.reason, "assumptions": assumptions}
+        return {self.by: self.name, "chosen": chosen, "reason": self.reason, "assumptions": assumptions}
 
 
 def places(
@@ -42,58 +44,32 @@ def places(
     overrides: Sequence[str] = (),
     *,
     names: Sequence[str],
+    by: Literal["backend", "device"] = "backend",
     fastest: bool = False,
     now: datetime | None = None,
     home: Path | None = None,
 ) -> list[Place]:
     """The cheapest first (``fastest``: the fastest); those without a plan last, those whose price nobody knows before.
 
-    Raises:
-        UsageError: no such back end.
-    """
-    for name in names:
-        if name not in BACKENDS.names():
-            raise UsageError(f"there is no back end {name!r}", hint=" ".join(BACKENDS.names()))
-
-    def planned(name: str) -> Planned:
-        own = [*overrides, f"backend={name}"]
-        return plan(run_file, own, fastest=fastest, now=now, home=home, environment=False)
-
-    return _compared(names, planned, fastest)
-
-
-def devices(
-    run_file: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    names: Sequence[str],
-    fastest: bool = False,
-    now: datetime | None = None,
-    home: Path | None = None,
-) -> list[Place]:
-    """GPU or TPU? Ordered as ``places``; ``names``: of ``DEVICES``.
+    ``names``: of back ends, or of ``DEVICES``.
 
     Raises:
-        UsageError: no such device.
+        UsageError: there is none of that name.
     """
+    known, what = (BACKENDS.names(), "back end") if by == "backend" else (list(DEVICES), "device")
     for name in names:
-        if name not in DEVICES:
-            raise UsageError(f"there is no device {name!r} to compare", hint=",".join(DEVICES))
-
-    def planned(name: str) -> Planned:
-        device = DEVICES[name]
-        return plan(run_file, overrides, fastest=fastest, now=now, home=home, environment=False, device=device)
-
-    return _compared(names, planned, fastest)
-
-
-def _compared(names: Sequence[str], planned: Callable[[str], Planned], fastest: bool) -> list[Place]:
+        if name not in known:
+            raise UsageError(f"there is no {what} {name!r}", hint=" ".join(known))
     found: list[Place] = []
     for name in dict.fromkeys(names):
+        own = [*overrides, f"backend={name}"] if by == "backend" else overrides
+        device = None if by == "backend" else DEVICES[name]
         try:
-            found.append(Place(name=name, planned=planned(name), reason=""))
+            planned = plan(run_file, own, fastest=fastest, now=now, home=home, environment=False, device=device)
         except MusterError as error:
-            found.append(Place(name=name, planned=None, reason=str(error)))
+            found.append(Place(name=name, by=by, planned=None, reason=str(error)))
+        else:
+            found.append(Place(name=name, by=by, planned=planned, reason=""))
     found.sort(key=lambda one: _order(one, fastest))
     return [_explained(one, found[0], fastest) for one in found]
 
@@ -120,4 +96,4 @@ def _explained(place: Place, best: Place, fastest: bool) -> Place:
         reason = f"as {best.name}" if place.usd == best.usd else f"{best.name} is free"
     else:
         reason = f"{place.usd / best.usd - 1:.0%} dearer than {best.name}"
-    return Place(name=place.name, planned=place.planned, reason=reason)
+    return replace(place, reason=reason)

@@ -84,7 +84,8 @@ def plan(
     """
     now = now or datetime.now(UTC)
     loaded, impossible = _load(run_file, overrides, environment)
-    spec = (loaded := loaded if device is None else on_device(loaded, device)).spec
+    loaded = loaded if device is None else on_device(loaded, device)
+    spec = loaded.spec
     work = workload(spec, shape_of(spec))
     found = hardware(spec, home)
     problem = _problem(loaded, work, now, home, found)
@@ -218,7 +219,7 @@ def on_device(loaded: Loaded, device: str) -> Loaded:
         UsageError: the trainer on TPUs does not do what the run file asks for.
     """
     spec = loaded.spec
-    if spec.resources.device in ("auto", device) and (device != "tpu" or spec.resources.device == "tpu"):
+    if spec.resources.device == device or (spec.resources.device == "auto" and device != "tpu"):
         return loaded
     free = {"machine": None, "accelerator": None, "hosts": 1, "ranks_per_host": None, "usd_per_host_hour": None}
     changes: dict[str, object] = {

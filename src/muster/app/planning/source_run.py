@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from muster.app.inspect.status import spec_of, supervisor_status
 from muster.checkpoint_format import manifest
 from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError
-from muster.storage import run_registry, uris
+from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 from muster.storage.store import open_store
 
@@ -35,36 +36,49 @@ def source_run(model: Model | None) -> RunDir | None:
     return run_registry.find(name)
 
 
-def located(spec: RunSpec) -> RunSpec:
-    """``spec`` with that folder as its source, whether it is there yet or not. Asks the run's checkpoints.
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What a run has trained, as ``muster export`` keeps it."""
+
+    run: RunDir
+    step: int
+    folder: Path
+    """Whether it is there yet or not. The step is in its name, so the same name is the same weights."""
+
+    def source_of(self, spec: RunSpec) -> RunSpec:
+        """``spec`` with them as its source."""
+        assert spec.model is not None
+        model = spec.model.model_copy(update={"source": str(self.folder), "revision": None})
+        return spec.model_copy(update={"model": model})
+
+
+def weights_of(spec: RunSpec) -> Weights | None:
+    """Those that ``model.source`` and ``model.revision`` name; None: no run's. Asks the run's checkpoints.
 
     Raises:
         UsageError: the run has no model or no such checkpoint, or still makes checkpoints and none is chosen.
     """
-    model = spec.model
-    run = source_run(model)
-    if model is None or run is None:
-        return spec
-    return spec.model_copy(
-        update={"model": model.model_copy(update={"source": str(_folder(run, model.revision)), "revision": None})}
-    )
-
-
-def _folder(run: RunDir, revision: str | None) -> Path:
-    """As ``muster export`` names it: the step is in the name, so the same name is the same weights."""
+    run = source_run(spec.model)
+    if run is None or spec.model is None:
+        return None
     of = spec_of(run)
     if of.model is None:
         raise UsageError(
             f"model.source: {run.run_id} ran a command of its own: there is no model that Muster knows",
             hint="give the folder that it wrote",
         )
-    kind = "merged" if of.model.lora else "model"
-    return run.path / "exports" / f"step-{_step(run, of, revision):08d}-{kind}"
+    step, kind = _step(run, of, spec.model.revision), "merged" if of.model.lora else "model"
+    return Weights(run=run, step=step, folder=run_registry.export_folder(run.path, step, kind))
+
+
+def located(spec: RunSpec) -> RunSpec:
+    """``spec`` with the weights' folder as its source, where it names a run. Raises as ``weights_of``."""
+    weights = weights_of(spec)
+    return spec if weights is None else weights.source_of(spec)
 
 
 def _step(run: RunDir, of: RunSpec, revision: str | None) -> int:
-    directory = of.checkpoint.dir or uris.join(str(run.path), "checkpoints")
-    found = manifest.committed(open_store(), directory)
+    found = manifest.committed(open_store(), of.checkpoint.dir or str(run.checkpoints))
     steps = ", ".join(str(each.step) for each in found) or "none"
     if revision is not None and revision != BEST:
         if not any(str(each.step) == revision for each in found):

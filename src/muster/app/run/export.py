@@ -17,7 +17,7 @@ from muster.app.handoff.push import push as push_folder
 from muster.app.inspect.home_view import bring
 from muster.app.inspect.report import report
 from muster.app.inspect.status import spec_of
-from muster.app.planning.source_run import located, source_run
+from muster.app.planning.source_run import weights_of
 from muster.config.spec import RunSpec
 from muster.core import event_log
 from muster.core.errors import MusterError, UsageError
@@ -82,17 +82,17 @@ def with_weights(spec: RunSpec, tell: Callable[[str], None]) -> RunSpec:
     """Where ``model.source`` names a run, what that trained: exported into its folder, unless it is there already.
 
     Raises:
-        UsageError, MusterError: as ``export``, or as ``source_run.located``.
+        UsageError, MusterError: as ``export``, or as ``weights_of``.
     """
-    run, found = source_run(spec.model), located(spec)
-    if run is None or found.model is None or found.model.source is None:
+    weights = weights_of(spec)
+    if weights is None:
         return spec
-    folder = Path(found.model.source)
+    run, folder = weights.run, weights.folder
     if not folder.is_dir():
         tell(f"model.source: exporting {run.run_id}, {folder.name}")
-        export(str(run.path), step=int(folder.name.split("-")[1]))
+        export(str(run.path), step=weights.step)
     tell(f"model.source: {run.run_id}, {folder.name}: {folder}")
-    return found
+    return weights.source_of(spec)
 
 
 def _pushed(hub: Any, repo: str, run: RunDir, found: Exported, *, kept: bool) -> Exported:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -63,3 +64,9 @@ class Resources(Section):
     """Start containers while their image is still being read; default: where the node pools support it."""
     local_ssd: NotNegative | None = None
     """Local SSDs of a node for temporary files, weights and images; default: all that the machine brings."""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether ranks use the GPUs of this machine; auto: where the driver's device file is. Neither torch nor the
+        driver is touched."""
+        return self.device == "cuda" or (self.device == "auto" and Path("/dev/nvidiactl").exists())

@@ -26,6 +26,7 @@ from muster.core.clock import SystemShell
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.protocols import Shell
 from muster.core.typed_json import JsonObject
+from muster.storage.run_registry import export_folder
 from muster.train.export import verification
 from muster.train.export.sources import (
     ExportSources,
@@ -103,7 +104,7 @@ def export(
     manifest = choose_checkpoint(spec, run_dir, checkpoint, lowest_loss=best)
     adapter = spec.model.lora is not None and not merge_lora
     kind = "adapter" if adapter else "merged" if spec.model.lora else "model"
-    target = free_folder(Path(out_dir) if out_dir else run_dir / "exports" / f"step-{manifest.step:08d}-{kind}")
+    target = free_folder(Path(out_dir) if out_dir else export_folder(run_dir, manifest.step, kind))
     reader = ShardReader(open_checkpoint(manifest))
     sources = open_sources(spec, run_dir, reader)
     with temporary_folder_beside(target) as folder:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from fakes.host import RecordingHost
 
 from muster.agent import gpu_reset
-from muster.agent.ranks import rank_environment
 from muster.agent.ranks.pool_calls import Forks
 from muster.agent.ranks.rank_environment import opens_contexts
 from muster.agent.ranks.standbys import Standby, standby_for
@@ -210,7 +210,7 @@ def test_who_opens_contexts(changes: Any, expected: bool) -> None:
 
 
 def test_a_machine_with_nvidia_devices_is_one_with_gpus(monkeypatch: Any) -> None:
-    monkeypatch.setattr(rank_environment.Path, "exists", lambda self: str(self) == "/dev/nvidiactl")
+    monkeypatch.setattr(Path, "exists", lambda self: str(self) == "/dev/nvidiactl")
     assert opens_contexts(spec(resources={"device": "auto"}))
 
 

@@ -16,7 +16,7 @@ from fakes.any_message import example
 from fakes.clock import VirtualClock
 from fakes.event_details import random_detail
 
-from fuzzing import documents, hardware, machines
+from fuzzing import documents, hardware, machines, rows
 from fuzzing.running import Target
 from muster.backends.local.launcher import _Job
 from muster.backends.slurm.job_outcome import SlurmJob
@@ -50,8 +50,8 @@ def targets(folder: Path) -> list[Target]:
     """All of them. ``folder``: where files are put."""
     return [
         *_messages(), *_sessions(), *_records(), *_checkpoints(folder), *_logs(folder),
-        *documents.what_people_write(folder), *documents.answers(), *hardware.reports(),
-        *machines.between_machines(folder), *machines.pages(), *machines.evidence(),
+        *documents.what_people_write(folder), *rows.packed_and_columnar(folder), *documents.answers(),
+        *hardware.reports(), *machines.between_machines(folder), *machines.pages(), *machines.evidence(),
     ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def test_every_sample_is_right_before_it_is_broken(all_targets):
     """Else a reader that refuses everything would pass."""
     for target in all_targets:
         for sample in target.samples:
-            if not target.name.startswith(("the end of an exec", "a log under audit")):
+            if not target.name.startswith(("the end of an exec", "a log under audit", "data: dataset_dict.json")):
                 target.read(sample)
 
 

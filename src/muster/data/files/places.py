@@ -182,7 +182,7 @@ def _of_folder(folder: str, names: Sequence[str], read: Callable[[str], str]) ->
 def _described(folder: str, name: str, read: Callable[[str], str]) -> JsonObject:
     try:
         found = json.loads(read(name))
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise UsageError(f"{folder.rstrip('/')}/{name} is not readable JSON: {error}") from error
     return found if isinstance(found, dict) else {}
 

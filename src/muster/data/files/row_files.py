@@ -12,6 +12,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,6 +26,11 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".arrow")
 PACKED = (".gz", ".zst")
 #: Longest text of a CSV field, in characters: Python's own limit of 128 Ki is less than a document may have.
 _FIELD_CHARACTERS = 1 << 30
+#: A few kilobytes of .gz or .zst can unpack to one line that takes all memory. A longer row is refused; of CSV it is
+#: counted in characters.
+ROW_BYTES = 1 << 30
+#: More of a packed file that is read as a whole is refused. The file unpacked has no limit: its size is plain to see.
+WHOLE_BYTES = 2 << 30
 #: A longer text file comes in pieces of about this many characters.
 TEXT_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 20
@@ -82,7 +88,7 @@ def _placed_rows(path: Place, meter: Meter | None) -> Iterator[tuple[str, Row]]:
     except PermissionError as error:
         raise AccessError(f"{path} may not be read", hint="check its permissions") from error
     except (EOFError, UnicodeDecodeError, OSError, zlib.error) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+        raise UsageError(f"{path} cannot be read: {_first_line(error)}") from error
 
 
 def _unpacked(path: Place, file: IO[bytes], packed: str) -> IO[bytes]:
@@ -120,7 +126,9 @@ def _text_rows(file: IO[bytes]) -> Iterator[Row]:
 def _jsonl_rows(path: Place, file: IO[bytes]) -> Iterator[tuple[int, Row]]:
     """(line, row)."""
     reader = _Reader()
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(iter(lambda: file.readline(ROW_BYTES + 1), b""), start=1):
+        if len(line) > ROW_BYTES:
+            raise _long_row(f"{path}:{number}")
         if not line.strip():
             continue
         try:
@@ -137,13 +145,15 @@ def _csv_rows(path: Place, file: IO[bytes]) -> Iterator[tuple[int, Row]]:
     """(line that a row ends on, row): the first line names the columns, every value is text."""
     csv.field_size_limit(_FIELD_CHARACTERS)
     with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, strict=True)
+        lines = _Lines(path, text)
+        reader = csv.reader(lines, strict=True)
         try:
             names = next(reader, [])
             if len(set(names)) < len(names):
                 twice = next(name for name in names if names.count(name) > 1)
                 raise UsageError(f"{path}:1: column {twice!r} occurs twice", hint="rename one of them")
             for values in reader:
+                lines.characters = 0
                 if not values:
                     continue
                 if len(values) != len(names):
@@ -156,10 +166,48 @@ def _csv_rows(path: Place, file: IO[bytes]) -> Iterator[tuple[int, Row]]:
             raise UsageError(f"{path}:{reader.line_num}: not CSV: {error}") from error
 
 
+class _Lines:
+    """A text's lines; ``characters``: read since whoever reads set it to 0, at the end of a row."""
+
+    def __init__(self, path: Place, text: IO[str]) -> None:
+        self._path, self._text = path, text
+        self._number = self.characters = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(ROW_BYTES + 1)
+        if not line:
+            raise StopIteration
+        self._number += 1
+        self.characters += len(line)
+        if self.characters > ROW_BYTES:
+            raise _long_row(f"{self._path}:{self._number}")
+        return line
+
+
+def _long_row(place: str) -> UsageError:
+    return UsageError(f"{place}: a row of more than {ROW_BYTES / 2**30:g} GiB", hint="is it what was meant to be here?")
+
+
+def _whole(path: Place, file: IO[bytes]) -> bytes:
+    """The whole content; raises UsageError where it is packed and unpacks to more than ``WHOLE_BYTES``."""
+    if not path.name.endswith(PACKED):
+        return file.read()
+    data = file.read(WHOLE_BYTES + 1)
+    if len(data) > WHOLE_BYTES:
+        raise UsageError(
+            f"{path} unpacks to more than {WHOLE_BYTES / 2**30:g} GiB, and such a file is read as a whole",
+            hint="unpack it first if that is right; .jsonl is read row by row",
+        )
+    return data
+
+
 def _json_rows(path: Place, file: IO[bytes]) -> Iterator[Row]:
     reader = _Reader()
     try:
-        rows = reader.read(file.read())
+        rows = reader.read(_whole(path, file))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}", hint="one object a line is .jsonl") from error
     if isinstance(rows, dict):
@@ -234,21 +282,19 @@ def _parts(value: object) -> Iterator[object]:
 
 
 def _parquet_rows(path: Place, file: IO[bytes]) -> Iterator[Row]:
-    pyarrow = _pyarrow(path, "Parquet")
+    _pyarrow(path, "Parquet")
     import pyarrow.parquet as parquet
 
-    try:
-        whole = file if file.seekable() and not path.name.endswith(PACKED) else io.BytesIO(file.read())
+    with _pyarrow_errors(path, "Parquet"):
+        whole = file if file.seekable() and not path.name.endswith(PACKED) else io.BytesIO(_whole(path, file))
         for batch in parquet.ParquetFile(whole).iter_batches(batch_size=_BATCH_ROWS):
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UsageError(f"{path}: not a readable Parquet file: {error}") from error
+            yield from _batch_rows(batch)
 
 
 def _arrow_rows(path: Place, file: IO[bytes]) -> Iterator[Row]:
     """Of Arrow's stream format, which Hugging Face's datasets writes, or of its file format."""
     pyarrow = _pyarrow(path, "Arrow")
-    try:
+    with _pyarrow_errors(path, "Arrow"):
         begin = file.read(6)
         file.seek(0)
         if begin == b"ARROW1":
@@ -257,7 +303,30 @@ def _arrow_rows(path: Place, file: IO[bytes]) -> Iterator[Row]:
         else:
             batches = iter(pyarrow.ipc.open_stream(file))
         for batch in batches:
-            for first in range(0, batch.num_rows, _BATCH_ROWS):
-                yield from batch.slice(first, _BATCH_ROWS).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UsageError(f"{path}: not a readable Arrow file: {error}") from error
+            yield from _batch_rows(batch)
+
+
+def _batch_rows(batch: Any) -> Iterator[Row]:
+    # pyarrow believes the offsets in a file: unchecked, wrong ones read other memory of this process, or end it.
+    batch.validate(full=True)
+    for first in range(0, batch.num_rows, _BATCH_ROWS):
+        yield from batch.slice(first, _BATCH_ROWS).to_pylist()
+
+
+@contextmanager
+def _pyarrow_errors(path: Place, what: str) -> Iterator[None]:
+    """What pyarrow raises for a file with wrong bytes, as one line of ours."""
+    import pyarrow
+
+    try:
+        yield
+    except MemoryError as error:
+        raise UsageError(f"{path}: not a readable {what} file: it asks for more memory than there is") from error
+    # Of Python's own: a moment out of the years that it has (OverflowError), text that is not UTF-8 (ValueError).
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise UsageError(f"{path}: not a readable {what} file: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """pyarrow's messages have several."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -167,3 +167,15 @@ def cut_layers(layers: int, stages: int, *, last: float = 0.0) -> list[range]:
         ranges.append(range(start, start + size))
         start += size
     return ranges
+
+
+def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
+    """Positions of each of a chip's ``rows`` whose logits exist at once: at most ``chunk_tokens`` (0: all) in total.
+
+    One at the least, and a divisor of ``length``, so that all chunks have one shape and one compiled loop serves them.
+    Here for the trainer on TPUs and for the plan of its memory, which know nothing of each other.
+    """
+    size = min(length, max(1, chunk_tokens // rows)) if chunk_tokens else length
+    while length % size:
+        size -= 1
+    return size

@@ -7,6 +7,7 @@ backward pass began with the loss's buffers still there.
 
 from __future__ import annotations
 
+from muster.core.layout import chunk_length
 from muster.plan.activations import kept_per_token, working_per_token
 from muster.plan.memory import MemoryEstimate
 from muster.plan.workload import Setting, Workload
@@ -58,9 +59,7 @@ def _activations(work: Workload, setting: Setting) -> float:
 
 def _logits(work: Workload, setting: Setting) -> float:
     """Logits of a piece of the rows, as the product and in float32, and their gradient (``train_jax.model``)."""
-    rows = setting.micro_batch_size * setting.layout.shards
-    length = work.sequence_length
-    positions = min(length, max(1, work.loss_chunk_tokens // rows)) if work.loss_chunk_tokens else length
-    tokens = setting.micro_batch_size * positions
-    hidden = 2 * setting.micro_batch_size * length * work.shape.hidden * work.compute_bytes
+    rows, length = setting.micro_batch_size, work.sequence_length
+    tokens = rows * chunk_length(rows, length, work.loss_chunk_tokens)
+    hidden = 2 * rows * length * work.shape.hidden * work.compute_bytes
     return tokens * work.shape.vocab * (2 * FLOAT32 + work.compute_bytes) + hidden

@@ -169,6 +169,7 @@ def model_of(spec: RunSpec, host: HostModel, mesh: Mesh) -> Model:
         recompute=spec.training.activation_checkpointing,
         logit_factor=rule.factor,
         logit_cap=rule.cap,
+        devices=mesh.shape[FSDP],
         splash_over=mesh if on_tpu(mesh) else None,
         constrain=Laid(NamedSharding(mesh, PartitionSpec(FSDP, None, None))),
         gather=Laid(NamedSharding(mesh, PartitionSpec(None, None))),

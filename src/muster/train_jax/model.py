@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
+from muster.core.layout import chunk_length
 from muster.train_jax.architecture import Architecture
 from muster.train_jax.splash import splash
 
@@ -55,6 +56,8 @@ class Model:
     """``none``, ``selective`` (all but matrix products) or ``full``, in the backward pass."""
     logit_factor: float = 1.0
     logit_cap: float | None = None
+    devices: int = 1
+    """To which the rows of a batch are shared out."""
     splash_over: Mesh | None = None
     """Attention by the TPU's kernel, on each device of this mesh for its own rows; None: the dense one."""
     constrain: Callable[[Array], Array] = field(default=lambda hidden_BSE: hidden_BSE)
@@ -72,16 +75,15 @@ def row_losses(model: Model, parameters: Parameters, batch: Mapping[str, Array],
     """The sum of cross-entropies of each row's supervised positions; float32[B].
 
     ``batch``: int32[B, S] each: ``ids``, ``labels`` (-100: not supervised), ``positions``, ``documents`` (the number of
-    a position's document in its row). The logits are computed for ``chunk_tokens`` at a time (0: all at once) and again
-    in the backward pass, so that those of a whole batch never exist.
+    a position's document in its row). Each device computes the logits of ``chunk_tokens`` of its own at a time (0:
+    all at once) and again in the backward pass, so that those of a whole batch never exist.
     """
     hidden = hidden_states(model, parameters, batch["ids"], batch["positions"], batch["documents"])
     weight = head(model, parameters)
     rows, length, _ = hidden.shape
-    # Cut along S, so that the batch axis stays laid out over the devices.
-    size = min(length, max(1, chunk_tokens // rows)) if chunk_tokens else length
-    while length % size:
-        size -= 1
+    # Cut along S, so that the batch axis stays laid out over the devices. By the rows of one device: shapes here are of
+    # all devices together, and cut by them a chip's products would become smaller and more as the slice grows.
+    size = chunk_length(-(-rows // model.devices), length, chunk_tokens)
 
     @jax.checkpoint
     def part(hidden_BSE: Array, labels_BS: Array) -> Array:

@@ -102,6 +102,7 @@ def test_memory_is_what_the_trainer_holds():
     kinds = [tpu_memory(work, setting(64, kind=kind)).items["activations"] for kind in ("none", "selective", "full")]
     assert kinds == sorted(kinds, reverse=True) and kinds[0] > 2 * kinds[2]
     lora = tpu_memory(job("8B", lora_rank=16), setting(8)).items
+    assert eight["logits and loss"] == whole["logits and loss"], "a chip's chunk is of its own rows"
     assert lora["optimizer state"] < eight["optimizer state"] / 50 and lora["weights"] < eight["weights"] * 0.6
 
 

@@ -1,7 +1,7 @@
 """Steps in JAX against the torch trainer's, from the same initial values on the same batches."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -20,15 +20,17 @@ from muster.train.optim.learning_rate import learning_rate
 from muster.train.optim.optimizer import clip_scale, decays_weight, make_optimizer
 from muster.train.state.training_state import TrainingState
 from muster.train_jax.arrays import leaves_of, to_device, to_host, zeros_like
-from muster.train_jax.batches import check_rows, own_rows, step_arrays
+from muster.train_jax.batches import batch_arrays, check_rows, own_rows, step_arrays
 from muster.train_jax.components import decays_of, model_of
 from muster.train_jax.host_model import build_host_model
 from muster.train_jax.layout import mesh_of, split_dimension
+from muster.train_jax.model import row_losses
 from muster.train_jax.step import Scalars, State, make_step
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 CPU = torch.device("cpu")
 VOCABULARY, ROWS, LENGTH, ROUNDS = 61, 8, 48, 2  # a vocabulary that no number of chips divides
+CHUNK = 24  # tokens of a chip: its rows are several chunks on 1, 2 and 8 chips
 
 
 def spec_of(**model) -> RunSpec:
@@ -104,7 +106,7 @@ def by_jax(spec, steps, *, chips, spoil=None) -> Course:
     arrays = to_device(leaves, trained)
     state = State(arrays, zeros_like(arrays), zeros_like(arrays))
     decays = decays_of(leaves, {name: decays_weight(value, settings) for name, value in trained.items()})
-    apply = make_step(model_of(spec, host, mesh), settings, decays, chunk_tokens=96, state=state)
+    apply = make_step(model_of(spec, host, mesh), settings, decays, chunk_tokens=CHUNK, state=state)
     fixed = to_device(leaves_of(frozen, mesh), frozen)
     losses, norms = [], []
     for step in range(1, steps + 1):
@@ -174,6 +176,22 @@ def test_an_update_that_is_not_finite_is_left_out_as_a_whole():
 def test_the_same_steps_on_the_same_chips_are_the_same_bits():
     one, other = by_jax(spec_of(), 3, chips=8), by_jax(spec_of(), 3, chips=8)
     assert all(torch.equal(one.state[name], value) for name, value in other.state.items())
+
+
+@pytest.mark.parametrize(("chips", "chunks"), [(1, 16), (8, 2)])
+def test_logits_are_cut_by_the_rows_of_one_chip(chips, chunks):
+    mesh, spec = mesh_of(jax.devices()[:chips]), spec_of()
+    hosts = make_meshes(Layout(dp_replicate=1, dp_shard=1, tp=1), "cpu").shard
+    host = build_host_model(spec, vocab_size=VOCABULARY, hosts=hosts, chips=chips, seed=spec.training.seed)
+    trained = host.trained()
+    parameters = to_device(leaves_of(trained, mesh), trained)
+    batch = batch_arrays(batches_of(1)[0][0], ROWS, mesh)
+    whole, cut = (partial(row_losses, model_of(spec, host, mesh), chunk_tokens=tokens) for tokens in (0, CHUNK))
+    program = jax.make_jaxpr(cut)(parameters, batch)
+    loops = [step.params["length"] for step in program.eqns if step.primitive.name == "scan"]
+    assert loops[1:] == [chunks], "the first is over the layers"
+    found, wanted = (np.asarray(jax.jit(losses)(parameters, batch)) for losses in (cut, whole))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_rows_that_cannot_be_shared_out_are_refused():

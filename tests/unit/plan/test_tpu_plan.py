@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_in_one_line(run_file):
     with pytest.raises(NoPlanError) as refused:
         plan(run_file(), ["model.source=meta-llama/Llama-3.1-405B", "resources.accelerator=TPU-v5e"])
     told = str(refused.value)
-    assert "needs 160 GB a chip even on 64, a TPU-v5e has 16 GB" in told and "\n" not in told
+    assert "needs 161 GB a chip even on 64, a TPU-v5e has 16 GB" in told and "\n" not in told
 
 
 def test_a_tpu_without_a_price_is_planned_where_it_is_named(run_file):

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.core.errors import Problem
+from muster.core.errors import Problem, first_line
 from muster.core.typed_json import Json
 
 KeyPath = tuple[str | int, ...]
@@ -63,8 +63,7 @@ def parse(text: str, *, source: str) -> Parsed:
         ) else None  # fmt: skip
         result.wrong((), f"not YAML: {message}", line=mark.line + 1 if mark else None, hint=hint)
     except (YAMLError, RecursionError, OverflowError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        result.wrong((), f"not YAML: {first}", line=None)
+        result.wrong((), f"not YAML: {first_line(error)}", line=None)
     return result
 
 

@@ -107,3 +107,8 @@ class CheckpointError(MusterError):
 
 class RunFailed(MusterError):
     """The training failed; the message is the verdict."""
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, as one line of a message of ours: the first of several, or its type's name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

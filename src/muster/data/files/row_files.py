@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from muster.core.errors import AccessError, UsageError
+from muster.core.errors import AccessError, UsageError, first_line
 from muster.data.files.places import Place, open_place
 from muster.data.formats import CONTINUES
 from muster.data.source_type import Meter
@@ -88,7 +88,7 @@ def _placed_rows(path: Place, meter: Meter | None) -> Iterator[tuple[str, Row]]:
     except PermissionError as error:
         raise AccessError(f"{path} may not be read", hint="check its permissions") from error
     except (EOFError, UnicodeDecodeError, OSError, zlib.error) as error:
-        raise UsageError(f"{path} cannot be read: {_first_line(error)}") from error
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _unpacked(path: Place, file: IO[bytes], packed: str) -> IO[bytes]:
@@ -324,9 +324,4 @@ def _pyarrow_errors(path: Place, what: str) -> Iterator[None]:
         raise UsageError(f"{path}: not a readable {what} file: it asks for more memory than there is") from error
     # Of Python's own: a moment out of the years that it has (OverflowError), text that is not UTF-8 (ValueError).
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-        raise UsageError(f"{path}: not a readable {what} file: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    """pyarrow's messages have several."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"{path}: not a readable {what} file: {first_line(error)}") from error

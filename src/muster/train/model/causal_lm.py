@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from muster.config.spec import Model, RunSpec
-from muster.core.errors import UsageError
+from muster.core.errors import UsageError, first_line
 from muster.core.flops import ModelShape
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.distributed.stage_link import StageLink
@@ -312,8 +312,9 @@ def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
             return model
     except ValueError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UsageError(f"model: {first_line}", hint="the architecture must be a causal language model") from error
+        raise UsageError(
+            f"model: {first_line(error)}", hint="the architecture must be a causal language model"
+        ) from error
 
 
 def set_initial_values(

@@ -17,7 +17,8 @@ from statistics import geometric_mean, median
 from muster.catalog import offers, rows
 from muster.core.flops import Convention
 from muster.core.layout import AXES, Layout
-from muster.plan.step_time import DEFAULT, Constants, StepTime, step_time, tokens_per_second_per_gpu
+from muster.plan.constants import DEFAULT, Constants
+from muster.plan.step_time import StepTime, step_time, tokens_per_second_per_gpu
 from muster.plan.tpu_memory import tpu_memory
 from muster.plan.workload import Setting, Workload
 
@@ -45,6 +46,8 @@ class Anchor:
     """fsdp: gathers each round; megatron: once a step."""
     checkpointing: str
     compile: bool
+    attention: str
+    """Kernel by its name in ``accelerators.yaml``; empty: not known."""
     tokens_per_s_per_gpu: float
     source: str
 
@@ -73,6 +76,7 @@ def anchors() -> tuple[Anchor, ...]:
                 style=row["style"],
                 checkpointing=row["checkpointing"],
                 compile=row["compile"] == "yes",
+                attention=row["attention"],
                 tokens_per_s_per_gpu=float(row["tokens_per_s_per_gpu"]),
                 source=row["source"],
             )
@@ -138,6 +142,7 @@ def predict(anchor: Anchor, constants: Constants) -> tuple[float, StepTime]:
         steps=1,
         lora_rank=16 if anchor.job == "lora" else 0,
         compile=anchor.compile,
+        attention=anchor.attention,
         loss_chunk_tokens=0,
         snapshot_every=0,
         once_a_step=megatron,

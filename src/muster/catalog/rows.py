@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
@@ -38,6 +38,13 @@ class Accelerator:
     reliability: str
     mfu: float | None = None
     """Of a TPU: the share of its peak that useful operations are planned to reach."""
+    attention_flops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """Kernel -> head dimension -> useful causal FLOP/s of both passes at long documents."""
+
+    def attention_rate(self, kernel: str, head_dim: int) -> float | None:
+        """FLOP/s of an attention kernel: of the largest head dimension known that is no larger. None: unknown."""
+        rates = self.attention_flops.get(kernel, {})
+        return max(((size, rate) for size, rate in rates.items() if size <= head_dim), default=(0, None))[1]
 
     def ceiling(self, share: float, precision: str = "bf16") -> tuple[float | None, bool]:
         """(matmul ceiling in FLOP/s, measured?). Without a measurement: the peak times ``share``."""
@@ -146,6 +153,10 @@ def accelerators() -> Mapping[str, Accelerator]:
                 "memory_bytes_per_s": _times(row["memory_tb_s"], 1e12),
                 "peak_flops": {key: _times(value, 1e12) for key, value in row["peak_tflops"].items()},
                 "matmul_flops": {key: _times(value, 1e12) for key, value in row["matmul_tflops"].items()},
+                "attention_flops": {
+                    kernel: {size: _times(value, 1e12) for size, value in rates.items()}
+                    for kernel, rates in row.get("attention_tflops", {}).items()
+                },
             }
             for name, row in table("accelerators.yaml")["accelerators"].items()
         },

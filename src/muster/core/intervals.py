@@ -54,20 +54,27 @@ SNAPSHOT_LONGEST_S = 600.0
 SNAPSHOT_SMALL_BYTES = 64 << 20
 
 
-def snapshot_steps(stall_s: float, step_s: float, *, bytes_: float, mtbf_s: float = math.inf) -> int:
+def snapshot_steps(
+    stall_s: float, step_s: float, *, bytes_: float, takes_s: float = 0.0, mtbf_s: float = math.inf
+) -> int:
     """What ``checkpoint.snapshot_every_steps: auto`` means, in the plan and the trainer alike: the fewest steps between
     snapshots at which their stall (``stall_s`` each) is at most ``SNAPSHOT_SHARE`` of the steps' time; fewer where
-    failures are so frequent that the steps redone after them would cost more than the stalls (``asynchronous``).
+    failures are so frequent that the steps redone after them would cost more than the stalls (``asynchronous``); but
+    never so few that one begins before the one before counts, for which it would wait.
 
-    ``bytes_``: of a rank's snapshot. ``mtbf_s``: between failures. Where failures are rare that optimum would be longer
-    than one per cent asks for: a snapshot that costs so little is taken as often as that allows, because what it saves
-    is also the work of people who wait.
+    ``bytes_``: of a rank's snapshot. ``takes_s``: until it counts, copy and checksum, most of it beside the next steps.
+    ``mtbf_s``: between failures. Where failures are rare that optimum would be longer than one per cent asks for: a
+    snapshot that costs so little is taken as often as that allows, because what it saves is also the work of people who
+    wait.
     """
-    if bytes_ <= SNAPSHOT_SMALL_BYTES or stall_s <= 0 or step_s <= 0:
+    if bytes_ <= SNAPSHOT_SMALL_BYTES or step_s <= 0:
         return 1
+    ended = max(1, math.ceil(takes_s / step_s - 1e-9))
+    if stall_s <= 0:
+        return ended
     fewest = math.ceil(stall_s / (SNAPSHOT_SHARE * step_s) - 1e-9)
     optimum_s = asynchronous(Tier(stall_s=stall_s, mtbf_s=mtbf_s))
-    return max(1, min(fewest, int(min(optimum_s, SNAPSHOT_LONGEST_S) / step_s)))
+    return max(ended, min(fewest, int(min(optimum_s, SNAPSHOT_LONGEST_S) / step_s)))
 
 
 #: Share of failures after which the machine and its memory are still there (DLRover: 75 % of failures restart

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from muster.catalog.offers import Option
 from muster.core.errors import NoPlanError
 from muster.core.layout import Layout
+from muster.plan.constants import Constants
 from muster.plan.format import gigabytes
 from muster.plan.layouts import FREE, layouts
 from muster.plan.memory import LOCAL_GRADIENTS_SHARE, DeviceOverhead, memory
 from muster.plan.search import MEMORY_MARGIN
-from muster.plan.step_time import Constants, step_time
+from muster.plan.step_time import step_time
 from muster.plan.workload import Setting, Workload
 
 #: Times that differ by less are alike: then the layout with the most replicas, a loss in which leaves the others alone.

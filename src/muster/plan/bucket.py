@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from muster.catalog import rows
 from muster.core.event_log import cadence
+from muster.plan.constants import Constants
 from muster.plan.format import dollars, gigabytes
 from muster.plan.search import Candidate
-from muster.plan.step_time import Constants, local_state_bytes
+from muster.plan.step_time import local_state_bytes
 from muster.plan.workload import Workload
 
 #: What all machines of a project read from buckets of a region together: Google's default quota, 200 Gbit/s (from

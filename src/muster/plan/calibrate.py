@@ -12,7 +12,8 @@ from statistics import median
 
 from muster.catalog.offers import Option
 from muster.core.errors import UsageError
-from muster.plan.step_time import Constants, step_time
+from muster.plan.constants import Constants
+from muster.plan.step_time import step_time
 from muster.plan.workload import Setting, Workload
 
 #: Steps at the beginning that are not used: compile, caches, first allocation.

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from muster.catalog.rows import Mode
 from muster.core import intervals
-from muster.plan.step_time import Constants, local_state_bytes
+from muster.plan.constants import Constants
+from muster.plan.step_time import local_state_bytes
 from muster.plan.workload import Setting, Workload
 
 DAY_S = 86400.0

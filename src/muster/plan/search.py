@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from muster.catalog.offers import Option
 from muster.core.errors import NoPlanError
+from muster.plan.constants import DEFAULT, Constants
 from muster.plan.cost import STEP_SIGMA, Cost, cost
 from muster.plan.format import dollars, duration, gigabytes
 from muster.plan.goodput import Goodput, goodput
 from muster.plan.layouts import FREE, Pins, node_counts, settings
 from muster.plan.memory import CUDA, DeviceOverhead, MemoryEstimate, memory
-from muster.plan.step_time import DEFAULT, Constants, StepTime, step_time
+from muster.plan.step_time import StepTime, step_time
 from muster.plan.tpu_memory import tpu_memory
 from muster.plan.workload import Setting, Workload
 

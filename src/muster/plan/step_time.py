@@ -3,6 +3,8 @@
 Model FLOP utilisation is an outcome, never an input. What is modelled:
 
 * matrices: their FLOPs at ``ceiling x efficiency`` (fp8, mxfp8: the layers' linear parts at that ceiling);
+* attention: its causal FLOPs at what its kernel was seen to reach on the chip with heads of that size
+  (``accelerators.yaml``), less for short documents; where that is unknown, and on a CPU, as matrices;
 * the rest of a layer is memory traffic: passes over its activations, fewer where compiled;
 * FSDP: each round gathers every unit for the forward pass, again for the backward pass (if resharded), and
   reduce-scatters float32 gradients; the share ``overlap`` of arithmetic can hide it, the rest is exposed;
@@ -28,6 +30,15 @@ from muster.core import intervals
 from muster.core.errors import NoPlanError
 from muster.core.flops import Convention
 from muster.plan.activations import recomputed_share
+from muster.plan.constants import (
+    ATTENTION_HALF_TOKENS,
+    DEFAULT,
+    FLOAT32_PASSES,
+    FP8_CAST_BYTES,
+    FP8_SHARE,
+    TRAFFIC,
+    Constants,
+)
 from muster.plan.memory import held_parameters
 from muster.plan.workload import Setting, Workload
 
@@ -35,44 +46,6 @@ REDUCE_BYTES = 4
 _DAY_S = 86400.0
 ALLREDUCE_LATENCY_S = 30e-6
 """A collective's latency inside a machine and across a few; from memory, unchecked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constants:
-    """The few numbers that ``calibrate`` fits; defaults are stated with their origin in docs/plan.md."""
-
-    efficiency: float = 0.65
-    """Share of the measured matmul ceiling that a layer's matrices reach: between what is fitted to the published FSDP2
-    runs at full power (Automodel on H100 0.61, torchtitan on B200 0.68; docs/plan.md). This trainer's own is not
-    measured on a GPU yet: ``calibrate``."""
-    overlap: float = 0.8
-    """Share of arithmetic during which FSDP's collectives can run hidden."""
-    device_to_host_bytes_per_s: float = 20e9
-    """Snapshots and staged checkpoints leave the GPU at this rate: PCIe 5 into pinned memory, which the trainer's rings
-    are from a run's first snapshots on (modelled). Into pageable memory, where CUDA refuses to register a ring and the
-    rank's log says so, it is a few GB/s (estimated): plans do not count on that."""
-    store_bytes_per_s_per_node: float = 1e9
-    """A machine's rate to and from a bucket (modelled)."""
-    host_s_per_layer: float = 0.6e-3
-    """Python and launch time of a layer's forward and backward; compiled half of it (modelled)."""
-    precision: str = "bf16"
-
-
-DEFAULT = Constants()
-#: Ranks on a CPU move their bytes with the cores that compute: nothing is hidden.
-ON_CPU = Constants(overlap=0.0)
-#: An fp8 operand is read twice and written once or twice (its largest value first, then the cast and its transpose); an
-#: mxfp8 one is read and written once for each of the two directions that its scales run in.
-FP8_CAST_BYTES = 6.0
-#: Share of the measured fp8 ceiling that scaled matrices of a layer reach, relative to bf16's share of its own: NeMo's
-#: 8B in fp8 against bf16 gives it (a row that is therefore fitted on, not checked).
-#: Of mxfp8 nothing is published that it could be fitted to: the same.
-FP8_SHARE = 0.85
-#: Bytes that a token moves through memory in a layer's forward pass, in units of (h, a + k, i) elements of 2 bytes:
-#: separate kernels, float32 norms counted double; and fused. The backward pass moves twice as much.
-TRAFFIC = {False: (52.0, 20.0, 10.0), True: (14.0, 8.0, 6.0)}
-#: A TPU multiplies in bfloat16: a float32 product of the highest precision is six of them. From memory, unchecked.
-FLOAT32_PASSES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +62,7 @@ class StepTime:
     snapshot_every_by_cost: int
     """What ``auto`` would take."""
     snapshot_s: float
-    """Of one snapshot; ``parts`` has its share of a step."""
+    """Of one snapshot, until it counts; ``parts`` has what of it a step waits for."""
 
     @property
     def seconds(self) -> float:
@@ -116,12 +89,13 @@ def step_time(
         raise NoPlanError(f"the bf16 peak of {option.accelerator.name} is unknown")
     layout, rounds = setting.layout, setting.rounds(work)
     tokens = setting.micro_batch_size * work.sequence_length * rounds // layout.cp
-    matrices = _matrices(work, setting, option, tokens, ceiling, constants) / constants.efficiency / layout.pp
+    matrices = _matrices(work, setting, option, tokens, ceiling, constants) / layout.pp
+    attention = _attention(work, setting, option, tokens, ceiling, constants) / layout.pp
     traffic = _traffic(work, setting, option, tokens, constants) / layout.pp
     host = rounds * work.shape.layers * constants.host_s_per_layer * (0.5 if work.compile else 1.0)
     if option.is_tpu:
-        matrices, traffic, host = _by_mfu(work, option, tokens, ceiling), 0.0, 0.0
-    arithmetic = max(matrices + traffic, host)
+        matrices, attention, traffic, host = _by_mfu(work, option, tokens, ceiling), 0.0, 0.0, 0.0
+    arithmetic = max(matrices + attention + traffic, host)
     forward_share = 1.0 / (3.0 if work.trains_all else 2.0)
     forward_share *= 1.0 / (1.0 + recomputed_share(setting.activation_checkpointing) * forward_share)
     links = Links(option.fabric, option.offer.gpus_per_node, num_nodes, layout.tp, layout.shards)
@@ -131,7 +105,8 @@ def step_time(
     padding = setting.padding(work)
     parts = {
         "matrices": matrices * (1 - padding),
-        "memory traffic": (arithmetic - matrices) * (1 - padding),
+        "attention": attention * (1 - padding),
+        "memory traffic": (arithmetic - matrices - attention) * (1 - padding),
         "padding": arithmetic * padding,
         "sharding": exposed,
         "tensor parallel": tensor,
@@ -140,18 +115,12 @@ def step_time(
         "replicas": _replicas(work, setting, links, arithmetic / rounds * (1 - forward_share) * constants.overlap),
         "optimizer": _optimizer(work, setting, option),
     }
-    size = local_state_bytes(work, setting)
-    snapshot_s = size / constants.device_to_host_bytes_per_s
-    failures_per_s = option.mode.failures_per_node_day * num_nodes / _DAY_S
-    automatic = intervals.snapshot_steps(
-        snapshot_s, sum(parts.values()), bytes_=size, mtbf_s=1 / failures_per_s if failures_per_s else math.inf
-    )
-    every = automatic if work.snapshot_every is None else work.snapshot_every
+    snapshots = _snapshots(work, setting, option, num_nodes, parts, constants)
     return StepTime(
-        parts={**parts, "snapshots": snapshot_s / every if every else 0.0},  # the trainer waits for the copy
-        snapshot_every=every,
-        snapshot_every_by_cost=automatic,
-        snapshot_s=snapshot_s,
+        parts={**parts, "snapshots": snapshots.stall_s / snapshots.every if snapshots.every else 0.0},
+        snapshot_every=snapshots.every,
+        snapshot_every_by_cost=snapshots.automatic,
+        snapshot_s=snapshots.takes_s,
         useful_flops=useful,
         gpus=layout.world_size,
         peak_flops_per_gpu=option.offer.peak_flops_per_gpu,
@@ -196,14 +165,13 @@ class Links:
 def _matrices(
     work: Workload, setting: Setting, option: Option, tokens: float, ceiling: float, constants: Constants
 ) -> float:
-    """Seconds of the matrix products of one rank at the ceiling."""
+    """Seconds of one rank's matrix products, attention's aside."""
     shape, tp = work.shape, setting.layout.tp
     again = recomputed_share(setting.activation_checkpointing) / 3.0
     share = 1.0 if work.trains_all else 2.0 / 3.0  # frozen matrices need no weight gradient
     linear = 6.0 * shape.layers * shape.layer_matmul_parameters * (share + again)
     if not work.trains_all:
         linear += 6.0 * work.adapter_parameters
-    attention = work.attention_flops_per_token() * (1 + again)
     head_work = 6.0 * shape.head_parameters * (1.0 if work.trains_head else share)
     rate = ceiling
     if constants.precision != "bf16":
@@ -214,7 +182,21 @@ def _matrices(
         rate = fast or (peak or 0.0) * ceiling / (chip.peak_flops["bf16"] or 1.0)
         rate *= FP8_SHARE
     # The head is not cut: every tp rank does it whole.
-    return tokens * ((linear / rate + attention / ceiling) / tp + head_work / ceiling)
+    return tokens * (linear / rate / tp + head_work / ceiling) / constants.efficiency
+
+
+def _attention(
+    work: Workload, setting: Setting, option: Option, tokens: float, ceiling: float, constants: Constants
+) -> float:
+    """Seconds of one rank's attention."""
+    shape = work.shape
+    again = recomputed_share(setting.activation_checkpointing) / 3.0
+    flops = tokens * work.attention_flops_per_token() * (1 + again) / setting.layout.tp
+    kernel = option.accelerator.attention_rate(work.attention, shape.head_dim)
+    if kernel is None:
+        return flops / (ceiling * constants.efficiency)
+    length = min(work.document_length or work.sequence_length, work.sequence_length)
+    return flops / (kernel * length / (length + ATTENTION_HALF_TOKENS) * constants.attention_efficiency)
 
 
 def _by_mfu(work: Workload, option: Option, tokens: float, peak: float) -> float:
@@ -322,6 +304,32 @@ def _optimizer(work: Workload, setting: Setting, option: Option) -> float:
     assert bandwidth is not None
     trained = trained_here(work, setting)
     return trained * (4 * work.master_bytes + 2 * work.optimizer.device_bytes(work.master_bytes)) / bandwidth
+
+
+@dataclass(frozen=True)
+class _Snapshots:
+    every: int
+    automatic: int
+    takes_s: float
+    stall_s: float
+    """Of each."""
+
+
+def _snapshots(
+    work: Workload, setting: Setting, option: Option, num_nodes: int, parts: Mapping[str, float], constants: Constants
+) -> _Snapshots:
+    """What snapshots cost. A copy runs beside the next step until its update, which waits for what is left of it; then
+    a thread computes the checksum, for which the next snapshot waits."""
+    size, step_s = local_state_bytes(work, setting), sum(parts.values())
+    copy_s = size / constants.device_to_host_bytes_per_s
+    takes_s = copy_s + size / constants.checksum_bytes_per_s
+    beside = constants.copies_beside and not option.is_tpu
+    held_s = max(0.0, copy_s - step_s + parts["optimizer"]) if beside else copy_s
+    failures_per_s = option.mode.failures_per_node_day * num_nodes / _DAY_S
+    mtbf_s = 1 / failures_per_s if failures_per_s else math.inf
+    automatic = intervals.snapshot_steps(held_s, step_s, bytes_=size, takes_s=takes_s, mtbf_s=mtbf_s)
+    every = automatic if work.snapshot_every is None else work.snapshot_every
+    return _Snapshots(every, automatic, takes_s, held_s + max(0.0, takes_s - held_s - every * step_s))
 
 
 def local_state_bytes(work: Workload, setting: Setting) -> float:

@@ -40,6 +40,9 @@ class Workload:
     loss_chunk_tokens: int = 1024
     """0: logits of the whole micro-batch at once."""
     compile: bool = False
+    attention: str = "flash2"
+    """Kernel, by its name in ``accelerators.yaml``. torch's varlen attention is Flash Attention 2's code; that a newer
+    one is installed on the machines (``model.attention`` aside) no plan can know."""
     local_steps: int = 0
     """Steps of replicas between two meetings; 0: they sum gradients in each."""
     exact: bool = False
@@ -171,6 +174,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         optimizer=training.optimizer.traits,
         loss_chunk_tokens=training.loss_chunk_tokens,
         compile=training.compiles_on("cpu" if spec.resources.device == "cpu" else "cuda") and spec.parallelism.cp == 1,
+        attention="flash3" if spec.model.attention == "flash_attention_3" else "flash2",
         exact=training.exact,
         local_steps=training.local_steps,
         reshard_after_forward=spec.parallelism.reshard_after_forward,

@@ -155,7 +155,8 @@ class TrainingRun:
             self.clock.begin_stall()
             self.snapshots.save(work.step, self.state.local_tensors(), copies_arrived=copies_arrived, beside=True)
             self.times.stall_ns = self.clock.end_stall()
-            self.pace.took(self.times.stall_ns / 1e9 + self.snapshots.beside_s)
+            held_s = self.times.stall_ns / 1e9 + self.snapshots.beside_s
+            self.pace.took(held_s, waited_s=self.snapshots.waited_s, takes_s=self.snapshots.takes_s)
             if work.step < self.last_step:
                 self.agent.beat(work.step + 1)  # the copy starts now, not at the next step's first micro-batch
         self.flush_pending_metrics()

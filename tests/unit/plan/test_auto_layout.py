@@ -11,8 +11,8 @@ from muster.config import load
 from muster.core.errors import NoPlanError, RunFileError
 from muster.core.layout import Layout
 from muster.plan.auto_layout import compare_layouts, reason
+from muster.plan.constants import DEFAULT, ON_CPU
 from muster.plan.memory import CUDA
-from muster.plan.step_time import DEFAULT, ON_CPU
 
 SETTING = {"micro_batch_size": 1, "activation_checkpointing": "none"}
 

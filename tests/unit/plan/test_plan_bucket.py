@@ -9,7 +9,7 @@ from muster.app.planning import plan as use_case
 from muster.catalog import rows
 from muster.cli.drawn import plan_table
 from muster.plan.bucket import BUCKET_BYTES_PER_S, Weights, advice, requests
-from muster.plan.step_time import DEFAULT
+from muster.plan.constants import DEFAULT
 
 RUN = """\
 name: big

@@ -13,7 +13,8 @@ from muster.cli.drawn import plan_table
 from muster.config.load import load
 from muster.core.errors import AccessError, BackendError, NoPlanError, RunFileError, UsageError
 from muster.plan.calibrate import calibrate
-from muster.plan.step_time import DEFAULT, step_time
+from muster.plan.constants import DEFAULT
+from muster.plan.step_time import step_time
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 RUN = """\

@@ -13,7 +13,7 @@ def test_checked_rows_are_predicted():
     found = checks(anchors())
     checked = [each for each in found if each.anchor.use == "check"]
     assert len(checked) >= 12 and len({each.anchor.stack for each in checked}) >= 5
-    assert median_error(found) < 0.15
+    assert median_error(found) < 0.08
     assert max(abs(each.error) for each in checked) < 0.40
 
 
@@ -36,4 +36,5 @@ def test_the_shipped_constants_predict_tensor_and_pipeline_parallel_without_a_fi
     assert sum(" tp " in line or " pp " in line for line in lines) >= 6
     assert {"MaxText", "OLMo-core", "DeepSpeed"} <= {line.split(",")[0].lstrip("| ") for line in lines}
     errors = [float(line.rstrip("% |").rsplit(" ", 1)[-1]) for line in lines if line.endswith("% |")]
-    assert len(errors) >= 9 and max(map(abs, errors)) < 40
+    assert len(errors) >= 9 and sorted(map(abs, errors))[-2] < 10
+    assert max(errors) < 55, "Automodel's 70B LoRA, whose gathers are not hidden (docs/plan.md)"

@@ -24,8 +24,8 @@ from muster.core.flops import ModelShape
 from muster.core.layout import Layout, layout_for
 from muster.core.typed_json import JsonObject, Record, Unreadable, decode
 from muster.plan.calibrate import Calibration, calibrate
+from muster.plan.constants import DEFAULT, ON_CPU, Constants
 from muster.plan.cost import CALIBRATED_SIGMA, STEP_SIGMA
-from muster.plan.step_time import DEFAULT, ON_CPU, Constants
 from muster.plan.workload import Setting, Workload, workload
 from muster.storage import run_registry
 

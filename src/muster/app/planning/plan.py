@@ -27,6 +27,7 @@ from muster.core.errors import NoPlanError, RunFileError, UsageError
 from muster.core.typed_json import JsonObject, child, text, texts
 from muster.plan import bucket, plan_file
 from muster.plan import format as format
+from muster.plan.constants import DEFAULT
 from muster.plan.cost import STEP_SIGMA
 from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
@@ -35,7 +36,6 @@ from muster.plan.plan_file import NotTaken as NotTaken
 from muster.plan.plan_file import Plan as Plan
 from muster.plan.plan_file import PlannedWay as PlannedWay
 from muster.plan.search import Candidate, Limits, Outcome, Problem, search
-from muster.plan.step_time import DEFAULT
 from muster.plan.workload import Workload, workload
 
 #: Settings that name hardware to be got from somewhere.
@@ -159,8 +159,8 @@ def assumptions(problem: Problem, *, here: bool = False) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue; ``here``: nothing is queued for or rented."""
     constants = problem.constants
     calibrated = constants.efficiency != DEFAULT.efficiency
-    arithmetic = f"arithmetic at {constants.efficiency:.0%} of the measured matmul ceiling" + (
-        " (calibrated here)" if calibrated else " (fitted to published FSDP2 runs, see docs/plan.md)"
+    arithmetic = f"matrices at {constants.efficiency:.0%} of the measured matmul ceiling" + (
+        " (calibrated here)" if calibrated else " (two runs on one H100, see docs/plan.md)"
     )
     return [
         "modelled, unfitted, and no TPU was measured (docs/tpu.md)" if problem.tpus else arithmetic,

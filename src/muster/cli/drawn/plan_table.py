@@ -121,7 +121,10 @@ def _snapshots(chosen: PlannedWay) -> str:
     every, auto = chosen.snapshot_every_steps, chosen.snapshot_every_steps_by_cost
     share = chosen.step_s_by_item.get("snapshots", 0.0) / chosen.step_s
     often = "each step" if every == 1 else f"every {every} steps"
-    text = f"a snapshot in the host's memory {often}: {chosen.snapshot_s:.2g} s each, {share:.1%} of the time"
+    text = (
+        f"a snapshot in the host's memory {often}: {chosen.snapshot_s:.2g} s each, beside the steps "
+        f"but for {share:.1%} of the time"
+    )
     if auto == every:
         return text
     return f"{text} (checkpoint.snapshot_every_steps: auto takes one every {auto} steps)"

@@ -116,8 +116,12 @@ class Snapshots:
         self._copying: ThreadCopy | None = None
         self.beside_s = 0.0
         """What the last copy took that a thread of this process made beside a step."""
+        self.waited_s = 0.0
+        """What the last ``save`` waited until the version before counted."""
+        self.takes_s = 0.0
+        """From a ``save`` until its version counted, of the last one whose checksum a thread computed."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="muster-checksum", initializer=_give_way)
-        self._pending: tuple[int, Future[Version]] | None = None
+        self._pending: tuple[int, Future[None]] | None = None
         self._discard_newer(context.restore if context.restore and context.restore.layout == context.layout else None)
 
     def _discard_newer(self, restore: Restore | None) -> None:
@@ -154,7 +158,10 @@ class Snapshots:
         go on beside what is computed next; the caller calls ``before_change`` before the tensors change.
         Where the host's memory was emptied, nothing is copied until its agent has made the folder anew.
         """
+        began = time.monotonic()
         self.settle()
+        settled = time.monotonic()
+        self.waited_s = settled - began
         copy_next = copies_arrived and self._asked and self._copies
         if self._is_ring_lost() and not self._renew_ring():
             return
@@ -168,13 +175,11 @@ class Snapshots:
         self._newest = Version(step=step, attempt=self._attempt, rank=self._rank, slot=slot)
         commit = partial(self._ring.commit, slot, step=step, attempt=self._attempt, rank=self._rank)
         copied = self._copy(self._views[slot], local_tensors, beside=beside)
-        if copied is not None:
-            self._pending = step, self._executor.submit(_once, copied, commit)
-        elif self._ring.slot_bytes <= INLINE_BYTES:
+        if copied is None and self._ring.slot_bytes <= INLINE_BYTES:
             commit()
             self._last = step
         else:
-            self._pending = step, self._executor.submit(commit)
+            self._pending = step, self._executor.submit(self._count, settled, copied, commit)
         if copy_next:
             self._order(self._newest)
         self._pin(local_tensors)
@@ -200,6 +205,13 @@ class Snapshots:
         if gpu is not None:
             torch.cuda.current_stream(gpu).synchronize()
         return None
+
+    def _count(self, began: float, copied: Callable[[], None] | None, commit: Callable[[], Version]) -> None:
+        """In the thread: wait for the copies, compute the checksum."""
+        if copied is not None:
+            copied()
+        commit()
+        self.takes_s = time.monotonic() - began
 
     def before_change(self) -> None:
         """The tensors are about to change: the copies that go on beside the step are finished first."""
@@ -318,11 +330,6 @@ class Snapshots:
                 self._growth_failed = True
         choices: tuple[set[int], ...] = (newest | copied, copied, {self._agreed})
         return next((spare for spare in choices if self._ring.next_slot(spare=spare) is not None), set())
-
-
-def _once(copied: Callable[[], None], commit: Callable[[], Version]) -> Version:
-    copied()
-    return commit()
 
 
 def populate(memory: memoryview) -> None:

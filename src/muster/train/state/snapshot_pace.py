@@ -48,6 +48,8 @@ class SnapshotPace:
     _stalled_s: float = 0.0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=LOOK_AT))
     _stall_s: deque[float] = field(default_factory=lambda: deque(maxlen=LOOK_AT))
+    """Of each snapshot, what it waited for the one before left out: that ends with the interval, this does not."""
+    _takes_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.every = self._wanted = 1 if self.setting == "auto" else self.setting
@@ -62,14 +64,16 @@ class SnapshotPace:
             self._look *= 2
             self._settled = self._steps + 1
             best = intervals.snapshot_steps(
-                median(self._stall_s), median(self._step_s), bytes_=self.bytes, mtbf_s=self.mtbf_s
-            )
+                median(self._stall_s), median(self._step_s),
+                bytes_=self.bytes, takes_s=self._takes_s, mtbf_s=self.mtbf_s,
+            )  # fmt: skip
             if not self.every / WORTH <= best <= self.every * WORTH:
                 self._wanted = best
 
-    def took(self, seconds: float) -> None:
-        """A snapshot held the step up."""
-        self._stall_s.append(seconds)
+    def took(self, seconds: float, *, waited_s: float = 0.0, takes_s: float = 0.0) -> None:
+        """A snapshot held the step up, ``waited_s`` of it until the one before counted, which took ``takes_s``."""
+        self._stall_s.append(seconds - waited_s)
+        self._takes_s = takes_s
         self._stalled_s += seconds
 
     def wants(self) -> int:
@@ -104,7 +108,8 @@ class SnapshotPace:
         cost = ""
         if self._stall_s and self._step_s:
             stall_s, step_s = median(self._stall_s), median(self._step_s)
-            cost = f"one takes {stall_s:.3g} s, {stall_s / step_s:.0%} of a step of {step_s:.3g} s; "
+            cost = f"one takes {stall_s:.3g} s, {stall_s / step_s:.0%} of a step of {step_s:.3g} s"
+            cost += f", and {self._takes_s:.3g} s until it counts; " if self._takes_s > step_s else "; "
         rule = f"checkpoint.snapshot_every_steps: auto takes about {intervals.SNAPSHOT_SHARE:.0%} of the time"
         return f"{self._often()}: {cost}{rule}"
 

@@ -1,5 +1,7 @@
 """Steps between snapshots: fixed, or by what they cost, and never different on two ranks."""
 
+import itertools
+
 import pytest
 
 from muster.core.intervals import SNAPSHOT_SMALL_BYTES, snapshot_steps
@@ -60,6 +62,26 @@ def test_each_step_at_first_and_then_by_the_dearest_rank():
     assert ranks.taken[9:] == [40, 60, 80, 100]
     assert {pace.every for pace in ranks.paces} == {20}
     assert "every 20 steps" in ranks.paces[1].describe() and "20% of a step of 1 s" in ranks.paces[1].describe()
+
+
+def test_waiting_for_the_snapshot_before_asks_for_an_interval_that_holds_it_and_no_more():
+    """On a GPU a snapshot takes 0.45 s beside steps of 0.15 s and holds them up by milliseconds: one every 3 steps
+    waits for nothing. What one each step waited for is no cost of every third."""
+    now_s, step, last = 0.0, 0, -1.0
+    pace = SnapshotPace("auto", LARGE, clock=lambda: now_s)
+    taken = []
+    for step in range(1, 600):
+        now_s += 0.15
+        pace.step_ended()
+        if pace.due(step, pace.wants):
+            waited_s = max(0.0, last + 0.45 - now_s)
+            now_s += waited_s + 0.001
+            last = now_s
+            pace.took(waited_s + 0.001, waited_s=waited_s, takes_s=0.45)
+            taken.append(step)
+    assert taken[:7] == [1, 2, 3, 4, 5, 6, 7]
+    assert {b - a for a, b in itertools.pairwise(taken[9:])} == {3}, "at every look the same"
+    assert "every 3 steps" in pace.describe() and "0.45 s until it counts" in pace.describe()
 
 
 def test_the_interval_is_said_once_it_is_known_and_again_where_it_changes():

@@ -1,5 +1,6 @@
 """Break what the product reads, a million times: ``python tools/fuzz.py [--cases N] [--seed S] [--only WORD]``.
 
+Readers run in a process of their own: what ends it, or does not end, is a finding too, and the next case goes on.
 Prints one line a target (cases, seconds, findings) and every finding with the number that makes it again:
 ``--only TARGET --number N``. Exits with 1 where there is one. ``tests/fuzzing`` says what is read and how it is broken.
 """
@@ -15,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
-from fuzzing.running import counts, run  # noqa: E402
+from fuzzing.apart import run_apart  # noqa: E402
+from fuzzing.running import counts  # noqa: E402
 from fuzzing.targets import targets  # noqa: E402
 
 
@@ -37,7 +39,7 @@ def main() -> int:
             one = arguments.number
             numbers = range(shares[target.name]) if one is None else range(one, one + 1)
             began, wrong = time.monotonic(), 0
-            for finding in run(target, numbers, arguments.seed):
+            for finding in run_apart(target, numbers, arguments.seed):
                 wrong += 1
                 if wrong <= 10:
                     print(finding, flush=True)

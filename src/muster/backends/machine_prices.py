@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from muster.catalog import gke as catalogue
 from muster.catalog import offers as catalogue_of_offers
 
 
+@cache
 def machine_usd_per_hour(machine: str, mode: str, region: str) -> float | None:
     """By the row for the machine, the way it is bought and the region nearest to hand; the dearest of those left."""
     small = catalogue.leftovers()["instances"].usd_per_hour.get(machine)

@@ -184,6 +184,7 @@ case $mode in
   nightly)
     install all,test
     MUSTER_WORKERS=1 tests soak "$@"
+    [ $# -gt 0 ] || MUSTER_THOROUGH=1 tests "not soak" tests/unit
     ;;
   gpu-check)
     gpu_check "$@"

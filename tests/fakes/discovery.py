@@ -123,7 +123,7 @@ class Discovery:
         if "response" not in match.method:
             return []
         key = match.id, json.dumps(value, sort_keys=True)
-        if key not in self._judged:  # a cloud that is killed after each of its requests says the same thousands of times
+        if key not in self._judged:  # a cloud whose user is killed after each request says the same thousands of times
             found: list[str] = []
             self._check(match, match.method["response"], value, "answer", found)
             self._judged[key] = [one for one in found if not one.endswith(": output-only")]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx2
 from fakes.clock import VirtualClock
+from thorough import THOROUGH
 
 from muster.backends.google.http import Call, Reply, Unreachable, parse_reply
 
@@ -130,6 +131,18 @@ class Wire:
     def _refused(self, fault: Fault) -> Reply:
         status, reason = STATUS[fault]
         return refuse(status, reason, fault.value)
+
+
+def turning_points(log: Sequence[tuple[str, str]]) -> list[int]:
+    """Numbers of a log's requests: the first and the last of each method and URL. One who waits asks the same a hundred
+    times, and is in the same place after each."""
+    if THOROUGH:
+        return list(range(1, len(log) + 1))
+    first: dict[tuple[str, str], int] = {}
+    for number, request in enumerate(log, start=1):
+        first.setdefault(request, number)
+    last = {request: number for number, request in enumerate(log, start=1)}
+    return sorted({*first.values(), *last.values()})
 
 
 def each_request_each_way(requests: int, faults: tuple[Fault, ...] = tuple(Fault)) -> Iterator[dict[int, Fault]]:

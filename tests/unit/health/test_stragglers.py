@@ -1,4 +1,4 @@
-"""Who makes the others wait: exact in a thousand virtual runs, whose ranks keep and send their figures as real ones."""
+"""Who makes the others wait: exact in random virtual runs, whose ranks keep and send their figures as real ones."""
 
 import random
 import time
@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
+from thorough import sampled
 
 from muster.core.event_detail import Detail
 from muster.core.event_details.training import RankPace, Step
@@ -21,7 +22,7 @@ from muster.train.distributed.arrivals import (
 )
 from muster.train.distributed.last_arrivals import FALSE_ALARM_STEPS, LastArrivals
 
-RUNS = 1000
+RUNS = sampled(300, all_of=1000)
 STEPS = 64
 #: A straggler is named so many steps after it became slow.
 WITHIN = 30
@@ -165,7 +166,7 @@ def judge(seed):
     return "right" if {one.cause for one in in_time} == {cause} else "slow: wrong cause"
 
 
-def test_a_thousand_virtual_runs_are_judged_right():
+def test_random_virtual_runs_are_judged_right():
     found = Counter({seed: judge(seed) for seed in range(RUNS)}.values())
     assert found == {"right": RUNS}
 

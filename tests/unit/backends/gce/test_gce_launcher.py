@@ -11,9 +11,10 @@ from fakes.compute_engine import instances
 from fakes.compute_engine.operator import Operator
 from fakes.compute_engine.run_of_hosts import Settling
 from fakes.discovery import Discovery, folder
-from fakes.google_wire import Fault, Killed, Wire
+from fakes.google_wire import Fault, Killed, Wire, turning_points
 from fakes.secrets import FakeSecrets
 from gce_cases import spec
+from thorough import sampled
 
 from muster.app.run import stop as stop_app
 from muster.app.run import submit as submit_app
@@ -196,7 +197,7 @@ def test_submitting_twice_is_one_supervisor_and_after_down_it_is_none(stage):
 def test_each_request_of_a_submit_may_go_wrong_in_each_way(stage, fault):
     whole = stage()
     whole.launcher.submit(whole.request())
-    for number in range(1, len(whole.wire.log) + 1):
+    for number in turning_points(whole.wire.log)[:: sampled(2, all_of=1)]:
         at = stage()
         request = at.request()
         at.launcher = at.person(faults={number: fault})
@@ -211,30 +212,42 @@ def test_each_request_of_a_submit_may_go_wrong_in_each_way(stage, fault):
         assert len(at.google.secrets.versions) == 1
 
 
-def test_killed_after_every_request_of_submit_and_down(stage):
-    for what in ("submit", "down"):
-        number = 0
-        while True:
-            number += 1
-            at = stage()
-            request = at.request()
-            if what == "down":
-                handle = at.launcher.submit(request)
-                at.until_hosts(request)
-            at.launcher = at.person(kill_at=number)
-            try:
-                at.launcher.submit(request) if what == "submit" else at.launcher.cancel(handle)
-                break
-            except Killed:
-                at.launcher = at.person()
-            if what == "submit":
-                at.launcher.submit(request)
-                assert at.names() == [f"{request.run_id}-supervisor"], number
-                assert len(at.google.secrets.versions) == 1
-            else:
-                at.launcher.cancel(handle)
-                assert at.names() == [] and at.launcher.remaining(handle) == [], number
-        assert number > 3
+def test_submit_killed_after_every_request(stage):
+    whole = stage()
+    whole.launcher = whole.person()
+    whole.launcher.submit(whole.request())
+    points = turning_points(whole.wire.log)
+    assert len(points) > 3
+    for number in points:
+        at = stage()
+        request = at.request()
+        with pytest.raises(Killed):
+            at.person(kill_at=number).submit(request)
+        at.person().submit(request)
+        assert at.names() == [f"{request.run_id}-supervisor"], number
+        assert len(at.google.secrets.versions) == 1
+
+
+def test_down_killed_after_every_request(stage):
+    def started(at):
+        request = at.request()
+        handle = at.launcher.submit(request)
+        at.until_hosts(request)
+        return handle
+
+    whole = stage()
+    handle = started(whole)
+    whole.person().cancel(handle)
+    points = turning_points(whole.wire.log)
+    assert len(points) > 3
+    for number in points:
+        at = stage()
+        handle = started(at)
+        with pytest.raises(Killed):
+            at.person(kill_at=number).cancel(handle)
+        at.launcher = at.person()
+        at.launcher.cancel(handle)
+        assert at.names() == [] and at.launcher.remaining(handle) == [], number
 
 
 def test_no_room_for_the_supervisor_in_one_zone_and_then_in_none(stage):

@@ -5,7 +5,7 @@ import json
 import pytest
 from fakes.compute_engine import instances
 from fakes.compute_engine.run_of_hosts import RunOfHosts
-from fakes.google_wire import Fault, Killed
+from fakes.google_wire import Fault, Killed, turning_points
 from gce_cases import RUN_ID, placement, spec
 
 STEM = RUN_ID
@@ -127,7 +127,7 @@ def test_killed_after_every_request_and_run_again(make):
 def test_each_request_may_go_wrong_in_each_way(make, fault):
     whole = RunOfHosts(make())
     whole.drive(whole.program())
-    for number in range(1, len(whole.wire.log) + 1):
+    for number in turning_points(whole.wire.log):
         run = RunOfHosts(make())
         run.drive(run.program(faults={number: fault}))
         run.user.time.sleep(400)
@@ -147,21 +147,19 @@ def test_the_request_is_repeated_after_its_id_was_forgotten():
     assert run.living() == names(1, 2) and turns(run) == [(ZONES[0], "made")]
 
 
-def test_down_killed_after_every_request_leaves_nothing():
-    for make in (on_demand, flex):
-        number = 0
-        while True:
-            number += 1
-            run = RunOfHosts(make())
-            run.drive(run.program())
-            try:
-                assert run.down(kill_at=number) == []
-            except Killed:
-                assert run.down() == []
-            else:
-                break
-            assert run.left() == [], (make, number)
-        assert number > 4 and run.left() == []
+@pytest.mark.parametrize("make", [on_demand, flex])
+def test_down_killed_after_every_request_leaves_nothing(make):
+    whole = RunOfHosts(make())
+    whole.drive(whole.program())
+    assert whole.down() == [] and whole.left() == []
+    points = turning_points(whole.wire.log)
+    assert len(points) > 4
+    for number in points:
+        run = RunOfHosts(make())
+        run.drive(run.program())
+        with pytest.raises(Killed):
+            run.down(kill_at=number)
+        assert run.down() == [] and run.left() == [], number
 
 
 @pytest.mark.parametrize("make", [on_demand, flex])

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from fakes.project import INSTALLED, SITES, asks_for_pool, cloud, everything, killed, session
+from thorough import THOROUGH
 
 from muster.backends.gke.provision.up import down, up
 from muster.core.errors import BackendError, CapacityError
@@ -21,9 +22,15 @@ def finished(request):
     return SITES[request.param], reference, len(reference.log)
 
 
-def every(where_, count, step=1):
-    """Every request of A4 and G2; of A3 Mega, whose sixteen subnets and rules are alike, every fifth."""
-    return range(1, count + 1, 5 if where_.placement.family.name == "a3-mega" else step)
+FAULTS = ["lose", "drop", "429", "503"]
+
+
+def every(where_, count, step=1, first=1):
+    """Every request of A4 and G2; of A3 Mega, whose sixteen subnets and rules are alike, every fifth; in the nightly
+    suite every one of each."""
+    if THOROUGH:
+        return range(1, count + 1)
+    return range(first, count + 1, 5 if where_.placement.family.name == "a3-mega" else step)
 
 
 def roles(google):
@@ -91,7 +98,7 @@ def test_down_killed_after_every_request_and_run_again(finished):
     up(where_, session(counted), INSTALLED, workers=1)
     start = len(counted.log)
     down([where_], session(counted), workers=1)
-    for number in range(start + 1, len(counted.log) + 1, 2):
+    for number in range(start + 1, len(counted.log) + 1, 1 if THOROUGH else 2):
         google = cloud()
         up(where_, session(google), INSTALLED, workers=1)
         with killed(google, number):
@@ -100,11 +107,12 @@ def test_down_killed_after_every_request_and_run_again(finished):
         assert not roles(google), f"killed after request {number}"
 
 
-@pytest.mark.parametrize("fault", ["lose", "drop", "429", "503"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_every_request_may_go_wrong_once(finished, fault):
+    """In one way here, in every way in the nightly suite."""
     where_, reference, count = finished
     wanted = everything(reference)
-    for number in every(where_, count):
+    for number in every(where_, count, len(FAULTS), 1 + FAULTS.index(fault)):
         google = cloud(**{fault: {number}}) if fault in ("lose", "drop") else cloud(refuse={number: (int(fault), "x")})
         up(where_, session(google), INSTALLED, workers=1)
         assert everything(google) == wanted, f"{fault} at request {number}"

@@ -144,7 +144,7 @@ def ablations(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
 def spares_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Other numbers of spares."""
     counts = sorted({0, 1, 2, 3, 4, scenario.spares} - {scenario.spares})
-    return {str(count): (f"{count} spares", scenario.with_(spares=count)) for count in counts}
+    return {str(count): (f"{count} spare{'' if count == 1 else 's'}", scenario.with_(spares=count)) for count in counts}
 
 
 def intervals_around(scenario: Scenario) -> dict[str, tuple[str, Scenario]]:

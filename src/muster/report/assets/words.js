@@ -7,6 +7,7 @@ const muster = (() => {
     data_wait: "#35b3d4", checkpoint: "#3d6fe0", straggler: "#d6a314", degraded: "#b0842b", eval: "#20b2a4", detect: "#d93a42",
     restart: "#f07b24", wait: "#f2b13c", unfinished: "#e88aa0", redone: "#b82e72", spare: "#b9c3cf", out: "#7b5a4e",
     hold: "#a79bd0", idle: "#cfc9c0", other: "#93a1b0", unattributed: "#4a4f57",
+    overhead: "#5e6b7a", stopped: "#dcd6cd",
   };
 
   const UNKNOWN = "unknown";

@@ -139,6 +139,11 @@ NIGHTLY = {
     "test_memory_lost_live.py::test_one_host_goes_on_from_the_disk_and_later_from_memory_again": (
         "test_memory_lost_live.py::test_of_two_hosts_the_other_one_holds_the_copies"
     ),
+    "test_init_live.py::test_the_written_file_trains[text]": "test_init_live.py::test_the_written_file_trains[chat]",
+    "test_init_live.py::test_the_written_file_trains[prompt and completion]": (
+        "test_init_live.py::test_the_written_file_trains[question and SQL]"
+    ),
+    "test_data_live.py::test_wikisql": "test_real_data_live.py::test_wikisql_is_learnt_from",
     "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
     "test_first_gpu_hour_live.py::test_all_seventeen_commands_run": (
         "test_first_gpu_hour_live.py::test_kernels_are_compared_with_their_reference"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from pathlib import Path
 
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--slice", default="v5e:2x4")
     parser.add_argument("--length", default=2048, type=int)
     parser.add_argument("--checkpointing", default="full")
+    parser.add_argument("--program", type=Path, help="where the compiled program's text goes, to be read")
     given = parser.parse_args()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=given.slice)
     mesh = mesh_of(topology.devices)
@@ -79,6 +81,8 @@ def main() -> None:
     took = time.monotonic() - began
     found = compiled.memory_analysis()
     program = compiled.as_text()
+    if given.program is not None:
+        given.program.write_text(program)
     work = workload(spec, rows.models()[given.model].shape)
     setting = Setting(
         layout=Layout(dp_shard=mesh.size), micro_batch_size=1, activation_checkpointing=given.checkpointing

@@ -16,7 +16,7 @@ def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
     training, model = spec.training, spec.model
     if not BACKENDS.get(spec.backend).capabilities.trains_on_tpus:
         message = f"tpu: backend {spec.backend} makes no TPU machines yet"
-        yield Problem("resources.device", message, hint="backend: local, on a TPU machine of your own")
+        yield Problem("resources.device", message, hint="backend: gke, or local on a TPU machine of your own")
     if spec.command is not None:
         yield Problem("resources.device", "tpu is of Muster's own trainer, and `command` brings its own", hint="auto")
     if spec.resources.ranks_per_host not in (None, 1):

@@ -25,8 +25,9 @@ def refused(**changes):
     return {problem.key for problem in validation.problems(RunSpec.model_validate(given))}
 
 
-def test_a_run_without_any_of_it_is_taken():
-    assert refused() == set()
+@pytest.mark.parametrize("backend", ["local", "gke"])
+def test_a_run_without_any_of_it_is_taken(backend):
+    assert refused(backend=backend) == set()
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,8 @@ def test_a_run_without_any_of_it_is_taken():
         ("parallelism__tp", 2),
         ("parallelism__dp_replicate", 2),
         ("backend", "slurm"),
+        ("backend", "vertex"),
+        ("backend", "gce"),
     ],
 )
 def test_what_it_does_not_do_is_refused(key, value):

@@ -30,7 +30,7 @@ from muster.train_jax.arrays import leaves_of
 from muster.train_jax.batches import KEYS
 from muster.train_jax.components import decays_of, model_of
 from muster.train_jax.host_model import HostModel
-from muster.train_jax.layout import FSDP, mesh_of
+from muster.train_jax.layout import ROWS, mesh_of
 from muster.train_jax.model import Parameters
 from muster.train_jax.step import Scalars, State, make_step
 
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--length", default=2048, type=int)
     parser.add_argument("--checkpointing", default="full")
     parser.add_argument("--program", type=Path, help="where the compiled program's text goes, to be read")
+    parser.add_argument("--option", action="append", default=[], help="of the compiler: NAME=VALUE; may be repeated")
     given = parser.parse_args()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=given.slice)
     mesh = mesh_of(topology.devices)
@@ -72,12 +73,12 @@ def main() -> None:
     decays = decays_of(leaves, {name: value.ndim > 1 for name, value in named.items()})
     step = make_step(model, spec.training.optimizer, decays, chunk_tokens=spec.training.loss_chunk_tokens, state=state)
 
-    lain = NamedSharding(mesh, PartitionSpec(None, FSDP))
+    lain = NamedSharding(mesh, PartitionSpec(None, ROWS))
     batch = {key: jax.ShapeDtypeStruct((1, mesh.size, given.length), jnp.int32, sharding=lain) for key in KEYS}
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     began = time.monotonic()
     lowered = step.lower(state, Parameters({}, {}), batch, Scalars(number, number, number, number))  # type: ignore[attr-defined]
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=dict(option.split("=", 1) for option in given.option))
     took = time.monotonic() - began
     found = compiled.memory_analysis()
     program = compiled.as_text()

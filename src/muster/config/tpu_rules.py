@@ -23,6 +23,8 @@ def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("resources.ranks_per_host", "one process drives all TPU chips of a host", hint="leave it out")
     if training.exact:
         yield Problem("training.exact", "TPUs have no 64-bit integers to take exact sums in", hint="exact: false")
+    if training.local_steps:
+        yield Problem("training.local_steps", "slices of TPUs sum their gradients in every step", hint="leave it out")
     if training.compile is True:
         yield Problem("training.compile", "a step on TPUs is always one compiled program", hint="compile: auto")
     if training.precision != "bf16":
@@ -36,5 +38,5 @@ def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
     if model is not None and model.lora is not None and model.lora.dropout:
         yield Problem("model.lora.dropout", "is not computed on device tpu", hint="dropout: 0")
     for axis, size in spec.parallelism.axes.items():
-        if axis != "dp_shard" and size > 1:
-            yield Problem(f"parallelism.{axis}", "device tpu shards over all chips and nothing else", hint=f"{axis}: 1")
+        if axis not in ("dp_shard", "dp_replicate") and size > 1:
+            yield Problem(f"parallelism.{axis}", "device tpu shards over a slice's chips alone", hint=f"{axis}: 1")

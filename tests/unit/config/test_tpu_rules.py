@@ -41,7 +41,7 @@ def test_a_run_without_any_of_it_is_taken(backend):
         ("model__lora", {"rank": 4, "dropout": 0.1}),
         ("resources__ranks_per_host", 2),
         ("parallelism__tp", 2),
-        ("parallelism__dp_replicate", 2),
+        ("training__local_steps", 4),
         ("backend", "slurm"),
         ("backend", "vertex"),
         ("backend", "gce"),

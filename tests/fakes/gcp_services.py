@@ -291,8 +291,8 @@ def management(store: dict[str, dict[str, Any]], match: Match, path: str, body: 
 
 def slice_pool(match: Match, body: dict[str, Any]) -> str | None:
     """GKE's refusal of a pool of TPUs that is no slice: a topology and as many nodes as it has hosts, or one machine
-    and no topology (xpk core/nodepool.py of 2026-06-25; GKE, "About TPUs in GKE": a pool of several hosts is made, scaled
-    and repaired as a whole). The words are ours."""
+    and no topology (xpk core/nodepool.py of 2026-06-25; GKE, "About TPUs in GKE": a pool of several hosts is made,
+    scaled and repaired as a whole). The words are ours."""
     machine = body.get("config", {}).get("machineType", "") if match.id.endswith("nodePools.create") else ""
     if not (found := re.fullmatch(r"ct[0-9a-z]+-[a-z]+-([0-9]+)t", machine)):
         return None

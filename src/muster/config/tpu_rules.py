@@ -31,8 +31,6 @@ def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("training.precision", f"{training.precision} is not computed on device tpu", hint="bf16")
     if training.optimizer.name != "adamw":
         yield Problem("training.optimizer.name", "device tpu trains with adamw", value=training.optimizer.name)
-    if training.profile.trace_step is not None:
-        yield Problem("training.profile.trace_step", "traces are of torch, which computes nothing on device tpu")
     if model is not None and model.attention != "auto":
         yield Problem("model.attention", f"{model.attention} is a kernel of the torch trainer", hint="auto")
     if model is not None and model.lora is not None and model.lora.dropout:

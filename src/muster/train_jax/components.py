@@ -38,6 +38,7 @@ from muster.train_jax.engine import Engine, JaxModel
 from muster.train_jax.host_model import HostModel, build_host_model, rotary_of
 from muster.train_jax.layout import FSDP, ROWS, mesh_of
 from muster.train_jax.model import Model, Parameters
+from muster.train_jax.trace import XlaTrace
 
 #: Peak dense bf16 operations a second of a chip by JAX's name for it; Google's pages on v5e, v5p and v6e.
 PEAKS = {
@@ -106,6 +107,7 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
         update=engine.update,
         peak=peak_of(mesh),
         sees_arrivals=False,
+        recorder=XlaTrace,
     )
 
 

@@ -1,6 +1,7 @@
 """A training step of the JAX trainer compiled for a TPU slice on a machine without one, and its HBM beside the plan's.
 
-Needs the libtpu that this jax pins (`pip install 'libtpu==0.0.42.*'` for jax 0.10.2). Minutes; not in CI.
+Needs the libtpu that this jax pins, in an environment of its own (`python -m venv aot`, then
+`aot/bin/pip install '.[train,tpu]' 'libtpu==0.0.42.*'` for jax 0.10.2), and one program at a time. Minutes; not in CI.
 
 python benchmarks/tpu_aot.py [--model meta-llama/Llama-3.2-1B] [--slice v5e:2x4] [--length 2048] [--checkpointing full]
 """

@@ -59,8 +59,8 @@ def _activations(work: Workload, setting: Setting) -> float:
 
 
 def _logits(work: Workload, setting: Setting) -> float:
-    """Logits of a piece of the rows and their gradient, in the compute type: XLA's programs for TPUs have the float32 of
-    the softmax inside fusions alone (``benchmarks/tpu_aot.py``, 1B, 8B and 70B)."""
+    """Logits of a piece of the rows and their gradient, in the compute type: XLA's programs for TPUs have the softmax's
+    float32 inside fusions alone (``benchmarks/tpu_aot.py``, 1B, 8B and 70B)."""
     rows, length = setting.micro_batch_size, work.sequence_length
     tokens = rows * chunk_length(rows, length, work.loss_chunk_tokens)
     hidden = 2 * rows * length * work.shape.hidden * work.compute_bytes

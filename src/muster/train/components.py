@@ -195,14 +195,7 @@ def assemble(
         baseline=BaselineWindow.planned(
             spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
         ),
-        profiler=Profiler(
-            spec.training.profile,
-            agent,
-            directory=run_dir / "traces",
-            rank=world.rank,
-            device=device,
-            recorder=components.recorder,
-        ),
+        profiler=profiler_of(components, agent, run_dir / "traces", rank=world.rank),
         collector=Collector(spec.training.gc_every_steps),
         last_step=components.last_step,
         batch_schedule=components.batch_schedule,
@@ -248,6 +241,12 @@ def open_log(
         trackers=Trackers(trackers, lambda text: agent.emit("run.message", text=text)),
         track_every_steps=spec.output.log_every_steps,
     )
+
+
+def profiler_of(components: TrainerComponents, agent: AgentClient, directory: Path, *, rank: int) -> Profiler:
+    """Of one rank."""
+    profile, device, recorder = components.spec.training.profile, components.device, components.recorder
+    return Profiler(profile, agent, directory=directory, rank=rank, device=device, recorder=recorder)
 
 
 def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | None:

@@ -111,6 +111,7 @@ def test_memory_is_what_the_trainer_holds():
     [
         ("meta-llama/Llama-3.2-1B", 8, 1.85, 3.48),  # v5e 2x4
         ("meta-llama/Llama-3.1-8B", 64, 1.51, 7.32),  # v5e 8x8
+        ("meta-llama/Llama-3.1-8B", 32, 3.01, 8.03),  # v6e 4x8
         ("meta-llama/Llama-3.1-70B", 64, 13.23, 23.57),  # v5p 4x4x4
     ],
 )

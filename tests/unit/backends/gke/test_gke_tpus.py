@@ -1,19 +1,23 @@
 """Slices of TPUs: one node pool and one child Job each, hosts numbered over all of them, and what is refused."""
 
+import json
 import subprocess
 
 import pytest
 from cases import placement, spec
-from fakes.project import INSTALLED, cloud, session, where
+from fakes.bucket import Bucket
+from fakes.project import INSTALLED, cloud, cloud_with_cluster, session, where
 
 from muster.backends.gke.formats import rendered
+from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.manifests.first_program import HOST_OF_SLICE, numbering
 from muster.backends.gke.manifests.jobset import jobset
 from muster.backends.gke.manifests.placement import mode_of
 from muster.backends.gke.manifests.spec_rules import findings
-from muster.backends.gke.operate.locate import INDEX, ROLE, task
+from muster.backends.gke.operate.locate import COMPLETION, INDEX, ROLE, task
 from muster.backends.gke.provision.up import up
 from muster.core.errors import UsageError
+from muster.storage import run_registry
 
 V5E, V6E = "ct5lp-hightpu-4t", "ct6e-standard-4t"
 TWO_SLICES = {"hosts": 8, "parallelism": {"dp_replicate": 2}}
@@ -72,8 +76,27 @@ def test_a_host_of_a_slice_finds_its_number(index, completion, name):
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert said == f"--host {name} $(x) a b --to {name}\n"
     labels = hosts_of(on_tpus(**TWO_SLICES))["template"]["spec"]["template"]["metadata"]["labels"]
-    pod = {**labels, ROLE: "host", INDEX: index, "batch.kubernetes.io/job-completion-index": completion}
+    pod = {**labels, ROLE: "host", INDEX: index, COMPLETION: completion}
     assert task({"metadata": {"labels": pod}}) == (name, "host")
+
+
+def test_a_run_on_two_slices_is_submitted_and_its_hosts_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    google, of = cloud_with_cluster(), spec(V5E, "spot", project="example-project", device="tpu", **TWO_SLICES)
+    google.kubernetes.queues.add("muster-tpu-v5e-4x4-spot")
+    launcher = GkeLauncher(http=google, store=Bucket())
+    run_id = run_registry.new_run_id("llama")
+    folder = run_registry.place(run_id, None)
+    run_registry.create(run_id, folder, run_file="name: llama\n", resolved=of.model_dump_json())
+    handle = launcher.submit(launcher.render(of, run_id=run_id, run_dir=str(folder)))
+    assert len(google.kubernetes.of_kind("JobSet")) == 1
+    labels = hosts_of(placement(of))["template"]["spec"]["template"]["metadata"]["labels"]
+    for host in range(8):
+        of_host = {"app.kubernetes.io/instance": run_id, ROLE: "host", INDEX: str(host // 4), COMPLETION: str(host % 4)}
+        metadata = {"name": f"h{host}", "namespace": "default", "labels": {**labels, **of_host}}
+        pod = {"kind": "Pod", "metadata": metadata, "spec": {"nodeName": f"n{host}"}, "status": {"phase": "Running"}}
+        google.kubernetes.handle("PUT", f"/api/v1/namespaces/default/pods/h{host}", json.dumps(pod).encode())
+    assert launcher.poll(handle).tasks == {f"host-{host}": f"running on n{host}" for host in range(8)}
 
 
 # ---------------------------------------------------------------- node pools

@@ -1,6 +1,7 @@
 """A training step of the JAX trainer compiled for a TPU slice on a machine without one, and its HBM beside the plan's.
 
-Needs the libtpu that this jax pins (`pip install 'libtpu==0.0.42.*'` for jax 0.10.2). Minutes; not in CI.
+Needs the libtpu that this jax pins, in an environment of its own (`python -m venv aot`, then
+`aot/bin/pip install '.[train,tpu]' 'libtpu==0.0.42.*'` for jax 0.10.2), and one program at a time. Minutes; not in CI.
 
 python benchmarks/tpu_aot.py [--model meta-llama/Llama-3.2-1B] [--slice v5e:2x4] [--length 2048] [--checkpointing full]
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from pathlib import Path
 
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 
@@ -29,7 +31,7 @@ from muster.train_jax.arrays import leaves_of
 from muster.train_jax.batches import KEYS
 from muster.train_jax.components import decays_of, model_of
 from muster.train_jax.host_model import HostModel
-from muster.train_jax.layout import FSDP, mesh_of
+from muster.train_jax.layout import ROWS, mesh_of
 from muster.train_jax.model import Parameters
 from muster.train_jax.step import Scalars, State, make_step
 
@@ -48,6 +50,8 @@ def main() -> None:
     parser.add_argument("--slice", default="v5e:2x4")
     parser.add_argument("--length", default=2048, type=int)
     parser.add_argument("--checkpointing", default="full")
+    parser.add_argument("--program", type=Path, help="where the compiled program's text goes, to be read")
+    parser.add_argument("--option", action="append", default=[], help="of the compiler: NAME=VALUE; may be repeated")
     given = parser.parse_args()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=given.slice)
     mesh = mesh_of(topology.devices)
@@ -70,15 +74,17 @@ def main() -> None:
     decays = decays_of(leaves, {name: value.ndim > 1 for name, value in named.items()})
     step = make_step(model, spec.training.optimizer, decays, chunk_tokens=spec.training.loss_chunk_tokens, state=state)
 
-    lain = NamedSharding(mesh, PartitionSpec(None, FSDP))
+    lain = NamedSharding(mesh, PartitionSpec(None, ROWS))
     batch = {key: jax.ShapeDtypeStruct((1, mesh.size, given.length), jnp.int32, sharding=lain) for key in KEYS}
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     began = time.monotonic()
     lowered = step.lower(state, Parameters({}, {}), batch, Scalars(number, number, number, number))  # type: ignore[attr-defined]
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=dict(option.split("=", 1) for option in given.option))
     took = time.monotonic() - began
     found = compiled.memory_analysis()
     program = compiled.as_text()
+    if given.program is not None:
+        given.program.write_text(program)
     work = workload(spec, rows.models()[given.model].shape)
     setting = Setting(
         layout=Layout(dp_shard=mesh.size), micro_batch_size=1, activation_checkpointing=given.checkpointing

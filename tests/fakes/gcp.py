@@ -294,7 +294,8 @@ class FakeGoogleCloud(Operations):
                 return _error(400, "resourceNotReady")
         if "/routers/" in path and (trouble := gcp_services.second_way_out(self.store, path, body)):
             return _error(400, "invalid", trouble)
-        if trouble := gcp_services.management(self.store, match, path, body) or gcp_services.identity(self, body):
+        management = gcp_services.management(self.store, match, path, body)
+        if trouble := management or gcp_services.identity(self, body) or gcp_services.slice_pool(match, body):
             return _error(400, "badRequest", trouble)
         if match.id.endswith("nodePools.create"):
             cluster = path.rpartition("/nodePools/")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import urllib.parse
 from collections.abc import Callable
@@ -285,6 +286,24 @@ def management(store: dict[str, dict[str, Any]], match: Match, path: str, body: 
             wrong.append("auto_repair")
         if wrong:
             return f"{' and '.join(wrong)} cannot be false when release_channel {channel} is set."
+    return None
+
+
+def slice_pool(match: Match, body: dict[str, Any]) -> str | None:
+    """GKE's refusal of a pool of TPUs that is no slice: a topology and as many nodes as it has hosts, or one machine
+    and no topology (xpk core/nodepool.py of 2026-06-25; GKE, "About TPUs in GKE": a pool of several hosts is made,
+    scaled and repaired as a whole). The words are ours."""
+    machine = body.get("config", {}).get("machineType", "") if match.id.endswith("nodePools.create") else ""
+    if not (found := re.fullmatch(r"ct[0-9a-z]+-[a-z]+-([0-9]+)t", machine)):
+        return None
+    if "accelerators" in body["config"]:
+        return f"{machine} takes no accelerators: its chips are the machine's"
+    placement = body.get("placementPolicy", {})
+    nodes = {body.get("initialNodeCount", 0), body.get("autoscaling", {}).get("totalMaxNodeCount", 0)} - {0}
+    chips = math.prod(int(side) for side in placement.get("tpuTopology", found[1]).split("x"))
+    hosts = chips // int(found[1])
+    if nodes != {hosts} or (hosts == 1) == ("tpuTopology" in placement):
+        return f"{sorted(nodes)} nodes of {machine} are not one slice of topology {placement.get('tpuTopology')}"
     return None
 
 

@@ -20,12 +20,19 @@ def on_chips(**changes):
     })  # fmt: skip
 
 
-def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path):
-    with LiveRun(tmp_path / "whole", on_chips()) as run:
+@pytest.mark.parametrize(
+    "slices", [1, pytest.param(2, marks=pytest.mark.soak)], ids=["one slice", "two slices as replicas"]
+)
+def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, slices):
+    def on_slices(**changes):
+        return on_chips(**{"parallelism.dp_replicate": slices, **changes})
+
+    with LiveRun(tmp_path / "whole", on_slices(**{"training.profile.trace_step": 3})) as run:
         run.start()
         assert run.wait() == 0, run.story()
         wanted = run.losses()
-    with LiveRun(tmp_path / "killed", on_chips()) as run:
+    assert len(list((tmp_path / "whole").rglob("traces/step-3.rank-*.xplane.pb"))) == 2
+    with LiveRun(tmp_path / "killed", on_slices()) as run:
         run.start()
         for step, rank in ((6, 1), (14, 0)):  # rank 0 holds JAX's coordinator
             run.wait_for_step(step)

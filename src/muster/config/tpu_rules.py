@@ -16,25 +16,25 @@ def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
     training, model = spec.training, spec.model
     if not BACKENDS.get(spec.backend).capabilities.trains_on_tpus:
         message = f"tpu: backend {spec.backend} makes no TPU machines yet"
-        yield Problem("resources.device", message, hint="backend: local, on a TPU machine of your own")
+        yield Problem("resources.device", message, hint="backend: gke, or local on a TPU machine of your own")
     if spec.command is not None:
         yield Problem("resources.device", "tpu is of Muster's own trainer, and `command` brings its own", hint="auto")
     if spec.resources.ranks_per_host not in (None, 1):
         yield Problem("resources.ranks_per_host", "one process drives all TPU chips of a host", hint="leave it out")
     if training.exact:
         yield Problem("training.exact", "TPUs have no 64-bit integers to take exact sums in", hint="exact: false")
+    if training.local_steps:
+        yield Problem("training.local_steps", "slices of TPUs sum their gradients in every step", hint="leave it out")
     if training.compile is True:
         yield Problem("training.compile", "a step on TPUs is always one compiled program", hint="compile: auto")
     if training.precision != "bf16":
         yield Problem("training.precision", f"{training.precision} is not computed on device tpu", hint="bf16")
     if training.optimizer.name != "adamw":
         yield Problem("training.optimizer.name", "device tpu trains with adamw", value=training.optimizer.name)
-    if training.profile.trace_step is not None:
-        yield Problem("training.profile.trace_step", "traces are of torch, which computes nothing on device tpu")
     if model is not None and model.attention != "auto":
         yield Problem("model.attention", f"{model.attention} is a kernel of the torch trainer", hint="auto")
     if model is not None and model.lora is not None and model.lora.dropout:
         yield Problem("model.lora.dropout", "is not computed on device tpu", hint="dropout: 0")
     for axis, size in spec.parallelism.axes.items():
-        if axis != "dp_shard" and size > 1:
-            yield Problem(f"parallelism.{axis}", "device tpu shards over all chips and nothing else", hint=f"{axis}: 1")
+        if axis not in ("dp_shard", "dp_replicate") and size > 1:
+            yield Problem(f"parallelism.{axis}", "device tpu shards over a slice's chips alone", hint=f"{axis}: 1")

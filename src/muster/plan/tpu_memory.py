@@ -1,4 +1,5 @@
-"""HBM of one TPU chip at its peak, by what ``train_jax`` holds: a closed form, compared with no TPU.
+"""HBM of one TPU chip at its peak, by what ``train_jax`` holds: a closed form, compared with compiled programs, and
+with no TPU.
 
 State is cut over all chips of the slice; embedding and head are made whole in the compute type, a layer at a time is
 too; layers are scanned, so that what one keeps is kept for all (``activations``). Everything counts at once, as if the
@@ -58,8 +59,9 @@ def _activations(work: Workload, setting: Setting) -> float:
 
 
 def _logits(work: Workload, setting: Setting) -> float:
-    """Logits of a piece of the rows, as the product and in float32, and their gradient (``train_jax.model``)."""
+    """Logits of a piece of the rows and their gradient, in the compute type: XLA's programs for TPUs have the softmax's
+    float32 inside fusions alone (``benchmarks/tpu_aot.py``, 1B, 8B and 70B)."""
     rows, length = setting.micro_batch_size, work.sequence_length
     tokens = rows * chunk_length(rows, length, work.loss_chunk_tokens)
     hidden = 2 * rows * length * work.shape.hidden * work.compute_bytes
-    return tokens * work.shape.vocab * (2 * FLOAT32 + work.compute_bytes) + hidden
+    return tokens * work.shape.vocab * 2 * work.compute_bytes + hidden

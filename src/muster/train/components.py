@@ -33,6 +33,7 @@ from muster.train.evaluation.evaluate import Evaluator
 from muster.train.evaluation.evaluated_model import EvaluatedModel, TorchModel
 from muster.train.inputs import fetch_weights, open_data
 from muster.train.loop import update
+from muster.train.measurement.live_trace import Recorder, torch_profiler
 from muster.train.measurement.metrics import Peak, Phases, StepLog
 from muster.train.measurement.profiling import Collector, Profiler, memory_room_bytes, peak_flops
 from muster.train.measurement.trackers import Trackers, open_trackers
@@ -75,6 +76,8 @@ class TrainerComponents:
     """Peak FLOP/s of a rank and the figure's source, where the kind of device says it."""
     sees_arrivals: bool = True
     """Sums over ranks are begun by the host, so that it sees who comes last."""
+    recorder: Callable[[], Recorder] = torch_profiler
+    """Of traces of steps."""
 
     def move(self, context: RankContext, world: World) -> None:
         """Move to another world: another number of replicas, the same shard of the model."""
@@ -192,7 +195,7 @@ def assemble(
         baseline=BaselineWindow.planned(
             spec.recovery.baseline_steps, resumed_at=state.step, world_size=context.world_size
         ),
-        profiler=Profiler(spec.training.profile, agent, directory=run_dir / "traces", rank=world.rank, device=device),
+        profiler=profiler_of(components, agent, run_dir / "traces", rank=world.rank),
         collector=Collector(spec.training.gc_every_steps),
         last_step=components.last_step,
         batch_schedule=components.batch_schedule,
@@ -240,10 +243,21 @@ def open_log(
     )
 
 
+def profiler_of(components: TrainerComponents, agent: AgentClient, directory: Path, *, rank: int) -> Profiler:
+    """Of one rank."""
+    profile, device, recorder = components.spec.training.profile, components.device, components.recorder
+    return Profiler(profile, agent, directory=directory, rank=rank, device=device, recorder=recorder)
+
+
 def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | None:
     """The ranks that continue together when another replica is lost; None: only this one, or none."""
     replicated = max(spec.parallelism.dp_replicate, context.layout.dp_replicate) > 1
-    shared = replicated and context.layout.ranks_per_replica > 1 and context.snapshot_dir is not None
+    shared = (
+        replicated
+        and spec.resources.device != "tpu"
+        and context.layout.ranks_per_replica > 1
+        and context.snapshot_dir is not None
+    )
     return dist.group.WORLD if shared else None  # torch's default group spans one replica (``join_world``)
 
 

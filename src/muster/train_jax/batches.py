@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from muster.core.errors import UsageError
 from muster.train.data_feed.batch import IGNORED, Batch
-from muster.train_jax.layout import FSDP
+from muster.train_jax.layout import ROWS
 
 KEYS = ("ids", "labels", "positions", "documents")
 
@@ -29,7 +29,7 @@ def check_rows(rows: int, mesh: Mesh) -> None:
 def step_arrays(batches: Sequence[Batch], mesh: Mesh) -> dict[str, Array]:
     """int32[rounds, B, S] each, B over all hosts; every process hands over its own rows. See ``model.row_losses``."""
     local = {key: np.stack([part[key] for part in map(_arrays, batches)]) for key in KEYS}
-    return {key: _over_all(values, mesh, PartitionSpec(None, FSDP)) for key, values in local.items()}
+    return {key: _over_all(values, mesh, PartitionSpec(None, ROWS)) for key, values in local.items()}
 
 
 def batch_arrays(batch: Batch, rows: int, mesh: Mesh) -> dict[str, Array]:
@@ -38,7 +38,7 @@ def batch_arrays(batch: Batch, rows: int, mesh: Mesh) -> dict[str, Array]:
     for key, values in _arrays(batch).items():
         missing = rows - values.shape[0]
         filled = np.pad(values, ((0, missing), (0, 0)), constant_values=IGNORED if key == "labels" else 0)
-        result[key] = _over_all(filled, mesh, PartitionSpec(FSDP))
+        result[key] = _over_all(filled, mesh, PartitionSpec(ROWS))
     return result
 
 
@@ -50,7 +50,7 @@ def own_rows(array: Array) -> np.ndarray:
 
 def rows_over_all(values: np.ndarray, mesh: Mesh) -> Array:
     """[B, ...] of every process's own rows."""
-    return _over_all(values, mesh, PartitionSpec(FSDP))
+    return _over_all(values, mesh, PartitionSpec(ROWS))
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:

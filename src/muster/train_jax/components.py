@@ -36,8 +36,9 @@ from muster.train_jax.arrays import Leaf, leaves_of, to_device
 from muster.train_jax.batches import check_rows
 from muster.train_jax.engine import Engine, JaxModel
 from muster.train_jax.host_model import HostModel, build_host_model, rotary_of
-from muster.train_jax.layout import FSDP, mesh_of
+from muster.train_jax.layout import FSDP, ROWS, mesh_of
 from muster.train_jax.model import Model, Parameters
+from muster.train_jax.trace import XlaTrace
 
 #: Peak dense bf16 operations a second of a chip by JAX's name for it; Google's pages on v5e, v5p and v6e.
 PEAKS = {
@@ -61,12 +62,14 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
     prepared = open_data(spec, Path(context.run_dir), agent)
     fetched = fetch_weights(spec, Path(context.run_dir), agent)
     join_chips(context, world)
-    mesh = mesh_of()
+    layout = context.layout
+    mesh = mesh_of(slices=layout.dp_replicate)
     check_rows(spec.training.micro_batch_size, mesh)
     batch_schedule, last_step = schedule_of(spec, context, prepared)
-    meshes = make_meshes(context.layout, "cpu")
+    replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
+    meshes = make_meshes(layout, "cpu", replica=replica)
     host = build_host_model(
-        fetched, vocab_size=prepared.vocab_size, hosts=meshes.shard, chips=mesh.size, seed=spec.training.seed
+        fetched, vocab_size=prepared.vocab_size, hosts=meshes.shard, chips=mesh.shape[FSDP], seed=spec.training.seed
     )
     trained = host.trained()
     optimizer = make_optimizer(trained, spec.training.optimizer, elementwise=False)
@@ -104,6 +107,7 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
         update=engine.update,
         peak=peak_of(mesh),
         sees_arrivals=False,
+        recorder=XlaTrace,
     )
 
 
@@ -169,9 +173,9 @@ def model_of(spec: RunSpec, host: HostModel, mesh: Mesh) -> Model:
         recompute=spec.training.activation_checkpointing,
         logit_factor=rule.factor,
         logit_cap=rule.cap,
-        devices=mesh.shape[FSDP],
+        devices=mesh.size,
         splash_over=mesh if on_tpu(mesh) else None,
-        constrain=Laid(NamedSharding(mesh, PartitionSpec(FSDP, None, None))),
+        constrain=Laid(NamedSharding(mesh, PartitionSpec(ROWS, None, None))),
         gather=Laid(NamedSharding(mesh, PartitionSpec(None, None))),
     )
 

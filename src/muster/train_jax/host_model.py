@@ -48,7 +48,7 @@ class HostModel:
 def build_host_model(spec: RunSpec, *, vocab_size: int, hosts: DeviceMesh, chips: int, seed: int) -> HostModel:
     """The model of ``spec`` with initial values; of each parameter the box of this host of ``hosts``. Collective.
 
-    ``chips``: of all hosts.
+    ``chips``: of all those hosts.
 
     Raises:
         UsageError: the model does not fit the tokenizer.

@@ -1,8 +1,9 @@
-"""Where arrays lie: one mesh axis over all chips of all hosts, host by host.
+"""Where arrays lie: a mesh of slices, which are replicas, by their chips, host by host.
 
-Every parameter is split along one dimension that the number of chips divides (fully sharded, as ZeRO-3), rows of a
-batch along the same axis. A host's chips are neighbours on the axis, so what a host holds of a parameter is one box,
-as of a rank of the torch trainer: snapshots and checkpoints are made of these boxes.
+Every slice holds all parameters. Each is split along one dimension that the number of a slice's chips divides (fully
+sharded, as ZeRO-3); rows of a batch are split over all chips of all slices. A host's chips are neighbours on the axis,
+so what a host holds of a parameter is one box, as of a rank of the torch trainer: snapshots and checkpoints are made of
+these boxes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-FSDP = "fsdp"
+DATA, FSDP = "data", "fsdp"
+#: What rows of a batch are split over.
+ROWS = (DATA, FSDP)
 #: Products of these reduce over rows of the batch into the first dimension: they are split along the second.
 _BY_ROWS = re.compile(r"(o_proj|down_proj|lora_A)\b")
 _LAYER = re.compile(r"^(.*\bmodel\.layers|model\.layers)\.(\d+)\.(.+)$")
@@ -45,11 +48,11 @@ def split_dimension(name: str, shape: Sequence[int], parts: int) -> int | None:
     return next((dimension for dimension in order if shape[dimension] % parts == 0), None)
 
 
-def mesh_of(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """All chips, host by host; each host's in the order of their ids."""
+def mesh_of(devices: Sequence[jax.Device] | None = None, *, slices: int = 1) -> Mesh:
+    """All chips, host by host, of ``slices`` parts one after another; each host's in the order of their ids."""
     chosen = list(jax.devices() if devices is None else devices)
     chosen.sort(key=lambda device: (device.process_index, device.id))
-    return Mesh(np.array(chosen), (FSDP,))
+    return Mesh(np.array(chosen).reshape(slices, -1), (DATA, FSDP))
 
 
 def sharding(mesh: Mesh, ndim: int, dimension: int | None) -> NamedSharding:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from muster.train_jax.architecture import Architecture
-from muster.train_jax.layout import FSDP
+from muster.train_jax.layout import ROWS
 
 #: Queries and keys of a block; MaxText's default for training.
 BLOCK = 512
@@ -47,11 +47,11 @@ def splash(architecture: Architecture, documents_BS: Array, mesh: Mesh) -> Calla
 
         return jax.vmap(row)(query, key, value, documents)
 
-    states = PartitionSpec(FSDP, None, None, None)
+    states = PartitionSpec(ROWS, None, None, None)
     mapped = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(states, states, states, PartitionSpec(FSDP, None)),
+        in_specs=(states, states, states, PartitionSpec(ROWS, None)),
         out_specs=states,
         check_vma=False,
     )

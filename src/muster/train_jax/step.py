@@ -1,6 +1,7 @@
 """One training step as one compiled program: forward and backward of every micro-batch, sums, clipping, AdamW.
 
-The compiler divides it among the chips: it gathers a layer's weights before the layer and scatters its gradients after.
+The compiler divides it among the chips of a slice: it gathers a layer's weights before the layer and sums its gradients
+after; those of several slices are summed besides.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muster.config.spec import Optimizer
-from muster.train_jax.layout import FSDP
+from muster.train_jax.layout import ROWS
 from muster.train_jax.model import Model, Parameters, merged, row_losses
 
 
@@ -60,7 +61,7 @@ def make_step(
     """
     layouts = jax.tree.map(lambda array: array.sharding, state)
     mesh = jax.tree.leaves(layouts)[0].mesh
-    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, FSDP))
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, ROWS))
 
     def loss(trained: Parameters, frozen: Parameters, batch: Mapping[str, Array], scale: Array) -> tuple[Array, Array]:
         losses = scale * row_losses(model, merged(trained, frozen), batch, chunk_tokens=chunk_tokens)

@@ -70,6 +70,15 @@ def cases() -> dict[str, Placement]:
     found["a3-high-1g-flex-start"] = placement(spec("a3-highgpu-1g", "flex_start"))
     found["a2-ultra-on-demand"] = placement(spec("a2-ultragpu-8g", "on_demand"))
     found["cpu-owned"] = placement(spec(None, None, device="cpu", hosts=3), Options(kueue=False))
+    for mode in ("flex_start", "spot", "reservation", "on_demand"):
+        found[f"tpu-v5e-4x4-{mode}".replace("_", "-")] = placement(
+            spec("ct5lp-hightpu-4t", mode, hosts=4, device="tpu")
+        )
+    found["tpu-v5p-2x2x2-spot"] = placement(spec("ct5p-hightpu-4t", "spot", device="tpu"))
+    found["tpu-v6e-2x4-one-host-spot"] = placement(spec("ct6e-standard-8t", "spot", hosts=1, device="tpu"))
+    found["tpu-v6e-two-slices-spot"] = placement(
+        spec("ct6e-standard-4t", "spot", hosts=8, device="tpu", parallelism={"dp_replicate": 2})
+    )
     found["a4-spot-claims"] = placement(spec("a4-highgpu-8g", "spot"), Options(network="claims"))
     found["a4-spot-nccl-catalogue"] = placement(spec("a4-highgpu-8g", "spot"), Options(nccl="catalogue"))
     found["a3-mega-spot-nccl-catalogue"] = placement(spec("a3-megagpu-8g", "spot"), Options(nccl="catalogue"))

@@ -25,8 +25,9 @@ def refused(**changes):
     return {problem.key for problem in validation.problems(RunSpec.model_validate(given))}
 
 
-def test_a_run_without_any_of_it_is_taken():
-    assert refused() == set()
+@pytest.mark.parametrize("backend", ["local", "gke"])
+def test_a_run_without_any_of_it_is_taken(backend):
+    assert refused(backend=backend) == set()
 
 
 @pytest.mark.parametrize(
@@ -35,16 +36,18 @@ def test_a_run_without_any_of_it_is_taken():
         ("training__exact", True),
         ("training__compile", True),
         ("training__optimizer__name", "adamw_8bit"),
-        ("training__profile__trace_step", 2),
         ("model__attention", "sdpa"),
         ("model__lora", {"rank": 4, "dropout": 0.1}),
         ("resources__ranks_per_host", 2),
         ("parallelism__tp", 2),
-        ("parallelism__dp_replicate", 2),
+        ("training__local_steps", 4),
         ("backend", "slurm"),
+        ("backend", "vertex"),
+        ("backend", "gce"),
     ],
 )
 def test_what_it_does_not_do_is_refused(key, value):
     named = {"model__lora": "model.lora.dropout", "backend": "resources.device"}.get(key, key.replace("__", "."))
     assert named in refused(**{key: value})
-    assert named not in refused(**{key: value}, resources__device="cpu") or key in ("parallelism__tp",)
+    elsewhere = ("parallelism__tp", "training__local_steps")
+    assert named not in refused(**{key: value}, resources__device="cpu") or key in elsewhere

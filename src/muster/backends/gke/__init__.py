@@ -45,7 +45,7 @@ def _take_out(node: str, reason: str) -> str:
 BACKEND = Backend(
     name="gke",
     launcher=_launcher,
-    capabilities=Capabilities(ships_code=True, in_google_cloud=True),
+    capabilities=Capabilities(ships_code=True, in_google_cloud=True, trains_on_tpus=True),
     image=container_image,
     formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
     cluster=_cluster,

@@ -12,6 +12,7 @@ from muster.backends.gke.manifests.render import render
 from muster.backends.gke.manifests.spec_rules import findings, refuse
 from muster.backends.gke.provision import terraform
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
 from muster.core.typed_json import JsonObject, convert
 
 
@@ -24,13 +25,14 @@ def rendered(form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, opti
     """
     chosen = convert(Options, options)
     run_dir = run_dir or spec.run_dir or f"/muster-runs/{run_id}"
+    placement = place(spec, run_id=run_id, run_dir=run_dir, options=chosen)
+    if placement.slices and form != "yaml":
+        raise UsageError(f"slices of TPUs are not rendered as {form} yet", hint="--format yaml, or muster up")
     if form == "terraform":
-        placement = place(spec, run_id=run_id, run_dir=run_dir, options=chosen)
         refuse(placement)
         files: Mapping[str, str] = terraform.rendered(placement)
     elif form == "helm":
         files = chart(spec, run_id=run_id, run_dir=run_dir, options=chosen)
     else:
         files = render(spec, run_id=run_id, run_dir=run_dir, options=chosen).files
-    placement = place(spec, run_id=run_id, run_dir=run_dir, options=chosen)
     return RenderedFiles(files=files, warnings=tuple(finding.problem for finding in findings(placement)))

@@ -97,6 +97,8 @@ class Machine:
     memory_gb: int
     modes: tuple[str, ...]
     fabric: Fabric
+    chips: int = 0
+    """TPU chips, which one process drives."""
     local_ssd: int | None = None
     """Local SSDs of 375 GB that the machine always has; None: none, or not known."""
 
@@ -113,7 +115,7 @@ class Family:
     name: str
     accelerator: str
     label: str
-    """Value of ``cloud.google.com/gke-accelerator``; empty without GPUs."""
+    """Value of ``cloud.google.com/gke-accelerator``, of TPUs ``gke-tpu-accelerator``; empty without either."""
     machines: Mapping[str, Machine]
     default_machine: str
     boot_disk: str

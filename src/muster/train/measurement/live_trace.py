@@ -1,7 +1,7 @@
 """Traces of steps of a process that trains: no restart, no changed bit.
 
-The profiler of PyTorch records what the process does between a step's begin and another's end; nothing that is computed
-depends on it. While a trace is written the rank stands still, and the others wait for it in their next sum.
+A profiler (``Recorder``) records what the process does between a step's begin and another's end; nothing that is
+computed depends on it. While a trace is written the rank stands still, and the others wait for it in their next sum.
 """
 
 from __future__ import annotations
@@ -9,19 +9,36 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from muster.protocol.ranks import AgentClient
 from muster.protocol.values import TraceSteps
-
-if TYPE_CHECKING:
-    import torch.profiler
 
 #: More steps in one trace than anybody reads, and than a page in a browser takes.
 MOST_STEPS = 100
 #: How long the first use of the profiler, or the writing of a trace, counts as progress.
 LIMIT_S = 600.0
+
+
+class Recorder(Protocol):
+    """Of what a process does between two moments: torch's profiler, or XLA's (``train_jax.trace``)."""
+
+    def start(self) -> object: ...
+
+    def stop(self) -> object: ...
+
+    def export_chrome_trace(self, path: str) -> object: ...
+
+
+def torch_profiler() -> Recorder:
+    """Raises RuntimeError where a script's own is at work: to prepare another one would disturb it."""
+    import torch  # a loop of somebody's own may have none
+
+    if torch.autograd.profiler._is_profiler_enabled:
+        raise RuntimeError("a profiler of the script's own is at work")
+    return torch.profiler.profile(record_shapes=True)
 
 
 class LiveTrace:
@@ -32,10 +49,17 @@ class LiveTrace:
     is whole, and reports it as ``trace.written``.
     """
 
-    def __init__(self, agent: AgentClient, *, directory: Path, rank: int) -> None:
-        self._agent, self._directory, self._rank = agent, directory, rank
+    def __init__(
+        self,
+        agent: AgentClient,
+        *,
+        directory: Path,
+        rank: int,
+        recorder: Callable[[], Recorder] = torch_profiler,
+    ) -> None:
+        self._agent, self._directory, self._rank, self._recorder = agent, directory, rank, recorder
         self._request: TraceSteps | None = None
-        self._running: torch.profiler.profile | None = None
+        self._running: Recorder | None = None
         self._first = self._left = 0
 
     def begin(self, step: int, asked: TraceSteps | None = None) -> None:
@@ -50,11 +74,7 @@ class LiveTrace:
         self._first, self._left = step, min(max(1, self._request.steps), MOST_STEPS)
         self._agent.progress(for_s=LIMIT_S)
         try:
-            import torch  # a loop of somebody's own may have none
-
-            if torch.autograd.profiler._is_profiler_enabled:  # to prepare another one would disturb it
-                raise RuntimeError("a profiler of the script's own is at work")
-            self._running = torch.profiler.profile(record_shapes=True)
+            self._running = self._recorder()
             self._running.start()
         except Exception as error:  # noqa: BLE001 (whatever a library raises: training goes on)
             self._fail(f"the profiler cannot start: {error}")
@@ -105,7 +125,7 @@ class LiveTrace:
         self._agent.emit("trace.written", step=step, request=request.request, first_step=self._first, problem=text)
 
 
-def _write(trace: torch.profiler.profile, path: Path) -> int:
+def _write(trace: Recorder, path: Path) -> int:
     """Bytes. Under its name once it is whole; what is not is removed."""
     part = path.with_suffix(".part")
     trace.stop()

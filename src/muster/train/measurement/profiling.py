@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from muster.catalog import devices
 from muster.config.spec import Profile, RunSpec
 from muster.protocol.ranks import AgentClient
 from muster.protocol.values import TraceSteps
-from muster.train.measurement.live_trace import LiveTrace
+from muster.train.measurement.live_trace import LiveTrace, Recorder, torch_profiler
 
 PROBE_S = 0.3
 PROBE_SIZE = 768
@@ -26,10 +27,17 @@ class Profiler:
     Writes ``traces/memory-step-K.rank-R.json``, and ``.pickle`` for pytorch.org/memory_viz, where the run file asks."""
 
     def __init__(
-        self, profile: Profile, agent: AgentClient, *, directory: Path, rank: int, device: torch.device
+        self,
+        profile: Profile,
+        agent: AgentClient,
+        *,
+        directory: Path,
+        rank: int,
+        device: torch.device,
+        recorder: Callable[[], Recorder] = torch_profiler,
     ) -> None:
         self.profile, self.directory, self.rank, self.device = profile, directory, rank, device
-        self._trace = LiveTrace(agent, directory=directory, rank=rank)
+        self._trace = LiveTrace(agent, directory=directory, rank=rank, recorder=recorder)
         if profile.memory_step is not None and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=100_000)
 

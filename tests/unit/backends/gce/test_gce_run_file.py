@@ -101,7 +101,13 @@ def test_offers_are_what_is_set_up_here_at_the_same_price():
 
 def test_tables_name_families_and_fabrics_that_there_are():
     families = gke.families()
-    assert {family.name for family in families.values() if gce.refusal(family)} == {"a4x", "a4x-max"}
+    assert {family.name for family in families.values() if gce.refusal(family)} == {
+        "a4x",
+        "a4x-max",
+        "tpu-v5e",
+        "tpu-v5p",
+        "tpu-v6e",
+    }
     fabrics = {gce.missing(one) for family in families.values() for one in family.machines.values()}
     assert len(fabrics - {None}) == 3
     assert gce.image(families["a4"]).driver == 580 and gce.image(families["cpu"]).driver is None

@@ -7,7 +7,7 @@ from fakes.project import INSTALLED, cloud, killed, session, where
 
 from muster.backends.cluster import Said
 from muster.backends.gke.provision.inventory.disks import boot_disk_gb, left_gib, left_of_ssds_gib
-from muster.backends.gke.provision.inventory.pools import gpu_pool
+from muster.backends.gke.provision.inventory.pools import host_pools
 from muster.backends.gke.provision.up import up
 from muster.core.errors import CapacityError, ConflictError, UsageError
 
@@ -156,7 +156,7 @@ def test_a_reservation_by_name_project_and_block(named, label, value):
 
 @pytest.mark.parametrize(("mode", "hosts", "said"), [("spot", 2, True), ("spot", 1, False), ("flex_start", 2, False)])
 def test_nodes_that_come_one_by_one_bill_while_the_others_are_waited_for(mode, hosts, said):
-    bills = gpu_pool(where("g2-standard-48", mode, hosts=hosts)).bills
+    bills = host_pools(where("g2-standard-48", mode, hosts=hosts))[0].bills
     assert ("the first bill while the last is waited for" in bills) == said
 
 

@@ -31,7 +31,10 @@ def test_every_object_fits_its_schema(name, definitions):
             kubernetes.validate(document, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize("name", ["a4-flex-start-queued", "a3-mega-spot", "cpu-owned", "a4-spot-claims", "megatron-5b"])
+@pytest.mark.parametrize(
+    "name",
+    ["a4-flex-start-queued", "a3-mega-spot", "cpu-owned", "a4-spot-claims", "megatron-5b", "tpu-v6e-two-slices-spot"],
+)
 def test_child_jobs_are_jobs(name):
     kubernetes = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     (jobset,) = [one for one in documents(name) if one["kind"] == "JobSet"]

@@ -29,6 +29,21 @@ WAIT_AND_RUN = f"""\
 {WAIT}trap - TERM
 exec "${{words[@]}}"
 """
+# Kubernetes puts no sum into an environment: a host of a slice is numbered here. $0: hosts of a slice.
+NUMBER_AND_RUN = """\
+host=host-$((MUSTER_HOST_INDEX * $0 + JOB_COMPLETION_INDEX))
+for word in "$@"; do
+  [[ $word == host-of-slice ]] && word=$host
+  words+=("$word")
+done
+exec "${words[@]}"
+"""
+HOST_OF_SLICE = "host-of-slice"
+
+
+def numbering(hosts: int, command: Sequence[str]) -> list[str]:
+    """``command`` with the host's name for ``HOST_OF_SLICE``: slices are Jobs of ``hosts`` pods each."""
+    return ["/bin/bash", "-c", NUMBER_AND_RUN, str(hosts), *command]
 
 
 def sourcing(script: str, overrides: Mapping[str, str], command: Sequence[str]) -> list[str]:

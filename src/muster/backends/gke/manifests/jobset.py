@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from muster.backends.gke.manifests import pods
 from muster.backends.gke.manifests.monitoring import monitoring_objects
 from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Mode, Placement, mode_of
@@ -16,6 +18,9 @@ VERDICTS = [1, 2, 3, 4, 5, 6, 130]
 HOST_FAILURES, SUPERVISOR_FAILURES = 10_000, 100
 """Ends of a pod that count (the init container's, a kill for memory, Kueue's own) before its Job, and with it the run,
 fails. A host has fewer in a week: the Job controller waits up to 10 min between two of them."""
+EXCLUSIVE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+"""A slice of TPUs is a node pool. On the replicated job and not on the JobSet: supervisors share a pool (JobSet
+api/jobset/v1alpha2, ExclusiveKey: at either level)."""
 KEPT_AFTER_THE_END_S = 3 * 24 * 3600
 
 
@@ -28,8 +33,9 @@ def run_objects(placement: Placement, run_file: str, resolved: str) -> list[Mani
 
 
 def jobset(placement: Placement, mode: Mode) -> Manifest:
-    """Hosts as child Jobs of parallelism 1, so that a lost pod replaces only itself; supervisors as Jobs of their own,
-    of which one works: the first that completes, or fails by a verdict, ends the run for all."""
+    """Hosts as child Jobs of parallelism 1 (of TPUs: a Job for each slice, which stays with its pool), so that a lost
+    pod replaces only itself; supervisors as Jobs of their own, of which one works: the first that completes, or fails
+    by a verdict, ends the run for all."""
     labels = dict(placement.labels)
     if placement.kueue:
         labels["kueue.x-k8s.io/queue-name"] = placement.queue
@@ -47,17 +53,25 @@ def jobset(placement: Placement, mode: Mode) -> Manifest:
         "ttlSecondsAfterFinished": KEPT_AFTER_THE_END_S,
         "replicatedJobs": [
             _role(SUPERVISOR, placement.supervisors, pods.supervisor_template(placement)),
-            _role(HOST, placement.hosts, pods.host_template(placement, mode)),
+            _role(
+                HOST,
+                placement.slices or placement.hosts,
+                pods.host_template(placement, mode),
+                pods_of_job=placement.hosts_of_job,
+                annotations=EXCLUSIVE if placement.slices else {},
+            ),
         ],
     }
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
-def _role(name: str, replicas: int, template: Manifest) -> Manifest:
+def _role(
+    name: str, replicas: int, template: Manifest, *, pods_of_job: int = 1, annotations: Mapping[str, str] | None = None
+) -> Manifest:
     supervises = name == SUPERVISOR
     job: JsonObject = {
-        "parallelism": 1,
-        "completions": 1,
+        "parallelism": pods_of_job,
+        "completions": pods_of_job,
         "completionMode": "Indexed",
         "backoffLimit": SUPERVISOR_FAILURES if supervises else HOST_FAILURES,
         # The only value that a pod failure policy allows: the next pod starts once the last one has really ended.
@@ -65,7 +79,8 @@ def _role(name: str, replicas: int, template: Manifest) -> Manifest:
         "podFailurePolicy": {"rules": _supervisor_failures() if supervises else _host_failures()},
         "template": template,
     }
-    return {"name": name, "replicas": replicas, "template": {"spec": job}}
+    metadata: JsonObject = {"metadata": {"annotations": dict(annotations)}} if annotations else {}
+    return {"name": name, "replicas": replicas, "template": {**metadata, "spec": job}}
 
 
 def _host_failures() -> list[Manifest]:

@@ -15,8 +15,9 @@ RBAC = "rbac.authorization.k8s.io/v1"
 CHECK = "muster-dws"
 CPU_FLAVOR = "muster-cpu"
 READS_NODES = "muster-reads-nodes"
-COVERED = ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu")
-"""Every resource that pods request: one left out keeps the job waiting ("resource cpu unavailable in ClusterQueue")."""
+COVERED = ("cpu", "memory", "ephemeral-storage")
+"""Every resource that pods request, with GPUs or TPUs: one left out keeps the job waiting ("resource cpu unavailable
+in ClusterQueue")."""
 SUPERVISORS_AT_ONCE = 32
 _FACTORS = {
     "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
@@ -48,12 +49,13 @@ def keeping_quota(manifest: JsonObject, there: JsonObject) -> JsonObject:
     if manifest.get("kind") != "ClusterQueue":
         return manifest
     (group,) = children(manifest, "spec", "resourceGroups")
+    covered = texts(group, "coveredResources")
     ours = {text(flavor, "name"): flavor for flavor in children(group, "flavors")}
     held = {
         text(flavor, "name"): flavor
         for row in children(there, "spec", "resourceGroups")
         for flavor in children(row, "flavors")
-        if set(texts(row, "coveredResources")) == set(COVERED)
+        if set(texts(row, "coveredResources")) == set(covered)
     }
     flavors = [_more(flavor, held.get(name, {})) for name, flavor in ours.items()]
     flavors += [flavor for name, flavor in held.items() if name not in ours]
@@ -147,24 +149,24 @@ def _admission_check() -> Manifest:
 
 def _cluster_queue(placement: Placement, *, queued: bool) -> Manifest:
     nodes = placement.options.nodes_in_quota or placement.hosts
-    machine = placement.machine
+    machine, (resource, chips) = placement.machine, placement.chips
     hosts: JsonObject = {
         "cpu": machine.vcpus * nodes,
         "memory": f"{machine.memory_gb * nodes}G",
         "ephemeral-storage": f"{nodes}Ti",
-        "nvidia.com/gpu": machine.gpus * nodes,
+        resource: chips * nodes,
     }
     supervisors: JsonObject = {
         "cpu": SUPERVISORS_AT_ONCE,
         "memory": f"{4 * SUPERVISORS_AT_ONCE}Gi",
         "ephemeral-storage": "1Ti",
-        "nvidia.com/gpu": 0,
+        resource: 0,
     }
     flavors = [_flavor_quota(placement.queue_objects, hosts), _flavor_quota(CPU_FLAVOR, supervisors)]
     spec: Manifest = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": placement.options.namespace}},
         "queueingStrategy": "BestEffortFIFO",
-        "resourceGroups": [{"coveredResources": list(COVERED), "flavors": flavors}],
+        "resourceGroups": [{"coveredResources": [*COVERED, resource], "flavors": flavors}],
     }
     if queued:
         # v1beta2 has no spec.admissionChecks: a lenient apply would drop it, and no request would ever be made.
@@ -174,7 +176,7 @@ def _cluster_queue(placement: Placement, *, queued: bool) -> Manifest:
 
 
 def _flavor_quota(name: str, quotas: JsonObject) -> Manifest:
-    return {"name": name, "resources": [{"name": resource, "nominalQuota": quotas[resource]} for resource in COVERED]}
+    return {"name": name, "resources": [{"name": resource, "nominalQuota": quotas[resource]} for resource in quotas]}
 
 
 def _local_queue(placement: Placement) -> Manifest:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from muster.backends.bucket_paths import as_uri, is_bucket, with_mounted_inputs
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.catalog import gke as catalogue
+from muster.catalog import rows
 from muster.catalog.gke import Family, Machine
 from muster.config.spec import Recovery, RunSpec
 
@@ -98,6 +99,28 @@ class Placement:
         return self.spec.resources.hosts + self.spec.resources.spare_hosts
 
     @property
+    def slices(self) -> int:
+        """Slices of TPUs, each a node pool and a child Job: one, or as many as there are replicas; 0: no TPUs."""
+        return self.spec.parallelism.dp_replicate if self.machine.chips else 0
+
+    @property
+    def hosts_of_job(self) -> int:
+        """Hosts of a child Job: all of a slice of TPUs; elsewhere one."""
+        return max(1, self.hosts // self.slices) if self.slices else 1
+
+    @property
+    def topology(self) -> str | None:
+        """Of a slice: the one with as many hosts; None: there is none, or no TPU."""
+        sizes = rows.machines()[self.machine.name].topologies if self.machine.chips else None
+        return next((name for name, hosts in (sizes or {}).items() if hosts == self.hosts_of_job), None)
+
+    @property
+    def chips(self) -> tuple[str, int]:
+        """What a host asks its node for, and how many of it."""
+        machine = self.machine
+        return ("google.com/tpu", machine.chips) if machine.chips else ("nvidia.com/gpu", machine.gpus)
+
+    @property
     def kueue(self) -> bool:
         """Whether the run queues. Nodes that are owned already, with no queue named, are used directly."""
         return self.options.kueue and (self.mode != "owned" or self.spec.resources.queue is not None)
@@ -108,8 +131,11 @@ class Placement:
 
     @property
     def queue_objects(self) -> str:
-        """Name of the cluster queue and of the GPU flavour: one for each kind of machine and way of buying it."""
+        """Name of the cluster queue and of the hosts' flavour: one for each kind of machine and way of buying it, of
+        TPUs for each topology."""
         kind = self.family.label.removeprefix("nvidia-") or self.family.name
+        if self.slices:
+            kind = f"{self.family.name}-{self.topology}"
         return f"muster-{kind}-{self.mode}".replace("_", "-")
 
     @property
@@ -168,7 +194,10 @@ def mode_of(placement: Placement, mode: str | None = None) -> Mode:
     spot = mode == "spot"
     queued = mode == catalogue.QUEUED
     selector: dict[str, str] = {}
-    if placement.family.label:
+    if placement.slices:
+        selector["cloud.google.com/gke-tpu-accelerator"] = placement.family.label
+        selector["cloud.google.com/gke-tpu-topology"] = placement.topology or ""
+    elif placement.family.label:
         selector["cloud.google.com/gke-accelerator"] = placement.family.label
     if mode.startswith("flex_start"):
         selector["cloud.google.com/gke-flex-start"] = "true"
@@ -195,6 +224,7 @@ def resolved(placement: Placement) -> RunSpec:
     spec = placement.spec
     resources, recovery, checkpoint = spec.resources, spec.recovery, spec.checkpoint
     gpus = placement.machine.gpus
+    # A machine of TPUs has no device here but the one that the run file names (``spec_rules``).
     machine = {
         "ranks_per_host": resources.ranks_per_host or gpus or 1,
         "device": ("cuda" if gpus else "cpu") if resources.device == "auto" else resources.device,
@@ -288,20 +318,21 @@ def _model_copies(spec: RunSpec, home: str) -> str | None:
 
 
 def _tolerations(placement: Placement, *, spot: bool, queued: bool) -> list[Mapping[str, str]]:
-    rows: list[Mapping[str, str]] = []
-    if placement.machine.gpus:
-        rows.append({"key": "nvidia.com/gpu", "operator": "Equal", "value": "present", "effect": "NoSchedule"})
+    found: list[Mapping[str, str]] = []
+    resource, count = placement.chips
+    if count:
+        found.append({"key": resource, "operator": "Equal", "value": "present", "effect": "NoSchedule"})
         # GKE puts it on a node an hour before maintenance: a replaced pod may still use that hour, the agent watches.
-        rows.append(
+        found.append(
             {"key": "cloud.google.com/impending-node-termination", "operator": "Exists", "effect": "NoSchedule"}
         )
-        rows.append({"key": "user-workload", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+        found.append({"key": "user-workload", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
     if placement.family.arch == "arm64":
-        rows.append({"key": "kubernetes.io/arch", "operator": "Equal", "value": "arm64", "effect": "NoSchedule"})
+        found.append({"key": "kubernetes.io/arch", "operator": "Equal", "value": "arm64", "effect": "NoSchedule"})
     if spot:
-        rows.append({"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+        found.append({"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
     if queued:
-        rows.append(
+        found.append(
             {"key": "cloud.google.com/gke-queued", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
         )
-    return rows
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from muster.backends.gke.manifests.first_program import sourcing, waiting
+from muster.backends.gke.manifests.first_program import HOST_OF_SLICE, numbering, sourcing, waiting
 from muster.backends.gke.manifests.placement import (
     HOST,
     SUPERVISOR,
@@ -34,6 +34,8 @@ NOT_MOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 GIVEN_UP = {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"}
 """A pod on a node that hangs never ends, and its Job makes no other one: Kueue (gate FailureRecoveryPolicy) removes it
 a minute after its deletion. What may still run there is fenced."""
+HOSTS_OF_JOB = "muster/hosts-of-job"
+"""Label of pods of which a Job has several: hosts of a slice of TPUs (``operate.locate.host_number``)."""
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 REQUIRED, PREFERRED = (f"{how}DuringSchedulingIgnoredDuringExecution" for how in ("required", "preferred"))
 LOST_NODE_S = 30
@@ -46,7 +48,7 @@ def secret_name(jobset: str) -> str:
 
 
 def host_template(placement: Placement, mode: Mode) -> Manifest:
-    """The pod of one host: our agent, all GPUs of the node, its data NICs."""
+    """The pod of one host: our agent, all GPUs or TPU chips of the node, its data NICs."""
     fabric = placement.machine.fabric
     mounts = (*fabric.mounts, *(fabric.sidecar.mounts if fabric.sidecar else ())) if placement.machine.gpus else ()
     spec: Manifest = {
@@ -56,7 +58,7 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
         "nodeSelector": dict(mode.node_selector),
         "tolerations": [*(dict(row) for row in mode.tolerations), *_give_up_lost_nodes()],
     }
-    if not placement.machine.gpus:
+    if not placement.chips[1]:
         spec["affinity"] = {"podAntiAffinity": {REQUIRED: [_same_node(placement, HOST)]}}
     elif placement.family.topology:
         spec["affinity"] = _close_together(placement)
@@ -69,7 +71,8 @@ def host_template(placement: Placement, mode: Mode) -> Manifest:
     buckets = [volume for volume, _ in bucket_volumes(placement)]
     scratch: JsonObject = {"name": "scratch", "emptyDir": {}}
     spec["volumes"] = [*_node_volumes(mounts), _shared_memory(placement), *run_volumes(placement), scratch, *buckets]
-    metadata: Manifest = {"labels": dict(placement.labels), "annotations": _host_annotations(placement, mode)}
+    of_job = {HOSTS_OF_JOB: str(placement.hosts_of_job)} if placement.hosts_of_job > 1 else {}
+    metadata: Manifest = {"labels": {**placement.labels, **of_job}, "annotations": _host_annotations(placement, mode)}
     return {"metadata": metadata, "spec": spec}
 
 
@@ -140,7 +143,7 @@ def _tuner(placement: Placement) -> dict[str, str]:
 
 def _agent(placement: Placement) -> Manifest:
     fabric = placement.machine.fabric
-    host = "host-$(MUSTER_HOST_INDEX)"
+    host = HOST_OF_SLICE if placement.hosts_of_job > 1 else "host-$(MUSTER_HOST_INDEX)"
     command = [
         "python", "-m", "muster.backends.gke.pod.main", HOST, "--run-dir", placement.local_dir, "--host", host,
         *(["--node-labels"] if placement.family.topology else []), "--",
@@ -154,6 +157,8 @@ def _agent(placement: Placement) -> Manifest:
         command = sourcing(fabric.source, overrides, command)
     elif placement.machine.gpus and fabric.wait_for:
         command = waiting(fabric.wait_for, command)
+    elif placement.hosts_of_job > 1:
+        command = numbering(placement.hosts_of_job, command)
     container = _container(placement, HOST, command)
     container["env"] = [
         _field("MUSTER_HOST_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
@@ -182,18 +187,16 @@ def _agent(placement: Placement) -> Manifest:
 
 def _host_resources(placement: Placement) -> Manifest:
     machine = placement.machine
-    # Below the node's capacity, because GKE keeps part of it: the GPUs alone decide that a node holds one host.
+    resource, count = placement.chips
+    # Below the node's capacity, because GKE keeps part of it: GPUs or TPUs alone decide that a node holds one host.
     requests: Manifest = {
         "cpu": str(max(1, machine.vcpus // 2)),
         "memory": f"{max(1, machine.memory_gb // 2)}G",
         **ephemeral_storage(placement),
     }
-    if not machine.gpus:
+    if not count:
         return {"requests": requests}
-    resources: Manifest = {
-        "requests": {**requests, "nvidia.com/gpu": machine.gpus},
-        "limits": {"nvidia.com/gpu": machine.gpus},
-    }
+    resources: Manifest = {"requests": {**requests, resource: count}, "limits": {resource: count}}
     if placement.claims:
         resources["claims"] = [{"name": "rdma"}]
     return resources

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from muster.backends.bucket_paths import as_uri, is_bucket
 from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement
 from muster.catalog import gke as catalogue
+from muster.catalog import rows
 from muster.core.errors import Problem, RunFileError
 
 RESERVED = ("reservation", "calendar")
@@ -111,9 +112,36 @@ def _ranks_fit_the_machine(placement: Placement) -> Iterator[Finding]:
 
 def _device_fits_the_machine(placement: Placement) -> Iterator[Finding]:
     device, machine = placement.spec.resources.device, placement.machine
+    if (device == "tpu") != bool(machine.chips):
+        has = f"has {machine.chips} TPU chips" if machine.chips else "has no TPU"
+        hint = "resources.device: tpu" if machine.chips else "resources.accelerator: TPU-v5e, TPU-v5p or TPU-v6e"
+        yield _error("resources.device", device, f"{machine.name} {has}, and a run is of GPUs or of TPUs", hint)
+        return
     if (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
         reason = "the device and the machine contradict each other"
         yield _error("resources.device", device, f"{machine.name} has {machine.gpus} GPUs: {reason}")
+
+
+def _slices_are_whole(placement: Placement) -> Iterator[Finding]:
+    resources, slices, machine = placement.spec.resources, placement.slices, placement.machine
+    if not slices:
+        return
+    if resources.spare_hosts or resources.min_hosts not in (None, resources.hosts):
+        key = "resources.spare_hosts" if resources.spare_hosts else "resources.min_hosts"
+        value = resources.spare_hosts or resources.min_hosts
+        reason = "its hosts are wired to each other, and are lost and replaced together"
+        yield _error(key, value, f"a slice of TPUs has neither spare hosts nor fewer: {reason}", "leave it out")
+        return
+    if placement.topology is None or placement.hosts % slices:
+        sold = ", ".join(
+            f"{hosts} ({name})" for name, hosts in (rows.machines()[machine.name].topologies or {}).items()
+        )
+        of = f" in {slices} slices" if slices > 1 else ""
+        message = f"{placement.hosts} hosts of {machine.name}{of} are no slices: one has {sold} hosts"
+        yield _error("resources.hosts", placement.hosts, message)
+    elif slices > 1 and placement.hosts_of_job == 1:
+        message = "GKE joins slices of several hosts alone (multislice)"
+        yield _error("parallelism.dp_replicate", slices, message, "dp_replicate: 1, or larger slices")
 
 
 def _grace_that_spot_gives(placement: Placement) -> Iterator[Finding]:
@@ -200,6 +228,7 @@ RULES: tuple[Callable[[Placement], Iterator[Finding]], ...] = (
     _copies_have_a_bucket,
     _ranks_fit_the_machine,
     _device_fits_the_machine,
+    _slices_are_whole,
     _grace_that_spot_gives,
     _at_most_seven_days,
     _queued_nodes_are_not_replaced,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, place
+from muster.backends.gke.manifests.pods import HOSTS_OF_JOB
 from muster.backends.gke.operate.exec_stream import Target
 from muster.backends.gke.provision.cluster_objects import connect
 from muster.backends.gke.provision.inventory.resource_names import Site, site
@@ -17,6 +18,7 @@ from muster.core.typed_json import JsonObject, child, text
 
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 INDEX = "jobset.sigs.k8s.io/job-index"
+COMPLETION = "batch.kubernetes.io/job-completion-index"
 JOBSET = "jobset.sigs.k8s.io/jobset-name"
 
 
@@ -28,11 +30,19 @@ def sites_of(spec: RunSpec, run_id: str, options: Options) -> list[Site]:
     return list({place.region: place for place in reversed(result)}.values())[::-1]
 
 
+def host_number(labels: JsonObject, default: str = "0") -> str:
+    """Of a pod, by its labels: its Job's number, or of hosts of a slice its number over all slices."""
+    job, of_job = text(labels, INDEX, default=default), text(labels, HOSTS_OF_JOB)
+    if not (job.isdigit() and of_job.isdigit()):
+        return job
+    return str(int(job) * int(of_job) + int(text(labels, COMPLETION, default="0")))
+
+
 def task(pod: JsonObject) -> tuple[str, str]:
     """(task, container) of a pod: ``supervisor``, ``supervisor-1`` (stands by, or took over) or ``host-3``, and the
     container that does its work."""
     labels = child(pod, "metadata", "labels")
-    role, index = text(labels, ROLE, default=HOST), text(labels, INDEX, default="0")
+    role, index = text(labels, ROLE, default=HOST), host_number(labels)
     return (SUPERVISOR if role == SUPERVISOR and index == "0" else f"{role}-{index}"), role
 
 

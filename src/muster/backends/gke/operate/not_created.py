@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from muster.backends.gke.operate.status_reason_pods import INDEX, ROLE, short, when
+from muster.backends.gke.operate.locate import INDEX
+from muster.backends.gke.operate.status_reason_pods import ROLE, short, when
 from muster.core.typed_json import JsonObject, children, text, whole
 
 _SERVICE = re.compile(r"service \\?\"([a-z0-9-]+)\\?\"|https://([a-z0-9-]+)\.([a-z0-9-]+)\.svc")
@@ -59,11 +60,15 @@ def _missing(jobset: JsonObject, pods: Sequence[JsonObject]) -> dict[str, str]:
         (text(pod, "metadata", "labels", ROLE), text(pod, "metadata", "labels", INDEX, default="0")) for pod in pods
     }
     return {
-        f"{text(jobset, 'metadata', 'name')}-{role['name']}-{index}": f"{role['name']}-{index}"
+        f"{text(jobset, 'metadata', 'name')}-{role['name']}-{index}": f"{role['name']}-{index * _pods_of_job(role)}"
         for role in children(jobset, "spec", "replicatedJobs")
         for index in range(whole(role, "replicas", default=1))
         if (text(role, "name"), str(index)) not in there
     }
+
+
+def _pods_of_job(role: JsonObject) -> int:
+    return whole(role, "template", "spec", "completions", default=1)
 
 
 def _about(event: JsonObject) -> str:

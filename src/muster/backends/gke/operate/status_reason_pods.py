@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from muster.backends.gke.operate.evictions import Explanation
+from muster.backends.gke.operate.locate import host_number
 from muster.core.typed_json import JsonObject, child, children, text
 from muster.core.types import JobState
 
 Manifest = JsonObject
 
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
-INDEX = "jobset.sigs.k8s.io/job-index"
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 TERMINATION_TAINT = "cloud.google.com/impending-node-termination"
 """Taint by which GKE announces that a node will be terminated: maintenance, or the end of a Spot VM."""
@@ -110,7 +110,7 @@ def _newest_of_each_role(pods: Sequence[Manifest]) -> list[Manifest]:
     result: dict[tuple[str, str], Manifest] = {}
     for pod in sorted(pods, key=lambda pod: text(pod, "metadata", "creationTimestamp")):
         labels = child(pod, "metadata", "labels")
-        result[text(labels, ROLE) or text(pod, "metadata", "name"), text(labels, INDEX, default="0")] = pod
+        result[text(labels, ROLE) or text(pod, "metadata", "name"), host_number(labels)] = pod
     return list(result.values())
 
 
@@ -252,7 +252,7 @@ def _name(pod: Manifest) -> str:
     role = text(labels, ROLE)
     if not role:
         return text(pod, "metadata", "name")
-    index = text(labels, INDEX, default="0" if role == "supervisor" else "?")
+    index = host_number(labels, "0" if role == "supervisor" else "?")
     return role if (role, index) == ("supervisor", "0") else f"{role}-{index}"
 
 

@@ -59,6 +59,8 @@ def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
     result = list(_of_the_base(made_of))
     if not rows and machine.gpus:
         result.append(Doubt(message=f"no known row for {family.name}: no image is known to work on it"))
+    if machine.chips:
+        result.append(Doubt(message="the image has no libtpu: TPUs need one of yours with muster and jax[tpu]==0.10.2"))
     for row in rows:
         result += [*_of_the_row(made_of, row), *_of_the_node(family, machine, row)]
     return sorted(result, key=lambda doubt: not doubt.wrong)

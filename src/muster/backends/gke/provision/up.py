@@ -183,7 +183,7 @@ def _pools_of_others(where: Site, session: Session) -> list[JsonObject]:
     """Node pools of the cluster that this run file did not make."""
     reply = session.find(Call(method="GET", url=f"{where.container}/clusters/{where.cluster}/nodePools"))
     rows = children(reply.body, "nodePools") if reply else []
-    return [row for row in rows if text(row, "name") not in (where.pool, where.placement.options.supervisor_pool)]
+    return [row for row in rows if text(row, "name") not in (*where.pools, where.placement.options.supervisor_pool)]
 
 
 def _used_by_others(where: Site, session: Session) -> set[str]:

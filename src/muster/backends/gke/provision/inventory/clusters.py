@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from muster.backends.gke.provision.inventory.pools import SUPERVISOR_MACHINE, cpu_pool, gpu_pool
+from muster.backends.gke.provision.inventory.pools import SUPERVISOR_MACHINE, cpu_pool, host_pools
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.google.http import Call
 from muster.backends.google.project.resources import LABEL, Found, RestResource, last_word
@@ -22,8 +22,8 @@ READY = ("RUNNING", "RECONCILING", "DEGRADED")
 
 
 def clusters(site: Site) -> list[RestResource]:
-    """The cluster and, where the run wants GPUs, their pool."""
-    return [_cluster(site), gpu_pool(site)] if site.placement.machine.gpus else [_cluster(site)]
+    """The cluster and, where the run wants GPUs or TPUs, their pools."""
+    return [_cluster(site), *(host_pools(site) if site.placement.chips[1] else ())]
 
 
 def _cluster(site: Site) -> ControlPlane:

@@ -1,4 +1,5 @@
-"""The pools of nodes: a small one for supervisors, and the GPU nodes of one kind of machine and way of buying it.
+"""The pools of nodes: a small one for supervisors, and one of GPU nodes of one kind of machine and way of buying it, or
+one for each slice of TPUs.
 
 Run files of the same machine and mode share a pool: what a later one needs beyond an earlier one is added (size), or
 refused with the reason (disks, reservation); nothing that an earlier one needs is taken away.
@@ -60,7 +61,7 @@ def cpu_pool(site: Site) -> dict[str, Json]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool(RestResource):
-    """GPU nodes. One that is there already is made larger where this run file needs more; it is never made smaller."""
+    """Hosts' nodes. One that is there already is made larger where this run file needs more, and never smaller."""
 
     placement: Placement
     nodes: int
@@ -142,12 +143,17 @@ class Pool(RestResource):
             yield "config.gcfsConfig should be enabled (resources.image_streaming), is not"
 
 
-def gpu_pool(site: Site) -> Pool:
-    """The pool for this run file's machine and mode."""
+def host_pools(site: Site) -> list[Pool]:
+    """The pool for this run file's machine and mode; of TPUs one for each slice."""
+    return [_pool(site, name) for name in site.pools]
+
+
+def _pool(site: Site, name: str) -> Pool:
     placement, pools = site.placement, f"{site.container}/clusters/{site.cluster}/nodePools"
-    mode, nodes = placement.mode, placement.options.nodes_in_quota or placement.hosts
+    nodes = placement.hosts_of_job if placement.slices else placement.options.nodes_in_quota or placement.hosts
+    mode = placement.mode
     flex, static = mode.startswith("flex_start"), mode in STATIC
-    body = _body(site, nodes)
+    body = _body(site, name, nodes)
     config = child(body, "config")
     compared: dict[str, Json] = {
         "machineType": placement.machine.name,
@@ -164,8 +170,8 @@ def gpu_pool(site: Site) -> Pool:
         bills += "; they come one by one, and the first bill while the last is waited for"
     usd = machine_usd_per_hour(placement.machine.name, mode, site.region)
     return Pool(
-        key=f"nodePools/{site.pool}",
-        url=f"{pools}/{site.pool}",
+        key=f"nodePools/{name}",
+        url=f"{pools}/{name}",
         create=Call(method="POST", url=pools, body={"nodePool": body}),
         owner=("config", "resourceLabels", "managed-by"),
         compared={
@@ -188,11 +194,11 @@ def gpu_pool(site: Site) -> Pool:
     )
 
 
-def _body(site: Site, nodes: int) -> dict[str, Json]:
+def _body(site: Site, name: str, nodes: int) -> dict[str, Json]:
     placement = site.placement
     mode, static = placement.mode, placement.mode in STATIC
     body: dict[str, Json] = {
-        "name": site.pool,
+        "name": name,
         "locations": [site.zone],
         # A reservation is paid for anyway; its nodes are there, so that topology-aware placement can count them.
         "initialNodeCount": nodes if static else 0,
@@ -206,6 +212,8 @@ def _body(site: Site, nodes: int) -> dict[str, Json]:
         body["queuedProvisioning"] = {"enabled": True}
     if mode == "on_demand" and placement.family.compact:
         body["placementPolicy"] = {"type": "COMPACT"}
+    if placement.slices and nodes > 1:  # none where the slice is one machine (xpk core/nodepool.py, 2026-06-25)
+        body["placementPolicy"] = {"type": "COMPACT", "tpuTopology": placement.topology}
     if not static:
         body["autoscaling"] = _autoscaling(mode, nodes)
     if network := _networks_of_nodes(site):
@@ -227,7 +235,7 @@ def _node_config(site: Site) -> dict[str, Json]:
     }
     config: dict[str, Json] = {
         "machineType": placement.machine.name,
-        "accelerators": [accelerator],
+        **({"accelerators": [accelerator]} if placement.machine.gpus else {}),
         "diskType": family.boot_disk,
         "diskSizeGb": boot_disk_gb(placement),
         "serviceAccount": site.node_account,

@@ -46,6 +46,11 @@ class Site:
         return self.placement.queue_objects.replace("muster", self.prefix, 1)[:40].rstrip("-")
 
     @property
+    def pools(self) -> tuple[str, ...]:
+        """Of hosts: that one, or a pool for each slice of TPUs."""
+        return (self.pool, *(f"{self.pool[:37]}-{number}" for number in range(1, self.placement.slices)))
+
+    @property
     def family(self) -> Family:
         return self.placement.family
 

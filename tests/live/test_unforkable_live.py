@@ -3,8 +3,11 @@
 import os
 
 import psutil
+import pytest
 from chaos import Judged
 from cluster import spec_of
+
+pytestmark = pytest.mark.live
 
 #: In a folder of PYTHONPATH: every interpreter imports it first.
 PACKAGE = """

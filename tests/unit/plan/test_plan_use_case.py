@@ -221,3 +221,12 @@ def test_a_kept_calibration_is_used_and_narrows_the_plan(run_file, home):
     spec = load(run_file, ["resources.accelerator=H100"]).spec
     constants, sigma = calibration_for(home, spec, planned(run_file, home).work)
     assert constants.efficiency == 0.4 and sigma == 0.05
+
+
+def test_a_plan_says_that_it_was_calibrated_only_where_it_was(run_file, home):
+    """Cores and GPUs have constants of their own, and neither is a calibration."""
+    said = {}
+    for device in ("cpu", "auto"):
+        said[device] = " ".join(planned(run_file, home, f"resources.device={device}").plan.assumptions)
+    assert "matrices at 65% of the measured matmul ceiling (not calibrated)" in said["cpu"]
+    assert "matrices at 85% of the measured matmul ceiling (two runs on one H100" in said["auto"]

@@ -100,7 +100,7 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
         activation_checkpointing=spec.training.activation_checkpointing,
     )
     option = option_of(events, spec, layout)
-    result = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), DEFAULT)
+    result = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), _shipped(spec))
     run_id = steps[0].run_id
     file = home / FILE
     entry = Entry(
@@ -128,7 +128,7 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
     kept = _read((home or run_registry.home()) / FILE)
     entries = [row for row in kept if (row.accelerator not in rows.accelerators()) == on_cpu]
     if not entries:
-        return (ON_CPU if on_cpu else DEFAULT), STEP_SIGMA
+        return _shipped(spec), STEP_SIGMA
     accelerator = "cpu" if on_cpu else (spec.resources.accelerator or "").lower()
 
     def distance(entry: Entry) -> tuple[bool, bool, float]:
@@ -137,7 +137,11 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
 
     best = min(entries, key=distance)
     sigma = CALIBRATED_SIGMA if best.accelerator.lower() == accelerator else OTHER_CHIP_SIGMA
-    return replace(ON_CPU if on_cpu else DEFAULT, efficiency=best.efficiency), sigma
+    return replace(_shipped(spec), efficiency=best.efficiency), sigma
+
+
+def _shipped(spec: RunSpec) -> Constants:
+    return ON_CPU if spec.resources.device == "cpu" else DEFAULT
 
 
 def layout_of(events: Iterable[Event], spec: RunSpec) -> Layout:

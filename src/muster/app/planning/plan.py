@@ -157,11 +157,11 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 def assumptions(problem: Problem, *, here: bool = False) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue; ``here``: nothing is queued for or rented."""
-    constants = problem.constants
-    calibrated = constants.efficiency != DEFAULT.efficiency
-    arithmetic = f"matrices at {constants.efficiency:.0%} of the measured matmul ceiling" + (
-        " (calibrated here)" if calibrated else " (two runs on one H100, see docs/plan.md)"
-    )
+    efficiency = problem.constants.efficiency
+    origin = "two runs on one H100, see docs/plan.md" if efficiency == DEFAULT.efficiency else "not calibrated"
+    if problem.sigma != STEP_SIGMA:
+        origin = "calibrated here"
+    arithmetic = f"matrices at {efficiency:.0%} of the measured matmul ceiling ({origin})"
     return [
         "modelled, unfitted, and no TPU was measured (docs/tpu.md)" if problem.tpus else arithmetic,
         "every token has a target and documents fill their sequences"

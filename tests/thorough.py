@@ -6,6 +6,6 @@ import os
 THOROUGH = bool(os.environ.get("MUSTER_THOROUGH"))
 
 
-def sampled(few: int, *, all_of: int) -> int:
-    """How many to try."""
-    return all_of if THOROUGH else few
+def usually(number: int, *, nightly: int) -> int:
+    """How many to try, or every how many."""
+    return nightly if THOROUGH else number

@@ -138,10 +138,9 @@ def turning_points(log: Sequence[tuple[str, str]]) -> list[int]:
     times, and is in the same place after each."""
     if THOROUGH:
         return list(range(1, len(log) + 1))
-    first: dict[tuple[str, str], int] = {}
-    for number, request in enumerate(log, start=1):
-        first.setdefault(request, number)
-    last = {request: number for number, request in enumerate(log, start=1)}
+    numbered = list(enumerate(log, start=1))
+    first = {request: number for number, request in reversed(numbered)}
+    last = {request: number for number, request in numbered}
     return sorted({*first.values(), *last.values()})
 
 

@@ -385,6 +385,12 @@ class RunSpec(Section):
     """Instead of ``model`` and ``data``: run this torchrun-style script under the same agents."""
 
     @property
+    def replicas_survive(self) -> bool:
+        """Whether a replica's ranks can keep their processes when another replica is lost: JAX's processes are one
+        group, and end together."""
+        return self.resources.device != "tpu"
+
+    @property
     def trains_embeddings(self) -> bool:
         """Whether adapters are trained together with the whole embedding and head."""
         lora = self.model.lora if self.model is not None else None

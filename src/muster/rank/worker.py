@@ -105,8 +105,8 @@ def try_reassign(run: TrainingRun, error: RuntimeError | Paused) -> RankContext 
 
     None: this rank failed itself, or it gets no place.
     """
-    keeps = run.spec.resources.device != "tpu"  # JAX's processes end together
-    lost_peer = keeps and run.context.layout.dp_replicate > 1 and LOST_PEER.search(str(error)) is not None
+    replicated = run.spec.replicas_survive and run.context.layout.dp_replicate > 1
+    lost_peer = replicated and LOST_PEER.search(str(error)) is not None
     # The replica's ranks may have agreed on a pause before this one's request arrived.
     paused = isinstance(error, Paused) or run.agent.pause_requested()
     if isinstance(error, MusterError) or not (lost_peer or paused):

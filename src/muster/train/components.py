@@ -251,13 +251,8 @@ def profiler_of(components: TrainerComponents, agent: AgentClient, directory: Pa
 
 def replica_group(spec: RunSpec, context: RankContext) -> dist.ProcessGroup | None:
     """The ranks that continue together when another replica is lost; None: only this one, or none."""
-    replicated = max(spec.parallelism.dp_replicate, context.layout.dp_replicate) > 1
-    shared = (
-        replicated
-        and spec.resources.device != "tpu"
-        and context.layout.ranks_per_replica > 1
-        and context.snapshot_dir is not None
-    )
+    replicated = max(spec.parallelism.dp_replicate, context.layout.dp_replicate) > 1 and spec.replicas_survive
+    shared = replicated and context.layout.ranks_per_replica > 1 and context.snapshot_dir is not None
     return dist.group.WORLD if shared else None  # torch's default group spans one replica (``join_world``)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
-from thorough import sampled
+from thorough import usually
 
 from muster.core.event_detail import Detail
 from muster.core.event_details.training import RankPace, Step
@@ -22,7 +22,7 @@ from muster.train.distributed.arrivals import (
 )
 from muster.train.distributed.last_arrivals import FALSE_ALARM_STEPS, LastArrivals
 
-RUNS = sampled(300, all_of=1000)
+RUNS = usually(300, nightly=1000)
 STEPS = 64
 #: A straggler is named so many steps after it became slow.
 WITHIN = 30

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_runs import Files, implausible, plausible
-from thorough import sampled
+from thorough import usually
 
 from muster.core.event_log import EventLog
 from muster.report import api
@@ -49,7 +49,7 @@ def check(ledger: Ledger) -> None:
     assert found["host_time"]["identity_error"] == 0.0
 
 
-@settings(max_examples=sampled(300, all_of=1000), deadline=None)
+@settings(max_examples=usually(300, nightly=1000), deadline=None)
 @given(SEEDS)
 def test_identity_closes_over_runs_that_could_be(seed):
     files = plausible(seed)
@@ -59,7 +59,7 @@ def test_identity_closes_over_runs_that_could_be(seed):
     assert ledger.categories_ns["unattributed"] == 0
 
 
-@settings(max_examples=sampled(300, all_of=1000), deadline=None)
+@settings(max_examples=usually(300, nightly=1000), deadline=None)
 @given(SEEDS)
 @example(20265964)  # released and bought again in the same instant
 def test_identity_closes_over_events_in_any_order(seed):

@@ -29,9 +29,9 @@ def retainable_ranks(ctx: SupervisorContext, hosts: Collection[str]) -> set[int]
     state, spec = ctx.state, ctx.settings.spec
     layout, size, progress = state.layout, state.layout.ranks_per_replica, state.progress
     replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one of several may be left
-    if spec.resources.device == "tpu":  # JAX's processes are one group, and end together
+    if not (replicated and spec.replicas_survive):
         return set()
-    if not replicated or not progress.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
+    if not progress.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
         return set()
     if spec.training is not None and not spec.training.optimizer.traits.restores_exactly:
         return set()  # the replicas would drift apart

@@ -14,7 +14,7 @@ from fakes.discovery import Discovery, folder
 from fakes.google_wire import Fault, Killed, Wire, turning_points
 from fakes.secrets import FakeSecrets
 from gce_cases import spec
-from thorough import sampled
+from thorough import usually
 
 from muster.app.run import stop as stop_app
 from muster.app.run import submit as submit_app
@@ -197,7 +197,7 @@ def test_submitting_twice_is_one_supervisor_and_after_down_it_is_none(stage):
 def test_each_request_of_a_submit_may_go_wrong_in_each_way(stage, fault):
     whole = stage()
     whole.launcher.submit(whole.request())
-    for number in turning_points(whole.wire.log)[:: sampled(2, all_of=1)]:
+    for number in turning_points(whole.wire.log)[:: usually(2, nightly=1)]:
         at = stage()
         request = at.request()
         at.launcher = at.person(faults={number: fault})

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from fakes.project import INSTALLED, SITES, asks_for_pool, cloud, everything, killed, session
-from thorough import THOROUGH
+from thorough import usually
 
 from muster.backends.gke.provision.up import down, up
 from muster.core.errors import BackendError, CapacityError
@@ -28,9 +28,8 @@ FAULTS = ["lose", "drop", "429", "503"]
 def every(where_, count, step=1, first=1):
     """Every request of A4 and G2; of A3 Mega, whose sixteen subnets and rules are alike, every fifth; in the nightly
     suite every one of each."""
-    if THOROUGH:
-        return range(1, count + 1)
-    return range(first, count + 1, 5 if where_.placement.family.name == "a3-mega" else step)
+    step = 5 if where_.placement.family.name == "a3-mega" else step
+    return range(usually(first, nightly=1), count + 1, usually(step, nightly=1))
 
 
 def roles(google):
@@ -98,7 +97,7 @@ def test_down_killed_after_every_request_and_run_again(finished):
     up(where_, session(counted), INSTALLED, workers=1)
     start = len(counted.log)
     down([where_], session(counted), workers=1)
-    for number in range(start + 1, len(counted.log) + 1, 1 if THOROUGH else 2):
+    for number in range(start + 1, len(counted.log) + 1, usually(2, nightly=1)):
         google = cloud()
         up(where_, session(google), INSTALLED, workers=1)
         with killed(google, number):

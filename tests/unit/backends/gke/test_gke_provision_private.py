@@ -2,7 +2,7 @@
 
 import pytest
 from fakes.project import INSTALLED, cloud, everything, killed, session, where
-from thorough import THOROUGH
+from thorough import usually
 
 from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.up import down, up
@@ -91,7 +91,7 @@ def test_a_cluster_that_google_describes_in_older_words_is_the_same_one():
 
 def test_killed_at_any_request_and_run_again_and_taken_down():
     reference = made(private())
-    for number in range(1, len(reference.log) + 1, 1 if THOROUGH else 2):
+    for number in range(1, len(reference.log) + 1, usually(2, nightly=1)):
         google = cloud()
         with killed(google, number):
             up(private(), session(google), INSTALLED, workers=1)
@@ -105,7 +105,7 @@ def test_down_killed_at_any_request_and_run_again():
     counted = made(private())
     start = len(counted.log)
     down([private()], session(counted), workers=1)
-    for number in range(start + 1, len(counted.log) + 1, 1 if THOROUGH else 2):
+    for number in range(start + 1, len(counted.log) + 1, usually(2, nightly=1)):
         google = made(private())
         with killed(google, number):
             down([private()], session(google), workers=1)

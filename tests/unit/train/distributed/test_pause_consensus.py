@@ -118,7 +118,7 @@ def test_it_waits_for_its_place_though_it_has_not_heard_itself(layout: Layout) -
         context=SimpleNamespace(layout=layout),
         agent=SimpleNamespace(pause_requested=lambda: False, wait_for_assignment=lambda step: f"a place after {step}"),
         state=SimpleNamespace(step=7),
-        spec=SimpleNamespace(resources=SimpleNamespace(device="cpu")),
+        spec=SimpleNamespace(replicas_survive=True),
         pause=lambda: did.append("stood still"),
         abandon=lambda: did.append("let go"),
     )

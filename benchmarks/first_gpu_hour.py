@@ -1,7 +1,7 @@
-"""The first hour on a GPU: seventeen commands in seven bundles, each bundle within ten minutes, without a network.
+"""The first hour on a GPU: eighteen commands in eight bundles, each bundle within ten minutes, without a network.
 
     python benchmarks/first_gpu_hour.py --pack WHEELS [--python 3.12]   # with a network: brings what an image lacks
-    python benchmarks/first_gpu_hour.py --bundle A --out OUT --wheels WHEELS   # on one H100 or H200; then B to G
+    python benchmarks/first_gpu_hour.py --bundle A --out OUT --wheels WHEELS   # on one H100 or H200; then B to H
     python benchmarks/first_gpu_hour.py --list
     python benchmarks/first_gpu_hour.py --smoke --out OUT [--only varlen ...]  # tiny, on the CPU: does it run?
 
@@ -68,7 +68,7 @@ COMMANDS = (
         ("--only", "8b-lora", "--systems", "muster"),
     ),
     Command("trace", "E", 200, "gaps, copies and waits of a compiled step"),
-    Command("snapshots", "E", 180, "what a snapshot each step costs, the first ones apart"),
+    Command("trace_8b_lora", "E", 150, "the same of 8B LoRA: what attention and matrices take"),
     Command("memory", "E", 180, "the plan's bytes beside the driver's"),
     Command(
         "recovery", "F", 380, "seconds by stage after a kill, a device assert, out of memory",
@@ -88,6 +88,7 @@ COMMANDS = (
         "check-run", "G", 360, "what a look costs a start, and a run beside it",
         ("check_gpu.py", "--trials", "2", "--only", "start", "beside"), ("--only", "start"),
     ),
+    Command("snapshots", "H", 270, "what a snapshot each step costs, the first ones apart"),
 )  # fmt: skip
 
 

@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--micro", nargs="*", type=int, default=[8, 4, 2, 1], help="sizes tried, from the first on")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, at least the micro-batch")
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--distinct", type=int, default=0, help="random rows in all: with few, the loss shows learning")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU: does it run?")
     arguments = parser.parse_args()
@@ -173,7 +174,7 @@ def main() -> None:
             job = jobs.job(
                 TINY if arguments.smoke else config, steps=arguments.steps, batch=arguments.batch, device=device,
                 sequence_length=arguments.length, lora_rank=lora, dtype="float32" if arguments.smoke else "bfloat16",
-                threads=1 if arguments.smoke else 8,
+                threads=1 if arguments.smoke else 8, distinct=arguments.distinct,
             )  # fmt: skip
             result["shapes"][shape] = rows = {}
             for system in systems_of(arguments.systems, arguments.smoke):

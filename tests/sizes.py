@@ -175,7 +175,7 @@ NIGHTLY = {
     ),
     "test_data_live.py::test_wikisql": "test_real_data_live.py::test_wikisql_is_learnt_from",
     "test_benchmarks_live.py::test_the_gpu_benchmark_trains_tiny_shapes_on_the_cpu": "the trainer's own tests",
-    "test_first_gpu_hour_live.py::test_all_seventeen_commands_run": (
+    "test_first_gpu_hour_live.py::test_all_eighteen_commands_run": (
         "test_first_gpu_hour_live.py::test_kernels_are_compared_with_their_reference"
     ),
     "test_recovery_gpu_live.py": "test_recovery_live.py; the benchmark is started by hand",

@@ -14,7 +14,8 @@ from gpu_hour.finding import Findings, line  # noqa: E402
 PROBES = {
     "machine": "machine", "fork": "machine", "nccl": "machine",
     "varlen": "kernels", "padding": "kernels", "loss": "kernels",
-    "whole": "runs", "exact": "runs", "trace": "runs", "snapshots": "runs", "memory": "runs",
+    "whole": "runs", "exact": "runs", "trace": "runs", "trace_8b_lora": "runs",
+    "snapshots": "runs", "memory": "runs",
 }  # fmt: skip
 
 

@@ -75,14 +75,24 @@ def exact(found: Findings, *, smoke: bool) -> None:
 
 def trace(found: Findings, *, smoke: bool) -> None:
     """One traced step of the compiled 1B model: the GPU's busy share, the host's waits, the copies."""
+    traced(found, smoke=smoke, shape="1b", micro=4)
+
+
+def trace_8b_lora(found: Findings, *, smoke: bool) -> None:
+    """The same of 8B LoRA, whose heads of 128 another rate of attention than 1B's of 64 is planned for."""
+    traced(found, smoke=smoke, shape="8b-lora", micro=2)
+
+
+def traced(found: Findings, *, smoke: bool, shape: str, micro: int) -> None:
+    """One traced step of ``shape``, compiled, eight sequences of 4,096."""
     changes: dict[str, Any] = {
         "training__profile__trace_step": 8 if not smoke else 3, "training__steps": 10 if not smoke else 4,
         "training__compile": not smoke,
     }  # fmt: skip
     if not smoke:
-        changes |= {"training__sequence_length": 4096, "training__micro_batch_size": 4}
+        changes |= {"training__sequence_length": 4096, "training__micro_batch_size": micro}
     with tempfile.TemporaryDirectory(prefix="muster-hour-") as folder:
-        spec = spec_of(Path(folder), smoke=smoke, shape="1b", **changes)
+        spec = spec_of(Path(folder), smoke=smoke, shape=shape, **changes)
         jobs.run_muster(spec, Path(folder) / "run", ranks=1, how="worker", timeout_s=200)
         (file,) = Path(folder).glob("run/run/traces/*.json")
         rows = json.loads(file.read_text())["traceEvents"]
@@ -123,10 +133,30 @@ def read_trace(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "largest_gaps_us": [round(each, 1) for each in sorted(gaps, reverse=True)[:10]],
         "copies_ms": copies,
         "waits": {name: n for name in WAITS if (n := sum(row.get("name") == name for row in whole))},
+        "kinds_ms": kinds_of(by_name),
         "longest_ms": {
             name: round(us / 1e3, 3) for name, us in sorted(by_name.items(), key=lambda item: -item[1])[:25]
         },
     }
+
+
+#: Kind of kernel -> words of its names, in this order. nvjet are cuBLAS's own of Hopper.
+KINDS = {
+    "attention": ("flash", "fmha", "attention"),
+    "matrices": ("nvjet", "gemm", "cutlass", "cublas", "xmma"),
+    "triton": ("triton",),
+    "optimizer": ("multi_tensor", "adam"),
+}
+
+
+def kinds_of(by_name: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds of each kind of kernel, from microseconds by name. "other": what no word names."""
+    found = dict.fromkeys((*KINDS, "other"), 0.0)
+    for name, us in by_name.items():
+        low = name.lower()
+        kind = next((kind for kind, words in KINDS.items() if any(word in low for word in words)), "other")
+        found[kind] += us / 1e3
+    return {kind: round(ms, 3) for kind, ms in found.items()}
 
 
 def snapshots(found: Findings, *, smoke: bool) -> None:
@@ -140,7 +170,7 @@ def snapshots(found: Findings, *, smoke: bool) -> None:
             if not smoke:
                 changes |= {"training__sequence_length": 2048}
             spec = spec_of(Path(folder), smoke=smoke, shape="1b", **changes)
-            events, _ = jobs.run_muster(spec, Path(folder) / str(every), ranks=1, timeout_s=100)
+            events, _ = jobs.run_muster(spec, Path(folder) / str(every), ranks=1, timeout_s=180)
             steps = [event.detail for event in events if event.kind == "step"]
             times = [each["step_ns"] / 1e9 for each in steps]
             medians[every] = statistics.median(times[10:])

@@ -102,7 +102,7 @@ class Batches:
         import torch
 
         self.job, self.rank, self.world, self.device = job, rank, world, device
-        shape = (64, job["sequence_length"] + 1)
+        shape = (job["distinct"] or 64, job["sequence_length"] + 1)
         self.rows = torch.randint(0, job["config"]["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
 
     def of(self, step):

@@ -52,6 +52,7 @@ def job(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "config": config, "steps": 12, "batch": 4, "micro": 2, "sequence_length": 256, "device": "cpu",
         "dtype": "float32", "threads": 1, "lora_rank": 0, "checkpointing": False, "compile": False, "units": "layers",
         "kind": "trl", "rows": None, "tokenizer": None, "packing": True, "prepare_only": False, "workers": 1,
+        "distinct": 0,
     }  # fmt: skip
     unknown = set(changes) - set(found)
     assert not unknown, f"no such key of a job: {unknown}"
@@ -155,7 +156,11 @@ def measured(found: dict[str, Any], began_ns: int, *, warmup: int) -> Measured:
 
 def muster_spec(found: dict[str, Any], cache: Path, *, ranks: int, **changes: Any) -> dict[str, Any]:
     """The run file that trains what ``found`` describes; ``changes``: dotted keys, ``__`` for dots."""
-    rows = {"type": "file", "path": found["rows"]} if found["rows"] else {"type": "random", "rows": 256}
+    rows = (
+        {"type": "file", "path": found["rows"]}
+        if found["rows"]
+        else {"type": "random", "rows": found["distinct"] or 256}
+    )
     spec: dict[str, Any] = {
         "name": "bench",
         "model": {"config": found["config"], "tokenizer": found["tokenizer"], "dtype": found["dtype"]},
@@ -167,7 +172,7 @@ def muster_spec(found: dict[str, Any], cache: Path, *, ranks: int, **changes: An
             "micro_batch_size": found["micro"],
             "compile": found["compile"],
             "activation_checkpointing": "full" if found["checkpointing"] else "none",
-            "optimizer": {"learning_rate": 1e-4},
+            "optimizer": {"learning_rate": 1e-4, "schedule": "constant"},
         },
         "evaluation": {"at_start": False, "num_sequences": 0, "samples": 0},
         "checkpoint": {"every_steps": 0},

@@ -28,9 +28,9 @@ def test_kernels_are_compared_with_their_reference(tmp_path: Path) -> None:
     assert max(found["varlen"]["figures"]["error_padded"]) < 1e-5
 
 
-def test_all_seventeen_commands_run(tmp_path: Path) -> None:
+def test_all_eighteen_commands_run(tmp_path: Path) -> None:
     found = smoke(tmp_path)
-    assert len(found) == 17
+    assert len(found) == 18
     for name, result in found.items():
         assert result["ended"] == "exit code 0" and result["figures"], name
         assert "refutes" not in [each["says"] for each in result["claims"]], name

@@ -185,6 +185,8 @@ def muster_spec(found: dict[str, Any], cache: Path, *, ranks: int, **changes: An
         spec["model"]["lora"] = {"rank": found["lora_rank"]}
     if not found["tokenizer"]:
         del spec["model"]["tokenizer"]
+    if found["distinct"]:
+        spec["data"]["heldout_fraction"] = 0.0  # every row is in every step, as in the bare loop
     for key, value in changes.items():
         place = spec
         *path, last = key.split("__")

@@ -114,7 +114,7 @@ def read_trace(rows: list[dict[str, Any]]) -> dict[str, Any]:
     busy, until, gaps = 0.0, device[0][0] if device else 0.0, []
     by_name: dict[str, float] = {}
     for start, end, name, _ in device:
-        by_name[name[:60]] = by_name.get(name[:60], 0.0) + end - start
+        by_name[name] = by_name.get(name, 0.0) + end - start
         if start > until:
             gaps.append(start - until)
         busy += max(0.0, end - max(start, until))

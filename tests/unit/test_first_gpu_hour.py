@@ -105,6 +105,14 @@ def test_a_trace_is_read() -> None:
     assert read_trace([])["busy_share"] is None
 
 
+def test_a_kernels_kind_is_told_by_its_whole_name() -> None:
+    late = "void at::native::(anonymous namespace)::" + "of_a_long_name_" * 3 + "multi_tensor_apply_kernel"
+    names = (late, "void pytorch_flash::flash_fwd_kernel", "nvjet_sm90_tst_256x128", "triton_poi_fused_add_1", "copy")
+    rows = [{"ph": "X", "cat": "kernel", "name": name, "ts": 0, "dur": 1000 * n} for n, name in enumerate(names, 1)]
+    kinds = read_trace(rows)["kinds_ms"]
+    assert kinds == {"attention": 2.0, "matrices": 3.0, "triton": 4.0, "optimizer": 1.0, "other": 5.0}
+
+
 def test_what_is_brought_is_what_the_lock_has_for_that_python() -> None:
     older, newer = wheels.pinned("3.11"), wheels.pinned("3.12")
     assert {"pydantic", "pydantic-core", "ruamel-yaml", "transformers", "annotated-types"} <= older.keys()

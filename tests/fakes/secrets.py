@@ -29,6 +29,10 @@ class FakeSecrets:
     versions: dict[str, list[bytes]] = field(default_factory=dict)
     labels: dict[str, dict[str, str]] = field(default_factory=dict)
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    states: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Of versions that are not ENABLED: DISABLED or DESTROYED. Such a one is there (``get``) and cannot be read."""
+    may_look: bool = True
+    """False: the owner lacks ``secretmanager.versions.get``, which secretAccessor does not have."""
 
     def send(self, call: Call) -> Reply:
         return self.as_account(OWNER, call)
@@ -59,7 +63,7 @@ class FakeSecrets:
         if verb == "list":
             rows = [self._secret(one) for one in self.versions]
             return Reply(status=200, body={"secrets": rows} if rows else {})
-        if name not in self.versions:
+        if name not in self.versions and not (verb == "get" and "versionsId" in path):
             return refuse(404, "NOT_FOUND", f"Secret [{name}] not found.")
         if verb == "access":
             return self._access(name, path["versionsId"], account)
@@ -78,8 +82,17 @@ class FakeSecrets:
                 of.pop(name, None)
             return Reply(status=200, body={})
         assert verb == "get", f"not played: {verb}"
-        whole = self._version(name, int(path["versionsId"])) if "versionsId" in path else self._secret(name)
-        return Reply(status=200, body=whole)
+        if "versionsId" in path:
+            return self._look(name, path["versionsId"])
+        return Reply(status=200, body=self._secret(name))
+
+    def _look(self, name: str, version: str) -> Reply:
+        if not self.may_look:
+            words = f"Permission 'secretmanager.versions.get' denied for resource '{name}' (or it may not exist)."
+            return refuse(403, "PERMISSION_DENIED", words)
+        if not 1 <= int(version) <= len(self.versions.get(name, ())):
+            return refuse(404, "NOT_FOUND", f"Secret Version [{name}/{version}] not found.")
+        return Reply(status=200, body=self._version(name, int(version)))
 
     def _access(self, name: str, version: str, account: str | None) -> Reply:
         rows = self.policies.get(name, {}).get("bindings", [])
@@ -91,6 +104,8 @@ class FakeSecrets:
         number = len(self.versions[name]) if version == "latest" else int(version)
         if not 1 <= number <= len(self.versions[name]):
             return refuse(404, "NOT_FOUND", f"Secret Version [{name}/{version}] not found.")
+        if state := self.states.get((name, number)):
+            return refuse(400, "FAILED_PRECONDITION", f"Secret Version [{name}/{number}] is in {state} state.")
         data = self.versions[name][number - 1]
         payload = {"data": base64.b64encode(data).decode(), "dataCrc32c": str(crc32c(data))}
         return Reply(status=200, body={"name": self._version(name, number)["name"], "payload": payload})
@@ -99,7 +114,8 @@ class FakeSecrets:
         return {"name": f"projects/{self.projects[-1]}/secrets/{name}", "labels": self.labels[name]}
 
     def _version(self, name: str, number: int) -> dict[str, Any]:
-        return {"name": f"projects/{self.projects[-1]}/secrets/{name}/versions/{number}", "state": "ENABLED"}
+        state = self.states.get((name, number), "ENABLED")
+        return {"name": f"projects/{self.projects[-1]}/secrets/{name}/versions/{number}", "state": state}
 
 
 def crc32c(data: bytes) -> int:

@@ -13,9 +13,9 @@ from fakes.google_wire import Fault, Wire, each_request_each_way  # noqa: E402
 from fakes.secrets import ACCESSOR, API, FakeSecrets  # noqa: E402
 
 from muster.backends.google.http import Reply  # noqa: E402
-from muster.backends.google.secret_manager import SecretManager  # noqa: E402
+from muster.backends.google.secret_manager import SecretManager, variables  # noqa: E402
 from muster.backends.google.session import Session  # noqa: E402
-from muster.core.errors import AccessError, BackendError, ConflictError, MusterError  # noqa: E402
+from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, UsageError  # noqa: E402
 
 DOCUMENTS = discovery.Discovery(discovery.folder(), (API,))
 VERSION = "projects/example-project/secrets/muster-llama/versions/1"
@@ -124,3 +124,65 @@ def test_a_lost_answer_to_the_version_makes_no_second_one():
     project = Project({3: Fault.LOST})
     project.manager.create(VERSION, b"token", LABELS)
     assert project.secrets.versions["muster-llama"] == [b"token"]
+
+
+def test_what_hosts_are_going_to_read_is_looked_for():
+    project = Project()
+    project.manager.create(VERSION, b"token", LABELS)
+    assert project.manager.require({"TOKEN": VERSION}) == []
+    for version in (VERSION.replace("versions/1", "versions/2"), VERSION.replace("llama", "other")):
+        with pytest.raises(UsageError, match=f"TOKEN is to come from {version}, which does not exist"):
+            project.manager.require({"TOKEN": version})
+
+
+@pytest.mark.parametrize("state", ["DISABLED", "DESTROYED"])
+def test_a_version_that_nobody_can_read_is_as_good_as_none(state):
+    project = Project()
+    project.manager.create(VERSION, b"token", LABELS)
+    project.grant()
+    project.secrets.states["muster-llama", 1] = state
+    with pytest.raises(UsageError, match=f"which is {state.lower()}") as raised:
+        project.manager.require({"TOKEN": VERSION})
+    assert raised.value.hint == "gcloud secrets versions list muster-llama --project example-project"
+    with pytest.raises(BackendError, match=f"is in {state} state"):
+        project.as_host().value(VERSION)
+
+
+def test_who_may_not_look_is_told_so_and_goes_on():
+    project = Project()
+    project.secrets.may_look = False
+    (warning,) = project.manager.require({"TOKEN": VERSION})
+    assert f"cannot look whether {VERSION}, for TOKEN, is there" in warning and "secretmanager.versions.get" in warning
+
+
+@pytest.mark.parametrize("faults", list(each_request_each_way(1)), ids=str)
+def test_a_look_that_goes_wrong_once_says_nothing_false(faults):
+    project = Project(faults)
+    project.secrets.versions["muster-llama"] = [b"token"]
+    project.secrets.labels["muster-llama"] = LABELS
+    try:
+        assert all("cannot look" in one for one in project.manager.require({"TOKEN": VERSION}))
+    except BackendError as error:
+        assert not isinstance(error, UsageError)
+
+
+@pytest.mark.parametrize(
+    ("data", "wrong"), [(b"\xff\xfe", "is not UTF-8"), (b"a\0b", "NUL byte"), (b"\n", "is empty"), (b"", "is empty")]
+)
+def test_what_no_variable_can_hold_is_refused(data, wrong):
+    project = Project()
+    project.manager.create(VERSION, data, LABELS)
+    with pytest.raises(BackendError, match=wrong):
+        project.manager.value(VERSION)
+
+
+def test_a_value_is_that_of_a_file_without_the_lines_end():
+    project = Project()
+    project.manager.create(VERSION, b" hf_x \r\n\n", LABELS)
+    assert project.manager.value(VERSION) == " hf_x "
+
+
+def test_a_secret_of_the_run_file_comes_before_the_hugging_face_token():
+    assert variables({"A": "1"}, None) == {"A": "1"} and variables({}, "") == {}
+    assert variables({"A": "1"}, "2") == {"A": "1", "HF_TOKEN": "2"}
+    assert variables({"HF_TOKEN": "1"}, "2") == {"HF_TOKEN": "1"}

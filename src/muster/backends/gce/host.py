@@ -33,7 +33,7 @@ from muster.backends.gce.placement import RUNS, place, supervisor_of
 from muster.backends.gce.provision import Hosts
 from muster.backends.gce.reason import Useless
 from muster.backends.google.metadata import MachineHttp
-from muster.backends.google.secret_manager import SecretManager
+from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
 from muster.backends.letters import Letters
 from muster.backends.run_state import RunState
@@ -166,8 +166,8 @@ def prepare(machine: Machine, store: Store, session: Session) -> dict[str, str]:
     _write_private(token, secrets.access(machine.token_secret))
     spec = RunSpec.model_validate_json(resolved_file.read(machine.run_dir, patient=True))
     if machine.role == HOST:
-        values = {name: secrets.access(version).decode() for name, version in spec.secrets.items()}
-        run_secrets.write(machine.run_dir, values)
+        named = variables(spec.secrets, machine.hugging_face_secret)
+        run_secrets.write(machine.run_dir, {name: secrets.value(version) for name, version in named.items()})
     environ = {
         **environment.inherited(),
         "HOME": RUNS,
@@ -179,8 +179,6 @@ def prepare(machine: Machine, store: Store, session: Session) -> dict[str, str]:
     }
     if machine.role == SUPERVISOR:
         environ["MUSTER_JOBSET"] = supervisor_of(machine.run_id)
-    elif machine.hugging_face_secret:
-        environ["HF_TOKEN"] = secrets.access(machine.hugging_face_secret).decode().strip()
     return environ
 
 

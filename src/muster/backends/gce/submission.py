@@ -14,7 +14,7 @@ from muster.backends.gce.provision import Instance, instances_of
 from muster.backends.gce.requests import Request
 from muster.backends.gce.run_file_rules import rules
 from muster.backends.google.http import Unreachable
-from muster.backends.google.secret_manager import SecretManager
+from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import NotOver
 from muster.backends.run_folder import RunFiles
 from muster.config.spec import RunSpec
@@ -71,13 +71,14 @@ class Submission:
         nothing. Returns warnings.
 
         Raises:
+            UsageError: a secret that hosts are to read is not there.
             ConflictError: the secret holds another token.
             AccessError, BackendError: refused.
         """
-        run_folder.put(store, self.placement.home, self.files.encoded())
         version, asked = self.placement.token_secret, self.placement.spec.gce
+        warnings = secrets.require(variables(self.placement.spec.secrets, asked.hugging_face_secret))
+        run_folder.put(store, self.placement.home, self.files.encoded())
         secrets.create(version, token.encode(), {RUN_LABEL: self.placement.stem})
-        warnings = []
         for account in (asked.service_account, asked.supervisor_service_account):
             try:
                 if account is not None:

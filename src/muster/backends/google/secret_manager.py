@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from muster.backends.google.http import Call, Unreachable
 from muster.backends.google.session import Session, refusal
-from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 from muster.core.typed_json import Json, children, text, texts
 
 ROOT = "https://secretmanager.googleapis.com/v1"
@@ -95,6 +95,48 @@ class SecretManager:
                 raise BackendError(f"{version} does not exist", hint="it is made by muster submit, removed by down")
             return held
 
+    def value(self, version: str, *, project: str | None = None) -> str:
+        """What ``version`` holds as a variable's value: text without the line's end, as of a ``file:`` (``echo`` and
+        editors add one, and a token with it is refused everywhere).
+
+        Raises:
+            AccessError: as ``access``.
+            BackendError: as ``access``; or no variable can hold it.
+        """
+        try:
+            value = self.access(version, project=project).decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise BackendError(f"{version} is not UTF-8 text") from error
+        if not value or "\0" in value:
+            raise BackendError(f"{version} is empty or holds a NUL byte, which no variable can")
+        return value
+
+    def require(self, versions: Mapping[str, str]) -> list[str]:
+        """Look at the versions (variable -> version) that hosts are going to read, before a machine is paid for.
+        Returns warnings about those at which the caller may not look (``secretmanager.versions.get``).
+
+        Raises:
+            UsageError: there is no such version, or it is disabled or destroyed.
+            BackendError: Google's refusal.
+        """
+        warnings = []
+        for variable, version in versions.items():
+            project, secret, _ = _parts(version)
+            listed = f"gcloud secrets versions list {secret} --project {project}"
+            try:
+                # By hand: ``find`` takes an API that is off for a thing that is not there.
+                reply = self.session.send(call := Call(method="GET", url=f"{ROOT}/{version}"))
+                if reply.status != 404 and reply.status >= 300:
+                    raise refusal(call, reply)
+            except AccessError as error:
+                warnings.append(f"cannot look whether {version}, for {variable}, is there: {error}")
+                continue
+            if reply.status == 404:
+                raise UsageError(f"{variable} is to come from {version}, which does not exist", hint=listed)
+            if (state := text(reply.body, "state")) in ("DISABLED", "DESTROYED"):
+                raise UsageError(f"{variable} is to come from {version}, which is {state.lower()}", hint=listed)
+        return warnings
+
     def delete(self, version: str) -> bool:
         """Remove the secret with all its versions; False: there was none."""
         project, secret, _ = _parts(version)
@@ -140,6 +182,11 @@ class SecretManager:
         if said and said != str(crc32c(data)):
             raise BackendError(f"{version} came damaged: its checksum is another")
         return data
+
+
+def variables(secrets: Mapping[str, str], hugging_face: str | None) -> dict[str, str]:
+    """Variable -> version, of all that a run's hosts read: its ``secrets`` and, where they have none, the token."""
+    return {**({"HF_TOKEN": hugging_face} if hugging_face else {}), **secrets}
 
 
 def _parts(version: str) -> tuple[str, str, str]:

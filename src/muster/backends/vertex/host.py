@@ -25,7 +25,7 @@ from muster.backends import code_bundle, run_folder
 from muster.backends.children import Children, RealChildren
 from muster.backends.google.http import Http
 from muster.backends.google.metadata import MachineHttp
-from muster.backends.google.secret_manager import SecretManager
+from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
 from muster.backends.letters import Letters
 from muster.backends.log_forwarder import LogForwarder
@@ -166,18 +166,12 @@ class Host:
         """The run's token, and what its ranks find in their environment."""
         manager = SecretManager(session=Session(http=self.http, clock=self.clock))
 
-        def access(version: str) -> str:
+        def read(version: str) -> str:
             ours = version.split("/")[1] == spec.resources.project
-            number = self.environ.get(PROJECT) if ours else None
-            try:
-                return manager.access(version, project=number).decode()
-            except UnicodeDecodeError as error:
-                raise BackendError(f"{version} is not UTF-8 text") from error
+            return manager.value(version, project=self.environ.get(PROJECT) if ours else None)
 
-        values = {name: access(version) for name, version in spec.secrets.items()}
-        if self.given.hugging_face_secret and "HF_TOKEN" not in values:
-            values["HF_TOKEN"] = access(self.given.hugging_face_secret)
-        return access(self.given.token_secret), values
+        named = variables(spec.secrets, self.given.hugging_face_secret)
+        return read(self.given.token_secret), {name: read(version) for name, version in named.items()}
 
     def _tell(self, state: Literal["up", "left", "failed"], said: str = "") -> None:
         """For people and the chief; a home that does not answer is no reason to do anything else."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from muster.backends import code_bundle, run_folder
-from muster.backends.google.secret_manager import SecretManager
+from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.run_folder import RunFiles
 from muster.backends.vertex.custom_job import RUN_LABEL, code_dir, requests, run_files
 from muster.backends.vertex.placement import Placement, place
@@ -61,19 +61,21 @@ class Submission:
         nothing. Returns the files' digest, and warnings.
 
         Raises:
+            UsageError: a secret that hosts are to read is not there.
             ConflictError: the secret holds another token.
             AccessError, BackendError: refused.
         """
+        asked = self.placement.spec.vertex
+        warnings = secrets.require(variables(self.placement.spec.secrets, asked.hugging_face_secret))
         sha256 = run_folder.put(store, self.placement.home, self.files.encoded())
-        version, account = self.placement.token_secret, self.placement.spec.vertex.service_account
+        version, account = self.placement.token_secret, asked.service_account
         secrets.create(version, token.encode(), {RUN_LABEL: self.placement.run_id})
-        if account is None:
-            return sha256, []
         try:
-            secrets.allow(version, account)
+            if account is not None:
+                secrets.allow(version, account)
         except AccessError as error:
-            return sha256, [f"cannot let {account} read the run's secret, so it has to be allowed already: {error}"]
-        return sha256, []
+            warnings.append(f"cannot let {account} read the run's secret, so it has to be allowed already: {error}")
+        return sha256, warnings
 
 
 def submission_of(request: JobRequest) -> Submission:

@@ -431,3 +431,12 @@ def test_what_a_machine_is_told_is_what_was_submitted(stage, tmp_path):
     files = requests.run_files(placement.spec, placement)
     assert base64.b64encode(files.encoded())  # without the code it is another digest
     assert host.run_folder.digest(files.encoded()) != values["muster-files"]
+
+
+@pytest.mark.parametrize("key", ["secrets", "gce"])
+def test_a_secret_that_is_not_there_is_said_before_a_machine_is_made(stage, key):
+    missing = "projects/example-project/secrets/none/versions/1"
+    at = stage(**{key: {"KEY" if key == "secrets" else "hugging_face_secret": missing}})
+    with pytest.raises(UsageError, match=f"is to come from {missing}, which does not exist"):
+        at.submit()
+    assert not at.names() and not at.google.secrets.versions and not list(run_registry.registry())

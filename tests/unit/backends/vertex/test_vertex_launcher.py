@@ -48,6 +48,7 @@ from muster.transport.secure_session import run_token  # noqa: E402
 DOCUMENTS = discovery.Discovery(discovery.folder(), (*APIS, API))
 REGIONS = ["us-central1", "us-east4"]
 METRIC = "custom_model_training_nvidia_h100_gpus"
+MISSING = "projects/example-project/secrets/none/versions/1"
 SPEC = spec("a3-highgpu-8g", "on_demand", locations=REGIONS)
 
 
@@ -365,6 +366,13 @@ def test_a_secret_that_may_not_be_shared_is_a_warning(user, monkeypatch):
     monkeypatch.setattr("muster.backends.google.secret_manager.SecretManager.allow", closed)
     (warning,) = user.submit().handle.warnings
     assert "has to be allowed already" in warning
+
+
+@pytest.mark.parametrize("given", [{"secrets": {"KEY": MISSING}}, {"vertex": {"hugging_face_secret": MISSING}}])
+def test_a_secret_that_is_not_there_is_said_before_a_machine_is_asked_for(user, given):
+    with pytest.raises(UsageError, match=f"is to come from {MISSING}, which does not exist"):
+        user.submit(spec("a3-highgpu-8g", "on_demand", locations=REGIONS, **given))
+    assert not user.vertex.jobs and not user.secrets.versions and not list(run_registry.registry())
 
 
 # ---------------------------------------------------------------- letters

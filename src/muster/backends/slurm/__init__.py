@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from muster.backends.backend import Backend, Capabilities, RenderedFiles
 from muster.backends.protocols import Launcher
+from muster.backends.site import Site
 from muster.backends.slurm.run_file_rules import rules
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
@@ -27,7 +28,7 @@ def _script(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObj
 
 def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
     """A Cluster Toolkit blueprint of the cluster that the job runs on."""
-    from muster.backends.slurm.toolkit import blueprint
+    from muster.backends.slurm.toolkit.blueprint import blueprint
 
     return RenderedFiles(files=blueprint(spec))
 
@@ -36,6 +37,12 @@ def _take_out(node: str, reason: str) -> str:
     from muster.backends.slurm.drain import drain
 
     return drain(node, reason)
+
+
+def _site() -> Site:
+    from muster.backends.slurm.trial_site import SlurmSite
+
+    return SlurmSite()
 
 
 BACKEND = Backend(
@@ -47,4 +54,5 @@ BACKEND = Backend(
     fixed_keys=("slurm",),
     formats={"yaml": _script, "toolkit": _blueprint},
     take_out=_take_out,
+    site=_site,
 )

@@ -41,8 +41,6 @@ FIRST_STEPS, MORE_STEPS = 5, 5
 SMALL_MACHINE = "e2-standard-4"
 """Of a cluster's own small pool."""
 UP_S, PREFLIGHT_S, START_S, RECOVERY_S = 3600.0, 1800.0, 3600.0, 1800.0
-LARGEST, NETWORK_S = 1 << 28, 60.0
-"""Bytes of a message at most, and seconds of a figure: it is the path that is tried, not its last tenth."""
 END_HOST = "muster.chaos.end_host"
 #: What a trial changes in the run file.
 OVERRIDES = (
@@ -155,7 +153,7 @@ class Trial:
             raise NotHere(f"{self.spec.backend} gives no hosts without a run")
         spec = self._resolved()
         row = machines().get(spec.resources.machine or "")
-        test = NetworkTest(family=row.family if row is not None else "", largest_bytes=LARGEST, limit_s=NETWORK_S)
+        test = NetworkTest(family=row.family if row is not None else "")
         with self.site.held(spec, meter.wait) as hosts:
 
             def argv(place: Place) -> list[str]:

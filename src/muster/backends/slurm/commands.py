@@ -89,7 +89,8 @@ class Slurm:
 
         Raises as ``submit``.
         """
-        done = self._run("sbatch", "--test-only", f"--job-name={name}", script)
+        argv = ("sbatch", "--test-only", f"--job-name={name}", script)
+        done = self._run(*argv, env={"SLURM_TIME_FORMAT": "standard"})
         if done.returncode:
             raise reason_text.refusal("sbatch", done.stderr)
         lines = [line for line in done.stderr.splitlines() if line.strip()]  # it says so as an error

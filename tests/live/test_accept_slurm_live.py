@@ -1,4 +1,5 @@
-"""`muster accept` on a real Slurm of five nodes on one machine: it is climbed, and says itself that it is a rehearsal."""
+"""`muster accept` on a real Slurm of five nodes on one machine: it is climbed, and says itself that it is a
+rehearsal."""
 
 import json
 import shutil

@@ -61,7 +61,7 @@ def test_times_as_slurm_writes_them(text, found):
         ({"RootOnly": "YES"}, {}, AccessError, "takes jobs of root alone"),
         ({"AllowGroups": "gpu,admin"}, {}, AccessError, "is for the groups admin, gpu, and you are in none of them"),
         ({"ReqResv": "YES"}, {}, UsageError, "takes jobs with a reservation alone"),
-        ({"AllowAccounts": "physics"}, {"account": "lab"}, AccessError, "lab may not use partition main: it is for physics"),
+        ({"AllowAccounts": "physics"}, {"account": "lab"}, AccessError, "may not use partition main: it is for physics"),
         ({"DenyAccounts": "lab"}, {"account": "lab"}, AccessError, "may not use partition main: it is kept out"),
         ({"AllowQos": "high"}, {"qos": "low"}, AccessError, "QOS low may not use partition main: it is for high"),
         ({"MaxNodes": "1"}, {}, CapacityError, "gives a job 1 nodes at most, and 2 are asked for"),

@@ -34,6 +34,8 @@ class Capabilities:
     """Its machines are a project's: the user's defaults (project, region, bucket) stand in for keys left out."""
     trains_on_tpus: bool = False
     """Its hosts may be TPU machines (``resources.device: tpu``)."""
+    in_regions: bool = False
+    """Its machines are a region's: a zone means its region where places are compared."""
     supervised_in_terminal: bool = False
     """``muster train`` and ``muster recover --watch``: the supervisor may run in the foreground."""
 

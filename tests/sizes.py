@@ -155,6 +155,9 @@ NIGHTLY = {
     "test_sweep_live.py::test_ctrl_c_saves_its_trials_the_same_words_go_on_and_limits_hold_for_all": (
         "test_sweep_live.py::test_a_killed_sweep_goes_on_and_so_does_a_trial_that_lost_its_machine"
     ),
+    "test_sweep_slurm_live.py": (
+        "test_sweep_live.py::test_a_killed_sweep_goes_on_and_so_does_a_trial_that_lost_its_machine"
+    ),
     "test_slurm_container_live.py::test_a_run_in_containers_saves_swaps_and_stops": (
         "test_slurm_container_live.py::test_ranks_see_googles_fabric_all_cores_and_the_runs_variables[pyxis]"
     ),

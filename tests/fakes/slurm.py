@@ -70,6 +70,10 @@ class FakeSlurm:
         return Completed(argv=tuple(argv), returncode=0, stdout=said, stderr="")
 
     def _sbatch(self, words: list[str]) -> str:
+        if words == ["--test-only"]:  # of a script on standard input; the real one says this on its standard error
+            return (
+                "sbatch: Job 7 to start at 2026-11-27T09:00:00 using 416 processors on nodes n[1-2] in partition main\n"
+            )
         path = Path(words[-1])
         name = next(word.partition("=")[2] for word in words if word.startswith("--job-name="))
         number = str(len(self.jobs) + 1)
@@ -111,6 +115,9 @@ class FakeSlurm:
     def _scontrol(self, words: list[str]) -> str:
         if words[:2] == ["show", "hostnames"]:
             return self.hostnames
+        if words[:2] == ["show", "partition"]:
+            row = next(row for row in self.nodes if row[1] == words[2])
+            return f"PartitionName={row[1]} MaxNodes=UNLIMITED MaxTime={row[7]} State={row[8].upper()}\n"
         return self.configuration if words == ["show", "config"] else ""
 
     def _sacct(self, words: list[str]) -> str:

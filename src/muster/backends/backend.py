@@ -18,6 +18,7 @@ from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 from muster.core.typed_json import JsonObject
+from muster.core.types import JobRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,9 @@ class Backend:
     hosts by the hour. Pure. None: nothing."""
     cluster: OpenCluster | None = None
     """None: hosts are not created or removed from here."""
+    access: Callable[[RunSpec, JobRequest], Sequence[str]] | None = None
+    """What stands in the way of this request, in sentences, asked without sending it: limits, quota, when it would
+    start. Raises the place's refusal. None: nobody can be asked; a cluster's ``look`` may."""
     rehearse: Rehearse | None = None
     """None: a preflight would not be cheaper than the run."""
     take_out: Callable[[str, str], str] | None = None

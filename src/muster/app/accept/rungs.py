@@ -25,11 +25,13 @@ from muster.chaos.target import RunTarget
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
+from muster.core.event_details.hosts import AgentStarted
 from muster.core.event_details.run import RunFinished
 from muster.report.audit.invariants import broken, check
 from muster.storage.run_registry import RunDir
 
 HOSTS = 2
+ONE_MACHINE = "one machine: its hosts have one kernel"
 FIRST_STEPS, MORE_STEPS = 5, 5
 SMALL_MACHINE = "e2-standard-4"
 """Of a cluster's own small pool."""
@@ -53,6 +55,8 @@ class Trial:
     run: RunDir | None = None
     killed: str = ""
     up: bool = False
+    rehearsal: str | None = None
+    """What showed that this is not the place itself."""
 
     @property
     def spec(self) -> RunSpec:
@@ -103,9 +107,12 @@ class Trial:
     def access(self, meter: Meter) -> str:
         launcher = backends.load(self.spec.backend)
         offers = launcher.offers(self.spec)
-        if self.cluster is None:
-            return f"{len(offers)} kinds of hosts on offer"
-        return "; ".join(self.cluster.look()) or "nothing is in the way"
+        found = [f"{len(offers)} kinds of hosts on offer"]
+        if (ask := backends.get(self.spec.backend).access) is not None:
+            found += ask(self.spec, submit_.preview(self.loaded))
+        if self.cluster is not None:
+            found = list(self.cluster.look()) or ["nothing is in the way"]
+        return "; ".join(found)
 
     # ------------------------------------------------------------ cents
 
@@ -127,7 +134,14 @@ class Trial:
         submitted = submit_.submit(self.loaded, argv=["muster", "accept"])
         self.run = submitted.run
         self._wait_for_step(meter, FIRST_STEPS, START_S)
+        if self._on_one_machine():
+            self.rehearsal = ONE_MACHINE
         return f"run {self.run.run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
+
+    def _on_one_machine(self) -> bool:
+        """Whether all hosts have one kernel: processes, network namespaces or containers of a single machine."""
+        boots = {event.host: event.read(AgentStarted).boot_id for event in self._target().events(AgentStarted.kind)}
+        return len(boots) > 1 and len({boot for boot in boots.values() if boot is not None}) == 1
 
     def check(self, meter: Meter) -> str:
         found = check_run(self._run().run_id)
@@ -251,7 +265,7 @@ def trial(loaded: Loaded, cluster: Cluster | None, budget_usd: float) -> Trial:
         raise UsageError(
             "what a host costs is not known, so no budget can be kept",
             hint="resources.machine, provisioning_model and locations of a row in `muster prices`, or "
-            "resources.usd_per_host_hour",
+            "resources.usd_per_host_hour; provisioning_model: owned for machines that cost nobody anything",
         )
     # The supervisor keeps it too, should this program die.
     limits = spec.limits.model_copy(update={"max_usd": min(budget_usd, spec.limits.max_usd or budget_usd)})

@@ -84,6 +84,17 @@ class Slurm:
             raise NoAnswer(str(reason_text.refusal("sbatch", done.stderr or f"answered {done.stdout[:80]!r}")))
         raise reason_text.refusal("sbatch", done.stderr)
 
+    def test(self, script: str) -> str:
+        """Ask when and where a job of this text would start; nothing is submitted. Raises as ``submit``."""
+        done = self._run("sbatch", "--test-only", stdin=script)
+        if done.returncode:
+            raise reason_text.refusal("sbatch", done.stderr)
+        return " ".join((done.stderr or done.stdout).split()).removeprefix("sbatch: ")
+
+    def partition(self, name: str) -> dict[str, str]:
+        """``MaxTime``, ``MaxNodes``, ``State`` and the rest."""
+        return next(parse.pairs(self._ask("scontrol", "show", "partition", name, "--oneliner").stdout), {})
+
     def cancel(self, job_id: str) -> None:
         """End a job; gone is success."""
         done = self._run("scancel", job_id)
@@ -142,9 +153,9 @@ class Slurm:
             raise reason_text.refusal(argv[0], done.stderr)
         return done
 
-    def _run(self, *argv: str, env: Mapping[str, str] | None = None) -> Completed:
+    def _run(self, *argv: str, env: Mapping[str, str] | None = None, stdin: str | None = None) -> Completed:
         try:
-            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, timeout_s=TIMEOUT_S)
+            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, stdin=stdin, timeout_s=TIMEOUT_S)
         except BackendError as error:
             if "not found" in str(error):
                 raise BackendError(

@@ -155,6 +155,10 @@ NIGHTLY = {
     "test_sweep_live.py::test_ctrl_c_saves_its_trials_the_same_words_go_on_and_limits_hold_for_all": (
         "test_sweep_live.py::test_a_killed_sweep_goes_on_and_so_does_a_trial_that_lost_its_machine"
     ),
+    "test_accept_slurm_live.py": "test_slurm_access.py, test_ladder.py; test_slurm_live.py is on the same Slurm",
+    "test_sweep_slurm_live.py": (
+        "test_sweep_live.py::test_a_killed_sweep_goes_on_and_so_does_a_trial_that_lost_its_machine"
+    ),
     "test_slurm_container_live.py::test_a_run_in_containers_saves_swaps_and_stops": (
         "test_slurm_container_live.py::test_ranks_see_googles_fabric_all_cores_and_the_runs_variables[pyxis]"
     ),
@@ -289,6 +293,33 @@ NIGHTLY = {
     ),
     "test_verbs_live.py::test_train_in_a_pipe_stops_on_ctrl_c_and_goes_on_bit_for_bit": (
         "test_recovery_live.py::test_ctrl_c_saves_and_a_second_start_goes_on_bit_for_bit"
+    ),
+    "test_slurm_live.py::test_a_cut_link_and_then_the_supervisors_node_while_another_run_goes_on": (
+        "test_slurm_live.py::test_a_time_limit_is_continued_in_a_second_job, "
+        "test_recovery_live.py::test_a_cut_link_is_silence_and_the_spare_takes_over"
+    ),
+    "test_recovery_live.py::test_everything_is_killed_and_the_run_goes_on_from_its_checkpoint": (
+        "test_recovery_live.py::test_the_supervisor_dies_and_a_new_one_takes_over, "
+        "test_train_resume_live.py::test_resume_to_the_bit_after_a_kill_in_mid_save[plain-marker]"
+    ),
+    "test_verbs_live.py::test_sigterm_saves_and_says_75_a_second_signal_leaves_at_once": (
+        "test_train_live.py::test_under_torchrun_a_sigterm_saves_and_the_next_start_goes_on"
+    ),
+    "test_chaos_live.py::test_the_fork_server_dies_and_takes_the_store_with_it": (
+        "test_strikes_live.py::test_struck_at_random"
+    ),
+    "test_chaos_live.py::test_a_supervisor_that_stood_still_blames_nobody": "test_host_liveness.py, in virtual time",
+    "test_second_user_live.py::test_a_run_goes_on_and_down_beside_a_folder_that_took_its_memorys_name": (
+        "test_memory_dir.py::test_a_new_folder_is_its_owners_alone_and_its_name_cannot_be_guessed"
+    ),
+    "test_weather_live.py::test_clocks_that_are_stepped_by_an_hour_are_nobodys_incident": (
+        "test_stepped_lease.py, test_stepped_clock.py"
+    ),
+    "test_plan_memory_live.py::test_the_trace_agrees_with_the_closed_form": (
+        "test_plan_memory_live.py::test_ranks_grow_as_predicted[fp32 wide tied]"
+    ),
+    "test_ledger_live.py::test_the_identity_closes_and_everything_has_a_name": (
+        "test_identity.py, test_report_page_live.py::test_it_draws_every_chart_without_an_error"
     ),
     "test_weather_live.py::test_a_disk_that_fails_and_then_is_slow": (
         "test_weather_live.py::test_a_full_disk_costs_saves_and_nothing_else"

@@ -72,6 +72,8 @@ class FakeSlurm:
     """Rows of ``sacctmgr show user ... withassoc``; None: there is no accounting, and it says so."""
     qualities: str = ""
     """Rows of ``sacctmgr show qos``."""
+    given: str = ""
+    """Standard input of the last call."""
     immortal: bool = False
     """``scancel`` is taken, and jobs go on: nodes that do not answer."""
 
@@ -84,6 +86,7 @@ class FakeSlurm:
         timeout_s: float | None = None,
     ) -> Completed:
         self.asked.append(tuple(argv))
+        self.given = stdin or ""
         works, complaint = self.trouble.pop(argv[0], (True, ""))
         said = getattr(self, f"_{argv[0]}")(list(argv[1:])) if works else ""
         if isinstance(said, Completed):
@@ -93,14 +96,13 @@ class FakeSlurm:
         return Completed(argv=tuple(argv), returncode=0, stdout=said, stderr="")
 
     def _sbatch(self, words: list[str]) -> str | Completed:
-        path = Path(words[-1])
-        if refused := self._refused(path.read_text()):
+        test = words == ["--test-only"]  # of a script on standard input
+        if refused := self._refused(self.given if test else Path(words[-1]).read_text()):
             return Completed(argv=("sbatch", *words), returncode=1, stdout="", stderr=refused)
-        if "--test-only" in words:  # which is said as an error
-            told = (
-                "sbatch: Job 7 to start at 2026-11-27T09:00:00 using 2 processors on nodes n[1-2] in partition main\n"
-            )
-            return Completed(argv=("sbatch", *words), returncode=0, stdout="", stderr=told)
+        if test:  # which is said on standard error
+            told = "Job 7 to start at 2026-11-27T09:00:00 using 416 processors on nodes n[1-2] in partition main"
+            return Completed(argv=("sbatch", *words), returncode=0, stdout="", stderr=f"sbatch: {told}\n")
+        path = Path(words[-1])
         name = next(word.partition("=")[2] for word in words if word.startswith("--job-name="))
         number = str(len(self.jobs) + 1)
         job = FakeJob(id=number, name=name, folder=str(path.parent), process=None, state="PENDING", reason="Resources")

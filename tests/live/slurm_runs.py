@@ -60,9 +60,9 @@ class User:
         for name in ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "MUSTER_MEMORY_DIR"):
             self.env.pop(name, None)
 
-    def muster(self, *words: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+    def muster(self, *words: str, code: int | None = 0, limit_s: float = 120) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [*MUSTER, *words], cwd=self.home, env=self.env, capture_output=True, text=True, timeout=120, check=False
+            [*MUSTER, *words], cwd=self.home, env=self.env, capture_output=True, text=True, timeout=limit_s, check=False
         )
         assert code is None or done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done

@@ -7,7 +7,7 @@ from cluster import LiveRun, spec_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
-STEPS = {"training.steps": 200}
+STEPS = {"training.steps": 100}
 
 
 def resumed(run):

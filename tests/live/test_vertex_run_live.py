@@ -54,7 +54,7 @@ pytestmark = [
 ACCOUNT = "trainer@example-project.iam.gserviceaccount.com"
 REGION = "us-central1"
 NOTICE_S = 25.0
-STEPS = 500
+STEPS = 160
 CONTAINER = ["unshare", "--uts", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child"]
 
 

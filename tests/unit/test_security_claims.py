@@ -30,6 +30,16 @@ def test_every_row_names_a_test(page, least):
     assert not [row for row in claims if not re.search(TEST, row.rstrip("| ").rpartition(" | ")[2])]
 
 
+def test_every_paragraph_that_claims_something_names_a_test():
+    """Beside the tables: what is asked of the reader, and how the page is read, claims nothing."""
+    page = PAGES["SECURITY.md"].partition("## In short")[2]
+    paragraphs = re.split(r"\n(?:\n|(?=\* ))", page)
+    free = ("|", "#", "He can", "Three readers", "Known gaps")
+    claims = [one.strip() for one in paragraphs if one.strip() and not one.strip().startswith(free)]
+    assert len(claims) >= 7
+    assert [one for one in claims if not re.search(TEST, one)] == []
+
+
 def lines_with(pattern):
     return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

@@ -76,11 +76,11 @@ class HostAgent:
             on_note=lambda text: self.log.note(text),
         )
         self.memory_watch.listen()
-        home = open_home(identity.run_dir)
+        home, boot = open_home(identity.run_dir), processes.boot_id()
         self.log = HostLog(home=home, run_id=identity.run_id, host=identity.host, pod=identity.pod)
         self.home = HostHome(home=home, hub=self.hub, on_note=self.log.note)
         self._make_parts()
-        self.log.write("agent.started", {"pid": os.getpid(), "ranks": self.pool.ranks_per_host})
+        self.log.write("agent.started", {"pid": os.getpid(), "ranks": self.pool.ranks_per_host, "boot_id": boot})
 
     def _make_parts(self) -> None:
         identity, hub, log = self.identity, self.hub, self.log
@@ -121,9 +121,9 @@ class HostAgent:
     def _make_pool(self) -> None:
         identity, hub, log = self.identity, self.hub, self.log
         self.pool = RankPool(
-            identity=identity, hub=hub, log=log, spec=lambda: self.spec, send=lambda told: self.evidence.report(told),
-            is_supervised=lambda: self.link.connected, is_prepared=lambda: self.programs.prepared,
-            on_warm=self._check_ready,
+            identity=identity, hub=hub, log=log, spec=lambda: self.spec, on_warm=self._check_ready,
+            send=lambda told: self.evidence.report(told), is_supervised=lambda: self.link.connected,
+            is_prepared=lambda: self.programs.prepared,
             forks=Forks(
                 spawn=self.fork_server.spawn, reaps=self.fork_server.reaps,
                 opens_contexts=lambda: self.fork_server.opens_contexts,

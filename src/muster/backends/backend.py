@@ -19,6 +19,7 @@ from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 from muster.core.typed_json import JsonObject
+from muster.core.types import JobRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Capabilities:
     """Its machines are a project's: the user's defaults (project, region, bucket) stand in for keys left out."""
     trains_on_tpus: bool = False
     """Its hosts may be TPU machines (``resources.device: tpu``)."""
+    in_regions: bool = False
+    """Its machines are a region's: a zone means its region where places are compared."""
     supervised_in_terminal: bool = False
     """``muster train`` and ``muster recover --watch``: the supervisor may run in the foreground."""
 
@@ -101,6 +104,9 @@ class Backend:
     hosts by the hour. Pure. None: nothing."""
     cluster: OpenCluster | None = None
     """None: hosts are not created or removed from here."""
+    access: Callable[[RunSpec, JobRequest], Sequence[str]] | None = None
+    """What stands in the way of this request, in sentences, asked without sending it: limits, quota, when it would
+    start. Raises the place's refusal. None: nobody can be asked; a cluster's ``look`` may."""
     rehearse: Rehearse | None = None
     """None: a preflight would not be cheaper than the run."""
     site: Callable[[], Site] | None = None

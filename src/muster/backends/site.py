@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from muster.config.spec import RunSpec
-from muster.core.types import JobRequest
 
 
 class Wait(Protocol):
@@ -28,8 +27,8 @@ class Looked:
     """What a small job saw."""
 
     said: str
-    played: str | None
-    """The sign that machines are played, so that whatever is climbed there is a rehearsal; None: there is none."""
+    kernels: tuple[str, ...]
+    """Each host's, by its number since it started: hosts with one number are one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +49,8 @@ class Site(Protocol):
         """The run file as an acceptance sends it: short jobs. Pure."""
         ...
 
-    def access(self, spec: RunSpec) -> Sequence[str]:
-        """What is in a run's way, by asking alone: what was found.
-
-        Raises:
-            AccessError, CapacityError, UsageError, BackendError: what is in its way, in one sentence.
-        """
-        ...
-
-    def preflight(self, spec: RunSpec, request: JobRequest, wait: Wait) -> Looked:
-        """Whether ``request`` would be taken; then a small job on as many hosts, on processors alone, that sees what a
-        run's programs need. Nothing of it is left.
+    def look(self, spec: RunSpec, wait: Wait) -> Looked:
+        """A small job on as many hosts, on processors alone, that sees what a run's programs need; nothing of it stays.
 
         Raises:
             MusterError: what is missing, in one sentence.
@@ -76,5 +66,5 @@ class Site(Protocol):
         ...
 
     def left(self) -> list[str]:
-        """What still exists of what ``preflight`` and ``held`` made, one phrase each; asks for its end once more."""
+        """What still exists of what ``look`` and ``held`` made, one phrase each; asks for its end once more."""
         ...

@@ -15,6 +15,7 @@ from muster.app.completion import key_paths, run_ids
 from muster.cli import output
 
 if TYPE_CHECKING:
+    from muster.app.run.submit import Submitted
     from muster.app.run.train import Ended
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
@@ -51,17 +52,42 @@ def submit(
     overrides: list[str] = OVERRIDES,
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be sent; change nothing."),
     backend: str | None = typer.Option(None, "--backend", help="Instead of the file's."),
+    places: str | None = typer.Option(
+        None, "--backends", metavar="A,B", help="Ask in the plan's order, the cheapest first: gke,vertex,gce."
+    ),
+    wait: float | None = typer.Option(
+        None, "--wait", min=0.0, metavar="HOURS", help="With --backends: for hosts, then ask the next place."
+    ),
 ) -> None:
     """Start a run in the background and print its id. The terminal may be closed."""
     from muster.app.run import submit as use_case
 
+    if places is not None and (dry_run or backend):
+        raise api.UsageError("--backends asks several places: give it without --backend and --dry-run")
+    if wait is not None and places is None:
+        raise api.UsageError("--wait is for --backends", hint="muster submit RUN.yaml --backends gke,vertex --wait 2")
+    if places is not None:
+        from muster.app.submit_places import submit_to_first
+
+        names = [name.strip() for name in places.split(",") if name.strip()]
+        patience_s = None if wait is None else wait * 3600
+        argv = ["muster", *sys.argv[1:]]
+        _submitted(
+            submit_to_first(
+                run_file, overrides or [], names=names, patience_s=patience_s, argv=argv, tell=output.info
+            )
+        )  # fmt: skip
+        return
     loaded = _load(run_file, [*(overrides or []), *([f"backend={backend}"] if backend else [])])
     if dry_run:
         from dataclasses import asdict
 
         output.as_json(asdict(use_case.preview(loaded)))
         return
-    result = use_case.submit(loaded, argv=["muster", *sys.argv[1:]], tell=output.info)
+    _submitted(use_case.submit(loaded, argv=["muster", *sys.argv[1:]], tell=output.info))
+
+
+def _submitted(result: Submitted) -> None:
     output.result(result.run.run_id)
     if result.again:
         output.info("it is already running; nothing was started")

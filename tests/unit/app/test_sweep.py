@@ -9,7 +9,7 @@ from muster.app.sweep import ranges, sweep, trial
 from muster.app.sweep.budget import Budget
 from muster.app.sweep.definition import define
 from muster.config.spec import Limits
-from muster.core.errors import ConflictError, MusterError, RunFileError, UsageError
+from muster.core.errors import BackendError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.events import Event
 from muster.core.types import JobState, JobStatus
 from muster.storage import run_registry, sweep_record
@@ -229,6 +229,46 @@ def test_a_trial_that_lost_its_machine_goes_on_and_one_that_cannot_has_failed(ru
     result, told = swept(run_file, world, trials=3, pruner="none")
     assert [known.state for known in result.record.trials] == ["complete", "complete", "failed"]
     assert "trial 0: lost its machine; it goes on from step 2" in told and "trial 2 has failed: as it went" in told
+
+
+def test_a_back_end_that_does_not_answer_for_a_while_decides_nothing(run_file, world, monkeypatch):
+    """A controller of Slurm that restarts; trials go on meanwhile."""
+    silent = {3, 4, 5}
+    look = Fake.look
+
+    def unreachable(self):
+        if world.looks in silent:
+            raise BackendError("Unable to contact slurm controller\nmore")
+        return look(self)
+
+    monkeypatch.setattr(Fake, "look", unreachable)
+    result, told = swept(run_file, world, trials=2, parallel=2, pruner="none")
+    assert (result.exit_code, [known.state for known in result.record.trials]) == (0, ["complete"] * 2)
+    assert [line for line in told if "nobody says" in line] == [
+        f"trial {number}: nobody says how it is: Unable to contact slurm controller" for number in (0, 1)
+    ], "each once"
+
+
+def test_ctrl_c_while_the_back_end_does_not_answer_still_asks_each_trial_to_save(run_file, world, monkeypatch):
+    def interrupt(count):
+        if count == 2:
+            monkeypatch.setattr(Fake, "look", silent)
+            raise KeyboardInterrupt
+
+    def silent(self):
+        raise BackendError("no answer")
+
+    world.at_look = interrupt
+    monkeypatch.setattr(sweep, "LEAVE_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        swept(run_file, world, trials=2, parallel=2, pruner="none")
+    assert {run.state for run in world.runs.values()} == {JobState.STOPPED}
+
+
+@pytest.mark.parametrize(("backend", "seconds"), [("local", 1.0), ("slurm", 15.0)])
+def test_a_scheduler_that_serves_others_too_is_asked_less_often(run_file, world, backend, seconds):
+    swept(run_file, world, trials=1, overrides=[f"backend={backend}", "resources.device=cpu"])
+    assert world.now_s == pytest.approx(seconds * world.looks) and world.looks >= 3
 
 
 def test_a_trial_that_is_lost_again_and_again_without_a_step_is_given_up(run_file, world):

@@ -378,3 +378,11 @@ def test_pruning_spares_the_best_by_held_out_loss(store, folder):
     )  # the best is damaged: the next one takes its place
     manifest.prune(store, folder, keep_last=1, keep_best=1, run_id="run", attempt=1)
     assert steps(store, folder) == [(60, 1), (30, 1)]
+
+
+def test_a_whole_version_of_somebody_else_who_can_write_there_counts(store, folder):
+    """SECURITY.md says so: checksums find accidents, and are no signatures."""
+    claim(store, folder, 1)
+    write(store, folder, 1)
+    forged = write(store, folder, 2, data=b"not theirs")
+    assert steps(store, folder)[0] == (2, 1) and manifest.missing(forged) is None and manifest.damage(forged) is None

@@ -50,10 +50,16 @@ def test_one_file_three_places(run_file):
 
 
 def test_a_place_that_cannot_is_told_why_and_comes_last(run_file):
-    found = places(run_file("us-central1-a"), names=["vertex", "gce", "gke"])
+    found = places(run_file("us-central1"), names=["vertex", "gce", "gke"])
     last = found[-1]
-    assert last.name == "vertex" and last.planned is None and "resources.locations" in last.reason
+    assert last.name == "gce" and last.planned is None and "resources.locations" in last.reason
     assert found[0].planned is not None
+
+
+def test_a_zone_is_its_region_where_machines_are_a_regions(run_file):
+    found = places(run_file("us-central1-a"), names=["vertex", "gce", "gke"])
+    assert all(one.planned is not None for one in found) and found[-1].name == "vertex"
+    assert found[-1].planned.plan.spec["resources"]["locations"] == ["us-central1"]
 
 
 def test_as_a_person_types_it(run_file, capsys):

@@ -9,6 +9,7 @@ import pytest
 from muster.core import processes
 from muster.core.errors import UsageError
 from muster.core.event_log import EventLog
+from muster.data import cache
 from muster.storage import job_record, memory_dir, run_registry
 
 
@@ -102,3 +103,9 @@ def test_another_users_folder_with_the_runs_name_is_no_leftover_of_it(tmp_path, 
     ours = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
     assert memory_dir.left_over(tmp_path / "run", "a-run") == ([], [planted])
+
+
+def test_prepared_data_follow_the_umask(tmp_path):
+    """A cache may be shared on purpose; here nobody is kept out."""
+    cache.build_once(tmp_path / "cache" / "data", lambda partial, kept: (partial / "rows").write_text("x") and None)
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o066 for path in (tmp_path / "cache" / "data").rglob("*")} == {0o066}

@@ -66,7 +66,7 @@ def accept(
         rehearsal = rehearsal or EMULATED
     began, meter = datetime.now(UTC), Meter(budget=budget, unit=tried.unit, clock=clock or SystemClock())
     climbed = climb(tried.rungs(), tried.clearing(), meter, tell)
-    rehearsal = rehearsal or tried.played
+    rehearsal = rehearsal or tried.rehearsal
     found = record.record(tried.spec, climbed, budget=budget, unit=tried.unit, began=began, rehearsal=rehearsal)
     path = record.write(folder, found)
     signature = record.sign(path, key, found, shell or SystemShell()) if key is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from muster import backends
@@ -30,6 +31,7 @@ from muster.chaos.target import RunTarget
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
+from muster.core.event_details.hosts import AgentStarted
 from muster.core.event_details.run import RunFinished
 from muster.health.verdicts import Verdict
 from muster.probe.programs import network_command
@@ -37,10 +39,12 @@ from muster.report.audit.invariants import broken, check
 from muster.storage.run_registry import RunDir
 
 HOSTS = 2
+ONE_MACHINE = "one machine: its hosts have one kernel"
 FIRST_STEPS, MORE_STEPS = 5, 5
 SMALL_MACHINE = "e2-standard-4"
 """Of a cluster's own small pool."""
 UP_S, PREFLIGHT_S, START_S, RECOVERY_S = 3600.0, 1800.0, 3600.0, 1800.0
+LEAST_S = 60.0
 END_HOST = "muster.chaos.end_host"
 #: What a trial changes in the run file.
 OVERRIDES = (
@@ -60,11 +64,11 @@ class Trial:
     """In ``unit``."""
     unit: Unit = DOLLARS
     site: Site | None = None
-    played: str | None = None
-    """What stands for the place, as the machines themselves show."""
     run: RunDir | None = None
     killed: str = ""
     up: bool = False
+    rehearsal: str | None = None
+    """What showed that this is not the place itself."""
 
     @property
     def spec(self) -> RunSpec:
@@ -120,11 +124,12 @@ class Trial:
     def access(self, meter: Meter) -> str:
         launcher = backends.load(self.spec.backend)
         offers = launcher.offers(self.spec)
-        if self.site is not None:
-            return "; ".join([f"{len(offers)} kinds of hosts on offer", *self.site.access(self._resolved())])
-        if self.cluster is None:
-            return f"{len(offers)} kinds of hosts on offer"
-        return "; ".join(self.cluster.look()) or "nothing is in the way"
+        found = [f"{len(offers)} kinds of hosts on offer"]
+        if (ask := backends.get(self.spec.backend).access) is not None:
+            found += ask(self._resolved(), submit_.preview(self.loaded))
+        if self.cluster is not None:
+            found = list(self.cluster.look()) or ["nothing is in the way"]
+        return "; ".join(found)
 
     # ------------------------------------------------------------ cents
 
@@ -136,14 +141,16 @@ class Trial:
         return f"{len(lease.resources)} resources"
 
     def preflight(self, meter: Meter) -> str:
+        began_ns, said = meter.clock.monotonic_ns(), list[str]()
         if self.site is not None:
-            request = submit_.preview(self.loaded)
-            looked = self.site.preflight(self._resolved(), request, meter.wait)
-            self.played = looked.played
-            return looked.said
+            looked = self.site.look(self._resolved(), meter.wait)
+            self._judge(looked.kernels)
+            said.append(looked.said)
         if backends.get(self.spec.backend).rehearse is None:
             raise NotHere(f"{self.spec.backend} has no preflight")
-        return preflight_.preflight(self.loaded, timeout_s=PREFLIGHT_S, clock=meter.clock).reason
+        left_s = PREFLIGHT_S - (meter.clock.monotonic_ns() - began_ns) / 1e9
+        said.append(preflight_.preflight(self.loaded, timeout_s=max(LEAST_S, left_s), clock=meter.clock).reason)
+        return "; ".join(said)
 
     # ------------------------------------------------------------ dollars
 
@@ -170,7 +177,15 @@ class Trial:
         submitted = submit_.submit(self.loaded, argv=["muster", "accept"])
         self.run = submitted.run
         self._wait_for_step(meter, FIRST_STEPS, START_S)
+        started = self._target().events(AgentStarted.kind)
+        boots = {event.host: event.read(AgentStarted).boot_id for event in started}
+        self._judge([boot for boot in boots.values() if boot is not None])
         return f"run {self.run.run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
+
+    def _judge(self, kernels: Sequence[str]) -> None:
+        """Hosts that share a kernel are processes, network namespaces or containers of a single machine."""
+        if len(set(kernels)) < len(kernels):
+            self.rehearsal = ONE_MACHINE
 
     def check(self, meter: Meter) -> str:
         found = check_run(self._run().run_id)
@@ -312,7 +327,7 @@ def trial(loaded: Loaded, cluster: Cluster | None, budget: float) -> Trial:
         raise UsageError(
             "what a host costs is not known, so no budget can be kept",
             hint="resources.machine, provisioning_model and locations of a row in `muster prices`, or "
-            "resources.usd_per_host_hour",
+            "resources.usd_per_host_hour; provisioning_model: owned for machines that cost nobody anything",
         )
     # The supervisor keeps it too, should this program die.
     limits = spec.limits.model_copy(update={"max_usd": min(budget, spec.limits.max_usd or budget)})

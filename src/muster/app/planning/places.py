@@ -3,6 +3,8 @@ not, or cannot be."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from muster.app.planning.plan import Planned, plan
+from muster.config import load
 from muster.config.backends import BACKENDS
 from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import JsonObject
@@ -50,6 +53,7 @@ def places(
     home: Path | None = None,
 ) -> list[Place]:
     """The cheapest first (``fastest``: the fastest); those without a plan last, those whose price nobody knows before.
+    Where ``resources.locations`` has zones, a back end whose machines are in regions is planned in their regions.
 
     ``names``: of back ends, or of ``DEVICES``.
 
@@ -62,7 +66,11 @@ def places(
             raise UsageError(f"there is no {what} {name!r}", hint=" ".join(known))
     found: list[Place] = []
     for name in dict.fromkeys(names):
-        own = [*overrides, f"backend={name}"] if by == "backend" else overrides
+        own = (
+            [*overrides, f"backend={name}", *_located(run_file, overrides, names, name)]
+            if by == "backend"
+            else overrides
+        )
         device = None if by == "backend" else DEVICES[name]
         try:
             planned = plan(run_file, own, fastest=fastest, now=now, home=home, environment=False, device=device)
@@ -72,6 +80,20 @@ def places(
             found.append(Place(name=name, by=by, planned=planned, reason=""))
     found.sort(key=lambda one: _order(one, fastest))
     return [_explained(one, found[0], fastest) for one in found]
+
+
+def _located(run_file: str | Path, overrides: Sequence[str], names: Sequence[str], name: str) -> list[str]:
+    """The regions of the run file's zones, as an override, for a back end that wants regions."""
+    if not BACKENDS.get(name).capabilities.in_regions:
+        return []
+    for other in names:  # the file may hold for one of them alone
+        try:
+            given = load.load(run_file, [*overrides, f"backend={other}"], environment=False).spec.resources.locations
+        except MusterError:
+            continue
+        regions = dict.fromkeys(re.sub(r"(?<=\d)-[a-z]$", "", location) for location in given)
+        return [f"resources.locations={json.dumps(list(regions))}"] if list(regions) != given else []
+    return []
 
 
 def _order(place: Place, fastest: bool) -> tuple[int, float]:

@@ -51,6 +51,8 @@ class Planned:
     """A plan, and what a table of it needs."""
 
     plan: Plan
+    spec: RunSpec
+    """The run file's, before the plan's settings."""
     work: Workload
     outcome: Outcome
     chosen: Candidate
@@ -97,10 +99,7 @@ def plan(
     frontier, rejected = plan_file.ways(work, outcome)
     here = backends.get(spec.backend).capabilities.uses_this_machine and not problem.tpus
     return Planned(
-        work=work,
-        outcome=outcome,
-        chosen=chosen,
-        here=here,
+        spec=spec, work=work, outcome=outcome, chosen=chosen, here=here,
         limits={"max_usd": problem.limits.max_usd, "max_hours": problem.limits.max_hours},
         plan=Plan(
             run_file=os.path.abspath(loaded.source),
@@ -122,7 +121,7 @@ def plan(
             job=work.title,
             evaluated_settings=outcome.evaluated,
         ),
-    )
+    )  # fmt: skip
 
 
 def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -300,6 +299,11 @@ def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> JsonObject:
     if backends.get(spec.backend).capabilities.uses_this_machine:
         return {key: value for key, value in result.items() if key not in _ELSEWHERE}
     return result
+
+
+def settings_of(planned: Planned, candidate: Candidate) -> JsonObject:
+    """Key of the run file -> value: what makes it the run of ``candidate``, which need not be the chosen one."""
+    return _settings(planned.spec, planned.work, candidate)
 
 
 def _chances(limits: Limits, chosen: Candidate) -> dict[str, float]:

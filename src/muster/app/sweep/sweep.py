@@ -16,6 +16,7 @@ from muster.app.sweep.budget import Budget
 from muster.app.sweep.definition import Definition
 from muster.app.sweep.optimizer import Optimizer
 from muster.app.sweep.trial import Trial
+from muster.config.backends import BACKENDS
 from muster.core.clock import SystemClock
 from muster.core.errors import BusyError, CapacityError, ConflictError, MusterError
 from muster.core.protocols import Clock
@@ -24,6 +25,8 @@ from muster.storage import run_registry, sweep_record
 from muster.storage.sweep_record import SweepRecord, TrialRecord
 
 LOOK_EVERY_S = 1.0
+#: Where a look asks a service: Slurm's controller serves everybody on the cluster, and Google counts requests.
+LOOK_ELSEWHERE_S = 15.0
 #: After a start that found no machines.
 AGAIN_S = 30.0
 #: So many failed trials in a row, and none complete: what is wrong is wrong with all of them.
@@ -72,6 +75,8 @@ class _Sweep:
     """Ended by their share of the dollars: they are continued once others have left some."""
     said: dict[int, int] = field(default_factory=dict)
     """Trial -> step of the newest held-out loss that was told."""
+    unseen: set[int] = field(default_factory=set)
+    """Of these nobody could say how they are, which was told once."""
     broke: bool = False
     """Not enough dollars are left for another trial."""
     _retry_ns: int = 0
@@ -81,6 +86,8 @@ class _Sweep:
         self.optimizer = Optimizer(
             given.over, sampler=given.sampler, pruner=given.pruner, seed=given.seed, parallel=given.parallel
         )
+        here = BACKENDS.get(given.loaded.spec.backend).capabilities.uses_this_machine
+        self.pause_s = LOOK_EVERY_S if here else LOOK_ELSEWHERE_S
         self.budget = Budget(given.loaded.spec.limits, given.loaded.spec.recovery.grace_s, given.parallel)
         for known in self.record.trials:
             self.optimizer.known(known.values)
@@ -104,7 +111,7 @@ class _Sweep:
             if (reason := self._hopeless()) is not None:
                 self._stop_all(reason)
                 return self._ended(1, reason)
-            self.clock.sleep(LOOK_EVERY_S)
+            self.clock.sleep(self.pause_s)
         if self.short or self.broke:
             return self._ended(130, "limits.max_usd is used up: the same command with more of it goes on")
         if self.aside:
@@ -143,7 +150,7 @@ class _Sweep:
             found = trial.find(known.number, known.run_id)
             if found is None:
                 self._start(known)
-            else:
+            elif self._status(found) is not None:
                 self._continue(found, "goes on")
         while self._has_room() and len(self.record.trials) < self.definition.trials:
             if not self._affords(len(self.record.trials)):
@@ -203,8 +210,21 @@ class _Sweep:
 
     # ------------------------------------------------------------ look
 
+    def _status(self, found: Trial) -> JobStatus | None:
+        """None: its back end does not answer. A trial goes on meanwhile: it is asked again, and nothing is decided."""
+        try:
+            result = found.look()
+        except MusterError as error:
+            if found.number not in self.unseen:
+                self.tell(f"trial {found.number}: nobody says how it is: {str(error).splitlines()[0]}")
+            self.unseen.add(found.number)
+            return None
+        self.unseen.discard(found.number)
+        return result
+
     def _look(self, found: Trial) -> None:
-        status = found.look()
+        if (status := self._status(found)) is None:
+            return
         self.budget.note(found.number, found.held)
         pruned = False
         for step, loss in sorted(found.losses.items()):
@@ -285,14 +305,18 @@ class _Sweep:
     def _stop_all(self, why: str) -> None:
         """Every trial saves and ends; the record keeps them open."""
         for found in self.active.values():
-            if not found.look().state.ended and not found.ending:
+            status = self._status(found)
+            if (status is None or not status.state.ended) and not found.ending:
                 found.end_early(f"muster sweep: {why}", save=True)
         until = time.monotonic() + LEAVE_S
         left = dict(self.active)
         while left and time.monotonic() < until:
-            left = {number: found for number, found in left.items() if not found.look().state.ended}
+            looks = {number: self._status(found) for number, found in left.items()}
+            left = {
+                number: left[number] for number, status in looks.items() if status is None or not status.state.ended
+            }
             if left:
-                self.clock.sleep(0.2)
+                self.clock.sleep(min(0.2 * self.pause_s, 3.0))
         for number in left:
             self.tell(f"trial {number} has not ended yet: muster stop {left[number].run.run_id}")
 

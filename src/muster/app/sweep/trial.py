@@ -94,7 +94,7 @@ class Trial:
         self.ending = True
         try:
             stop.stop(self.run.run_id, save=save, force=not save, wait=False, source=why)
-        except MusterError:
+        except MusterError:  # nobody holds it: it waits in a queue, or its supervisor is gone
             stop.down(self.run.run_id)
 
 

@@ -31,7 +31,7 @@ def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> 
 
 
 def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
-    from muster.backends.gke.manifests.preflight import rehearsal
+    from muster.backends.rehearsal import rehearsal
 
     return rehearsal(spec, machine=machine, mode=mode)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from muster.backends.backend import Backend, Capabilities, RenderedFiles
 from muster.backends.protocols import Launcher
 from muster.backends.site import Site
 from muster.backends.slurm.run_file_rules import rules
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
+from muster.core.types import JobRequest
 
 
 def _launcher() -> Launcher:
@@ -33,6 +36,18 @@ def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: Json
     return RenderedFiles(files=blueprint(spec))
 
 
+def _access(spec: RunSpec, request: JobRequest) -> Sequence[str]:
+    from muster.backends.slurm.access import look
+
+    return look(spec, request)
+
+
+def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
+    from muster.backends.slurm.access import rehearse
+
+    return rehearse(spec, machine=machine, mode=mode)
+
+
 def _take_out(node: str, reason: str) -> str:
     from muster.backends.slurm.drain import drain
 
@@ -53,6 +68,8 @@ BACKEND = Backend(
     image=lambda spec: spec.slurm.container.image if spec.slurm.container is not None else None,
     fixed_keys=("slurm",),
     formats={"yaml": _script, "toolkit": _blueprint},
+    access=_access,
+    rehearse=_rehearse,
     take_out=_take_out,
     site=_site,
 )

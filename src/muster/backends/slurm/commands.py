@@ -84,17 +84,12 @@ class Slurm:
             raise NoAnswer(str(reason_text.refusal("sbatch", done.stderr or f"answered {done.stdout[:80]!r}")))
         raise reason_text.refusal("sbatch", done.stderr)
 
-    def test_only(self, script: str, *, name: str) -> str:
-        """Whether a script would be taken, and when it would start, in Slurm's words; nothing is submitted.
-
-        Raises as ``submit``.
-        """
-        argv = ("sbatch", "--test-only", f"--job-name={name}", script)
-        done = self._run(*argv, env={"SLURM_TIME_FORMAT": "standard"})
+    def test(self, script: str) -> str:
+        """Ask when and where a job of this text would start; nothing is submitted. Raises as ``submit``."""
+        done = self._run("sbatch", "--test-only", stdin=script, env={"SLURM_TIME_FORMAT": "standard"})
         if done.returncode:
             raise reason_text.refusal("sbatch", done.stderr)
-        lines = [line for line in done.stderr.splitlines() if line.strip()]  # it says so as an error
-        return lines[-1].removeprefix("sbatch: ").strip() if lines else ""
+        return " ".join((done.stderr or done.stdout).split()).removeprefix("sbatch: ")
 
     def cancel(self, job_id: str) -> None:
         """End a job; gone is success."""
@@ -187,9 +182,9 @@ class Slurm:
             raise reason_text.refusal(argv[0], done.stderr)
         return done
 
-    def _run(self, *argv: str, env: Mapping[str, str] | None = None) -> Completed:
+    def _run(self, *argv: str, env: Mapping[str, str] | None = None, stdin: str | None = None) -> Completed:
         try:
-            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, timeout_s=TIMEOUT_S)
+            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, stdin=stdin, timeout_s=TIMEOUT_S)
         except BackendError as error:
             if "not found" in str(error):
                 raise BackendError(

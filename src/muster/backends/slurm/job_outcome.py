@@ -84,7 +84,8 @@ def _ended(state: str, job_id: str, run_dir: Path) -> JobStatus:
     if state == "COMPLETED":
         job_state = JobState.FAILED  # a run that is done records it itself
     text = reason_text.ENDINGS.get(state, f"the job ended as {state}")
-    return JobStatus(state=job_state, reason=f"{text} (job {job_id}; {run_dir}/logs/slurm-{job_id}.log)")
+    reason = f"{text} (job {job_id}; {run_dir}/logs/slurm-{job_id}.log)"
+    return JobStatus(state=job_state, reason=reason, exit_code=1 if state in reason_text.OWN_DOING else None)
 
 
 def _accounted(state: str, job_id: str, run_dir: Path, quiet_s: float) -> JobStatus:

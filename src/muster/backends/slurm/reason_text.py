@@ -57,8 +57,10 @@ STATES = {
     "REVOKED": JobState.STOPPED,
     "PREEMPTED": JobState.PREEMPTED,
     "TIMEOUT": JobState.PREEMPTED,
-    "DEADLINE": JobState.PREEMPTED,
 }
+
+#: These are the run's own doing: the same job would end so again. The others may be the machine's.
+OWN_DOING = ("OUT_OF_MEMORY", "DEADLINE")
 
 #: How a job ended, where the run itself recorded no result.
 ENDINGS = {

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import grp
-import os
-import pwd
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster import __version__
 from muster.backends.site import HeldHost, Looked, Wait
-from muster.backends.slurm import parse
-from muster.backends.slurm.commands import Slurm, name_of
+from muster.backends.slurm import reason_text
+from muster.backends.slurm.commands import Job, Slurm, name_of
 from muster.backends.slurm.container import inside, make_places, step_options
 from muster.backends.slurm.launcher import step
-from muster.backends.slurm.script import SCRIPT, gres_of, python_of, reservation_of, time_limit
+from muster.backends.slurm.script import SCRIPT, around, python_of
 from muster.backends.slurm.trial import limits
 from muster.backends.slurm.trial.see import WORD
-from muster.backends.slurm.trial_job import STARTS_WITHIN_S, SmallJob, SmallJobs
 from muster.backends.slurm.trial_node import LOOK, SPEC, WITHIN, log_of, program
 from muster.config.spec import RunSpec
 from muster.core import environment
-from muster.core.errors import MusterError
+from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import JsonObject, parse_object, text
-from muster.core.types import JobRequest
 from muster.storage import run_registry
 
 TIME_LIMIT = "1:00:00"
@@ -34,6 +31,110 @@ TIME_LIMIT = "1:00:00"
 SMALL_TIME_LIMIT = "0:30:00"
 LOOKS = 12
 """For what a node wrote: a network file system shows a new file within a minute."""
+
+
+STARTS_WITHIN_S, ENDS_WITHIN_S = 1800.0, 120.0
+
+
+@dataclass
+class SmallJob:
+    """One, with a folder where runs have theirs."""
+
+    slurm: Slurm
+    name: str
+    folder: Path
+    id: str = ""
+    last: Job | None = None
+    """As it was seen last."""
+    nodes: tuple[str, ...] = ()
+
+    def look(self) -> Job | None:
+        """None: Slurm has forgotten it."""
+        found = self.slurm.jobs(self.name)
+        self.last = found[-1] if found else None
+        if self.last is not None and self.last.nodes and not self.nodes:
+            self.nodes = tuple(self.slurm.hostnames(self.last.nodes))
+        return self.last
+
+    def started(self) -> bool:
+        job = self.look()
+        if job is None or job.ended:
+            raise MusterError(f"job {self.id} ended as {job.state if job else 'nothing'} before it could be used")
+        return job.state == "RUNNING"
+
+    def ended(self) -> bool:
+        job = self.look()
+        return job is None or job.ended
+
+    def why(self) -> str:
+        """Why it waits, or what it does."""
+        if self.last is None:
+            return f"job {self.id} is unknown"
+        if self.last.state == "PENDING":
+            return f"job {self.id} waits: {reason_text.waits(self.last.reason)}"
+        return f"job {self.id} is {self.last.state}"
+
+
+@dataclass
+class SmallJobs:
+    """Those of one acceptance."""
+
+    slurm: Slurm
+    names: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def folder(self, spec: RunSpec) -> Iterator[SmallJob]:
+        """One's folder, beside those of runs; removed in the end.
+
+        Raises:
+            UsageError: it cannot be made.
+        """
+        name = f"accept-{secrets.token_hex(4)}"
+        folder = run_registry.place(name, spec.run_dir).parent / f".{name}"
+        try:
+            run_registry.make_folder(folder / "logs")
+            run_registry.replace_text(folder / SPEC, spec.model_dump_json())
+        except OSError as error:
+            raise UsageError(f"{folder.parent} cannot be written: {error.strerror}", hint="run_dir") from error
+        try:
+            yield SmallJob(slurm=self.slurm, name=name, folder=folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def sent(self, job: SmallJob, spec: RunSpec, argv: Sequence[str], wait: Wait) -> Iterator[None]:
+        """Submitted, as a script that becomes ``argv``; in the end it is cancelled and waited for.
+
+        Raises:
+            MusterError: Slurm refuses.
+        """
+        path = job.folder / SCRIPT
+        run_registry.replace_text(path, around(argv, spec, run_id=job.name, run_dir=str(job.folder)))
+        self.names.append(job.name)
+        try:
+            job.id = self.slurm.submit(str(path), name=name_of(job.name))
+            yield
+        finally:
+            self._end(job.name, wait)
+
+    def _end(self, name: str, wait: Wait) -> None:
+        """By its name: a submission's answer may have been lost. What does not end is among ``left``."""
+        with contextlib.suppress(MusterError):
+            living = [job for job in self.slurm.jobs(name) if not job.ended]
+            for job in living:
+                self.slurm.cancel(job.id)
+            if living:
+                wait(lambda: not self._living(name), "end of the small job", ENDS_WITHIN_S)
+
+    def _living(self, name: str) -> list[Job]:
+        return [job for job in self.slurm.jobs(name) if not job.ended and job.state != "COMPLETING"]
+
+    def left(self) -> list[str]:
+        """Those that have not ended, which are asked to once more."""
+        found = [job for name in self.names for job in self._living(name)]
+        for job in found:
+            self.slurm.cancel(job.id)
+        return [f"job {job.id} ({job.state})" for name in self.names for job in self._living(name)]
 
 
 @dataclass
@@ -53,54 +154,14 @@ class SlurmSite:
     def python(self, spec: RunSpec) -> str:
         return python_of(spec)
 
-    # ------------------------------------------------------------ by asking
-
-    def access(self, spec: RunSpec) -> Sequence[str]:
-        """The controller, the partition, and what the accounting allows where there is one."""
-        config = self.slurm.configuration()
-        want = asked(spec)
-        row = limits.partition_of(self.slurm.partitions(), want)
-        name = row["PartitionName"]
-        limits.check_partition(row, want, groups=_groups())
-        said = [
-            f"Slurm {config.get('SLURM_VERSION', '(no version told)')}",
-            f"partition {name} of {row.get('TotalNodes', '?')} nodes, jobs of {row.get('MaxTime', '?')} at most",
-        ]
-        if not config.get("AccountingStorageType", "").endswith("slurmdbd"):
-            return [*said, "no accounting, so no account"]
-        return [*said, self._accounting(want, name, config)]
-
-    def _accounting(self, want: limits.Asked, partition: str, config: Mapping[str, str]) -> str:
-        enforced = {word.strip() for word in config.get("AccountingStorageEnforce", "").lower().split(",")}
-        user = _user()
-        if not enforced & {"associations", "limits", "qos", "safe"}:
-            return "accounting enforces nothing"
-        rows = self.slurm.associations(user, config.get("ClusterName", ""))
-        # Limits and QOS imply associations (man slurm.conf, AccountingStorageEnforce).
-        found = limits.account_of(rows, want, partition, user=user, enforced={*enforced, "associations"})
-        if found is None:
-            return "accounting enforces nothing"
-        if enforced & {"limits", "safe"}:
-            limits.check_limits(f"account {found['account']}", found, want)
-            if want.qos is not None and (qos := self.slurm.qos(want.qos)):
-                limits.check_limits(f"QOS {want.qos}", qos, want)
-        return f"account {found['account']}, QOS {want.qos or found['qos'] or 'none named'}"
-
     # ------------------------------------------------------------ by a job
 
-    def preflight(self, spec: RunSpec, request: JobRequest, wait: Wait) -> Looked:
-        """``sbatch --test-only`` of the run's script, then a job that looks from every node."""
-        small = _small(spec)
-
-        def body(folder: Path) -> list[str]:
-            return program(python_of(spec), LOOK, str(folder))
-
-        word = secrets.token_hex(8)
+    def look(self, spec: RunSpec, wait: Wait) -> Looked:
+        """By a job without accelerators, from every node."""
+        small, word = _small(spec), secrets.token_hex(8)
         with self.jobs.folder(small) as job:
-            run_registry.replace_text(job.folder / "run.sh", request.files[SCRIPT])
-            taken = self.slurm.test_only(str(job.folder / "run.sh"), name=name_of(request.run_id))
             run_registry.replace_text(job.folder / WORD, word)
-            with self.jobs.sent(job, small, body, wait):
+            with self.jobs.sent(job, small, program(python_of(spec), LOOK, str(job.folder)), wait):
                 wait(job.ended, f"end of job {job.id}", STARTS_WITHIN_S, job.why)
                 seen = _seen(job, spec.resources.hosts, wait)
         for one in seen:
@@ -110,18 +171,17 @@ class SlurmSite:
         versions = f", Muster {', '.join(others)} there and {__version__} here" if others else ""
         where = " in the container" if spec.slurm.container is not None else ""
         names = ", ".join(text(one, "node") for one in seen)
-        return Looked(
-            said=f"{taken}; {names} import Muster{where} and share the folder{versions}", played=_played(seen)
-        )
+        said = f"{names} import Muster{where} and share the folder{versions}"
+        return Looked(said=said, kernels=tuple(text(one, "boot_id") for one in seen))
 
-    @contextlib.contextmanager
+    @contextmanager
     def held(self, spec: RunSpec, wait: Wait) -> Iterator[Mapping[str, HeldHost]]:
         """With the run's own options. Programs have NCCL's settings as agents have."""
         environ = environment.inherited()
         container = spec.slurm.container
         python = container.python if container is not None else python_of(spec)
         held = _without_notice(spec)
-        with self.jobs.folder(held) as job, self.jobs.sent(job, held, lambda folder: ["sleep", "infinity"], wait):
+        with self.jobs.folder(held) as job, self.jobs.sent(job, held, ["sleep", "infinity"], wait):
             wait(job.started, f"start of job {job.id}", STARTS_WITHIN_S, job.why)
             make_places(spec, environ)
             fabric = program(python, WITHIN, str(job.folder / SPEC))
@@ -135,16 +195,6 @@ class SlurmSite:
 
     def left(self) -> list[str]:
         return self.jobs.left()
-
-
-def asked(spec: RunSpec) -> limits.Asked:
-    """What a run's job asks for."""
-    nodes = spec.resources.hosts + spec.resources.spare_hosts
-    gpus = sum(one.count for one in parse.gpus(gres_of(spec) or ""))
-    return limits.Asked(
-        partition=spec.resources.queue, nodes=nodes, gpus=nodes * gpus, time=time_limit(spec),
-        account=spec.slurm.account, qos=spec.slurm.qos, reservation=reservation_of(spec),
-    )  # fmt: skip
 
 
 def _small(spec: RunSpec) -> RunSpec:
@@ -193,16 +243,6 @@ def _seen(job: SmallJob, hosts: int, wait: Wait) -> list[JsonObject]:
     )
 
 
-def _played(seen: Sequence[JsonObject]) -> str | None:
-    """Each kernel has a number of its own since it started, whatever it says its name is: nodes with one number are one
-    machine, as no cluster's are."""
-    boots: dict[str, list[str]] = {}
-    for one in seen:
-        boots.setdefault(text(one, "boot_id"), []).append(text(one, "node"))
-    one_machine = next((nodes for boot, nodes in boots.items() if len(nodes) > 1 or not boot), None)
-    return None if one_machine is None else f"a Slurm whose nodes {', '.join(one_machine)} are one machine"
-
-
 def _last_line(path: Path) -> str:
     try:
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
@@ -210,21 +250,3 @@ def _last_line(path: Path) -> str:
         return ""
     own = [line for line in lines if not line.startswith("srun: ")]  # which says that a task ended, after why
     return (own or lines or [""])[-1][:300]
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
-
-
-def _groups() -> list[str] | None:
-    """None: root, whom no group keeps out."""
-    if os.geteuid() == 0:
-        return None
-    names = []
-    for number in {os.getgid(), *os.getgroups()}:
-        with contextlib.suppress(KeyError):
-            names.append(grp.getgrgid(number).gr_name)
-    return names

@@ -46,7 +46,7 @@ def _rules(spec: RunSpec) -> Iterable[Problem]:
 BACKEND = Backend(
     name="vertex",
     launcher=_launcher,
-    capabilities=Capabilities(secret_manager=True, in_google_cloud=True),
+    capabilities=Capabilities(secret_manager=True, in_google_cloud=True, in_regions=True),
     rules=_rules,
     unused_settings=unused_settings,
     image=container_image,

@@ -171,3 +171,19 @@ def test_the_dockerfile_takes_what_is_given():
     given = [word.partition("=")[0] for word in build_arguments(parts(), "i") if "=" in word]
     assert sorted(given) == sorted(set(given)) and all(f"ARG {name}\n" in dockerfile for name in given)
     assert json.dumps(given) == '["BASE", "TORCH", "TORCH_INDEX"]'
+
+
+def test_who_asks_for_reducers_is_told_where_their_plugin_comes_from():
+    asked = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", vertex={"reduction_servers": "auto"})
+    assert [one for one in image_of(asked).doubts if "google-reduction-server" in one]
+    assert not [one for one in image_of(SPEC).doubts if "google-reduction-server" in one]
+
+
+def test_the_build_says_whether_the_plugin_would_be_loaded_and_does_not_end_for_it():
+    with tarfile.open(fileobj=io.BytesIO(context(parts()))) as archive:
+        dockerfile = archive.extractfile("Dockerfile").read().decode()
+        (line,) = [row for row in dockerfile.splitlines() if "reduction_plugin" in row]
+        module = line.split()[3]
+        assert line.endswith(" || true") and f"{module.replace('.', '/')}.py" in archive.getnames()
+    told = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True)
+    assert told.returncode == 1 and "google-reduction-server" in told.stdout

@@ -6,9 +6,9 @@ from cases import spec
 from muster.app.cluster.preflight import preflight
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place
-from muster.backends.gke.manifests.preflight import TINY, rehearsal
 from muster.backends.gke.manifests.render import run_manifests
 from muster.backends.gke.manifests.spec_rules import findings
+from muster.backends.rehearsal import TINY, rehearsal
 from muster.config import validation
 from muster.config.load import Loaded
 from muster.core.errors import UsageError

@@ -84,6 +84,15 @@ def test_an_end_without_a_verdict_is_slurms(state, found):
 
 
 @pytest.mark.parametrize(
+    ("state", "code"), [("OUT_OF_MEMORY", 1), ("DEADLINE", 1), ("NODE_FAIL", None), ("FAILED", None)]
+)
+def test_what_a_job_would_do_again_is_a_verdict_and_what_a_machine_did_is_none(state, code):
+    """A sweep goes on with a trial whose machine was lost."""
+    status = look(dataclasses.replace(JOB, state=state))
+    assert (status.state, status.exit_code) == (JobState.FAILED, code)
+
+
+@pytest.mark.parametrize(
     ("state", "found"),
     [("RUNNING", JobState.RUNNING), ("COMPLETING", JobState.RUNNING), ("PENDING", JobState.WAITING),
      ("REQUEUED", JobState.WAITING)],

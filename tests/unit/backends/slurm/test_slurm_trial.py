@@ -1,4 +1,4 @@
-"""What ``muster accept`` asks of a Slurm before it trains there: each obstacle is one sentence, and what nodes see is
+"""What ``muster accept`` tries on a Slurm before it trains there: each obstacle is one sentence, and what nodes see is
 seen by the real programs on played nodes (``srun`` starts them here)."""
 
 import dataclasses
@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 from fakes.clock import VirtualClock
-from fakes.slurm import PARTITION, FakeSlurm
+from fakes.slurm import FakeSlurm
 
 from muster.app.accept.ladder import HOST_HOURS, Meter, OverBudget
+from muster.backends.slurm.access import asked
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.launcher import SlurmLauncher
 from muster.backends.slurm.trial import limits
-from muster.backends.slurm.trial_site import SMALL_TIME_LIMIT, TIME_LIMIT, SlurmSite, asked
+from muster.backends.slurm.trial_site import SMALL_TIME_LIMIT, TIME_LIMIT, SlurmSite
 from muster.config.spec import RunSpec
+from muster.core import processes
 from muster.core.errors import AccessError, CapacityError, MusterError, UsageError
 
 WANT = limits.Asked(
@@ -61,7 +62,7 @@ def test_times_as_slurm_writes_them(text, found):
         ({"RootOnly": "YES"}, {}, AccessError, "takes jobs of root alone"),
         ({"AllowGroups": "gpu,admin"}, {}, AccessError, "is for the groups admin, gpu, and you are in none of them"),
         ({"ReqResv": "YES"}, {}, UsageError, "takes jobs with a reservation alone"),
-        ({"AllowAccounts": "physics"}, {"account": "lab"}, AccessError, "may not use partition main: it is for physics"),
+        ({"AllowAccounts": "physics"}, {"account": "lab"}, AccessError, "partition main: it is for physics"),
         ({"DenyAccounts": "lab"}, {"account": "lab"}, AccessError, "may not use partition main: it is kept out"),
         ({"AllowQos": "high"}, {"qos": "low"}, AccessError, "QOS low may not use partition main: it is for high"),
         ({"MaxNodes": "1"}, {}, CapacityError, "gives a job 1 nodes at most, and 2 are asked for"),
@@ -100,16 +101,18 @@ def test_the_partition_is_the_one_named_or_the_default_one():
     ],
 )
 def test_what_the_accounting_refuses_is_said_in_one_sentence(rows, asks, says):
-    enforced = {"associations", "limits", "qos"}
     with pytest.raises(AccessError) as refused:
-        limits.account_of(rows, want(**asks), "main", user="ada", enforced=enforced)
+        limits.account_of(rows, want(**asks), "main", user="ada", qos_enforced=True)
     assert says in str(refused.value)
-    assert limits.account_of(rows, want(**asks), "main", user="ada", enforced=()) is None, "nothing is enforced"
+
+
+def test_a_qos_that_is_not_enforced_is_not_held_against_the_account():
+    assert limits.account_of([MINE], want(qos="high"), "main", user="ada", qos_enforced=False) == MINE
 
 
 def test_an_account_of_this_partition_goes_before_one_of_all():
     rows = [MINE, {**MINE, "partition": "main", "max_wall": "00:10:00"}]
-    found = limits.account_of(rows, WANT, "main", user="ada", enforced={"associations"})
+    found = limits.account_of(rows, WANT, "main", user="ada", qos_enforced=True)
     assert found == rows[1]
     with pytest.raises(UsageError, match="account lab ends a job after 00:10:00"):
         limits.check_limits("account lab", found, WANT)
@@ -128,42 +131,7 @@ def test_a_jobs_share_is_held_against_what_is_asked(tres, says):
     limits.check_limits("QOS low", {"max_tres": "node=2,gres/gpu=16", "max_wall": "1-00:00:00"}, WANT)
 
 
-# ------------------------------------------------------------ asking
-
-
-ACCOUNTED = "SLURM_VERSION = 22.05.8\nClusterName = deep\nAccountingStorageType = accounting_storage/slurmdbd\n"
-
-
-def test_access_says_what_was_found():
-    fake = FakeSlurm(
-        configuration="SLURM_VERSION           = 22.05.8\nAccountingStorageType   = accounting_storage/none\n"
-    )
-    said = SlurmSite(Slurm(shell=fake)).access(spec())
-    assert list(said) == [
-        "Slurm 22.05.8", "partition cpu of 2 nodes, jobs of 1-00:00:00 at most", "no accounting, so no account",
-    ]  # fmt: skip
-    assert not [argv for argv in fake.asked if argv[0] == "sacctmgr"]
-
-
-def test_the_account_is_looked_up_where_it_is_enforced():
-    fake = FakeSlurm(
-        configuration=ACCOUNTED + "AccountingStorageEnforce = associations,limits,qos\n",
-        users="lab|lab||normal,low|node=4|\n", qualities="low|node=1|\n",
-    )  # fmt: skip
-    site = SlurmSite(Slurm(shell=fake))
-    assert site.access(spec())[-1] == "account lab, QOS normal,low"
-    with pytest.raises(CapacityError, match="QOS low gives a job 1 nodes at most"):
-        site.access(spec(qos="low"))
-    with pytest.raises(AccessError, match="no account physics"):
-        site.access(spec(account="physics"))
-
-
-def test_an_accounting_that_cannot_be_asked_is_said():
-    fake = FakeSlurm(configuration=ACCOUNTED + "AccountingStorageEnforce = associations\n")
-    with pytest.raises(MusterError, match="sacctmgr: You are not running a supported accounting_storage plugin"):
-        SlurmSite(Slurm(shell=fake)).access(spec())
-    fake = FakeSlurm(configuration=ACCOUNTED + "AccountingStorageEnforce = none\n")
-    assert SlurmSite(Slurm(shell=fake)).access(spec())[-1] == "accounting enforces nothing"
+# ------------------------------------------------------------ by a job
 
 
 def test_a_trials_jobs_are_short_unless_the_run_file_says_otherwise():
@@ -171,9 +139,6 @@ def test_a_trials_jobs_are_short_unless_the_run_file_says_otherwise():
     assert asked(site.trial(spec())).time == TIME_LIMIT
     assert asked(site.trial(spec(time_limit="20"))).time == "20"
     assert asked(spec({"device": "cuda", "ranks_per_host": 8, "spare_hosts": 1})).gpus == 24
-
-
-# ------------------------------------------------------------ by a job
 
 
 SRUN = """#!{bash}
@@ -230,9 +195,7 @@ class Look:
         self.fake.held, self.clock.moment_s = True, 0.0
 
     def __call__(self):
-        launcher = SlurmLauncher(slurm=self.slurm)
-        request = launcher.render(self.spec, run_id="x-1", run_dir=str(self.home / "x-1"))
-        return self.site.preflight(self.spec, request, self.meter.wait)
+        return self.site.look(self.spec, self.meter.wait)
 
     def left(self):
         return [*self.site.left(), *(path.name for path in self.home.glob(".*"))]
@@ -251,17 +214,13 @@ class RealClock(VirtualClock):
 def test_two_nodes_import_muster_and_share_the_folder(tmp_path, nodes):
     look = Look(tmp_path)
     found = look()
-    assert found.said.startswith("Job 7 to start at") and found.said.endswith(
-        "c1, c2 import Muster and share the folder"
-    )
-    assert found.played is None and look.left() == []
-    (first, second) = [argv for argv in look.fake.asked if argv[0] == "sbatch"]
-    assert "--test-only" in first and "--test-only" not in second
+    assert found.said == "c1, c2 import Muster and share the folder"
+    assert len(set(found.kernels)) == 2 and look.left() == []
 
 
-def test_nodes_of_one_kernel_are_a_rehearsal(tmp_path, nodes):
+def test_nodes_of_one_machine_show_its_kernel(tmp_path, nodes):
     nodes(machines=False)
-    assert Look(tmp_path)().played == "a Slurm whose nodes c1, c2 are one machine"
+    assert Look(tmp_path)().kernels == (processes.boot_id(),) * 2
 
 
 @pytest.mark.parametrize(
@@ -295,7 +254,7 @@ def test_a_python_that_the_nodes_do_not_have_is_named(tmp_path, nodes):
     assert look.left() == []
 
 
-def test_a_script_that_would_be_refused_sends_no_job(tmp_path, nodes):
+def test_a_refusal_leaves_nothing(tmp_path, nodes):
     look = Look(tmp_path)
     look.fake.partitions = look.fake.partitions[:1]  # cpu is gone since
     with pytest.raises(UsageError, match="Invalid partition name specified"):
@@ -309,8 +268,7 @@ def test_the_small_job_asks_for_no_gpus_and_a_short_time(tmp_path, nodes):
     submit = look.fake._sbatch
     look.fake._sbatch = lambda words: texts.append(Path(words[-1]).read_text()) or submit(words)
     look()
-    own, small = texts
-    assert "--gres=gpu:8" in own and "--exclusive" in own and "--time=2-00" in own
+    (small,) = texts
     assert "gres" not in small and "--exclusive" not in small and f"--time={SMALL_TIME_LIMIT}" in small
 
 
@@ -368,12 +326,3 @@ def test_a_job_that_ends_before_it_is_used_is_said(tmp_path, nodes):
         with look.site.held(look.spec, cancelled):
             pass
     assert look.left() == []
-
-
-def test_a_default_row_is_as_slurm_prints_it():
-    """The fake's own line, read by what reads the real one."""
-    fake = FakeSlurm(
-        partitions=[PARTITION.format(name="a", default="YES", most="2", limit="00:30:00", nodes="n1", count=1)]
-    )
-    (row,) = Slurm(shell=fake).partitions()
-    assert (row["PartitionName"], row["MaxNodes"], row["MaxTime"], row["State"]) == ("a", "2", "00:30:00", "UP")

@@ -89,7 +89,8 @@ class GkeCluster:
     def image(self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Image:
         where = self.sites[0]
         made_of = parts(base=base, torch=torch, torch_index=torch_index)
-        result = doubts(made_of, where.placement.family, where.placement.machine)
+        reducers = bool(where.placement.spec.vertex.reduction_servers)
+        result = doubts(made_of, where.placement.family, where.placement.machine, reducers=reducers)
         if wrong := [doubt.message for doubt in result if doubt.wrong]:
             raise UsageError("these do not fit: " + "; ".join(wrong), hint="--base, --torch-index")
         data = context(made_of)

@@ -53,14 +53,17 @@ def parts(*, base: str | None = None, torch: str | None = None, torch_index: str
     )
 
 
-def doubts(made_of: Parts, family: Family, machine: Machine) -> list[Doubt]:
-    """What does not fit, first; then what is not known to."""
+def doubts(made_of: Parts, family: Family, machine: Machine, *, reducers: bool = False) -> list[Doubt]:
+    """What does not fit, first; then what is not known to. ``reducers``: a job on Vertex AI asks for them."""
     rows = [row for row in children(catalogue.versions(), "compatibility") if row["family"] == family.name]
     result = list(_of_the_base(made_of))
     if not rows and machine.gpus:
         result.append(Doubt(message=f"no known row for {family.name}: no image is known to work on it"))
     if machine.chips:
         result.append(Doubt(message="the image has no libtpu: TPUs need one of yours with muster and jax[tpu]==0.10.2"))
+    if reducers:
+        plugin = "vertex.reduction_servers needs the package google-reduction-server, which the image has from its base"
+        result.append(Doubt(message=f"{plugin} alone: the build's log says whether NCCL would load it"))
     for row in rows:
         result += [*_of_the_row(made_of, row), *_of_the_node(family, machine, row)]
     return sorted(result, key=lambda doubt: not doubt.wrong)

@@ -77,16 +77,14 @@ def check_partition(row: Row, want: Asked, *, groups: Collection[str] | None) ->
     _check_time(f"partition {name}", row.get("MaxTime", ""), want)
 
 
-def account_of(rows: Sequence[Row], want: Asked, partition: str, *, user: str, enforced: Collection[str]) -> Row | None:
-    """The user's association that the run's jobs go by; None: the accounting asks for none.
+def account_of(rows: Sequence[Row], want: Asked, partition: str, *, user: str, qos_enforced: bool) -> Row:
+    """The user's association that the run's jobs go by, of an accounting that lets nobody in without one.
 
-    ``rows``: of ``commands.Slurm.associations``; ``enforced``: ``AccountingStorageEnforce``.
+    ``rows``: of ``commands.Slurm.associations``.
 
     Raises:
         AccessError: there is none that would do.
     """
-    if "associations" not in enforced:
-        return None
     if not rows:
         raise AccessError(f"the accounting knows no account of {user}", hint="an administrator: sacctmgr add user")
     account = want.account or rows[0]["default_account"]
@@ -100,7 +98,7 @@ def account_of(rows: Sequence[Row], want: Asked, partition: str, *, user: str, e
             f"account {account} may use the partitions {_text(_each(mine, 'partition'))} alone, and not {partition}",
             hint="resources.queue, or slurm.account",
         )
-    if "qos" in enforced and want.qos is not None and want.qos not in here[0]["qos"].split(","):
+    if qos_enforced and want.qos is not None and want.qos not in here[0]["qos"].split(","):
         raise AccessError(
             f"account {account} may use the QOS {here[0]['qos'] or '(none)'}, and not {want.qos}", hint="slurm.qos"
         )

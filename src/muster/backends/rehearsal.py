@@ -28,13 +28,21 @@ TINY: JsonObject = {
 
 def rehearsal(spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
     """The run file of the rehearsal; without ``machine`` it runs on the cluster's CPU nodes."""
+    placed: JsonObject = {
+        "machine": machine, "device": "auto" if machine else "cpu", "queue": None,
+        "provisioning_model": (mode or "spot") if machine else "owned",
+    }  # fmt: skip
+    return small(spec, placed)
+
+
+def small(spec: RunSpec, placed: JsonObject) -> RunSpec:
+    """The rehearsal's run file with one rank on one host; ``placed``: what ``resources`` says of that host."""
     document = spec.model_dump(mode="json")
     name = run_registry.slug(spec.name, 50) + "-preflight"
     document |= {"name": name, "run_dir": f"{spec.run_dir.rstrip('/')}-preflight" if spec.run_dir else None}
     document["resources"] |= {
         "hosts": 1, "min_hosts": None, "spare_hosts": 0, "ranks_per_host": 1, "threads_per_rank": None,
-        "machine": machine, "accelerator": None, "device": "auto" if machine else "cpu", "queue": None,
-        "reservation": None, "provisioning_model": (mode or "spot") if machine else "owned",
+        "accelerator": None, "reservation": None, **placed,
     }  # fmt: skip
     document["recovery"] |= {
         "policy": "default", "keep_hosts_after_failure_s": 0.0, "max_restarts_without_progress": 0,

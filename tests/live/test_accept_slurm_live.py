@@ -12,6 +12,7 @@ from slurm_runs import MUSTER, User, run_file
 from watched import Watched
 
 from muster.app.accept import page
+from muster.app.accept.record import ACCEPTANCE
 from muster.core.clock import SystemShell
 from muster.core.errors import UsageError
 
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a Slurm"),
 ]
-PLAYED = "a Slurm whose nodes node1, node2 are one machine"
+PLAYED = "one machine: its hosts have one kernel"
 RUN = run_file(name="accepted", resources__ranks_per_host=1, check__mode="passive")
 
 
@@ -64,16 +65,17 @@ def test_up_to_the_run_and_no_further_than_the_budget(cluster, user):
         "render": "passed", "access": "passed", "up": "skipped", "preflight": "passed", "network": "passed",
         "train": "budget", "down": "passed",
     }, record  # fmt: skip
-    assert "partition main of 5 nodes, jobs of 7-00:00:00 at most; no accounting" in rungs["access"]["said"]
-    assert "node1, node2 import Muster and share the folder" in rungs["preflight"]["said"]
-    assert "to start at" in rungs["preflight"]["said"], "sbatch --test-only of the run's own script"
+    assert "partition main: 5 usable nodes of the kind, jobs of UNLIMITED nodes and 7-00" in rungs["access"]["said"]
+    assert "the job would start at 20" in rungs["access"]["said"], "sbatch --test-only of the run's own script"
+    assert "node1, node2 import Muster and share the folder; done after step 2" in rungs["preflight"]["said"]
     assert "node1 and node2: " in rungs["network"]["said"] and " GB/s" in rungs["network"]["said"]
     assert "the budget is 2.50 host-hours" in rungs["train"]["said"]
     assert record["price"].startswith("not known") and record["host_hours_at_most"] < 2.5
     assert record["rehearsal"] == PLAYED
     with tarfile.open(user.home / "acceptance" / "evidence.tar.gz") as archive:
         assert archive.getnames() == ["acceptance.json"]
-    assert not [path for path in (user.home / "runs").iterdir()], "no run was begun"
+    (only,) = (user.home / "runs").iterdir()
+    assert "-preflight-" in only.name, "no run was begun"
     nothing_is_left(cluster, user)
 
 
@@ -86,7 +88,6 @@ def test_what_the_partition_refuses_costs_nothing(cluster, user):
     nothing_is_left(cluster, user)
 
 
-@pytest.mark.soak  # three minutes; CI keeps the way up to the run
 def test_to_the_top_as_a_rehearsal_that_no_page_takes(cluster, user):
     key = user.home / "key"
     shell = SystemShell()
@@ -97,7 +98,7 @@ def test_to_the_top_as_a_rehearsal_that_no_page_takes(cluster, user):
     assert "2 hosts" in rungs["train"]["said"] and "incidents: " in rungs["report"]["said"]
     assert rungs["down"]["said"] == "nothing is left"
     nothing_is_left(cluster, user)
-    (path,) = (user.home / "runs").iterdir()
+    (path,) = (user.home / "runs").glob("accepted-2*")
     assert Watched(path).events("incident.resolved")
 
     folder = user.home / "verified"
@@ -106,4 +107,9 @@ def test_to_the_top_as_a_rehearsal_that_no_page_takes(cluster, user):
         shutil.copy(user.home / "acceptance" / name, folder / name)
     (folder / page.SIGNERS).write_text(f"ada@example.com {key.with_suffix('.pub').read_text()}")
     with pytest.raises(UsageError, match="does not hold for an acceptance"):
+        page.table(folder, shell)
+    (folder / "acceptance.json.sig").unlink()  # nor one that somebody signs as an acceptance by hand
+    words = ["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", ACCEPTANCE, str(folder / "acceptance.json")]
+    assert shell.run(words).returncode == 0
+    with pytest.raises(UsageError, match="is a rehearsal against one machine: its hosts have one kernel"):
         page.table(folder, shell)

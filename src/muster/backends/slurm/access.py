@@ -8,6 +8,7 @@ import os
 import pwd
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from muster.backends.rehearsal import small
 from muster.backends.slurm import parse
@@ -46,32 +47,52 @@ def _limits(spec: RunSpec, slurm: Slurm) -> Iterator[str]:
     yield f"Slurm {config.get('SLURM_VERSION', 'of an unknown version')}"
     row = limits.partition_of(slurm.partitions(), want)
     name = row["PartitionName"]
-    limits.check_partition(row, want, groups=_groups())
+    account = _account(slurm, want, row, config)
+    limits.check_partition(row, want, groups=_groups(), flags=account.flags)
     there = [kind for kind in kinds(slurm.nodes(), spec) if kind.gpus.count or spec.resources.device != "cuda"]
     nodes = sum(kind.nodes for kind in there if kind.partition == name)
     if not nodes:
         raise CapacityError(f"no usable node in partition {name}", hint="sinfo -o '%P %a %D %G %t' shows what there is")
     at_most = f"jobs of {row.get('MaxNodes', 'UNLIMITED')} nodes and {row.get('MaxTime', 'UNLIMITED')} at most"
     yield f"partition {name}: {nodes} usable nodes of the kind, {at_most}"
-    if config.get("AccountingStorageType", "").endswith("slurmdbd"):
-        yield _accounting(slurm, want, name, config)
-    else:
-        yield "no accounting, so no account"
+    limits.check_limits(account.limits, want)
+    yield account.said
 
 
-def _accounting(slurm: Slurm, want: limits.Asked, partition: str, config: Mapping[str, str]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class _Account:
+    """What the accounting says of a run's jobs."""
+
+    said: str
+    limits: tuple[tuple[str, limits.Row], ...] = ()
+    flags: frozenset[str] = frozenset()
+
+
+def _account(slurm: Slurm, want: limits.Asked, partition: limits.Row, config: Mapping[str, str]) -> _Account:
+    if not config.get("AccountingStorageType", "").endswith("slurmdbd"):
+        return _Account(said="no accounting, so no account")
     enforced = {word.strip() for word in config.get("AccountingStorageEnforce", "").lower().split(",")}
     if not enforced & {"associations", "limits", "qos", "safe"}:
-        return "the accounting enforces nothing"
+        return _Account(said="the accounting enforces nothing")
     # Limits and QOS imply associations (man slurm.conf, AccountingStorageEnforce).
-    user = _user()
+    user, name = _user(), partition["PartitionName"]
     rows = slurm.associations(user, config.get("ClusterName", ""))
-    found = limits.account_of(rows, want, partition, user=user, qos_enforced="qos" in enforced)
-    if enforced & {"limits", "safe"}:
-        limits.check_limits(f"account {found['account']}", found, want)
-        if want.qos is not None and (qos := slurm.qos(want.qos)):
-            limits.check_limits(f"QOS {want.qos}", qos, want)
-    return f"account {found['account']}, QOS {want.qos or found['qos'] or '(none)'}"
+    found = limits.account_of(rows, want, name, user=user, qos_enforced="qos" in enforced)
+    qos = limits.qos_of(found, want)
+    said = f"account {found['account']}, QOS {qos or found['qos'] or '(none)'}"
+    own = slurm.qos(qos) if qos else {}
+    over = partition.get("QoS", "N/A")
+    above = [
+        ("QOS " + name, row) for name, row in ((over, slurm.qos(over) if over != "N/A" else {}), (qos, own)) if row
+    ]
+    flags = frozenset(own.get("flags", "").split(","))
+    if "OverPartQOS" in flags:
+        above.reverse()
+    if not enforced & {"limits", "safe"} or (not qos and found["qos"]):  # which of several it is cannot be told
+        above, found = [], {}
+    return _Account(
+        said=said, flags=flags, limits=(*above, *([(f"account {found['account']}", found)] if found else []))
+    )
 
 
 def asked(spec: RunSpec) -> limits.Asked:

@@ -131,21 +131,22 @@ class Slurm:
 
     def associations(self, user: str, cluster: str) -> list[dict[str, str]]:
         """The user's accounts on a cluster, a row per account and partition: default_account, account, partition, qos,
-        max_tres, max_wall. Raises BackendError, AccessError: the accounting does not tell."""
-        fields = "DefaultAccount,Account,Partition,QOS,MaxTRES,MaxWall"
-        asked = ("show", "user", user, "withassoc", f"cluster={cluster}", f"format={fields}")
-        done = self._ask("sacctmgr", "--noheader", "--parsable2", *asked)
-        names = ("default_account", "account", "partition", "qos", "max_tres", "max_wall")
-        rows = [line.split("|") for line in done.stdout.splitlines()]
+        default_qos, max_tres, max_wall. Raises BackendError, AccessError: the accounting does not tell."""
+        fields = "DefaultAccount,Account,Partition,QOS,DefaultQOS,MaxTRES,MaxWall"
+        names = ("default_account", "account", "partition", "qos", "default_qos", "max_tres", "max_wall")
+        rows = self._accounting("user", user, "withassoc", f"cluster={cluster}", f"format={fields}")
         return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names) and row[1]]
 
     def qos(self, name: str) -> dict[str, str]:
-        """A QOS's max_tres and max_wall; empty where there is none of that name."""
-        asked = ("show", "qos", name, "format=Name,MaxTRES,MaxWall")
-        rows = (
-            line.split("|") for line in self._ask("sacctmgr", "--noheader", "--parsable2", *asked).stdout.splitlines()
-        )
-        return next(({"max_tres": row[1], "max_wall": row[2]} for row in rows if len(row) == 3 and row[0] == name), {})
+        """A QOS's max_tres, max_wall and flags; empty where there is none of that name."""
+        names = ("name", "max_tres", "max_wall", "flags")
+        rows = self._accounting("qos", name, "format=Name,MaxTRES,MaxWall,Flags")
+        found = (dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names))
+        return next((row for row in found if row["name"] == name), {})
+
+    def _accounting(self, *words: str) -> list[list[str]]:
+        shown = self._ask("sacctmgr", "--noheader", "--parsable2", "show", *words).stdout
+        return [line.split("|") for line in shown.splitlines()]
 
     def drain(self, node: str, reason: str) -> None:
         """No new jobs for a node. Raises AccessError where this user may not."""

@@ -1,9 +1,10 @@
 """What is asked of Slurm before a run is tried there: limits, its verdict on the script; and the small rehearsal."""
 
+import contextlib
 import dataclasses
 
 import pytest
-from fakes.slurm import NODES, FakeSlurm
+from fakes.slurm import NODES, PARTITION, FakeSlurm
 from slurm_cases import RUN_DIR, RUN_ID, spec
 
 from muster.backends.slurm import access
@@ -75,16 +76,28 @@ def test_a_partition_that_would_not_do_is_said_before_slurm_is_asked(of, kind, s
 
 
 def test_the_account_is_looked_up_where_the_accounting_enforces_it():
-    shell = FakeSlurm(configuration=ENFORCED, users="lab|lab||normal,low|node=40|\n", qualities="low|node=1|\n")
+    """Rows as a real sacctmgr 22.05 prints them."""
+    users = "lab|lab||low,normal||node=40|2-00:00:00\nlab|root||normal|normal||\n"
+    shell = FakeSlurm(configuration=ENFORCED, users=users, qualities="low|node=1|00:10:00|\n")
     slurm, account = Slurm(shell=shell), lambda found: [one for one in found if one.startswith("account")]
-    assert account(access.look(SPEC, request(), slurm)) == ["account lab, QOS normal,low"]
-    low, other = spec({"qos": "low"}), spec({"account": "physics"})
+    assert account(access.look(SPEC, request(), slurm)) == ["account lab, QOS low,normal"]
     with pytest.raises(CapacityError, match="QOS low gives a job 1 nodes at most"):
-        access.look(low, request(low), slurm)
+        access.look(spec({"qos": "low"}), request(), slurm)
     with pytest.raises(AccessError, match="no account physics"):
-        access.look(other, request(other), slurm)
+        access.look(spec({"account": "physics"}), request(), slurm)
     (asked,) = {argv for argv in shell.asked if argv[0] == "sacctmgr" and "qos" not in argv}
     assert "cluster=deep" in asked, "a database may have several clusters"
+
+
+def test_a_partitions_own_qos_goes_before_the_jobs_unless_that_one_says_otherwise():
+    row = PARTITION.format(name="main", default="YES", most="UNLIMITED", limit="7-00:00:00", nodes="n[1-3]", count=3)
+    for flags, refused in (("", True), ("DenyOnLimit,OverPartQOS", False)):
+        shell = FakeSlurm(
+            configuration=ENFORCED, users="lab|lab||low|low||\n", partitions=[row.replace("QoS=N/A", "QoS=part")],
+            qualities=f"low|node=9||{flags}\npart|node=1||\n",
+        )  # fmt: skip
+        with pytest.raises(CapacityError, match="QOS part gives") if refused else contextlib.nullcontext():
+            access.look(SPEC, request(), Slurm(shell=shell))
 
 
 def test_an_accounting_that_cannot_be_asked_is_said_and_one_that_enforces_nothing_is_not_asked():

@@ -28,7 +28,8 @@ WANT = limits.Asked(
 )  # fmt: skip
 ROW = {"PartitionName": "main", "State": "UP", "MaxTime": "7-00:00:00", "MaxNodes": "UNLIMITED", "MinNodes": "0"}
 MINE = {
-    "default_account": "lab", "account": "lab", "partition": "", "qos": "normal,low", "max_tres": "", "max_wall": "",
+    "default_account": "lab", "account": "lab", "partition": "", "qos": "normal,low", "default_qos": "", "max_tres": "",
+    "max_wall": "",
 }  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_an_account_of_this_partition_goes_before_one_of_all():
     found = limits.account_of(rows, WANT, "main", user="ada", qos_enforced=True)
     assert found == rows[1]
     with pytest.raises(UsageError, match="account lab ends a job after 00:10:00"):
-        limits.check_limits("account lab", found, WANT)
+        limits.check_limits([("account lab", found)], WANT)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +128,38 @@ def test_an_account_of_this_partition_goes_before_one_of_all():
 )
 def test_a_jobs_share_is_held_against_what_is_asked(tres, says):
     with pytest.raises(CapacityError, match=says):
-        limits.check_limits("QOS low", {"max_tres": tres, "max_wall": ""}, WANT)
-    limits.check_limits("QOS low", {"max_tres": "node=2,gres/gpu=16", "max_wall": "1-00:00:00"}, WANT)
+        limits.check_limits([("QOS low", {"max_tres": tres, "max_wall": ""})], WANT)
+    limits.check_limits([("QOS low", {"max_tres": "node=2,gres/gpu=16", "max_wall": "1-00:00:00"})], WANT)
+
+
+def test_of_several_limits_the_first_one_that_is_set_holds():
+    """A QOS's goes before the association's (man sacctmgr), each limit for itself."""
+    wide, narrow = {"max_tres": "node=8", "max_wall": ""}, {"max_tres": "node=1", "max_wall": "00:10:00"}
+    with pytest.raises(UsageError, match="account lab ends a job after 00:10:00"):
+        limits.check_limits([("QOS big", wide), ("account lab", narrow)], WANT)
+    limits.check_limits([("QOS big", {**wide, "max_wall": "2-00:00:00"}), ("account lab", narrow)], WANT)
+
+
+def test_a_qos_may_let_its_jobs_pass_the_partitions_limits():
+    row = {**ROW, "MaxNodes": "1", "MinNodes": "4", "MaxTime": "00:30:00"}
+    flags = {"PartitionMaxNodes", "PartitionMinNodes", "PartitionTimeLimit"}
+    limits.check_partition(row, WANT, groups=[], flags=flags)
+    for one in flags:
+        with pytest.raises(MusterError, match="partition main"):
+            limits.check_partition(row, WANT, groups=[], flags=flags - {one})
+
+
+@pytest.mark.parametrize(
+    ("asks", "row", "found"),
+    [
+        ({"qos": "low"}, {}, "low"),
+        ({}, {"default_qos": "normal"}, "normal"),
+        ({}, {"qos": "only"}, "only"),
+        ({}, {}, ""),
+    ],
+)
+def test_the_jobs_qos_is_the_one_named_the_default_or_the_only_one(asks, row, found):
+    assert limits.qos_of({**MINE, **row}, want(**asks)) == found
 
 
 # ------------------------------------------------------------ by a job

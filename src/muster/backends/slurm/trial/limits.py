@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from muster.core.errors import AccessError, CapacityError, UsageError
 
 Row = Mapping[str, str]
+#: Flags of a QOS whose jobs a partition's limit does not hold for.
+PASSES_MOST, PASSES_LEAST, PASSES_TIME = "PartitionMaxNodes", "PartitionMinNodes", "PartitionTimeLimit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,9 @@ def partition_of(rows: Sequence[Row], want: Asked) -> Row:
     return found
 
 
-def check_partition(row: Row, want: Asked, *, groups: Collection[str] | None) -> None:
-    """``groups``: this user's; None: an administrator's, whom no group keeps out.
+def check_partition(row: Row, want: Asked, *, groups: Collection[str] | None, flags: Collection[str] = ()) -> None:
+    """``groups``: this user's; None: an administrator's, whom no group keeps out. ``flags``: of the jobs' QOS, which
+    may let them pass a limit.
 
     Raises:
         AccessError, CapacityError, UsageError: why its jobs would not start there.
@@ -70,11 +73,12 @@ def check_partition(row: Row, want: Asked, *, groups: Collection[str] | None) ->
             told = f"it is for {_text(allowed)}" if allowed is not None else "it is kept out"
             raise AccessError(f"{word} {own} may not use partition {name}: {told}", hint=f"slurm.{word.lower()}")
     most, least = _count(row.get("MaxNodes", "")), _count(row.get("MinNodes", "0"))
-    if want.nodes > most:
+    if want.nodes > most and PASSES_MOST not in flags:
         raise CapacityError(f"partition {name} gives a job {most:.0f} nodes at most, and {want.nodes} are asked for")
-    if math.isfinite(least) and want.nodes < least:
+    if math.isfinite(least) and want.nodes < least and PASSES_LEAST not in flags:
         raise CapacityError(f"partition {name} gives a job {least:.0f} nodes at least, and {want.nodes} are asked for")
-    _check_time(f"partition {name}", row.get("MaxTime", ""), want)
+    if PASSES_TIME not in flags:
+        _check_time(f"partition {name}", row.get("MaxTime", ""), want)
 
 
 def account_of(rows: Sequence[Row], want: Asked, partition: str, *, user: str, qos_enforced: bool) -> Row:
@@ -105,17 +109,29 @@ def account_of(rows: Sequence[Row], want: Asked, partition: str, *, user: str, q
     return here[0]
 
 
-def check_limits(what: str, row: Row, want: Asked) -> None:
-    """Of an association or a QOS, for one job.
+def qos_of(association: Row, want: Asked) -> str:
+    """The QOS of the run's jobs, by name; empty: it cannot be told."""
+    there = [word for word in association["qos"].split(",") if word]
+    return want.qos or association["default_qos"] or (there[0] if len(there) == 1 else "")
+
+
+def check_limits(given: Sequence[tuple[str, Row]], want: Asked) -> None:
+    """Of a partition's QOS, the jobs' own and their association, for one job: the first that sets a limit is the one
+    that holds. Each with what it is called.
 
     Raises:
         CapacityError, UsageError: a job would wait for ever, or be refused.
     """
-    tres = dict(word.split("=", 1) for word in row["max_tres"].split(",") if "=" in word)
     for key, word, number in (("node", "nodes", want.nodes), ("gres/gpu", "GPUs", want.gpus)):
-        if number > (most := _count(tres.get(key, ""))):
-            raise CapacityError(f"{what} gives a job {most:.0f} {word} at most, and {number} are asked for")
-    _check_time(what, row["max_wall"], want)
+        for what, row in given:
+            most = _tres(row).get(key, "")
+            if number > _count(most):
+                raise CapacityError(f"{what} gives a job {most} {word} at most, and {number} are asked for")
+            if most:
+                break
+    timed = next(((what, row["max_wall"]) for what, row in given if row["max_wall"]), None)
+    if timed is not None:
+        _check_time(*timed, want)
 
 
 def seconds(text: str) -> float:
@@ -134,6 +150,10 @@ def _check_time(what: str, most: str, want: Asked) -> None:
         raise UsageError(
             f"{what} ends a job after {most}, and one of {want.time} is asked for", hint=f"slurm.time_limit={most}"
         )
+
+
+def _tres(row: Row) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in row["max_tres"].split(",") if "=" in word)
 
 
 def _count(text: str) -> float:

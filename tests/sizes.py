@@ -155,7 +155,9 @@ NIGHTLY = {
     "test_sweep_live.py::test_ctrl_c_saves_its_trials_the_same_words_go_on_and_limits_hold_for_all": (
         "test_sweep_live.py::test_a_killed_sweep_goes_on_and_so_does_a_trial_that_lost_its_machine"
     ),
-    "test_accept_slurm_live.py": "test_slurm_access.py, test_ladder.py; test_slurm_live.py is on the same Slurm",
+    "test_accept_slurm_live.py::test_to_the_top_as_a_rehearsal_that_no_page_takes": (
+        "test_accept_slurm_live.py::test_up_to_the_run_and_no_further_than_the_budget"
+    ),
     "test_sweep_slurm_live.py": (
         "test_sweep_live.py::test_a_killed_sweep_goes_on_and_so_does_a_trial_that_lost_its_machine"
     ),

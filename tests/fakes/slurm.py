@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,6 +25,14 @@ NODES = (
     ("c1", "cpu", "idle", "(null)", "64", "250000", "(null)", "1-00:00:00", "up", "1-4"),
     ("c2", "cpu", "mixed", "(null)", "64", "250000", "(null)", "1-00:00:00", "up", "1-4"),
 )
+PARTITION = (
+    "PartitionName={name} AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default={default} QoS=N/A "
+    "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO MaxNodes={most} MaxTime={limit} "
+    "MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes={nodes} PriorityJobFactor=1 PriorityTier=1 RootOnly=NO "
+    "ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode=OFF State=UP TotalCPUs=8 TotalNodes={count} "
+    "SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED"
+)
+"""A line of ``scontrol show partition --oneliner`` of 22.05."""
 
 
 @dataclass
@@ -53,6 +62,20 @@ class FakeSlurm:
     """Rows of the accounting, as ``sacct --parsable2`` prints them."""
     held: bool = False
     """New jobs wait instead of starting."""
+    partitions: list[str] = field(
+        default_factory=lambda: [
+            PARTITION.format(name="main", default="YES", most="UNLIMITED", limit="7-00:00:00", nodes="n[1-3]", count=3),
+            PARTITION.format(name="cpu", default="NO", most="4", limit="1-00:00:00", nodes="c[1-2]", count=2),
+        ]
+    )
+    users: str | None = None
+    """Rows of ``sacctmgr show user ... withassoc``; None: there is no accounting, and it says so."""
+    qualities: str = ""
+    """Rows of ``sacctmgr show qos``."""
+    given: str = ""
+    """Standard input of the last call."""
+    immortal: bool = False
+    """``scancel`` is taken, and jobs go on: nodes that do not answer."""
 
     def run(
         self,
@@ -63,17 +86,22 @@ class FakeSlurm:
         timeout_s: float | None = None,
     ) -> Completed:
         self.asked.append(tuple(argv))
+        self.given = stdin or ""
         works, complaint = self.trouble.pop(argv[0], (True, ""))
         said = getattr(self, f"_{argv[0]}")(list(argv[1:])) if works else ""
+        if isinstance(said, Completed):
+            return said
         if complaint:
             return Completed(argv=tuple(argv), returncode=1, stdout="", stderr=complaint)
         return Completed(argv=tuple(argv), returncode=0, stdout=said, stderr="")
 
-    def _sbatch(self, words: list[str]) -> str:
-        if words == ["--test-only"]:  # of a script on standard input; the real one says this on its standard error
-            return (
-                "sbatch: Job 7 to start at 2026-11-27T09:00:00 using 416 processors on nodes n[1-2] in partition main\n"
-            )
+    def _sbatch(self, words: list[str]) -> str | Completed:
+        test = words == ["--test-only"]  # of a script on standard input
+        if refused := self._refused(self.given if test else Path(words[-1]).read_text()):
+            return Completed(argv=("sbatch", *words), returncode=1, stdout="", stderr=refused)
+        if test:  # which is said on standard error
+            told = "Job 7 to start at 2026-11-27T09:00:00 using 416 processors on nodes n[1-2] in partition main"
+            return Completed(argv=("sbatch", *words), returncode=0, stdout="", stderr=f"sbatch: {told}\n")
         path = Path(words[-1])
         name = next(word.partition("=")[2] for word in words if word.startswith("--job-name="))
         number = str(len(self.jobs) + 1)
@@ -87,6 +115,21 @@ class FakeSlurm:
                 )  # fmt: skip
             job.state, job.reason = "RUNNING", "None"
         return f"{number}\n"
+
+    def _refused(self, script: str) -> str:
+        """As the controller does, of what it looks at here: the partition's name, and how many nodes it has."""
+        options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.M))
+        rows = {row.split()[0].removeprefix("PartitionName="): row for row in self.partitions}
+        name = options.get("partition") or next((one for one, row in rows.items() if "Default=YES" in row), "")
+        if name not in rows:
+            return (
+                f"sbatch: error: invalid partition specified: {name}\n"
+                "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
+            )
+        there = re.search(r"TotalNodes=(\d+)", rows[name])
+        if there and int(options.get("nodes", "1")) > int(there[1]):
+            return "sbatch: error: Batch job submission failed: Requested node configuration is not available\n"
+        return ""
 
     def _squeue(self, words: list[str]) -> str:
         wanted = next(word.partition("=")[2] for word in words if word.startswith("--format="))
@@ -103,6 +146,8 @@ class FakeSlurm:
 
     def _scancel(self, words: list[str]) -> str:
         job = self.jobs[words[-1]]
+        if self.immortal:
+            return ""
         if job.process is not None:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
@@ -116,9 +161,16 @@ class FakeSlurm:
         if words[:2] == ["show", "hostnames"]:
             return self.hostnames
         if words[:2] == ["show", "partition"]:
-            row = next(row for row in self.nodes if row[1] == words[2])
-            return f"PartitionName={row[1]} MaxNodes=UNLIMITED MaxTime={row[7]} State={row[8].upper()}\n"
+            return "".join(f"{row}\n" for row in self.partitions)
+        if words[:2] == ["show", "node"]:
+            return f"NodeName={words[2]} NodeAddr=10.0.0.{words[2][1:]} NodeHostName={words[2]} State=IDLE\n"
         return self.configuration if words == ["show", "config"] else ""
+
+    def _sacctmgr(self, words: list[str]) -> str | Completed:
+        if self.users is None:
+            told = "You are not running a supported accounting_storage plugin\n"
+            return Completed(argv=("sacctmgr", *words), returncode=1, stdout="", stderr=told)
+        return self.qualities if "qos" in words else self.users
 
     def _sacct(self, words: list[str]) -> str:
         return "JobID|State|ExitCode|End\n" + self.accounts

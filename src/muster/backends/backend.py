@@ -14,6 +14,7 @@ from typing import Protocol
 
 from muster.backends.cluster import OpenCluster, Rehearse
 from muster.backends.protocols import Launcher
+from muster.backends.site import Site
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
@@ -108,6 +109,8 @@ class Backend:
     start. Raises the place's refusal. None: nobody can be asked; a cluster's ``look`` may."""
     rehearse: Rehearse | None = None
     """None: a preflight would not be cheaper than the run."""
+    site: Callable[[], Site] | None = None
+    """A cluster of others, which an acceptance looks at before it trains there; None: there is no such look."""
     take_out: Callable[[str, str], str] | None = None
     """Keeps new work from a machine (its name, a reason), with the rights of the process that calls; what was done, in
     words. Raises AccessError where they do not suffice, BackendError. None: there is nobody to tell."""

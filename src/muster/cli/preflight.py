@@ -41,7 +41,13 @@ REHEARSAL = typer.Option(None, "--rehearsal", help="What stands for the place, w
 def accept(
     run_file: str = RUN_FILE,
     overrides: list[str] = OVERRIDES,
-    budget: float = typer.Option(..., "--budget", metavar="USD", help="Dollars that it may cost, at most.", min=0.0),
+    budget: float = typer.Option(
+        ...,
+        "--budget",
+        metavar="USD",
+        help="Dollars that it may cost, at most; host-hours where a cluster's price is unknown.",
+        min=0.0,
+    ),
     backend: str | None = typer.Option(None, "--backend", help="In place of the run file's."),
     folder: Path = FOLDER,
     key: Path | None = KEY,
@@ -54,11 +60,11 @@ def accept(
     from muster.app.accept import accept as use_case
 
     result = use_case.accept(
-        run_file, [*(overrides or []), *([f"backend={backend}"] if backend else [])], budget_usd=budget, folder=folder,
+        run_file, [*(overrides or []), *([f"backend={backend}"] if backend else [])], budget=budget, folder=folder,
         key=key, rehearsal=rehearsal, tell=output.info,
     )  # fmt: skip
     for one in result.climbed:
-        output.result(f"{one.outcome:<8} {one.name:<10} {one.seconds:7.0f} s  ${one.usd:8.2f}  {one.said}")
+        output.result(f"{one.outcome:<8} {one.name:<10} {one.seconds:7.0f} s  {result.unit(one.spent):>8}  {one.said}")
     output.info(f"record: {result.path}" + (f", signed: {result.signature}" if result.signature else ""))
     if result.evidence is not None:
         output.info(f"for a bug report, without secrets: {result.evidence}")

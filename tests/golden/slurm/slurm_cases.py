@@ -11,7 +11,7 @@ from typing import Any
 from muster.backends.slurm.batch import srun
 from muster.backends.slurm.container import inside
 from muster.backends.slurm.script import SCRIPT, program, script
-from muster.backends.slurm.toolkit import blueprint
+from muster.backends.slurm.toolkit.blueprint import blueprint
 from muster.config import load
 from muster.config.spec import RunSpec
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from muster import backends
 from muster.app.accept import record
-from muster.app.accept.ladder import Climbed, Meter, climb
+from muster.app.accept.ladder import Climbed, Meter, Unit, climb
 from muster.app.accept.rungs import OVERRIDES, trial
 from muster.app.cluster.up_down import cluster_of
 from muster.config import load
@@ -26,6 +26,7 @@ class Accepted:
     """What came of it."""
 
     climbed: tuple[Climbed, ...]
+    unit: Unit
     record: JsonObject
     path: Path
     signature: Path | None
@@ -41,7 +42,7 @@ def accept(
     run_file: str,
     overrides: Sequence[str] = (),
     *,
-    budget_usd: float,
+    budget: float,
     folder: Path,
     key: Path | None = None,
     rehearsal: str | None = None,
@@ -50,22 +51,26 @@ def accept(
     shell: Shell | None = None,
 ) -> Accepted:
     """Climb until a rung fails, the budget would be passed, or the top; clear up; write the record. Blocks for an hour
-    or two. ``rehearsal``: what stands for the place, where it is not the place itself.
+    or two. ``rehearsal``: what stands for the place, where it is not the place itself; machines that show it
+    themselves need not be told.
 
     Raises:
         RunFileError: the run file does not hold.
-        UsageError: what a host costs is not known; the folder cannot be written; the key cannot sign.
+        UsageError: what a host costs is not known (others' clusters are counted in host-hours then); the folder cannot
+            be written; the key cannot sign.
     """
     loaded = load.load(run_file, [*overrides, *OVERRIDES])
     has_cluster = backends.get(loaded.spec.backend).cluster is not None
-    tried = trial(loaded, cluster_of(loaded.spec) if has_cluster else None, budget_usd)
+    tried = trial(loaded, cluster_of(loaded.spec) if has_cluster else None, budget)
     if environment.current().storage_emulator:
         rehearsal = rehearsal or EMULATED
-    began, meter = datetime.now(UTC), Meter(budget_usd=budget_usd, clock=clock or SystemClock())
+    began, meter = datetime.now(UTC), Meter(budget=budget, unit=tried.unit, clock=clock or SystemClock())
     climbed = climb(tried.rungs(), tried.clearing(), meter, tell)
     rehearsal = rehearsal or tried.rehearsal
-    found = record.record(tried.spec, climbed, budget_usd=budget_usd, began=began, rehearsal=rehearsal)
+    found = record.record(tried.spec, climbed, budget=budget, unit=tried.unit, began=began, rehearsal=rehearsal)
     path = record.write(folder, found)
     signature = record.sign(path, key, found, shell or SystemShell()) if key is not None else None
     evidence = None if found["accepted"] else record.pack(folder, tried.run)
-    return Accepted(climbed=tuple(climbed), record=found, path=path, signature=signature, evidence=evidence)
+    return Accepted(
+        climbed=tuple(climbed), unit=tried.unit, record=found, path=path, signature=signature, evidence=evidence
+    )

@@ -19,6 +19,23 @@ PASSED, FAILED, SKIPPED, BUDGET = "passed", "failed", "skipped", "budget"
 Tell = Callable[[str], None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What a budget is counted in."""
+
+    key: str
+    """In a record: ``usd``."""
+    form: str
+
+    def __call__(self, amount: float) -> str:
+        return self.form.format(amount)
+
+
+DOLLARS = Unit(key="usd", form="${:.2f}")
+HOST_HOURS = Unit(key="host_hours", form="{:.2f} host-hours")
+"""Where nobody knows a price: the budget is kept all the same."""
+
+
 class OverBudget(MusterError):
     """The next rung, or the next look, might cost more than is left."""
 
@@ -29,46 +46,50 @@ class NotHere(Exception):
 
 @dataclass(kw_only=True)
 class Meter:
-    """Dollars since the beginning, at most: the price of what exists, by this clock."""
+    """Spent since the beginning, at most: the price of what exists, by this clock."""
 
-    budget_usd: float
+    budget: float
     clock: Clock
-    spent_usd: float = 0.0
-    usd_per_hour: float = 0.0
+    unit: Unit = DOLLARS
+    spent: float = 0.0
+    per_hour: float = 0.0
     _since_ns: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         self._since_ns = self.clock.monotonic_ns()
 
     def read(self) -> float:
-        """Dollars until now."""
+        """Spent until now."""
         now_ns = self.clock.monotonic_ns()
-        self.spent_usd += self.usd_per_hour * (now_ns - self._since_ns) / 3.6e12
+        self.spent += self.per_hour * (now_ns - self._since_ns) / 3.6e12
         self._since_ns = now_ns
-        return self.spent_usd
+        return self.spent
 
-    def runs_at(self, usd_per_hour: float) -> None:
+    def runs_at(self, per_hour: float) -> None:
         """From now on that much exists."""
         self.read()
-        self.usd_per_hour = usd_per_hour
+        self.per_hour = per_hour
 
-    def allow(self, what: str, *, usd_per_hour: float, for_s: float) -> None:
+    def allow(self, what: str, *, per_hour: float, for_s: float) -> None:
         """Raises OverBudget: so much for so long, and the clearing up, might be too dear."""
-        worst = self.read() + usd_per_hour * (for_s + CLEARING_S) / 3600.0
-        if worst > self.budget_usd:
+        worst = self.read() + per_hour * (for_s + CLEARING_S) / 3600.0
+        if worst > self.budget:
             raise OverBudget(
-                f"{what} may come to ${worst:.2f} in all (${usd_per_hour:.2f} an hour, {for_s / 60:.0f} minutes and "
-                f"{CLEARING_S / 60:.0f} to clear up), and the budget is ${self.budget_usd:.2f}",
+                f"{what} may come to {self.unit(worst)} in all ({self.unit(per_hour)} an hour, {for_s / 60:.0f} "
+                f"minutes and {CLEARING_S / 60:.0f} to clear up), and the budget is {self.unit(self.budget)}",
                 hint="a larger --budget, or a cheaper machine",
             )
 
-    def wait(self, condition: Callable[[], object], awaited: str, limit_s: float) -> None:
-        """Raises MusterError: not in time. OverBudget: the money is used up first."""
+    def wait(
+        self, condition: Callable[[], object], awaited: str, limit_s: float, why: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Raises MusterError: not in time; with what ``why`` says then. OverBudget: the budget is used up first."""
         until_ns = self.clock.monotonic_ns() + int(limit_s * 1e9)
         while not condition():
-            self.allow(f"waiting for {awaited}", usd_per_hour=self.usd_per_hour, for_s=LOOK_S)
+            self.allow(f"waiting for {awaited}", per_hour=self.per_hour, for_s=LOOK_S)
             if self.clock.monotonic_ns() > until_ns:
-                raise MusterError(f"no {awaited} within {limit_s:.0f} s")
+                reason = why()
+                raise MusterError(f"no {awaited} within {limit_s:.0f} s" + (f": {reason}" if reason else ""))
             self.clock.sleep(LOOK_S)
 
 
@@ -78,7 +99,7 @@ class Rung:
     title: str
     act: Callable[[Meter], str]
     """Returns what was seen, in a sentence. Raises MusterError, NotHere."""
-    usd_per_hour: float = 0.0
+    per_hour: float = 0.0
     """Of what exists while it is climbed."""
     limit_s: float = 600.0
 
@@ -92,8 +113,8 @@ class Climbed:
     outcome: str
     said: str
     seconds: float
-    usd: float
-    """Spent by its end, in all."""
+    spent: float
+    """By its end, in all."""
 
 
 def climb(rungs: Sequence[Rung], clear_up: Rung, meter: Meter, tell: Tell) -> list[Climbed]:
@@ -118,8 +139,8 @@ def _climb(rung: Rung, meter: Meter, *, in_any_case: bool = False) -> Climbed:
     began_ns = meter.clock.monotonic_ns()
     try:
         if not in_any_case:
-            meter.allow(rung.title, usd_per_hour=max(rung.usd_per_hour, meter.usd_per_hour), for_s=rung.limit_s)
-            meter.runs_at(max(rung.usd_per_hour, meter.usd_per_hour))
+            meter.allow(rung.title, per_hour=max(rung.per_hour, meter.per_hour), for_s=rung.limit_s)
+            meter.runs_at(max(rung.per_hour, meter.per_hour))
         outcome, said = PASSED, rung.act(meter)
     except NotHere as reason:
         outcome, said = SKIPPED, str(reason)
@@ -128,4 +149,4 @@ def _climb(rung: Rung, meter: Meter, *, in_any_case: bool = False) -> Climbed:
     except MusterError as error:
         outcome, said = FAILED, str(error)
     seconds = (meter.clock.monotonic_ns() - began_ns) / 1e9
-    return Climbed(name=rung.name, title=rung.title, outcome=outcome, said=said, seconds=seconds, usd=meter.read())
+    return Climbed(name=rung.name, title=rung.title, outcome=outcome, said=said, seconds=seconds, spent=meter.read())

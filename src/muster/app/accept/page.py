@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from muster.app.accept.ladder import DOLLARS
 from muster.app.accept.record import ACCEPTANCE
 from muster.core.clock import SystemShell
 from muster.core.errors import UsageError
@@ -63,10 +64,16 @@ def _row(path: Path, signers: Path, shell: Shell) -> str:
     where = f"{text(found, 'backend')} {' '.join(texts(found, 'locations'))}".strip()
     machine = f"{found.get('machine') or 'none named'} {found.get('provisioning_model') or ''}".strip()
     cells = [
-        where, machine, f"{passed} of {len(children(found, 'rungs'))}", f"${found['usd_at_most']}",
+        where, machine, f"{passed} of {len(children(found, 'rungs'))}", _spent(found),
         text(found, "muster"), text(found, "ended")[:10], who,
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
+
+
+def _spent(found: JsonObject) -> str:
+    if DOLLARS.key + "_at_most" in found:
+        return f"${found['usd_at_most']}"
+    return f"{found['host_hours_at_most']} host-hours, price not known"
 
 
 def main(docs: Path) -> None:

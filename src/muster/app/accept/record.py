@@ -11,12 +11,11 @@ import json
 import platform
 import tarfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from muster import __version__
-from muster.app.accept.ladder import PASSED, SKIPPED, Climbed
+from muster.app.accept.ladder import DOLLARS, PASSED, SKIPPED, Climbed, Unit
 from muster.app.inspect.status import job
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
@@ -33,9 +32,16 @@ TAIL = 200_000
 
 
 def record(
-    spec: RunSpec, climbed: Sequence[Climbed], *, budget_usd: float, began: datetime, rehearsal: str | None
+    spec: RunSpec,
+    climbed: Sequence[Climbed],
+    *,
+    budget: float,
+    began: datetime,
+    rehearsal: str | None,
+    unit: Unit = DOLLARS,
 ) -> JsonObject:
     """The project's name is left out: a record is for others' eyes."""
+    priced = {} if unit is DOLLARS else {"price": "not known: the budget counted host-hours"}
     return {
         "format": 1,
         "muster": __version__,
@@ -46,12 +52,20 @@ def record(
         "python": platform.python_version(),
         "began": began.isoformat(timespec="seconds"),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        "budget_usd": budget_usd,
-        "usd_at_most": round(climbed[-1].usd, 4),
+        **priced,
+        f"budget_{unit.key}": budget,
+        f"{unit.key}_at_most": round(climbed[-1].spent, 4),
         "accepted": all(one.outcome in (PASSED, SKIPPED) for one in climbed),
         "rehearsal": rehearsal,
-        "rungs": [{**asdict(one), "said": redact(one.said), "seconds": round(one.seconds, 1)} for one in climbed],
-    }
+        "rungs": [_rung(one, unit) for one in climbed],
+    }  # fmt: skip
+
+
+def _rung(one: Climbed, unit: Unit) -> JsonObject:
+    return {
+        "name": one.name, "title": one.title, "outcome": one.outcome, "said": redact(one.said),
+        "seconds": round(one.seconds, 1), unit.key: one.spent,
+    }  # fmt: skip
 
 
 def write(folder: Path, found: JsonObject) -> Path:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from muster import backends
-from muster.app.accept.ladder import CLEARING_S, Meter, NotHere, Rung
+from muster.app.accept.ladder import CLEARING_S, DOLLARS, HOST_HOURS, Meter, NotHere, Rung, Unit
 from muster.app.cluster import preflight as preflight_
 from muster.app.inspect.check import check_run
+from muster.app.inspect.network import NetworkTest, check_network
+from muster.app.inspect.network_hosts import Place
 from muster.app.inspect.report import report
 from muster.app.inspect.status import job, mirror
 from muster.app.planning.prices import priced
@@ -18,15 +21,20 @@ from muster.app.run import recover as recover_
 from muster.app.run import stop as stop_
 from muster.app.run import submit as submit_
 from muster.app.run.exec import execute
+from muster.app.run.resolve import resolved
 from muster.backends.cluster import Cluster
 from muster.backends.machine_prices import cluster_usd_per_hour
 from muster.backends.protocols import Terminal
+from muster.backends.site import Site
+from muster.catalog.rows import machines
 from muster.chaos.target import RunTarget
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
 from muster.core.event_details.hosts import AgentStarted
 from muster.core.event_details.run import RunFinished
+from muster.health.verdicts import Verdict
+from muster.probe.programs import network_command
 from muster.report.audit.invariants import broken, check
 from muster.storage.run_registry import RunDir
 
@@ -36,6 +44,7 @@ FIRST_STEPS, MORE_STEPS = 5, 5
 SMALL_MACHINE = "e2-standard-4"
 """Of a cluster's own small pool."""
 UP_S, PREFLIGHT_S, START_S, RECOVERY_S = 3600.0, 1800.0, 3600.0, 1800.0
+LEAST_S = 60.0
 END_HOST = "muster.chaos.end_host"
 #: What a trial changes in the run file.
 OVERRIDES = (
@@ -51,7 +60,10 @@ class Trial:
 
     loaded: Loaded
     cluster: Cluster | None
-    usd_per_host_hour: float
+    per_host_hour: float
+    """In ``unit``."""
+    unit: Unit = DOLLARS
+    site: Site | None = None
     run: RunDir | None = None
     killed: str = ""
     up: bool = False
@@ -71,27 +83,32 @@ class Trial:
         return cluster_usd_per_hour(SMALL_MACHINE, region) or 0.0
 
     def rungs(self) -> list[Rung]:
-        base, whole = self.base_usd, self.base_usd + HOSTS * self.usd_per_host_hour
+        base, whole = self.base_usd, self.base_usd + HOSTS * self.per_host_hour
+        first = 2 * base if self.site is None else whole
         return [
             Rung(name="render", title="what would be sent, without sending it", act=self.render),
             Rung(name="access", title="credentials, permissions, quota", act=self.access),
-            Rung(name="up", title="what runs need in the project", act=self.make, usd_per_hour=base, limit_s=UP_S),
+            Rung(name="up", title="what runs need in the project", act=self.make, per_hour=base, limit_s=UP_S),
             Rung(
-                name="preflight", title="two steps on one small machine", act=self.preflight, usd_per_hour=2 * base,
+                name="preflight", title="a small job on processors", act=self.preflight, per_hour=first,
                 limit_s=PREFLIGHT_S,
             ),
-            Rung(name="train", title=f"{HOSTS} hosts train", act=self.train, usd_per_hour=whole, limit_s=START_S),
-            Rung(name="check", title="the hosts' hardware, beside it", act=self.check, usd_per_hour=whole),
-            Rung(name="kill", title="a host's programs are killed", act=self.kill, usd_per_hour=whole),
             Rung(
-                name="recover", title="it trains on beyond the step", act=self.trains_on, usd_per_hour=whole,
+                name="network", title="the network between the hosts", act=self.network,
+                per_hour=0.0 if self.site is None else whole, limit_s=PREFLIGHT_S,
+            ),
+            Rung(name="train", title=f"{HOSTS} hosts train", act=self.train, per_hour=whole, limit_s=START_S),
+            Rung(name="check", title="the hosts' hardware, beside it", act=self.check, per_hour=whole),
+            Rung(name="kill", title="a host's programs are killed", act=self.kill, per_hour=whole),
+            Rung(
+                name="recover", title="it trains on beyond the step", act=self.trains_on, per_hour=whole,
                 limit_s=RECOVERY_S,
             ),
             Rung(
-                name="continue", title="stopped, saved, and continued", act=self.go_on, usd_per_hour=whole,
+                name="continue", title="stopped, saved, and continued", act=self.go_on, per_hour=whole,
                 limit_s=START_S,
             ),
-            Rung(name="report", title="every second and dollar", act=self.account, usd_per_hour=whole),
+            Rung(name="report", title="every second and dollar", act=self.account, per_hour=whole),
         ]  # fmt: skip
 
     def clearing(self) -> Rung:
@@ -109,7 +126,7 @@ class Trial:
         offers = launcher.offers(self.spec)
         found = [f"{len(offers)} kinds of hosts on offer"]
         if (ask := backends.get(self.spec.backend).access) is not None:
-            found += ask(self.spec, submit_.preview(self.loaded))
+            found += ask(self._resolved(), submit_.preview(self.loaded))
         if self.cluster is not None:
             found = list(self.cluster.look()) or ["nothing is in the way"]
         return "; ".join(found)
@@ -124,24 +141,51 @@ class Trial:
         return f"{len(lease.resources)} resources"
 
     def preflight(self, meter: Meter) -> str:
+        began_ns, said = meter.clock.monotonic_ns(), list[str]()
+        if self.site is not None:
+            looked = self.site.look(self._resolved(), meter.wait)
+            self._judge(looked.kernels)
+            said.append(looked.said)
         if backends.get(self.spec.backend).rehearse is None:
             raise NotHere(f"{self.spec.backend} has no preflight")
-        return preflight_.preflight(self.loaded, timeout_s=PREFLIGHT_S, clock=meter.clock).reason
+        left_s = PREFLIGHT_S - (meter.clock.monotonic_ns() - began_ns) / 1e9
+        said.append(preflight_.preflight(self.loaded, timeout_s=max(LEAST_S, left_s), clock=meter.clock).reason)
+        return "; ".join(said)
 
     # ------------------------------------------------------------ dollars
+
+    def network(self, meter: Meter) -> str:
+        """Between hosts that do nothing else yet: it takes their accelerators whole."""
+        if self.site is None:
+            raise NotHere(f"{self.spec.backend} gives no hosts without a run")
+        spec = self._resolved()
+        row = machines().get(spec.resources.machine or "")
+        test = NetworkTest(family=row.family if row is not None else "")
+        with self.site.held(spec, meter.wait) as hosts:
+
+            def argv(place: Place) -> list[str]:
+                host = hosts[place.name]
+                return [*host.words, *network_command(peer=host.peer, python=host.python)]
+
+            checked = check_network([Place(name=name) for name in hosts], argv, test)
+        wrong = [one.message for one in checked.findings if one.verdict.faulty or one.verdict is Verdict.INCOMPLETE]
+        if wrong:
+            raise MusterError("; ".join(wrong))
+        return f"{' and '.join(hosts)}: {checked.assessment.level:.3g} GB/s"
 
     def train(self, meter: Meter) -> str:
         submitted = submit_.submit(self.loaded, argv=["muster", "accept"])
         self.run = submitted.run
         self._wait_for_step(meter, FIRST_STEPS, START_S)
-        if self._on_one_machine():
-            self.rehearsal = ONE_MACHINE
+        started = self._target().events(AgentStarted.kind)
+        boots = {event.host: event.read(AgentStarted).boot_id for event in started}
+        self._judge([boot for boot in boots.values() if boot is not None])
         return f"run {self.run.run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
 
-    def _on_one_machine(self) -> bool:
-        """Whether all hosts have one kernel: processes, network namespaces or containers of a single machine."""
-        boots = {event.host: event.read(AgentStarted).boot_id for event in self._target().events(AgentStarted.kind)}
-        return len(boots) > 1 and len({boot for boot in boots.values() if boot is not None}) == 1
+    def _judge(self, kernels: Sequence[str]) -> None:
+        """Hosts that share a kernel are processes, network namespaces or containers of a single machine."""
+        if len(set(kernels)) < len(kernels):
+            self.rehearsal = ONE_MACHINE
 
     def check(self, meter: Meter) -> str:
         found = check_run(self._run().run_id)
@@ -160,6 +204,7 @@ class Trial:
             target.signal_host(self.killed)
             return said
         python = sys.executable if launcher.remote is None else "python"
+        python = self.site.python(self.spec) if self.site is not None else python
         for number in reversed(range(HOSTS)):  # whoever counts them may count otherwise
             out = io.BytesIO()
             try:
@@ -215,6 +260,11 @@ class Trial:
                 left += stop_.down(self.run.run_id).left
             except MusterError as error:
                 left.append(str(error))
+        if self.site is not None:
+            try:
+                left += self.site.left()
+            except MusterError as error:
+                left.append(str(error))
         if self.cluster is not None and self.up:
             try:
                 down = self.cluster.down()
@@ -231,6 +281,9 @@ class Trial:
         assert self.run is not None
         return self.run
 
+    def _resolved(self) -> RunSpec:
+        return resolved(self.spec, backends.load(self.spec.backend))[0]
+
     def _target(self) -> RunTarget:
         return RunTarget(run=self._run(), spec=self.spec, random=random.Random(0))
 
@@ -240,34 +293,47 @@ class Trial:
 
     def _wait_for_step(self, meter: Meter, step: int, limit_s: float) -> None:
         launcher, handle = job(self._run())
+        last = ""
 
         def reached() -> bool:
+            nonlocal last
             mirror(launcher, self._run())
             target = self._target()
             if target.step() >= step:
                 return True
             status = launcher.poll(handle)
+            last = status.reason
             if status.state.ended:
                 ends = target.events(RunFinished.kind)
                 reason = ends[-1].read(RunFinished).reason if ends else status.reason
                 raise MusterError(f"the run ended before step {step}: {reason}")
             return False
 
-        meter.wait(reached, f"step {step}", limit_s)
+        meter.wait(reached, f"step {step}", limit_s, lambda: last)
 
 
-def trial(loaded: Loaded, cluster: Cluster | None, budget_usd: float) -> Trial:
-    """Raises UsageError: nobody knows what a host costs there, so no budget could be kept."""
+def trial(loaded: Loaded, cluster: Cluster | None, budget: float) -> Trial:
+    """Where others run the place and no price is known, the budget counts host-hours.
+
+    Raises:
+        UsageError: nobody knows what a host costs there, so no budget could be kept.
+    """
     spec = priced(loaded.spec)
-    free = backends.get(spec.backend).capabilities.uses_this_machine or spec.resources.provisioning_model == "owned"
+    backend = backends.get(spec.backend)
+    site = backend.site() if backend.site is not None else None
+    free = backend.capabilities.uses_this_machine or spec.resources.provisioning_model == "owned"
     usd = spec.resources.usd_per_host_hour
-    if usd is None and not free:
+    if usd is None and not free and site is None:
         raise UsageError(
             "what a host costs is not known, so no budget can be kept",
             hint="resources.machine, provisioning_model and locations of a row in `muster prices`, or "
             "resources.usd_per_host_hour; provisioning_model: owned for machines that cost nobody anything",
         )
     # The supervisor keeps it too, should this program die.
-    limits = spec.limits.model_copy(update={"max_usd": min(budget_usd, spec.limits.max_usd or budget_usd)})
+    limits = spec.limits.model_copy(update={"max_usd": min(budget, spec.limits.max_usd or budget)})
     kept = spec.model_copy(update={"limits": limits}) if usd else spec
-    return Trial(loaded=replace(loaded, spec=kept), cluster=cluster, usd_per_host_hour=usd or 0.0)
+    counted = site is not None and usd is None
+    return Trial(
+        loaded=replace(loaded, spec=site.trial(kept) if site is not None else kept), cluster=cluster, site=site,
+        per_host_hour=1.0 if counted else usd or 0.0, unit=HOST_HOURS if counted else DOLLARS,
+    )  # fmt: skip

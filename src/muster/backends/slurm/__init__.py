@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from muster.backends.backend import Backend, Capabilities, RenderedFiles
 from muster.backends.protocols import Launcher
+from muster.backends.site import Site
 from muster.backends.slurm.run_file_rules import rules
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
@@ -30,7 +31,7 @@ def _script(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObj
 
 def _blueprint(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
     """A Cluster Toolkit blueprint of the cluster that the job runs on."""
-    from muster.backends.slurm.toolkit import blueprint
+    from muster.backends.slurm.toolkit.blueprint import blueprint
 
     return RenderedFiles(files=blueprint(spec))
 
@@ -53,6 +54,12 @@ def _take_out(node: str, reason: str) -> str:
     return drain(node, reason)
 
 
+def _site() -> Site:
+    from muster.backends.slurm.trial_site import SlurmSite
+
+    return SlurmSite()
+
+
 BACKEND = Backend(
     name="slurm",
     launcher=_launcher,
@@ -64,4 +71,5 @@ BACKEND = Backend(
     access=_access,
     rehearse=_rehearse,
     take_out=_take_out,
+    site=_site,
 )

@@ -86,14 +86,10 @@ class Slurm:
 
     def test(self, script: str) -> str:
         """Ask when and where a job of this text would start; nothing is submitted. Raises as ``submit``."""
-        done = self._run("sbatch", "--test-only", stdin=script)
+        done = self._run("sbatch", "--test-only", stdin=script, env={"SLURM_TIME_FORMAT": "standard"})
         if done.returncode:
             raise reason_text.refusal("sbatch", done.stderr)
         return " ".join((done.stderr or done.stdout).split()).removeprefix("sbatch: ")
-
-    def partition(self, name: str) -> dict[str, str]:
-        """``MaxTime``, ``MaxNodes``, ``State`` and the rest."""
-        return next(parse.pairs(self._ask("scontrol", "show", "partition", name, "--oneliner").stdout), {})
 
     def cancel(self, job_id: str) -> None:
         """End a job; gone is success."""
@@ -117,6 +113,39 @@ class Slurm:
     def node_state(self, node: str) -> str:
         """As Slurm has it: ``IDLE``, ``ALLOCATED+DRAIN``, ``DOWN*``..."""
         return next(parse.pairs(self._ask("scontrol", "show", "node", node, "--oneliner").stdout), {}).get("State", "")
+
+    def node_address(self, node: str) -> str:
+        """Where Slurm reaches it: an address, or a name."""
+        shown = next(parse.pairs(self._ask("scontrol", "show", "node", node, "--oneliner").stdout), {})
+        return shown.get("NodeAddr") or node
+
+    def partitions(self) -> list[dict[str, str]]:
+        """``scontrol show partition``, a row each; hidden ones too where this user may use them."""
+        return list(parse.pairs(self._ask("scontrol", "show", "partition", "--oneliner").stdout))
+
+    def configuration(self) -> dict[str, str]:
+        """``scontrol show config``."""
+        lines = self._ask("scontrol", "show", "config").stdout.splitlines()
+        pairs = (line.partition("=") for line in lines if "=" in line)
+        return {key.strip(): value.strip() for key, _, value in pairs}
+
+    def associations(self, user: str, cluster: str) -> list[dict[str, str]]:
+        """The user's accounts on a cluster, a row per account and partition: default_account, account, partition, qos,
+        max_tres, max_wall. Raises BackendError, AccessError: the accounting does not tell."""
+        fields = "DefaultAccount,Account,Partition,QOS,MaxTRES,MaxWall"
+        asked = ("show", "user", user, "withassoc", f"cluster={cluster}", f"format={fields}")
+        done = self._ask("sacctmgr", "--noheader", "--parsable2", *asked)
+        names = ("default_account", "account", "partition", "qos", "max_tres", "max_wall")
+        rows = [line.split("|") for line in done.stdout.splitlines()]
+        return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names) and row[1]]
+
+    def qos(self, name: str) -> dict[str, str]:
+        """A QOS's max_tres and max_wall; empty where there is none of that name."""
+        asked = ("show", "qos", name, "format=Name,MaxTRES,MaxWall")
+        rows = (
+            line.split("|") for line in self._ask("sacctmgr", "--noheader", "--parsable2", *asked).stdout.splitlines()
+        )
+        return next(({"max_tres": row[1], "max_wall": row[2]} for row in rows if len(row) == 3 and row[0] == name), {})
 
     def drain(self, node: str, reason: str) -> None:
         """No new jobs for a node. Raises AccessError where this user may not."""

@@ -220,7 +220,7 @@ class SlurmLauncher:
         name = f"host-{host or 0}"
         if name not in nodes:
             raise UsageError(f"{run_id} has no {name}", hint=f"hosts: {', '.join(nodes) or 'none yet'}")
-        return execute([*_step(job, nodes[name], run_dir), *argv], terminal)
+        return execute([*step(job.id, nodes[name], run_dir), *argv], terminal)
 
     def steps(self, run_id: str) -> dict[str, list[str]]:
         """Node -> the step that starts a program on it.
@@ -229,7 +229,7 @@ class SlurmLauncher:
             UsageError: nothing of the run is running.
         """
         job, run_dir, nodes = self._running(run_id)
-        return {node: _step(job, node, run_dir) for node in dict.fromkeys(nodes.values())}
+        return {node: step(job.id, node, run_dir) for node in dict.fromkeys(nodes.values())}
 
     def _running(self, run_id: str) -> tuple[Job, str, dict[str, str]]:
         """(the run's job, its folder, host -> node). Raises UsageError: nothing of it is running."""
@@ -243,9 +243,10 @@ class SlurmLauncher:
         return [job for job in self.slurm.jobs(run_id) if not job.ended]
 
 
-def _step(job: Job, node: str, run_dir: str) -> list[str]:
+def step(job_id: str, node: str, run_dir: str) -> list[str]:
+    """What comes before a program that is started on a job's node from outside it."""
     return [
-        "srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none",
+        "srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none",
         "--no-kill", f"--nodelist={node}", f"--chdir={run_dir}",
     ]  # fmt: skip
 

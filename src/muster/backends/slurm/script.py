@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from muster.backends.slurm.commands import name_of
 from muster.config.spec import RunSpec
@@ -18,6 +18,12 @@ SCRIPT = "job.sh"
 
 def script(spec: RunSpec, *, run_id: str, run_dir: str) -> str:
     """The text of ``job.sh``; the same for every submission of the run, and for every job of one."""
+    batch = program("backends.slurm.batch", python_of(spec), run_id=run_id, run_dir=run_dir)
+    return around(batch, spec, run_id=run_id, run_dir=run_dir)
+
+
+def around(argv: Sequence[str], spec: RunSpec, *, run_id: str, run_dir: str) -> str:
+    """The script that becomes ``argv``, with a run's options, modules and variables."""
     slurm = spec.slurm
     lines = [f"#!/bin/bash{' -l' if slurm.modules else ''}"]
     lines += [f"#SBATCH {_quoted(option)}" for option in options(spec, run_id, run_dir)]
@@ -25,8 +31,7 @@ def script(spec: RunSpec, *, run_id: str, run_dir: str) -> str:
     lines += [f"module load {shlex.quote(module)}" for module in slurm.modules]
     for name, value in environment(spec, run_id, run_dir).items():
         lines.append(f"export {name}={shlex.quote(value)}")
-    batch = program("backends.slurm.batch", python_of(spec), run_id=run_id, run_dir=run_dir)
-    lines.append(f"exec {shlex.join(batch)}")
+    lines.append(f"exec {shlex.join(argv)}")
     return "\n".join(lines) + "\n"
 
 

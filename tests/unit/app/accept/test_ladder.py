@@ -23,11 +23,11 @@ class Clock:
 
 
 def meter(budget):
-    return Meter(budget_usd=budget, clock=Clock())
+    return Meter(budget=budget, clock=Clock())
 
 
 def rung(name, *, act=lambda meter: "fine", usd=0.0, limit_s=60.0):
-    return Rung(name=name, title=name, act=act, usd_per_hour=usd, limit_s=limit_s)
+    return Rung(name=name, title=name, act=act, per_hour=usd, limit_s=limit_s)
 
 
 def fails(meter):
@@ -81,7 +81,7 @@ def test_a_wait_that_never_ends_is_ended_by_the_budget_before_it_is_passed():
 
     climbed = climb([rung("train", act=waits, usd=10.0, limit_s=3600.0)], rung("down", act=slow), of, lambda text: None)
     assert [one.outcome for one in climbed] == ["budget", "passed"]
-    assert 19.9 < climbed[-1].usd <= 20.0, "all of it is used, and none is passed"
+    assert 19.9 < climbed[-1].spent <= 20.0, "all of it is used, and none is passed"
 
 
 def slow(meter):
@@ -107,4 +107,4 @@ def test_never_more_than_the_budget(budget, rows):
 
     rungs = [rung(str(n), act=act_for(needs), usd=usd, limit_s=limit) for n, (usd, limit, needs) in enumerate(rows)]
     climbed = climb(rungs, rung("down", act=slow), of, lambda text: None)
-    assert climbed[-1].usd <= budget + 1e-6
+    assert climbed[-1].spent <= budget + 1e-6

@@ -18,7 +18,7 @@ from muster.core.errors import UsageError
 DOCS = Path(__file__).parents[4] / "docs"
 SHELL = SystemShell()
 SPEC = loads("{name: x, backend: slurm, command: [train], resources: {locations: [rack-1]}}", environment=False).spec
-FINE = Climbed(name="train", title="two hosts train", outcome="passed", said="step 5", seconds=3.0, usd=1.25)
+FINE = Climbed(name="train", title="two hosts train", outcome="passed", said="step 5", seconds=3.0, spent=1.25)
 needs_ssh = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="no ssh-keygen here")
 
 
@@ -41,7 +41,7 @@ def key(tmp_path):
 def put(key, name="one", *, rungs=(FINE,), rehearsal=None, change=None):
     """A record among the others, signed."""
     began = datetime(2026, 8, 22, tzinfo=UTC)
-    found = record.record(SPEC, rungs, budget_usd=50, began=began, rehearsal=rehearsal)
+    found = record.record(SPEC, rungs, budget=50, began=began, rehearsal=rehearsal)
     written = record.write(key.parent / name, found)
     signature = record.sign(written, key, found, SHELL)
     folder = key.parent / "verified"
@@ -102,7 +102,7 @@ def test_what_failed_what_was_changed_and_what_strangers_sign_stay_out(key, tmp_
 
 @needs_ssh
 def test_a_key_that_cannot_sign_is_said(tmp_path):
-    found = record.record(SPEC, [FINE], budget_usd=1, began=datetime.now(UTC), rehearsal=None)
+    found = record.record(SPEC, [FINE], budget=1, began=datetime.now(UTC), rehearsal=None)
     with pytest.raises(UsageError, match="does not sign"):
         record.sign(record.write(tmp_path, found), tmp_path / "nothing", found, SHELL)
 
@@ -110,7 +110,7 @@ def test_a_key_that_cannot_sign_is_said(tmp_path):
 def test_evidence_holds_no_secret(tmp_path):
     said = "refused with hf_abcdefghijklmnopqrstuvwx"
     found = record.record(
-        SPEC, [dataclasses.replace(FINE, outcome="failed", said=said)], budget_usd=1, began=datetime.now(UTC),
+        SPEC, [dataclasses.replace(FINE, outcome="failed", said=said)], budget=1, began=datetime.now(UTC),
         rehearsal=None,
     )  # fmt: skip
     record.write(tmp_path, found)

@@ -14,6 +14,9 @@ from muster.config import validation
 from muster.core.errors import AccessError, BackendError, CapacityError, UsageError
 
 SPEC = spec()
+PLAIN = "SLURM_VERSION           = 22.05.8\nAccountingStorageType   = accounting_storage/none\n"
+ACCOUNTED = "SLURM_VERSION = 22.05.8\nClusterName = deep\nAccountingStorageType = accounting_storage/slurmdbd\n"
+ENFORCED = ACCOUNTED + "AccountingStorageEnforce = associations,limits,qos\n"
 FAILED = "sbatch: error: Batch job submission failed: "
 
 
@@ -22,10 +25,12 @@ def request(of=SPEC):
 
 
 def test_it_says_what_there_is_and_where_the_job_would_start_and_submits_nothing():
-    shell = FakeSlurm()
+    shell = FakeSlurm(configuration=PLAIN)
     found = access.look(SPEC, request(), Slurm(shell=shell))
     assert found == [
+        "Slurm 22.05.8",
         "partition main: 2 usable nodes of the kind, jobs of UNLIMITED nodes and 7-00:00:00 at most",
+        "no accounting, so no account",
         "the job would start at 2026-11-27T09:00:00 on n[1-2] of main (sbatch --test-only)",
     ]
     assert not shell.jobs and ("sbatch", "--test-only") in shell.asked
@@ -52,6 +57,43 @@ def test_a_partition_without_usable_nodes_is_said_before_slurm_is_asked():
     with pytest.raises(CapacityError, match="no usable node in partition main"):
         access.look(spec(queue="main"), request(), Slurm(shell=shell))
     assert ("sbatch", "--test-only") not in shell.asked
+
+
+@pytest.mark.parametrize(
+    ("of", "kind", "says"),
+    [
+        ({"queue": "nope"}, UsageError, "there is no partition nope (there are main, cpu)"),
+        ({"slurm": {"time_limit": "8-00"}}, UsageError, "ends a job after 7-00:00:00, and one of 8-00 is asked for"),
+    ],
+)
+def test_a_partition_that_would_not_do_is_said_before_slurm_is_asked(of, kind, says):
+    shell = FakeSlurm()
+    found = spec(of.pop("slurm", {}), **of)
+    with pytest.raises(kind) as raised:
+        access.look(found, request(found), Slurm(shell=shell))
+    assert says in str(raised.value) and ("sbatch", "--test-only") not in shell.asked
+
+
+def test_the_account_is_looked_up_where_the_accounting_enforces_it():
+    shell = FakeSlurm(configuration=ENFORCED, users="lab|lab||normal,low|node=40|\n", qualities="low|node=1|\n")
+    slurm, account = Slurm(shell=shell), lambda found: [one for one in found if one.startswith("account")]
+    assert account(access.look(SPEC, request(), slurm)) == ["account lab, QOS normal,low"]
+    low, other = spec({"qos": "low"}), spec({"account": "physics"})
+    with pytest.raises(CapacityError, match="QOS low gives a job 1 nodes at most"):
+        access.look(low, request(low), slurm)
+    with pytest.raises(AccessError, match="no account physics"):
+        access.look(other, request(other), slurm)
+    (asked,) = {argv for argv in shell.asked if argv[0] == "sacctmgr" and "qos" not in argv}
+    assert "cluster=deep" in asked, "a database may have several clusters"
+
+
+def test_an_accounting_that_cannot_be_asked_is_said_and_one_that_enforces_nothing_is_not_asked():
+    shell = FakeSlurm(configuration=ENFORCED)
+    with pytest.raises(BackendError, match="sacctmgr: You are not running a supported accounting_storage plugin"):
+        access.look(SPEC, request(), Slurm(shell=shell))
+    shell = FakeSlurm(configuration=ACCOUNTED + "AccountingStorageEnforce = none\n")
+    assert "the accounting enforces nothing" in access.look(SPEC, request(), Slurm(shell=shell))
+    assert not [argv for argv in shell.asked if argv[0] == "sacctmgr"]
 
 
 def test_words_that_are_not_known_are_passed_on():

@@ -12,7 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 from slurm_cases import blueprints, spec
 
-from muster.backends.slurm.toolkit import blueprint
+from muster.backends.slurm.toolkit.blueprint import blueprint
 from muster.catalog.toolkit import toolkit
 from muster.core.errors import RunFileError
 

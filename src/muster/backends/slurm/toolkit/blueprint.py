@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Mapping
 
-from muster.backends.slurm.toolkit_scripts import NO_UPGRADES, build_runners, controller_runners, node_runners
+from muster.backends.slurm.toolkit.scripts import NO_UPGRADES, build_runners, controller_runners, node_runners
 from muster.catalog.toolkit import Family, Toolkit, toolkit
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem, RunFileError

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up Muster in .venv and runs it:
 #   ./setup.sh run [RUN.yaml [key.path=value ...]]   trains; default examples/text2sql-cpu.yaml
-#   ./setup.sh check [pytest arguments]              lint, types, floors, figures and unit tests: 2 minutes on two cores
-#   ./setup.sh test [pytest arguments]               every kind of test, live ones for each capability: 10 minutes
+#   ./setup.sh check [pytest arguments]              lint, types, floors, figures and unit tests: 7 minutes on two cores
+#   ./setup.sh test [pytest arguments]               every kind of test, live ones for each capability: 10 minutes more
 #   ./setup.sh test all [pytest arguments]           everything that CI runs
 #   ./setup.sh nightly [pytest arguments]            what CI leaves out: hours
 #   ./setup.sh gpu-check [torch versions]            the trainer's unit tests on CUDA builds of torch, no GPU; 5 GB each

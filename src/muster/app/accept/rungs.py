@@ -215,7 +215,8 @@ class Trial:
             except MusterError:  # the way into a host may end with its programs
                 return said
             if code == 0:
-                return f"{said}: {out.getvalue().decode(errors='replace').strip()[:200]}"
+                lines = out.getvalue().decode(errors="replace").strip().splitlines()  # srun may warn before
+                return f"{said}: {lines[-1][:200] if lines else 'killed'}"
         raise MusterError(f"no host has programs of {self.killed} at step {step}")
 
     def trains_on(self, meter: Meter) -> str:

@@ -207,7 +207,7 @@ class Encoder:
         except ImportError as error:
             raise UsageError("chat templates need transformers", hint="pip install 'muster[train]'") from error
         try:
-            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:
             raise UsageError(f"the tokenizer in {self.folder} cannot be loaded: {str(error)[:200]}") from error
 

@@ -160,7 +160,7 @@ def preload(model: Model) -> None:
     try:
         small = AutoConfig.for_model(family or "llama", num_hidden_layers=1)
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(small)
+            AutoModelForCausalLM.from_config(small, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: {family} could not be loaded in advance: {error}", file=sys.stderr)
     if model.lora:

@@ -1,5 +1,6 @@
 """Tokenizers: trained ones are deterministic and round-trip, folders are read as they are, vocabularies must fit."""
 
+import contextlib
 import json
 
 import pytest
@@ -108,3 +109,20 @@ def test_a_tokenizer_may_not_have_more_tokens_than_the_model():
     assert check_vocabulary(100, None, "it") == 100
     with pytest.raises(UsageError, match="it has 129 tokens, the model's config 128"):
         check_vocabulary(129, 128, "it")
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch):
+    """transformers asks at the terminal where it is not told, and runs it after a y."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, ran = tmp_path / "theirs", tmp_path / "ran"
+    train(lambda: TEXTS, TrainedTokenizer(vocab_size=400), folder)
+    (folder / "tokenization_theirs.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Theirs", "chat_template": "{{ messages[0].content }}"}
+    config["auto_map"] = {"AutoTokenizer": ["tokenization_theirs.Slow", "tokenization_theirs.Theirs"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with contextlib.suppress(UsageError):
+        assert Encoder(folder).render_chat([{"role": "user", "content": "hi"}], False) == "hi"
+    assert not ran.exists() and asked == []

@@ -131,7 +131,9 @@ def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> Js
     from transformers import AutoModelForCausalLM
 
     if base is None:
-        both: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        both: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+        )
         model, info = both
         return {
             "missing": sorted(info["missing_keys"]),
@@ -143,7 +145,7 @@ def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> Js
     from safetensors.torch import load_file
 
     # The reference is float32: a base of that type shows the adapter's effect instead of rounding.
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     plain.eval()
     vocabulary = expected["logits.0"].shape[-1]
     if vocabulary > plain.config.get_text_config().vocab_size:  # tokens that a chat template added

@@ -219,9 +219,9 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
     given = spec.model.config
     try:
         if folder is not None:
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # unsaid, it asks whoever is there
         elif isinstance(given, str):
-            config = AutoConfig.from_pretrained(given)
+            config = AutoConfig.from_pretrained(given, trust_remote_code=False)
         else:
             keys = {"vocab_size": vocab_size, **(given or {})}
             config = AutoConfig.for_model(keys.pop("model_type"), **keys)
@@ -309,7 +309,9 @@ def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return ahead
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+            )
             return model
     except ValueError as error:
         raise UsageError(

@@ -13,7 +13,7 @@ from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.model import attention
 from muster.train.model.attention_isolation_check import prove_isolation
-from muster.train.model.causal_lm import read_config
+from muster.train.model.causal_lm import on_meta, read_config
 from muster.train.model.compile import check_compiler, compiles, missing
 from muster.train.model.loss import loss_sum
 from muster.train.model.sharding import decoder_layers
@@ -181,3 +181,22 @@ def test_an_unknown_model_type_is_one_line_with_the_nearest_known(tmp_path, writ
         read_config(spec_of(config if written == "here" else str(tmp_path / "config.json")), None, 50)
     assert str(caught.value) == "model: transformers knows no model_type 'lama'"
     assert caught.value.hint is not None and "did you mean llama" in caught.value.hint and len(caught.value.hint) < 80
+
+
+@pytest.mark.parametrize("kind", ["config", "model"])
+def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch, kind):
+    """transformers asks at the terminal where it is not told, and runs it after a y."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    here = tmp_path / "model"
+    here.mkdir()
+    ran = tmp_path / "ran"
+    for name in ("configuration_theirs", "modeling_theirs"):
+        (here / f"{name}.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    theirs = {"AutoConfig": "configuration_theirs.Config", "AutoModelForCausalLM": "modeling_theirs.Model"}
+    known = {} if kind == "config" else {"model_type": "t5"}  # one that transformers has, and no such model of it
+    (here / "config.json").write_text(json.dumps({**LLAMA, "model_type": "theirs", "auto_map": theirs, **known}))
+    with pytest.raises(UsageError) as caught:
+        on_meta(read_config(spec_of(None, source=str(here)), here, 50), torch.float32)
+    assert not ran.exists() and asked == [] and "\n" not in str(caught.value)

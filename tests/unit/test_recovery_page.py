@@ -10,7 +10,9 @@ from muster.simulate.cluster import Cluster
 from muster.supervise.recovery.inputs import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
-PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "recovery.md").read_text()
+RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 
 
 def test_the_policy_on_the_page_runs_a_run(tmp_path):
@@ -70,3 +72,37 @@ def test_the_numbered_list_names_every_drill_under_its_numbers():
     assert sorted(listed) == list(range(1, 46))
     menu = {number: {fault.name for fault in MENU.values() if number in fault.numbers} for number in listed}
     assert listed == menu
+
+
+def cells(text, first):
+    """Of the one row of a table that begins with ``first``."""
+    (row,) = re.findall(rf"^\| {re.escape(first)} \|(.*)\|$", text, re.MULTILINE)
+    return [cell.strip() for cell in row.split("|")]
+
+
+def test_what_recovery_costs_is_what_was_measured():
+    """Every figure of the page's section on its goals, from the newest row by stage."""
+    page = PAGE[PAGE.index("## What recovery costs") :]
+    by_stage = RESULTS[RESULTS.index("### By stage") : RESULTS.index("### On Slurm")]
+    names = cells(by_stage, "case")[2:-2]
+    rank, spare, stopped, cut = (cells(by_stage, case) for case in ("rank_kill", "host_swap", "host_stop", "host_cut"))
+    for name, ms in zip(names, rank[2:-2], strict=True):
+        assert cells(page, name)[0] == ms, name
+    told = dict(zip(names, spare[2:-2], strict=True))
+    assert f"notice and decide {told['notice']} each" in page and told["decide"] == told["notice"]
+    assert all(f"{name} {told[name]}" in page for name in ("collect", "place", "join", "restore", "prepare"))
+    titles = ("a rank is killed", "a host is killed, a spare takes over", "a host is stopped", "a host's link is cut")
+    for title, row in zip(titles, (rank, spare, stopped, cut), strict=True):
+        seen, goal, verdict = cells(page, f"L, {title}")
+        assert float(seen.removesuffix(" s")) == float(row[-2])
+        assert float(goal.removesuffix(" s")) == float(row[-1].partition(":")[0])
+        missed = float(row[-2]) > float(row[-1].partition(":")[0])
+        assert ("missed" in verdict) == ("missed" in row[-1]) == missed
+    assert f"{stopped[2]} and {cut[2]} ms are the silence" in page
+    quiet = RESULTS[RESULTS.index("**quiet machine**, 2 ranks") :]
+    default, tight = (cells(quiet, name)[1:] for name in ("3 s (the default)", "0.3 s"))
+    assert f"{default[4].strip('*')} %" in page and f"{tight[4]} %" in page
+    assert f"agent {tight[0]} %, watchdog {tight[3]}, supervisor {tight[2]}" in page and f"agent {tight[1]}." in page
+    more = [round(float(a) - float(b), 3) for a, b in zip(tight[:4], default[:4], strict=True)]
+    told = f"{more[3]} points more, the agent {more[0]}, the supervisor {more[2]}, the connections {more[1]}"
+    assert f"the watchdog takes {told}" in " ".join(page.split())

@@ -182,6 +182,7 @@ def test_who_does_not_prove_the_token_in_time_is_dropped_however_slowly_it_drips
             except OSError:
                 pass
             time.sleep(0.05)
+        silent.settimeout(5.0)
         assert silent.recv(100) and silent.recv(1) == b""
     assert there.gone == ["did not prove that it knows the run's token within 0.4 s"] * 2
 

@@ -342,15 +342,18 @@ def test_streams_are_served_whoever_else_is_connected(echo, sockets, few_descrip
 
 
 def test_streams_are_served_again_once_there_are_descriptors(echo, few_descriptors):
-    client = socket.socket()
-    client.settimeout(10.0)
+    """The first of them is no proof: Linux gives a descriptor to an accept before it waits."""
+    clients = [socket.socket() for _ in range(3)]
     with no_descriptor_left():
-        client.connect(echo.address)
+        for client in clients:
+            client.settimeout(10.0)
+            client.connect(echo.address)
         time.sleep(0.2)
-    stream = Stream(client, TOKEN, server=False, decode=bytes)
-    stream.send(HELLO)
-    assert stream.receive() == encode(AskStatus())
-    stream.close()
+    for client in clients:
+        stream = Stream(client, TOKEN, server=False, decode=bytes)
+        stream.send(HELLO)
+        assert stream.receive() == encode(AskStatus())
+        stream.close()
 
 
 def test_streams_are_served_again_once_there_are_threads(echo, monkeypatch):

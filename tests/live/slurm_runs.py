@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slurm_cluster import SlurmCluster
+import pytest
+from slurm_cluster import SlurmCluster, slurm_is_missing
 from watched import Watched
 
+#: A mark.
+needs_slurm = pytest.mark.skipif(bool(MISSING := slurm_is_missing()), reason=MISSING or "there is a Slurm")
 MUSTER = (sys.executable, "-P", "-m", "muster.cli.main")
 
 RUN_FILE: dict[str, Any] = {

@@ -7,8 +7,8 @@ import subprocess
 import tarfile
 
 import pytest
-from slurm_cluster import SlurmCluster, slurm_is_missing
-from slurm_runs import MUSTER, User, run_file
+from slurm_cluster import SlurmCluster
+from slurm_runs import MUSTER, User, needs_slurm, run_file
 from watched import Watched
 
 from muster.app.accept import page
@@ -16,11 +16,10 @@ from muster.app.accept.record import ACCEPTANCE
 from muster.core.clock import SystemShell
 from muster.core.errors import UsageError
 
-MISSING = slurm_is_missing()
 pytestmark = [
     pytest.mark.live,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a Slurm"),
+    needs_slurm,
 ]
 PLAYED = "one machine: its hosts have one kernel"
 RUN = run_file(name="accepted", resources__ranks_per_host=1, check__mode="passive")

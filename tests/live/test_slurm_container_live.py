@@ -13,15 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SlurmCluster, slurm_is_missing
+from slurm_cluster import SlurmCluster
 from slurm_container import image, install
-from slurm_runs import User, run_file
+from slurm_runs import User, needs_slurm, run_file
 
-MISSING = slurm_is_missing()
 pytestmark = [
     pytest.mark.live,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a Slurm"),
+    needs_slurm,
 ]
 #: What Google's image has of gIB, as far as it concerns us: the script names pods' interfaces and no library folder.
 SCRIPT = "export NCCL_NET=gIB NCCL_SOCKET_IFNAME=eth0,eth1 NCCL_TUNER_CONFIG_PATH=/usr/local/gib/configs/tuner\nfalse\n"

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SlurmCluster, slurm_is_missing
-from slurm_runs import Run, User, recovery_s, run_file
+from slurm_cluster import SlurmCluster
+from slurm_runs import Run, User, needs_slurm, recovery_s, run_file
 
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.drain import drain
 from muster.core.protocols import Completed
 
-MISSING = slurm_is_missing()
 pytestmark = [
     pytest.mark.live,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a Slurm"),
+    needs_slurm,
 ]
 
 

@@ -6,18 +6,17 @@ import json
 import subprocess
 
 import pytest
-from slurm_cluster import SlurmCluster, slurm_is_missing
-from slurm_runs import MUSTER, User
+from slurm_cluster import SlurmCluster
+from slurm_runs import MUSTER, User, needs_slurm
 from waiting import eventually
 from watched import Watched
 
 from muster.storage import sweep_record
 
-MISSING = slurm_is_missing()
 pytestmark = [
     pytest.mark.live,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a Slurm"),
+    needs_slurm,
 ]
 STEPS = 160
 SPEC = {

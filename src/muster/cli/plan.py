@@ -13,7 +13,7 @@ import typer
 from muster.app import api
 from muster.cli import output
 from muster.cli.inspect_commands import JSON
-from muster.cli.run_commands import OVERRIDES, RUN_FILE
+from muster.cli.run_commands import OVERRIDES, RUN_FILE, names_in
 
 _FROM = typer.Option(None, "--from", metavar="FILE_OR_HUB", help="Rows: a file, a glob, a folder, or OWNER/DATASET.")
 _MODEL = typer.Option(
@@ -128,7 +128,7 @@ def _compared(
     from muster.cli.drawn import plan_table
     from muster.cli.tables import aligned
 
-    names = [name.strip() for name in (places or devices or "").split(",") if name.strip()]
+    names = names_in(places or devices or "")
     by: Literal["backend", "device"] = "backend" if places is not None else "device"
     found = use_case.places(run_file, overrides, names=names, by=by, fastest=fastest)
     if json:

@@ -69,14 +69,13 @@ def submit(
     if places is not None:
         from muster.app.submit_places import submit_to_first
 
-        names = [name.strip() for name in places.split(",") if name.strip()]
         patience_s = None if wait is None else wait * 3600
-        argv = ["muster", *sys.argv[1:]]
+        argv, tell = ["muster", *sys.argv[1:]], output.info
         _submitted(
             submit_to_first(
-                run_file, overrides or [], names=names, patience_s=patience_s, argv=argv, tell=output.info
+                run_file, overrides or [], names=names_in(places), patience_s=patience_s, argv=argv, tell=tell
             )
-        )  # fmt: skip
+        )
         return
     loaded = _load(run_file, [*(overrides or []), *([f"backend={backend}"] if backend else [])])
     if dry_run:
@@ -85,6 +84,11 @@ def submit(
         output.as_json(asdict(use_case.preview(loaded)))
         return
     _submitted(use_case.submit(loaded, argv=["muster", *sys.argv[1:]], tell=output.info))
+
+
+def names_in(text: str) -> list[str]:
+    """Of ``gke, vertex,gce``."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _submitted(result: Submitted) -> None:

@@ -122,13 +122,12 @@ class Trial:
         return f"{tasks}; {len(request.files)} files"
 
     def access(self, meter: Meter) -> str:
-        launcher = backends.load(self.spec.backend)
-        offers = launcher.offers(self.spec)
+        offers = backends.load(self.spec.backend).offers(self.spec)  # asks the place: refused here, if at all
+        if self.cluster is not None:
+            return "; ".join(self.cluster.look()) or "nothing is in the way"
         found = [f"{len(offers)} kinds of hosts on offer"]
         if (ask := backends.get(self.spec.backend).access) is not None:
             found += ask(self._resolved(), submit_.preview(self.loaded))
-        if self.cluster is not None:
-            found = list(self.cluster.look()) or ["nothing is in the way"]
         return "; ".join(found)
 
     # ------------------------------------------------------------ cents

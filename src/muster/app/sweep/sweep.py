@@ -150,8 +150,8 @@ class _Sweep:
             found = trial.find(known.number, known.run_id)
             if found is None:
                 self._start(known)
-            elif self._status(found) is not None:
-                self._continue(found, "goes on")
+            elif (status := self._status(found)) is not None:
+                self._continue(found, status, "goes on")
         while self._has_room() and len(self.record.trials) < self.definition.trials:
             if not self._affords(len(self.record.trials)):
                 self.broke = True
@@ -187,9 +187,9 @@ class _Sweep:
             self.active[known.number] = found
             self.tell(f"trial {known.number}: {self.definition.in_words(known.values)}: {found.run.run_id}")
 
-    def _continue(self, found: Trial, why: str) -> None:
+    def _continue(self, found: Trial, status: JobStatus, why: str) -> None:
         """Go on with a run that has ended, or whose supervisor has. One that has its result is only looked at."""
-        status, known = found.look(), self.record.trials[found.number]
+        known = self.record.trials[found.number]
         self.active[found.number] = found
         if not (found.lost_its_machine(status) or status.state is JobState.STOPPED):
             return
@@ -237,7 +237,7 @@ class _Sweep:
         elif status.state is JobState.SUCCEEDED:
             self._complete(found)
         elif found.lost_its_machine(status):
-            self._continue(found, "lost its machine; it goes on")
+            self._continue(found, status, "lost its machine; it goes on")
         elif status.state is JobState.FAILED:
             self._fail(found.number, status.reason)
         elif status.state is JobState.STOPPED:

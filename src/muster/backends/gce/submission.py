@@ -79,14 +79,7 @@ class Submission:
         warnings = secrets.require(variables(self.placement.spec.secrets, asked.hugging_face_secret))
         run_folder.put(store, self.placement.home, self.files.encoded())
         secrets.create(version, token.encode(), {RUN_LABEL: self.placement.stem})
-        for account in (asked.service_account, asked.supervisor_service_account):
-            try:
-                if account is not None:
-                    secrets.allow(version, account)
-            except AccessError as error:
-                words = f"cannot let {account} read the run's secret, so it has to be allowed already: {error}"
-                warnings.append(words)
-        return warnings
+        return [*warnings, *secrets.share(version, (asked.service_account, asked.supervisor_service_account))]
 
 
 def submission_of(request: JobRequest) -> Submission:

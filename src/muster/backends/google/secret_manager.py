@@ -9,7 +9,7 @@ import base64
 import binascii
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from muster.backends.google.http import Call, Unreachable
@@ -72,6 +72,22 @@ class SecretManager:
                 return
             if reply.status != 409 or not tries_left:  # 409: somebody else changed it meanwhile
                 raise refusal(call, reply)
+
+    def share(self, version: str, accounts: Iterable[str | None]) -> list[str]:
+        """``allow`` for each of these (None: no such account). Returns warnings where the caller may not grant it.
+
+        Raises:
+            BackendError: Google's refusal.
+        """
+        warnings = []
+        for account in accounts:
+            try:
+                if account is not None:
+                    self.allow(version, account)
+            except AccessError as error:
+                words = f"cannot let {account} read the run's secret, so it has to be allowed already: {error}"
+                warnings.append(words)
+        return warnings
 
     def access(self, version: str, *, project: str | None = None, patience_s: float = GRANT_S) -> bytes:
         """What ``version`` holds; a refused account is asked for again for ``patience_s``. ``project``: the number by

@@ -112,12 +112,14 @@ class Slurm:
 
     def node_state(self, node: str) -> str:
         """As Slurm has it: ``IDLE``, ``ALLOCATED+DRAIN``, ``DOWN*``..."""
-        return next(parse.pairs(self._ask("scontrol", "show", "node", node, "--oneliner").stdout), {}).get("State", "")
+        return self._node(node).get("State", "")
 
     def node_address(self, node: str) -> str:
         """Where Slurm reaches it: an address, or a name."""
-        shown = next(parse.pairs(self._ask("scontrol", "show", "node", node, "--oneliner").stdout), {})
-        return shown.get("NodeAddr") or node
+        return self._node(node).get("NodeAddr") or node
+
+    def _node(self, node: str) -> dict[str, str]:
+        return next(parse.pairs(self._ask("scontrol", "show", "node", node, "--oneliner").stdout), {})
 
     def partitions(self) -> list[dict[str, str]]:
         """``scontrol show partition``, a row each; hidden ones too where this user may use them."""

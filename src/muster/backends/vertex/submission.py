@@ -11,7 +11,7 @@ from muster.backends.vertex.custom_job import RUN_LABEL, code_dir, requests, run
 from muster.backends.vertex.placement import Placement, place
 from muster.backends.vertex.run_file_rules import rules
 from muster.config.spec import RunSpec
-from muster.core.errors import AccessError, RunFileError
+from muster.core.errors import RunFileError
 from muster.core.protocols import Store
 from muster.core.types import JobRequest, TaskSpec
 
@@ -68,14 +68,9 @@ class Submission:
         asked = self.placement.spec.vertex
         warnings = secrets.require(variables(self.placement.spec.secrets, asked.hugging_face_secret))
         sha256 = run_folder.put(store, self.placement.home, self.files.encoded())
-        version, account = self.placement.token_secret, asked.service_account
+        version = self.placement.token_secret
         secrets.create(version, token.encode(), {RUN_LABEL: self.placement.run_id})
-        try:
-            if account is not None:
-                secrets.allow(version, account)
-        except AccessError as error:
-            warnings.append(f"cannot let {account} read the run's secret, so it has to be allowed already: {error}")
-        return sha256, warnings
+        return sha256, [*warnings, *secrets.share(version, (asked.service_account,))]
 
 
 def submission_of(request: JobRequest) -> Submission:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 
 import pytest
@@ -79,6 +80,36 @@ def test_trials_are_jobs_and_one_whose_node_is_lost_goes_on_from_its_checkpoint(
     resumed = [event.step for event in first.events("attempt.started") if event.step]
     assert first.step() == STEPS and (not resumed or min(resumed) >= 40), "from its checkpoint, not from the start"
     assert "3 trials (3 complete)" in user.muster("status").stdout
+
+
+def test_a_cancelled_job_is_a_trial_that_a_person_stopped_and_ctrl_c_leaves_no_job(cluster, tmp_path):
+    """At scancel a run saves and writes that it was preempted: the job's own end says who meant it."""
+    user = User(cluster, tmp_path / "home")
+    (user.home / "tune.yaml").write_text(json.dumps(SPEC))
+    told = (user.home / "told").open("w")
+    running = subprocess.Popen(
+        [*MUSTER, "sweep", "tune.yaml", *WORDS, "--parallel", "2", "--pruner", "none"],
+        cwd=user.home, env=user.env, stdout=told, stderr=told,
+    )  # fmt: skip
+    folder = user.home / "sweeps" / "tune"
+    try:
+        first = Watched(folder / "trial-000")
+        eventually(lambda: (folder / "trial-000" / "events").exists() and first.step() >= 20, 150)
+        name = f"muster-{sweep_record.read(folder).trials[0].run_id}.1"
+        cluster.ask("scancel", "--name", name)
+        eventually(lambda: "trial 0: stopped by a person after step" in (user.home / "told").read_text(), 90)
+        assert first.events("run.finished")[-1].detail["outcome"] == "preempted", "it could not know better"
+        eventually(lambda: len(sweep_record.read(folder).trials) == 3, 60)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(150) == 130, (user.home / "told").read_text()
+        names = cluster.ask("squeue", "-h", "-t", "PENDING,RUNNING", "-o", "%j").split()
+    finally:
+        running.kill()
+        user.end_all()
+        cluster.ask("scancel", "--user", "root")
+    said = (user.home / "told").read_text()
+    assert names == [] and "has not ended yet" not in said, said
+    assert "goes on" not in said and all(trial.state == "open" for trial in sweep_record.read(folder).trials), said
 
 
 def jobs(cluster: SlurmCluster, state: str) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.core.errors import BackendError
+from muster.core.errors import BackendError, BusyError
 from muster.core.protocols import Completed
 
 
@@ -30,6 +30,9 @@ class SystemClock:
 class SystemShell:
     """Runs real programs, found on PATH, without a shell in between."""
 
+    own_group: bool = False
+    """Ctrl-C at the terminal does not reach them: what they have begun is done, and known."""
+
     def run(
         self,
         argv: Sequence[str],
@@ -42,9 +45,10 @@ class SystemShell:
             done = subprocess.run(
                 list(argv), env={**os.environ, **env} if env else None, input=stdin, capture_output=True,
                 timeout=timeout_s, text=True, errors="replace", check=False,
+                process_group=0 if self.own_group else None,
             )  # fmt: skip
         except FileNotFoundError as error:
             raise BackendError(f"program {argv[0]!r} not found", hint="install it or fix PATH") from error
         except subprocess.TimeoutExpired as error:
-            raise BackendError(f"{argv[0]} did not finish within {timeout_s} s") from error
+            raise BusyError(f"{argv[0]} did not finish within {timeout_s} s") from error
         return Completed(argv=tuple(argv), returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)

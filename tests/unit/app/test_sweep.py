@@ -1,6 +1,8 @@
 """Sweeps: what ``--over`` takes, what limits leave, and a sweep over trials that are not run, killed at any moment."""
 
 import json
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ from muster.app.sweep import ranges, sweep, trial
 from muster.app.sweep.budget import Budget
 from muster.app.sweep.definition import define
 from muster.config.spec import Limits
-from muster.core.errors import BackendError, ConflictError, MusterError, RunFileError, UsageError
+from muster.core.errors import BackendError, BusyError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.events import Event
 from muster.core.types import JobState, JobStatus
 from muster.storage import run_registry, sweep_record
@@ -269,6 +271,80 @@ def test_ctrl_c_while_the_back_end_does_not_answer_still_asks_each_trial_to_save
 def test_a_scheduler_that_serves_others_too_is_asked_less_often(run_file, world, backend, seconds):
     swept(run_file, world, trials=1, overrides=[f"backend={backend}", "resources.device=cpu"])
     assert world.now_s == pytest.approx(seconds * world.looks) and world.looks >= 3
+
+
+def test_ctrl_c_while_a_trial_is_being_submitted_leaves_no_trial_behind(run_file, world, monkeypatch):
+    def start(number, loaded, gpus):
+        os.kill(os.getpid(), signal.SIGINT)  # at the terminal, while sbatch has the script
+        return world.start(number, loaded, gpus)
+
+    monkeypatch.setattr(trial, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        swept(run_file, world, trials=2, parallel=2, pruner="none")
+    assert [run.state for run in world.runs.values()] == [JobState.STOPPED], "it was asked to end, and no second began"
+    assert sweep_record.read(sweep_record.place("tune")).trials[0].run_id == "tune-0"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_submission(run_file, world):
+    with pytest.raises(KeyboardInterrupt), sweep.uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it went on")
+
+
+def test_a_lost_trial_waits_while_the_back_end_cannot_be_asked_to_go_on_with_it(run_file, world, monkeypatch):
+    """A controller that is away longer than three tries may take: they count for nothing."""
+    busy = iter(range(5))
+    go_on = Fake.continue_
+
+    def continue_(self, gpus, overrides=()):
+        if next(busy, None) is not None:
+            raise BusyError("sbatch: Unable to contact slurm controller\nmore")
+        go_on(self, gpus, overrides)
+
+    monkeypatch.setattr(Fake, "continue_", continue_)
+    world.fate = {(0, 2): (JobState.PREEMPTED, 75)}
+    result, told = swept(run_file, world, trials=1, pruner="none")
+    assert [known.state for known in result.record.trials] == ["complete"] and world.now_s > 5 * sweep.AGAIN_S
+    assert told.count("trial 0 waits: sbatch: Unable to contact slurm controller") == 5
+
+
+def test_a_trial_that_could_not_be_ended_is_asked_again(run_file, world, monkeypatch):
+    over = (f"{RATE}=1e-3,1.1e-3,1.2e-3,1.3e-3,9e-3",)
+    deaf = iter(range(2))
+    end = Fake.end_early
+
+    def end_early(self, why, *, save):
+        if next(deaf, None) is not None:
+            raise BusyError("no answer")
+        end(self, why, save=save)
+
+    monkeypatch.setattr(Fake, "end_early", end_early)
+    world.fate = dict.fromkeys([(4, 1), (4, 2)], (JobState.RUNNING, None))
+    result, told = swept(run_file, world, sampler="grid", over=over, trials=5)
+    assert [known.state for known in result.record.trials] == ["complete"] * 4 + ["pruned"]
+    assert told.count("trial 4 could not be ended: no answer") == 1
+
+
+def test_after_ctrl_c_a_trial_that_could_not_be_asked_is_asked_again(run_file, world, monkeypatch):
+    def interrupt(count):
+        if count == 1:
+            raise KeyboardInterrupt
+
+    deaf = iter(range(2))
+    end = Fake.end_early
+
+    def end_early(self, why, *, save):
+        if next(deaf, None) is not None:
+            raise BusyError("no answer")
+        end(self, why, save=save)
+
+    monkeypatch.setattr(Fake, "end_early", end_early)
+    world.at_look = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        swept(run_file, world, trials=2, parallel=2, pruner="none")
+    assert {run.state for run in world.runs.values()} == {JobState.STOPPED}
 
 
 def test_a_trial_that_is_lost_again_and_again_without_a_step_is_given_up(run_file, world):

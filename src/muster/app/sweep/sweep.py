@@ -6,10 +6,14 @@ own supervisor: killed at any moment, a sweep goes on where it was, and its tria
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 
 from muster.app.sweep import trial
 from muster.app.sweep.budget import Budget
@@ -77,6 +81,8 @@ class _Sweep:
     """Trial -> step of the newest held-out loss that was told."""
     unseen: set[int] = field(default_factory=set)
     """Of these nobody could say how they are, which was told once."""
+    unended: set[int] = field(default_factory=set)
+    """These could not be ended at the first try, which was told once."""
     broke: bool = False
     """Not enough dollars are left for another trial."""
     _retry_ns: int = 0
@@ -152,6 +158,8 @@ class _Sweep:
                 self._start(known)
             elif (status := self._status(found)) is not None:
                 self._continue(found, status, "goes on")
+            else:
+                self._later()
         while self._has_room() and len(self.record.trials) < self.definition.trials:
             if not self._affords(len(self.record.trials)):
                 self.broke = True
@@ -175,17 +183,22 @@ class _Sweep:
 
     def _start(self, known: TrialRecord) -> None:
         known = replace(known, max_usd=self.budget.share(known.number, self.clock.wall_ns()))
-        try:
-            found = trial.start(known.number, self.definition.of(known, self._limits(known)), known.gpus)
-        except (CapacityError, BusyError) as error:
-            self._retry_ns = self.clock.monotonic_ns() + int(AGAIN_S * 1e9)
-            self.tell(f"trial {known.number} waits: {error}")
-        except MusterError as error:
-            self._fail(known.number, str(error).splitlines()[0])
-        else:
-            self._note(replace(known, run_id=found.run.run_id))
-            self.active[known.number] = found
-            self.tell(f"trial {known.number}: {self.definition.in_words(known.values)}: {found.run.run_id}")
+        with uninterrupted():
+            try:
+                found = trial.start(known.number, self.definition.of(known, self._limits(known)), known.gpus)
+            except (CapacityError, BusyError) as error:
+                self._later()
+                self.tell(f"trial {known.number} waits: {str(error).splitlines()[0]}")
+            except MusterError as error:
+                self._fail(known.number, str(error).splitlines()[0])
+            else:
+                self._note(replace(known, run_id=found.run.run_id))
+                self.active[known.number] = found
+                self.tell(f"trial {known.number}: {self.definition.in_words(known.values)}: {found.run.run_id}")
+
+    def _later(self) -> None:
+        """Nothing is started for a while; trials that are open are tried again then."""
+        self._retry_ns = self.clock.monotonic_ns() + int(AGAIN_S * 1e9)
 
     def _continue(self, found: Trial, status: JobStatus, why: str) -> None:
         """Go on with a run that has ended, or whose supervisor has. One that has its result is only looked at."""
@@ -198,12 +211,17 @@ class _Sweep:
             known = replace(known, max_usd=self.budget.share(known.number, self.clock.wall_ns()))
             self._note(known)
             overrides = self._limits(known)
-        try:
-            found.continue_(known.gpus, overrides)
-        except MusterError as error:
-            self._fail(found.number, str(error).splitlines()[0])
-        else:
-            self.tell(f"trial {found.number}: {why} from step {found.step}")
+        with uninterrupted():
+            try:
+                found.continue_(known.gpus, overrides)
+            except (CapacityError, BusyError) as error:
+                del self.active[found.number]
+                self._later()
+                self.tell(f"trial {found.number} waits: {str(error).splitlines()[0]}")
+            except MusterError as error:
+                self._fail(found.number, str(error).splitlines()[0])
+            else:
+                self.tell(f"trial {found.number}: {why} from step {found.step}")
 
     def _limits(self, known: TrialRecord) -> tuple[str, ...]:
         return self.budget.limits_of(known.number, known.max_usd, self.clock.wall_ns())
@@ -231,9 +249,11 @@ class _Sweep:
             if step > self.said.get(found.number, 0):
                 self.said[found.number] = step
                 pruned = self.optimizer.report(found.number, step, loss)
-        if found.ending:
+        if decided := self.record.trials[found.number].reason:
             if status.state.ended:
                 self._over(found, "pruned")
+            elif not found.ending:
+                self._prune(found, decided)
         elif status.state is JobState.SUCCEEDED:
             self._complete(found)
         elif found.lost_its_machine(status):
@@ -254,7 +274,18 @@ class _Sweep:
     def _prune(self, found: Trial, reason: str) -> None:
         self._note(replace(self.record.trials[found.number], reason=reason))
         self.active[found.number] = found
-        found.end_early(f"muster sweep: {reason}", save=False)
+        self._end_early(found, f"muster sweep: {reason}", save=False)
+
+    def _end_early(self, found: Trial, why: str, *, save: bool) -> bool:
+        """False: its back end does not answer. It is asked again."""
+        try:
+            found.end_early(why, save=save)
+        except MusterError as error:
+            if found.number not in self.unended:
+                self.tell(f"trial {found.number} could not be ended: {str(error).splitlines()[0]}")
+            self.unended.add(found.number)
+            return False
+        return True
 
     def _behind(self, found: Trial) -> str:
         """Why it is not worth going on with, in figures."""
@@ -304,22 +335,44 @@ class _Sweep:
 
     def _stop_all(self, why: str) -> None:
         """Every trial saves and ends; the record keeps them open."""
-        for found in self.active.values():
-            status = self._status(found)
-            if (status is None or not status.state.ended) and not found.ending:
-                found.end_early(f"muster sweep: {why}", save=True)
         until = time.monotonic() + LEAVE_S
         left = dict(self.active)
-        while left and time.monotonic() < until:
-            looks = {number: self._status(found) for number, found in left.items()}
-            left = {
-                number: left[number] for number, status in looks.items() if status is None or not status.state.ended
-            }
-            if left:
-                self.clock.sleep(min(0.2 * self.pause_s, 3.0))
+        asked = {number for number, found in left.items() if found.ending}
+        while True:
+            for number, found in list(left.items()):
+                status = self._status(found)
+                if status is not None and status.state.ended:
+                    del left[number]
+                elif number not in asked and self._end_early(found, f"muster sweep: {why}", save=True):
+                    asked.add(number)
+            if not left or time.monotonic() >= until:
+                break
+            self.clock.sleep(min(0.2 * self.pause_s, 3.0))
         for number in left:
             self.tell(f"trial {number} has not ended yet: muster stop {left[number].run.run_id}")
 
     def _note(self, known: TrialRecord) -> None:
         self.record = self.record.with_trial(known)
         sweep_record.write(self.definition.folder, self.record)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C meanwhile is raised at the end, the second at once: a run that is half submitted is known to nobody."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt

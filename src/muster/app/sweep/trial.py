@@ -11,7 +11,7 @@ from muster.app.inspect.status import job, mirror
 from muster.app.run import recover, stop, submit
 from muster.config.load import Loaded
 from muster.core import environment
-from muster.core.errors import ConflictError, MusterError, UsageError
+from muster.core.errors import BusyError, ConflictError, MusterError, UsageError
 from muster.core.event_details.hosts import HostAllocated, HostReleased
 from muster.core.event_details.training import Eval, Step
 from muster.core.event_log import EventReader
@@ -78,24 +78,32 @@ class Trial:
         """Start what is missing of its run.
 
         Raises:
+            CapacityError, BusyError: not now.
             MusterError: it was continued ``RECOVERIES`` times without a new step, or cannot be.
         """
         if len(self._recovered_at) >= RECOVERIES and self._recovered_at[-RECOVERIES] >= self.step:
             raise MusterError(f"continued {RECOVERIES} times without a new step beyond {self.step}")
-        self._recovered_at.append(self.step)
         with visible(gpus):
             try:
                 recover.recover(self.run.run_id, overrides, argv=("muster", "sweep"))
             except ConflictError:  # a supervisor holds it: somebody was faster
                 pass
+        self._recovered_at.append(self.step)
 
     def end_early(self, why: str, *, save: bool) -> None:
-        """Ask its run to end, and do not wait for it. Without a supervisor everything of it is ended now."""
-        self.ending = True
+        """Ask its run to end, and do not wait for it. Without a supervisor everything of it is ended now.
+
+        Raises:
+            BusyError: its back end does not answer.
+            BackendError: something of it could not be ended.
+        """
         try:
             stop.stop(self.run.run_id, save=save, force=not save, wait=False, source=why)
+        except BusyError:
+            raise
         except MusterError:  # nobody holds it: it waits in a queue, or its supervisor is gone
             stop.down(self.run.run_id)
+        self.ending = True
 
 
 def start(number: int, loaded: Loaded, gpus: str | None) -> Trial:

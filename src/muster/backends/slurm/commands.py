@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from muster.backends.slurm import parse, reason_text
 from muster.core.clock import SystemShell
-from muster.core.errors import BackendError
+from muster.core.errors import BackendError, BusyError
 from muster.core.protocols import Completed, Shell
 
 #: Prefix of every job's name; the run's id and the submission's number follow.
@@ -52,7 +52,7 @@ class Job:
 class Slurm:
     """The commands. Each is called once; nothing is retried."""
 
-    shell: Shell = field(default_factory=SystemShell)
+    shell: Shell = field(default_factory=lambda: SystemShell(own_group=True))
     user: str = field(default_factory=lambda: str(os.getuid()))
 
     def nodes(self) -> list[dict[str, str]]:
@@ -76,7 +76,10 @@ class Slurm:
             UsageError, AccessError, CapacityError: refused.
             NoAnswer: the job may exist nevertheless.
         """
-        done = self._run("sbatch", "--parsable", f"--job-name={name}", script, env=variables)
+        try:
+            done = self._run("sbatch", "--parsable", f"--job-name={name}", script, env=variables)
+        except BusyError as error:  # it was ended because it took too long
+            raise NoAnswer(str(error)) from error
         job_id = parse.job_id(done.stdout) if done.returncode == 0 else None
         if job_id is not None:
             return job_id
@@ -196,7 +199,7 @@ class Slurm:
             raise
 
 
-class NoAnswer(BackendError):
+class NoAnswer(BusyError):
     """No answer came to a submission: it may have been accepted."""
 
 

@@ -44,7 +44,9 @@ def judge(
     if record is not None and record.state == "cancelled" and (verdict is None or _preempted(verdict)):
         ending = f", job {living[-1].id} is ending" if living else ""
         return JobStatus(state=JobState.STOPPED, reason=f"cancelled{ending}", tasks=_tasks(living))
-    if verdict is not None and not _continues(verdict, living):
+    if verdict is not None and _preempted(verdict) and jobs:
+        return _saved(verdict, jobs, run_dir)
+    if verdict is not None and not (_preempted(verdict) and _cancelled(accounted)):
         return JobStatus(
             state=JobState(verdict.outcome), reason=verdict.reason, exit_code=verdict.exit_code,
             tasks={"job": f"ending ({living[-1].id})"} if living else {},
@@ -85,7 +87,8 @@ def _ended(state: str, job_id: str, run_dir: Path) -> JobStatus:
         job_state = JobState.FAILED  # a run that is done records it itself
     text = reason_text.ENDINGS.get(state, f"the job ended as {state}")
     reason = f"{text} (job {job_id}; {run_dir}/logs/slurm-{job_id}.log)"
-    return JobStatus(state=job_state, reason=reason, exit_code=1 if state in reason_text.OWN_DOING else None)
+    own = job_state is JobState.FAILED and state not in reason_text.MACHINES_DOING
+    return JobStatus(state=job_state, reason=reason, exit_code=1 if own else None)
 
 
 def _accounted(state: str, job_id: str, run_dir: Path, quiet_s: float) -> JobStatus:
@@ -107,11 +110,25 @@ def _tasks(living: Sequence[Job]) -> dict[str, str]:
     return {"supervisor": f"running (job {running[-1].id})"} if running else {}
 
 
-def _continues(verdict: Verdict, living: Sequence[Job]) -> bool:
-    """Whether the run saved on notice, and its next job (or the same one, requeued) waits or has begun."""
-    return _preempted(verdict) and any(
-        job.state in _WAITING or (job.start_s or 0) * 1_000_000_000 > verdict.wall_ns for job in living
-    )
+def _saved(verdict: Verdict, jobs: Sequence[Job], run_dir: Path) -> JobStatus:
+    """Of a run that saved because Slurm was about to end its job: on notice, or at SIGTERM, which comes with
+    ``scancel`` too, so that only the job's own end says whether a person meant it."""
+    last = jobs[-1]
+    begun_since = (last.start_s or 0) * 1_000_000_000 > verdict.wall_ns
+    if not last.ended:
+        if last.state in _WAITING or begun_since:
+            return _living(last, len(jobs))
+        # Its batch program may be submitting the next job just now: whoever did so too would have two.
+        reason = f"{verdict.reason}; job {last.id} is ending"
+        return JobStatus(state=JobState.RUNNING, reason=reason, tasks={"job": f"ending ({last.id})"})
+    if begun_since or reason_text.STATES.get(last.state) is JobState.STOPPED:
+        return _ended(last.state, last.id, run_dir)
+    return JobStatus(state=JobState(verdict.outcome), reason=verdict.reason, exit_code=verdict.exit_code)
+
+
+def _cancelled(accounted: Mapping[str, str] | None) -> bool:
+    words = (accounted or {}).get("State", "").split()
+    return bool(words) and reason_text.STATES.get(words[0]) is JobState.STOPPED
 
 
 def _preempted(verdict: Verdict) -> bool:

@@ -21,7 +21,7 @@ from muster.backends.slurm.script import SCRIPT, program, python_of, script
 from muster.config import validation
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
-from muster.core.errors import BackendError, ConflictError, RunFileError, UsageError
+from muster.core.errors import BackendError, BusyError, ConflictError, RunFileError, UsageError
 from muster.core.protocols import Clock
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.storage import job_record, run_output, run_registry
@@ -89,7 +89,8 @@ class SlurmLauncher:
         Raises:
             CapacityError: no nodes of this kind, or a limit of the site.
             AccessError: account, QOS, partition or credentials do not allow it.
-            BackendError: Slurm does not answer, or refused.
+            BusyError: Slurm does not answer.
+            BackendError: it refused.
             ConflictError: the folder belongs to another run.
         """
         run_dir = Path(request.run_dir)
@@ -115,9 +116,9 @@ class SlurmLauncher:
             return  # its submit was interrupted before there was a job
         status = self.poll(_handle(record, run_dir))
         if not status.state.ended and status.state is not JobState.ABSENT:
-            raise ConflictError(
-                f"{record.run_id} continues by itself: {status.reason}", hint=f"muster down {record.run_id} ends it"
-            )
+            ending = status.tasks.get("job", "").startswith("ending")
+            how = "has not ended yet" if ending else "continues by itself"
+            raise ConflictError(f"{record.run_id} {how}: {status.reason}", hint=f"muster down {record.run_id} ends it")
 
     def _submit_script(self, request: JobRequest, run_dir: Path, number: int) -> str:
         """The id of this submission's job, which is created unless it exists."""
@@ -134,7 +135,7 @@ class SlurmLauncher:
             existing = self.slurm.jobs(request.run_id, number)  # only the answer may have been lost
             if existing:
                 return existing[-1].id
-            raise BackendError(str(error), hint="run `scontrol ping` to check the controller") from error
+            raise BusyError(str(error), hint="run `scontrol ping` to check the controller") from error
 
     def _new_record(self, request: JobRequest, number: int) -> SlurmJob:
         return SlurmJob(

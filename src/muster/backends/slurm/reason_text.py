@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from muster.core.errors import AccessError, BackendError, CapacityError, MusterError, UsageError
+from muster.core.errors import AccessError, BackendError, BusyError, CapacityError, MusterError, UsageError
 from muster.core.types import JobState
 
 #: Pending reasons (``squeue --Format=reason``; slurm_protocol_defs.h of 22.05 and 24.11).
@@ -56,11 +56,10 @@ STATES = {
     "CANCELLED": JobState.STOPPED,
     "REVOKED": JobState.STOPPED,
     "PREEMPTED": JobState.PREEMPTED,
-    "TIMEOUT": JobState.PREEMPTED,
 }
 
-#: These are the run's own doing: the same job would end so again. The others may be the machine's.
-OWN_DOING = ("OUT_OF_MEMORY", "DEADLINE")
+#: The machine's doing, or the scheduler's: the same job may do better on other nodes. Others would end so again.
+MACHINES_DOING = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 #: How a job ended, where the run itself recorded no result.
 ENDINGS = {
@@ -130,7 +129,7 @@ def refusal(program: str, stderr: str) -> MusterError:
         if re.search(pattern, stderr):
             return kind(f"{program}: {text}", hint=hint)
     if NO_ANSWER.search(stderr):
-        return BackendError(f"{program}: {text}", hint="run `scontrol ping` to check the controller")
+        return BusyError(f"{program}: {text}", hint="run `scontrol ping` to check the controller")
     if program == "sbatch":
         return BackendError(f"{program}: {text}", hint="`muster render` shows the submitted script")
     return BackendError(f"{program}: {text}", hint="run `scontrol ping` to check that this is a login node")

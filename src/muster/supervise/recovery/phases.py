@@ -216,3 +216,13 @@ TRANSITIONS = (
     Transition(Held, "the same, and nothing is left to write", Ended),
     Transition(Flushing, "the newest version is written, or cannot be; a second stop", Ended),
 )
+
+
+def ends_for_good(phase: Stopping | Flushing, exit_code: int) -> bool:
+    """Whether a stop with this code is a person's, of a run that saves because a scheduler will start it again (75): it
+    then ends as stopped, which nobody starts again."""
+    end = phase.end if isinstance(phase, Flushing) else phase
+    if end.exit_code != 75 or exit_code == 75:
+        return False
+    end.outcome, end.exit_code, phase.by_user = "stopped", exit_code, True
+    return True

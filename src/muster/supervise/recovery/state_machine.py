@@ -48,6 +48,7 @@ from muster.supervise.recovery.phases import (
     Starting,
     Stopping,
     Waiting,
+    ends_for_good,
 )
 from muster.supervise.recovery.state import State
 
@@ -153,6 +154,8 @@ class RecoveryStateMachine:
             return
         again = given.force
         if isinstance(phase, Stopping | Flushing):
+            if ends_for_good(phase, given.exit_code) and not again:
+                return  # it saves already
             again, phase.by_user = again or phase.by_user, True
         outcome = "preempted" if given.exit_code == 75 else "stopped"
         if isinstance(phase, Flushing):

@@ -43,6 +43,7 @@ from muster.supervise.recovery.phases import (
     Starting,
     Stopping,
     Waiting,
+    ends_for_good,
 )
 from muster.supervise.recovery.state import Attempt, Fault, Host, State
 
@@ -187,6 +188,7 @@ class _Replay:
     def stop_requested(self, event: Event, _at_ns: int) -> None:
         detail, phase = event.read(StopRequested), self.state.phase
         if isinstance(phase, Stopping | Flushing):
+            ends_for_good(phase, detail.exit_code)
             phase.by_user = True
             return
         self.asked = StopRequest(source=detail.source, exit_code=detail.exit_code, save=detail.save, force=detail.force)

@@ -12,7 +12,7 @@ from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.launcher import SlurmLauncher
 from muster.backends.slurm.script import SCRIPT, script
 from muster.config import validation
-from muster.core.errors import AccessError, BackendError, CapacityError, UsageError
+from muster.core.errors import AccessError, BackendError, BusyError, CapacityError, UsageError
 
 SPEC = spec()
 PLAIN = "SLURM_VERSION           = 22.05.8\nAccountingStorageType   = accounting_storage/none\n"
@@ -43,7 +43,7 @@ def test_it_says_what_there_is_and_where_the_job_would_start_and_submits_nothing
         (FAILED + "Invalid account or account/partition combination specified", AccessError),
         (FAILED + "Requested time limit is invalid (missing or exceeds some limit)", UsageError),
         ("allocation failure: Requested node configuration is not available", CapacityError),
-        (FAILED + "Unable to contact slurm controller (connect failure)", BackendError),
+        (FAILED + "Unable to contact slurm controller (connect failure)", BusyError),
     ],
 )
 def test_slurms_refusal_is_the_answer(said, kind):

@@ -1,6 +1,9 @@
 """Where a run is, in one sentence; what Slurm offers; what is refused and how."""
 
 import dataclasses
+import json
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from muster.backends.slurm.commands import Job, Slurm, is_of, name_of
 from muster.backends.slurm.job_outcome import ACCOUNTING_LAGS_S, SlurmJob, judge
 from muster.backends.slurm.launcher import SlurmLauncher
 from muster.config.spec import RunSpec
-from muster.core.errors import BackendError, CapacityError, ConflictError, RunFileError, UsageError
+from muster.core.errors import BackendError, BusyError, CapacityError, ConflictError, RunFileError, UsageError
+from muster.core.events import Event
 from muster.core.types import JobHandle, JobState
 from muster.storage.run_output import Verdict
 
@@ -67,14 +71,38 @@ def test_a_run_that_saved_on_notice_goes_on_in_its_next_job():
     begun = dataclasses.replace(JOB, id="13", start_s=300)
     assert look(first, begun, verdict=SAVED).state is JobState.RUNNING
     assert look(first, verdict=SAVED).state is JobState.PREEMPTED
-    assert look(dataclasses.replace(JOB, start_s=100), verdict=SAVED).state is JobState.PREEMPTED, "it is just leaving"
+    for state in ("RUNNING", "COMPLETING"):
+        leaving = look(dataclasses.replace(JOB, state=state), verdict=SAVED)
+        assert leaving.state is JobState.RUNNING and "job 12 is ending" in leaving.reason, "it may submit the next one"
+        assert "supervisor" not in leaving.tasks
     requeued = dataclasses.replace(JOB, state="PENDING", reason="BeginTime", start_s=None)
     assert look(requeued, verdict=SAVED).state is JobState.WAITING
 
 
+@pytest.mark.parametrize("state", ["CANCELLED", "FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT"])
+def test_a_run_that_saved_at_sigterm_was_stopped_if_a_person_cancelled_its_job(state):
+    """scancel, a preemption and a time limit all begin with SIGTERM, at which the run saves."""
+    found = look(dataclasses.replace(JOB, state=state), verdict=SAVED)
+    assert found.state is (JobState.STOPPED if state == "CANCELLED" else JobState.PREEMPTED)
+    row = {"State": "CANCELLED by 1000" if state == "CANCELLED" else state, "JobID": "12"}
+    assert look(accounted=row, verdict=SAVED).state is found.state, "squeue has dropped it"
+    done = dataclasses.replace(SAVED, outcome="succeeded", exit_code=0)
+    assert look(accounted=row, verdict=done).state is JobState.SUCCEEDED, "it was done before"
+
+
+@pytest.mark.parametrize(
+    ("state", "start_s", "found"),
+    [("CANCELLED", None, JobState.STOPPED), ("NODE_FAIL", 300, JobState.FAILED), ("FAILED", 300, JobState.FAILED)],
+)
+def test_how_the_next_job_ended_counts_and_not_that_the_one_before_saved(state, start_s, found):
+    first, second = dataclasses.replace(JOB, state="COMPLETED"), dataclasses.replace(JOB, id="13", state=state)
+    status = look(first, dataclasses.replace(second, start_s=start_s), verdict=SAVED)
+    assert status.state is found and "job 13" in status.reason
+
+
 @pytest.mark.parametrize(
     ("state", "found"),
-    [("CANCELLED", JobState.STOPPED), ("TIMEOUT", JobState.PREEMPTED), ("PREEMPTED", JobState.PREEMPTED),
+    [("CANCELLED", JobState.STOPPED), ("TIMEOUT", JobState.FAILED), ("PREEMPTED", JobState.PREEMPTED),
      ("NODE_FAIL", JobState.FAILED), ("COMPLETED", JobState.FAILED), ("OUT_OF_MEMORY", JobState.FAILED)],
 )  # fmt: skip
 def test_an_end_without_a_verdict_is_slurms(state, found):
@@ -84,7 +112,8 @@ def test_an_end_without_a_verdict_is_slurms(state, found):
 
 
 @pytest.mark.parametrize(
-    ("state", "code"), [("OUT_OF_MEMORY", 1), ("DEADLINE", 1), ("NODE_FAIL", None), ("FAILED", None)]
+    ("state", "code"),
+    [("OUT_OF_MEMORY", 1), ("DEADLINE", 1), ("TIMEOUT", 1), ("FAILED", 1), ("NODE_FAIL", None), ("BOOT_FAIL", None)],
 )
 def test_what_a_job_would_do_again_is_a_verdict_and_what_a_machine_did_is_none(state, code):
     """A sweep goes on with a trial whose machine was lost."""
@@ -248,6 +277,15 @@ def test_a_run_that_waits_is_not_handed_in_a_second_time(tmp_path):
     again = dataclasses.replace(request, labels={**request.labels, "submission": "2"})
     with pytest.raises(ConflictError, match="continues by itself: job 1 waits"):
         slurm.submit(again)
+    (tmp_path / "events").mkdir()
+    saved = {"outcome": "preempted", "exit_code": 75, "reason": "saved and left", "final_step": 9}
+    slurm.slurm.shell.jobs["1"].state = "COMPLETING"
+    event = Event(
+        run_id="r-1", attempt=1, seq=0, mono_ns=0, wall_ns=time.time_ns(), host="", kind="run.finished", detail=saved
+    )
+    (tmp_path / "events" / "supervisor.1.jsonl").write_text(json.dumps(event.to_json()) + "\n")
+    with pytest.raises(ConflictError, match="has not ended yet: saved and left; job 1 is ending"):
+        slurm.submit(again)
     slurm.slurm.shell.jobs["1"].state = "TIMEOUT"
     assert slurm.submit(again).job_id == "2"
 
@@ -257,10 +295,30 @@ def test_an_interrupted_submit_is_no_waiting_run(tmp_path):
     slurm = SlurmLauncher(slurm=Slurm(shell=shell))
     request = slurm.render(spec_of(device="cpu"), run_id="r-1", run_dir=str(tmp_path))
     shell.trouble["sbatch"] = (False, "sbatch: error: Batch job submission failed: Unable to contact slurm controller")
-    with pytest.raises(BackendError):
+    with pytest.raises(BusyError):
         slurm.submit(request)
     handle = JobHandle(run_id="r-1", backend="slurm", job_id="", run_dir=str(tmp_path))
     assert slurm.poll(handle).state is JobState.FAILED and "interrupted" in slurm.poll(handle).reason
     again = dataclasses.replace(request, labels={**request.labels, "submission": "2"})
     assert slurm.submit(again).job_id == "1"
     assert slurm.poll(handle).state is JobState.WAITING
+
+
+def test_a_submission_that_took_too_long_is_looked_for_by_its_name(tmp_path):
+    """sbatch was ended after a minute; the controller may have the job all the same."""
+
+    class Slow(FakeSlurm):
+        def run(self, argv, **more):
+            done = super().run(argv, **more)
+            if argv[0] == "sbatch":
+                raise BusyError("sbatch did not finish within 60.0 s")
+            return done
+
+    slurm = SlurmLauncher(slurm=Slurm(shell=Slow(held=True)))
+    assert slurm.submit(slurm.render(spec_of(device="cpu"), run_id="r-1", run_dir=str(tmp_path))).job_id == "1"
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_slurms_programs():
+    shown = Slurm().shell.run(["ps", "-o", "pgid=", "-p", str(os.getpid())]).stdout
+    code = "import os; print(os.getpgrp() == os.getpid())"
+    assert Slurm().shell.run([sys.executable, "-c", code]).stdout.strip() == "True" and int(shown) == os.getpgrp()

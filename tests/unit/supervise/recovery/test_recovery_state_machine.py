@@ -160,6 +160,21 @@ def test_ctrl_c_saves_and_leaves_with_130_and_a_second_one_at_once():
     assert end.exit_code == 130 and found.now_s == pytest.approx(10.1)
 
 
+@pytest.mark.parametrize(("force", "takeover"), [(False, False), (False, True), (True, False)])
+def test_a_persons_stop_while_it_saves_for_a_scheduler_is_the_last_word(force, takeover):
+    """Slurm's time limit is near, the run saves in order to go on in the next job, and then `muster stop` is typed."""
+    of = spec(hosts=2)
+    found = cluster(of)
+    found.at(10.0, lambda: found.give(StopRequest(source="Slurm's time limit", exit_code=75)))
+    found.at(10.1, lambda: found.give(StopRequest(source="muster stop", exit_code=130, force=force)))
+    if takeover:
+        found.at(10.2, lambda: found.replace_supervisor(machine(of, state=rebuild_state(events_of(found)))))
+    end = found.run()
+    assert (end.exit_code, end.outcome) == (130, "stopped")
+    assert force == (found.now_s == pytest.approx(10.1)), "without force it saves first"
+    assert force or "saved and left" in end.reason
+
+
 def test_sigterm_is_75():
     found = cluster(spec(hosts=1))
     found.at(10.0, lambda: found.give(StopRequest(source="SIGTERM", exit_code=75)))

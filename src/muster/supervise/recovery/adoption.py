@@ -23,6 +23,9 @@ from muster.supervise.recovery.state import Host
 def try_adopt(ctx: SupervisorContext, adopting: Adopting) -> None:
     """Continue where the log says that the run is, once every host that belongs to it has answered."""
     state, found = ctx.state, adopting.found
+    if adopting.alone:  # here is the first one: from now on the others have as long as they always have
+        adopting.alone = False
+        ctx.deadline(ctx.settings.adopt_timeout_s)
     awaited = _awaited(ctx, adopting)
     members = [state.hosts[name] for name in awaited if name in state.hosts and state.hosts[name].connected]
     if len(members) < len(awaited) or (isinstance(found, Flushing) and not awaited):
@@ -48,6 +51,21 @@ def try_adopt(ctx: SupervisorContext, adopting: Adopting) -> None:
         _continue(ctx, found)
     elif all(host.ready for host in members):
         adopt_failed(ctx, adopting)
+
+
+def _nobody(ctx: SupervisorContext, adopting: Adopting) -> None:
+    """No host has answered. They may be slow, cut off for a while or booting, and to end the run would end what their
+    ranks do meanwhile: the first one has as long as at a run's start."""
+    asked, limit_s = adopting.asked or adopting.asked_before, ctx.settings.spec.recovery.start_timeout_s
+    if asked is not None:
+        outcome = "preempted" if asked.exit_code == 75 else "stopped"
+        finish(ctx, outcome, asked.exit_code, f"{asked.source}: no host answers; the newest checkpoint remains")
+    elif adopting.alone or isinstance(adopting.found, Stopping) or limit_s <= ctx.settings.adopt_timeout_s:
+        finish(ctx, "failed", 6, "no host answers a new supervisor; start the run again to resume from its checkpoint")
+    else:
+        adopting.alone = True
+        ctx.log("run.message", {"text": f"no host has answered the new supervisor yet; it waits for {limit_s:g} s"})
+        ctx.deadline(limit_s - ctx.settings.adopt_timeout_s)
 
 
 def _awaited(ctx: SupervisorContext, adopting: Adopting) -> tuple[str, ...]:
@@ -80,7 +98,7 @@ def adopt_failed(ctx: SupervisorContext, adopting: Adopting) -> None:
         state.hosts.setdefault(name, Host(name=name))
     lost = [name for name in awaited if not state.hosts[name].connected]
     if not any(host.connected for host in state.hosts.values()) and not isinstance(found, Waiting):
-        finish(ctx, "failed", 6, "no host answers a new supervisor; start the run again to resume from its checkpoint")
+        _nobody(ctx, adopting)
         return
     if isinstance(found, Stopping):
         end = flush_and_finish if found.saves else finish

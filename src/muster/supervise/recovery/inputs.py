@@ -11,8 +11,11 @@ from muster.protocol.client import HealthReport
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_agent import ToAgent
 from muster.protocol.to_supervisor import FromAgent
+from muster.storage import uris
 
 SECOND_NS = 1_000_000_000
+#: Hosts copy the lease from a bucket every 3 s (``LEASE_COPY_S``), and a request that is refused is made again.
+LEAST_ADOPT_BUCKET_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,10 @@ class Settings:
 
     @property
     def adopt_timeout_s(self) -> float:
-        """Time for the hosts to connect to a new supervisor: as long as their silence is no failure."""
-        return max(self.least_adopt_s, self.spec.recovery.heartbeat_timeout_s)
+        """Time for the hosts to connect to a new supervisor: as long as their silence is no failure, and where they
+        learn of it from a bucket, for that too."""
+        least_s = self.least_adopt_s if uris.is_local(self.spec.run_dir or "") else LEAST_ADOPT_BUCKET_S
+        return max(least_s, self.spec.recovery.heartbeat_timeout_s)
 
     @property
     def min_hosts(self) -> int:

@@ -47,6 +47,8 @@ class Adopting(Phase):
     name = "adopt"
     found: Phase = field(default_factory=lambda: Running())
     """Where the log says that the run is."""
+    alone: bool = False
+    """No host has answered in time: the first one has longer, as at a run's start."""
     asked: StopRequest | None = None
     """A stop from before the hosts have answered."""
     asked_before: StopRequest | None = None
@@ -193,7 +195,11 @@ TRANSITIONS = (
     Transition(Adopting, "its ranks were saving", Stopping),
     Transition(Adopting, "the run was ending", Flushing),
     Transition(Adopting, "nothing of the attempt is left: all agents are new", Starting),
-    Transition(Adopting, "no host answers in time; it was ending, and nothing is left to write; a forced stop", Ended),
+    Transition(
+        Adopting,
+        "no host answers within start_timeout_s; it was ending, and nothing is left to write; a forced stop",
+        Ended,
+    ),
     Transition(Running, "restart, reset, swap, shrink, wait, grow", Draining),
     Transition(Running, "a stop, an announced preemption; ranks that leave by themselves", Stopping),
     Transition(Running, "the policy stops after the user's own error, and hosts are to be held", Held),

@@ -151,6 +151,8 @@ class RecoveryStateMachine:
         ctx, phase = self._ctx, self._ctx.state.phase
         if isinstance(phase, Adopting) and not given.force:
             phase.asked = given  # hosts that have not answered yet must hear of it too
+            if phase.alone:
+                ctx.deadline(ctx.settings.adopt_timeout_s)
             return
         again = given.force
         if isinstance(phase, Stopping | Flushing):

@@ -27,7 +27,7 @@ from muster.core.layout import Layout
 from muster.core.typed_json import JsonObject
 from muster.core.types import Action
 from muster.policy.snapshot_holders import logged_holders
-from muster.supervise.recovery import error_history
+from muster.supervise.recovery import error_history, phases
 from muster.supervise.recovery.hosts import clear_notice
 from muster.supervise.recovery.incidents import opened_by
 from muster.supervise.recovery.inputs import SECOND_NS, StopRequest
@@ -43,7 +43,6 @@ from muster.supervise.recovery.phases import (
     Starting,
     Stopping,
     Waiting,
-    ends_for_good,
 )
 from muster.supervise.recovery.state import Attempt, Fault, Host, State
 
@@ -188,7 +187,7 @@ class _Replay:
     def stop_requested(self, event: Event, _at_ns: int) -> None:
         detail, phase = event.read(StopRequested), self.state.phase
         if isinstance(phase, Stopping | Flushing):
-            ends_for_good(phase, detail.exit_code)
+            phases.ends_for_good(phase, detail.exit_code)
             phase.by_user = True
             return
         self.asked = StopRequest(source=detail.source, exit_code=detail.exit_code, save=detail.save, force=detail.force)

@@ -1,5 +1,6 @@
 """A supervisor dies while something happens: its successor hears of it, and of what was under way. In virtual time."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -292,3 +293,62 @@ def test_what_is_held_is_written_by_a_supervisor_that_comes_after_the_deadline()
     end = found.run(until_s=1000.0)
     assert end.exit_code == 1
     assert len(kinds(found, "run.ending")) == 1 and 150.0 < kinds(found, "run.finished")[0][0] < 160.0
+
+
+def silent(found, of, *, from_s=10.0):
+    """The supervisor's machine restarts, and no host hears of its successor for a while: a bucket that answers late."""
+    found.at(from_s, found.lose_supervisor)
+    found.at(from_s + 1.0, lambda: found.start_supervisor(machine(of, state=rebuild_state(events_of(found)))))
+
+
+@pytest.mark.parametrize("after_s", [1.0, 30.0])
+def test_hosts_that_answer_a_new_supervisor_late_go_on_with_their_attempt(after_s):
+    of = spec(hosts=2)
+    found = cluster(of)
+    silent(found, of)
+    found.at(11.0 + after_s, lambda: found.join("host-0"))
+    found.at(11.0 + after_s + 4.0, lambda: found.join("host-1"))  # within 5 s of the first
+    assert found.run(until_s=1000.0).exit_code == 0
+    assert len(kinds(found, "attempt.started")) == 1 and len(kinds(found, "attempt.adopted")) == 1
+    said = [log for _, log in kinds(found, "run.message") if "no host has answered" in log.detail["text"]]
+    assert len(said) == (after_s > 5.0)
+
+
+def test_one_that_answers_late_waits_for_the_others_as_long_as_always():
+    of = spec(hosts=2, min_hosts=1)
+    found = cluster(of)
+    silent(found, of)
+    found.at(10.0, lambda: found.kill_host("host-1"))
+    found.at(60.0, lambda: found.join("host-0"))
+    assert found.run(until_s=1000.0).exit_code == 0
+    (at, log), *_ = kinds(found, "incident.decided")
+    assert log.detail["hosts"] == ["host-0"] and at == pytest.approx(65.0)
+
+
+def test_a_run_of_which_no_host_answers_for_as_long_as_a_start_may_take_has_failed():
+    of = spec(hosts=2)
+    found = cluster(of)
+    silent(found, of)
+    end = found.run(until_s=1000.0)
+    assert (end.exit_code, end.outcome) == (6, "failed") and "no host answers" in end.reason
+    assert found.now_s == pytest.approx(11.0 + of.recovery.start_timeout_s)
+
+
+@pytest.mark.parametrize(("at_s", "ends_s"), [(12.0, 16.0), (40.0, 45.0)])
+def test_a_stop_does_not_wait_so_long_for_hosts_that_do_not_answer(at_s, ends_s):
+    of = spec(hosts=2)
+    found = cluster(of)
+    silent(found, of)
+    found.at(at_s, lambda: found.give(StopRequest(source="muster stop", exit_code=130)))
+    end = found.run(until_s=1000.0)
+    assert (end.exit_code, end.outcome) == (130, "stopped") and "no host answers" in end.reason
+    assert found.now_s == pytest.approx(ends_s)
+
+
+def test_where_hosts_learn_of_a_supervisor_from_a_bucket_they_have_longer():
+    of = spec(hosts=2)
+    settings = machine(of).settings
+    in_bucket = dataclasses.replace(settings, spec=of.model_copy(update={"run_dir": "gs://bucket/runs/r"}))
+    assert (settings.adopt_timeout_s, in_bucket.adopt_timeout_s) == (5.0, 15.0)
+    slow = of.model_copy(update={"recovery": of.recovery.model_copy(update={"heartbeat_timeout_s": 20.0})})
+    assert dataclasses.replace(in_bucket, spec=slow).adopt_timeout_s == 20.0

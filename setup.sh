@@ -2,7 +2,7 @@
 # Sets up Muster in .venv and runs it:
 #   ./setup.sh run [RUN.yaml [key.path=value ...]]   trains; default examples/text2sql-cpu.yaml
 #   ./setup.sh check [pytest arguments]              lint, types, floors, figures and unit tests: 7 minutes on two cores
-#   ./setup.sh test [pytest arguments]               every kind of test, live ones for each capability: 10 minutes more
+#   ./setup.sh test [pytest arguments]               every kind of test, live ones for each capability: 10 minutes
 #   ./setup.sh test all [pytest arguments]           everything that CI runs
 #   ./setup.sh nightly [pytest arguments]            what CI leaves out: hours
 #   ./setup.sh gpu-check [torch versions]            the trainer's unit tests on CUDA builds of torch, no GPU; 5 GB each
@@ -174,7 +174,7 @@ case $mode in
   test)
     install all,test
     export MUSTER_SECOND_TRY=${MUSTER_SECOND_TRY:-/dev/null}  # a live test that fails is run once more, alone, at the end
-    marks="not soak and (core or not live)"
+    marks="not soak and not slow and (core or not live)"
     case ${1:-} in
       all) marks="not soak"; shift ;;
       *tests/*) marks="not soak" ;;  # what is named runs, whatever its size

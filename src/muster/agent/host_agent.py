@@ -48,9 +48,9 @@ from muster.storage.home import open_home
 from muster.transport.connections import Connection, ConnectionPool
 from muster.transport.secure_session import run_token
 
-#: A restarted agent listens for this long to its predecessor's ranks before it answers a supervisor: they try to
-#: reconnect every 0.1 s.
-ADOPTION_S = 0.5
+#: A restarted agent listens for this long to its predecessor's ranks before it answers a supervisor (they try to
+#: reconnect every 0.1 s), and while some that live are missing, which a busy host delays, for so much longer at most.
+ADOPTION_S, MISSING_S = 0.5, 3.0
 SEARCH_S = 0.1  # how often a supervisor is looked for while none is connected
 
 
@@ -220,7 +220,7 @@ class HostAgent:
     # ------------------------------------------------------------ supervisor
 
     def _find_supervisor(self) -> None:
-        if time.monotonic() < self._contact_after:
+        if time.monotonic() < self._contact_after + (MISSING_S if self.pool.orphans.silent else 0.0):
             return  # a predecessor's ranks are still reconnecting: report when all are here
         if not self.link.connect():
             self.unsupervised.watch()

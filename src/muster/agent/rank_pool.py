@@ -93,7 +93,7 @@ class RankPool:
         self._ending: int | None = None
         """Attempt whose ranks are being ended."""
         self._ended = 0  # the newest attempt whose ranks were to be ended
-        self._orphans = OrphanedProcesses(hub=hub, on_ended=self._report_drained)
+        self.orphans = OrphanedProcesses(hub=hub, on_ended=self._report_drained)
         self._retained = RetainedRanks()
         self._steps = StepClock()
         self._progress_sent_s = 0.0
@@ -126,7 +126,7 @@ class RankPool:
         attempt = order.attempt
         retained = self._retained.assigned(self.living(), order.contexts)
         self._kill(attempt - 1, spared=retained)
-        self._orphans.kill()
+        self.orphans.kill()
         self.attempt, self._ending = attempt, None
         self.exits.clear()
         self._log.open(attempt)
@@ -178,7 +178,7 @@ class RankPool:
         attempt = order.attempt
         self.gpu_reset.order(order.reset)
         if order.reset and self._forks.opens_contexts():  # no GPU is reset while any process uses it
-            self._orphans.add(self.standbys.pids)
+            self.orphans.add(self.standbys.pids)
             self.standbys.clear()
         self._ending = max(attempt, self._ending or 0)
         self._ended = max(attempt, self._ended)
@@ -187,7 +187,7 @@ class RankPool:
             self.living(), attempt, set(order.keep), now_s=time.monotonic(), pause_s=order.pause_s
         )
         self._kill(attempt, spared=retained)
-        self._orphans.kill()
+        self.orphans.kill()
         for worker in retained:
             if worker.peer is not None:
                 self._hub.send(worker.peer, Pause())
@@ -216,7 +216,7 @@ class RankPool:
     def on_exit_code(self, pid: int, code: int) -> None:
         """The fork server reaped ``pid``."""
         self.standbys.remove(pid)
-        self._orphans.mark_registered(pid)
+        self.orphans.mark_registered(pid)
         worker = self.workers.get(pid)
         if worker is not None:
             worker.exit_code = code
@@ -244,7 +244,7 @@ class RankPool:
     def _report_drained(self) -> None:
         """Report once every rank of the ended attempt is gone or paused, and the GPUs are reset."""
         ending, living = self._ending, self.living()
-        if ending is None or self._orphans.ending:
+        if ending is None or self.orphans.ending:
             return
         ended = [worker for worker in living if worker.attempt <= ending]
         if any(worker.paused is None for worker in ended) or not self.gpu_reset.is_done():
@@ -351,7 +351,7 @@ class RankPool:
 
     def adopt(self, peer: Connection, hello: RankHello) -> None:
         """A rank of a previous agent reconnects. It is killed if its attempt was ended in the meantime."""
-        self._orphans.mark_registered(hello.pid)
+        self.orphans.mark_registered(hello.pid)
         if hello.attempt <= self._ended or hello.attempt < self.attempt:
             kill(hello.pid)
             return
@@ -362,13 +362,13 @@ class RankPool:
 
     def on_children(self, pids: Collection[int]) -> None:
         """The fork server's living children, by its own list."""
-        self._orphans.add(set(pids) - set(self.standbys.pids) - set(self.workers))
+        self.orphans.add(set(pids) - set(self.standbys.pids) - set(self.workers))
 
     def add_standby(self, peer: Connection, hello: StandbyHello) -> None:
         """It has connected."""
         peer.expect(reader_of(FROM_RANK), self._on_message)
         self.standbys.add(Standby(pid=hello.pid, peer=peer, local_rank=hello.local_rank, bound=hello.bound))
-        self._orphans.mark_registered(hello.pid)
+        self.orphans.mark_registered(hello.pid)
 
     def is_warm(self) -> bool:
         """Whether a warm standby waits for each rank of the host."""
@@ -395,6 +395,6 @@ class RankPool:
 
     def shutdown(self) -> None:
         self._kill(self.attempt)
-        self._orphans.kill()
+        self.orphans.kill()
         for pid in self.standbys.pids:
             kill(pid)

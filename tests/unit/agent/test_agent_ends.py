@@ -168,3 +168,23 @@ def test_a_host_with_snapshots_outlives_a_refusal_and_one_without_does_not(agent
     ring.close()
     agent._find_supervisor()
     assert "9.9.9" in agent.exit_reason and agent.exit_code == UsageError.exit_code
+
+
+@pytest.mark.parametrize("ends", ["reconnects", "is gone", "time is over"])
+def test_a_restarted_agent_answers_no_supervisor_while_a_living_rank_is_missing(agent, sleeper, monkeypatch, ends):
+    """On an overloaded host ranks need longer than usual to find the new agent; without them it would be said to have
+    come back without ranks, and a sound attempt would end."""
+    tries = []
+    monkeypatch.setattr(agent.link, "connect", lambda: tries.append(1) or False)
+    agent.pool.on_children([sleeper.pid])
+    agent._find_supervisor()
+    assert not tries
+    if ends == "reconnects":
+        rank = Process(agent)
+        assert rank.lives_after(encode(RankHello(pid=sleeper.pid, attempt=1, rank=0, step=1)))
+    elif ends == "is gone":
+        agent.pool.on_exit_code(sleeper.pid, -9)
+    else:
+        monkeypatch.setattr(host_agent, "MISSING_S", 0.0)
+    agent._find_supervisor()
+    assert tries

@@ -22,6 +22,11 @@ class OrphanedProcesses:
         self._killed: dict[int, int] = {}
 
     @property
+    def silent(self) -> bool:
+        """Whether one that lives has not registered."""
+        return bool(self._silent)
+
+    @property
     def ending(self) -> bool:
         """Whether one that was killed still exists."""
         return bool(self._killed)

@@ -9,10 +9,11 @@ import pytest
 from launcher_cases import SLEEP, GceCase, VertexCase
 
 from muster.app import submit_places
-from muster.app.submit_places import submit_to_first, ways
+from muster.app.submit_places import Way, submit_to_first, ways
+from muster.backends.gke.launcher import GkeLauncher
 from muster.cli import main
 from muster.core import processes
-from muster.core.errors import BackendError, CapacityError, UsageError
+from muster.core.errors import AccessError, BackendError, CapacityError, UsageError
 from muster.storage import run_registry
 
 TEXT = """\
@@ -37,6 +38,9 @@ gce:
 vertex: {service_account: trainer@example-project.iam.gserviceaccount.com}
 """
 BOTH = ["vertex", "gce"]
+REGION = ("resources.locations=[us-central1]",)
+GKE = Way(place="gke", title="gke", usd=1.0, overrides=("backend=gke", "resources.cluster=train"))
+VERTEX = Way(place="vertex", title="vertex", usd=2.0, overrides=("backend=vertex", *REGION))
 
 
 class Market:
@@ -121,6 +125,32 @@ def test_a_place_that_may_hold_something_is_the_last_one_asked(market, monkeypat
     with pytest.raises(BackendError, match="no answer"):
         market.submit()
     assert len([line for line in market.said if line.startswith("asking")]) == 1
+
+
+def test_where_a_refusal_cannot_be_cleaned_up_nobody_else_is_asked(market, monkeypatch):
+    """The rights end between the first machine and the next request."""
+    market.gce.cloud.stock[GceCase.ZONE] = 0
+
+    def refused(handle):
+        raise AccessError("no rights any more")
+
+    monkeypatch.setattr(market.gce.launcher, "cancel", refused)
+    with pytest.raises(BackendError, match="could not be ended: no rights any more"):
+        market.submit()
+    assert not market.vertex.vertex.jobs and len(list(run_registry.registry())) == 1, "`muster down` finds it"
+
+
+def test_a_place_without_credentials_leaves_nothing_and_the_next_one_is_asked(market, monkeypatch):
+    class Nobody(GkeLauncher):
+        def _session(self):
+            raise AccessError("no credentials for Google Cloud", hint="gcloud auth application-default login")
+
+    real = market.load
+    monkeypatch.setattr("muster.backends.load", lambda name: Nobody() if name == "gke" else real(name))
+    monkeypatch.setattr(submit_places, "ways", lambda *words, **more: ([GKE, VERTEX], []))
+    result = market.submit(names=["gke", "vertex"])
+    assert result.spec.backend == "vertex" and "refused: no credentials for Google Cloud" in market.said
+    assert list(run_registry.registry()) == [(result.run.run_id, result.run.path)]
 
 
 def test_who_waits_long_enough_is_taken_back_before_the_next_is_asked(market):

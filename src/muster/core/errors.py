@@ -25,6 +25,8 @@ class MusterError(Exception):
     """An error with a message for the user, a hint for the next step, and an exit code."""
 
     exit_code = 1
+    asked = True
+    """Of a submission: whether something may have been asked for before it failed. False: there is nothing to end."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)

@@ -16,7 +16,7 @@ from muster.app.inspect import status
 from muster.app.run import recover, stop, submit
 from muster.config import load
 from muster.core import event_log
-from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 from muster.core.event_log import EventLog
 from muster.core.resolved_file import DamagedRunFile
 from muster.core.types import JobHandle, JobRequest, JobState
@@ -301,6 +301,17 @@ def test_a_submit_that_fails_leaves_the_user_s_own_empty_folder(paper: Paper, tm
     with pytest.raises(BackendError):
         submitted(f"run_dir={mine}")
     assert mine.stat().st_ino == inode and mine.stat().st_mode & 0o777 == 0o750 and not list(mine.iterdir())
+
+
+def test_what_was_begun_and_cannot_be_ended_is_said_and_its_folder_stays(paper: Paper, tmp_path: Path):
+    paper.refuse = True
+    paper.cancel = lambda handle: (_ for _ in ()).throw(AccessError("no rights"))  # type: ignore[method-assign]
+    with pytest.raises(
+        BackendError, match=r"^no; what there may be of demo-run-\S+ could not be ended: no rights$"
+    ) as found:
+        submitted(f"run_dir={tmp_path}/there")
+    ((run_id, path),) = run_registry.registry()
+    assert found.value.hint == f"muster down {run_id} tries again" and path == tmp_path / "there"
 
 
 def test_nobody_begins_a_run_in_a_folder_that_is_being_removed(

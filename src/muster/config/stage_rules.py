@@ -28,12 +28,15 @@ def stage_combinations(spec: RunSpec) -> Iterator[Problem]:
 def stage_problems(spec: RunSpec, config: JsonObject) -> Iterator[Problem]:
     """What cannot be cut into stages."""
     key, pp, family = "parallelism.pp", spec.parallelism.pp, config.get("model_type")
-    layers = config.get("num_hidden_layers")
+    layers, chunks = config.get("num_hidden_layers"), spec.parallelism.chunks
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         yield Problem(key, f"{family} is not known to start in the middle of its layers", hint=f"pp: 1, or {known}")
-    elif isinstance(layers, int) and pp > layers:
-        yield Problem(key, f"{layers} layers do not make {pp} stages", hint=f"pp: at most {layers}")
+    elif isinstance(layers, int) and pp * chunks > layers:
+        each = f" of {chunks} chunks each" if chunks > 1 else ""
+        less = "; or fewer pp_chunks" if chunks > 2 else "; or pp_schedule: 1f1b" if chunks > 1 else ""
+        hint = f"pp: at most {max(1, layers // chunks)}{less}"
+        yield Problem(key, f"{layers} layers do not make {pp} stages{each}", hint=hint)
     if not spec.training.exact:
         return
     if config.get("tie_word_embeddings", family in TIED_BY_DEFAULT):

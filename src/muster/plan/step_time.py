@@ -111,7 +111,7 @@ def step_time(
         "sharding": exposed,
         "tensor parallel": tensor,
         "context parallel": _context(work, setting, links, rounds),
-        "pipeline bubble": (arithmetic + tensor) * (layout.pp - 1) / (rounds * work.pipeline_chunks),
+        "pipeline bubble": (arithmetic + tensor) * bubble(work, layout.pp, rounds),
         "replicas": _replicas(work, setting, links, arithmetic / rounds * (1 - forward_share) * constants.overlap),
         "optimizer": _optimizer(work, setting, option),
     }
@@ -125,6 +125,15 @@ def step_time(
         gpus=layout.world_size,
         peak_flops_per_gpu=option.offer.peak_flops_per_gpu,
     )
+
+
+def bubble(work: Workload, stages: int, rounds: int) -> float:
+    """The time in which a stage waits, as a share of its work.
+
+    1F1B: ``(stages - 1) / rounds`` (Narayanan et al. 2019); with several chunks of a stage interleaved a share of that
+    (Narayanan et al. 2021, section 2.2). Stages are taken as equals, and as many micro-batches as there are of them.
+    """
+    return (stages - 1) / (rounds * work.pipeline_chunks)
 
 
 @dataclass(frozen=True)

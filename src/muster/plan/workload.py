@@ -51,7 +51,7 @@ class Workload:
     """Parameters are gathered and gradients reduced once a step, whatever the rounds (Megatron's distributed
     optimizer); the trainer gathers each round."""
     pipeline_chunks: int = 1
-    """Pieces of a pipeline stage that are interleaved (other stacks; the trainer's are whole)."""
+    """Pieces of a pipeline stage that are interleaved."""
     hidden_tensor_parallel: float = 0.0
     """Share of tensor parallel's collectives that other stacks hide behind arithmetic."""
     whole_below: int = 16_000_000
@@ -177,6 +177,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         attention="flash3" if spec.model.attention == "flash_attention_3" else "flash2",
         exact=training.exact,
         local_steps=training.local_steps,
+        pipeline_chunks=spec.parallelism.chunks,
         reshard_after_forward=spec.parallelism.reshard_after_forward,
         snapshot_every=None if held == "auto" else held,
         replicate_snapshots=spec.checkpoint.replicate_snapshots,

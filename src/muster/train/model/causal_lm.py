@@ -23,6 +23,7 @@ from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError, first_line
 from muster.core.flops import ModelShape
 from muster.train.distributed.device_mesh import Meshes
+from muster.train.distributed.pipeline_order import Schedule
 from muster.train.distributed.stage_link import StageLink
 from muster.train.model import context_parallel, float8, lora, pipeline_stage, pretrained, tensor_parallel, weights
 from muster.train.model.activation_checkpointing import recompute
@@ -160,8 +161,11 @@ def laid_out(
     counted = Counted.of(model)
     module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
     if mesh.stages is not None:
-        link = StageLink(mesh.stages.get_group(), device, compute_dtype)
-        module.stage = pipeline_stage.cut(model, layers, link)
+        schedule = schedule_of(spec, mesh.stages.size())
+        link = StageLink(mesh.stages.get_group(), device, compute_dtype, schedule.chunks)
+        module.stage = pipeline_stage.cut(model, layers, link, schedule)
+        # Gradients of chunks come at different times: together in one unit they could not be reduced apart.
+        whole_below = 0 if schedule.chunks > 1 else whole_below
         layers = [layers[index] for index in module.stage.layers]
     if mesh.layout.tp > 1:
         tensor_parallel.split(model, layers, mesh.tp)
@@ -177,6 +181,11 @@ def laid_out(
         compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
     )  # fmt: skip
     return module, lora_config, counted
+
+
+def schedule_of(spec: RunSpec, stages: int) -> Schedule:
+    """How the stages of this run's pipeline take turns."""
+    return Schedule(stages, chunks=spec.parallelism.chunks)
 
 
 def share_sequences(module: ModelWithLoss, mesh: DeviceMesh, sequence_length: int) -> None:

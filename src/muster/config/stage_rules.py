@@ -23,6 +23,24 @@ def stage_combinations(spec: RunSpec) -> Iterator[Problem]:
     if spec.training.local_steps:
         text = "does not go with training.local_steps: stages would meet the other replicas at different moments"
         yield Problem(key, text, hint="pp: 1, or local_steps: 0")
+    if spec.parallelism.splits_backward:
+        yield from _zero_bubble(spec)
+
+
+def _zero_bubble(spec: RunSpec) -> Iterator[Problem]:
+    """What gradients of weights that come after the backward pass do not go with."""
+    key, axes, name = "parallelism.pp_schedule", spec.parallelism, "zero_bubble"
+    if axes.dp_shard != 1:
+        text = f"{name} needs whole parameters: FSDP reduces a layer's gradients when its backward pass ends"
+        yield Problem(key, text, hint="dp_shard: 1 (and dp_replicate), or interleaved")
+    if axes.tp > 1:
+        yield Problem(key, f"{name} does not go with tp = {axes.tp}: it was never tried", hint="tp: 1, or interleaved")
+    if spec.training.compile is True:
+        text = f"{name} does not go with training.compile: a compiled backward pass is not split"
+        yield Problem(key, text, hint="compile: false, or interleaved")
+    if spec.model is not None and spec.model.dtype != spec.model.master_dtype:
+        text = f"{name} needs one type: FSDP casts {spec.model.master_dtype} weights to {spec.model.dtype}"
+        yield Problem(key, text, hint=f"master_dtype: {spec.model.dtype}, or interleaved")
 
 
 def stage_problems(spec: RunSpec, config: JsonObject) -> Iterator[Problem]:

@@ -89,9 +89,13 @@ def _under_way(place: int, stages: int, chunks: int, setting: Setting, work: Wor
     """Micro-batches whose activations a stage keeps at most; those of one of its ``chunks`` count as a part.
 
     1F1B: as many as there are stages from it on (Narayanan et al. 2019). Interleaved: ``2 (stages - place - 1) +
-    (chunks - 1) stages + 1`` passes through a chunk (Narayanan et al. 2021, section 2.2).
+    (chunks - 1) stages + 1`` passes through a chunk (Narayanan et al. 2021, section 2.2). With gradients of weights
+    apart as many everywhere as on the first stage of 1F1B (Qi et al. 2023, ZB-H1); all counted whole, though of some
+    only the matrices' inputs and output gradients are left.
     """
     rounds = setting.rounds(work)
+    if work.weights_apart:
+        return min(stages, rounds)
     return min(forwards_ahead(place, stages, chunks, rounds) + 1, chunks * rounds) / chunks
 
 

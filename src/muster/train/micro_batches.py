@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from muster.train.data_feed.batch_reader import StepWork
+from muster.train.distributed.pipeline_order import Kind
 from muster.train.model.loss import loss_sum
 from muster.train.pipeline import Pipeline
 from muster.train.training_run import TrainingRun
@@ -48,7 +49,10 @@ def through_stages(run: TrainingRun, pipeline: Pipeline, work: StepWork) -> list
             continue
         final = action.micro_batch == len(work.rounds) - 1  # of those that this chunk's gradients are summed over
         run.reducer.before_forward(last=final, ends=ends)
-        pipeline.backward(action, last=ends)
+        if action.kind is Kind.WEIGHTS:
+            pipeline.weights(action)
+        else:
+            pipeline.backward(action, last=ends)
         run.agent.beat(work.step)
     return losses
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from muster.train.data_feed.batch_reader import Round
@@ -13,6 +13,7 @@ from muster.train.distributed.pipeline_order import Action, Kind, Message, Sched
 from muster.train.distributed.stage_link import Incoming, StageLink
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import ModelWithLoss
+from muster.train.model.split_backward import finish
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Pipeline:
     """Forward pass -> what went in and what came out, until its backward pass."""
     _made: dict[Action, Tensor] = field(default_factory=dict, repr=False)
     """What is to be sent."""
+    _left: dict[int, list[tuple[nn.Parameter, Tensor, Tensor]]] = field(default_factory=dict, repr=False)
+    """Micro-batch -> gradients that its backward pass left for later."""
     _coming: dict[Action, Incoming] = field(default_factory=dict, repr=False)
 
     def actions(self, rounds: tuple[Round, ...]) -> Iterator[tuple[Action, bool]]:
@@ -35,6 +38,7 @@ class Pipeline:
         self._kept.clear()
         self._made.clear()
         self._coming.clear()
+        self._left.clear()
         *own, end = turns(self.schedule, len(rounds))[self.link.stage]
         for number, turn in enumerate(own, start=1):
             self._exchange(turn.messages, rounds)
@@ -73,6 +77,12 @@ class Pipeline:
         if hidden is not None:
             assert hidden.grad is not None, "the loss does not depend on what the part before sent"
             self._made[action] = hidden.grad
+        if self.module.later is not None:
+            self._left[action.micro_batch] = self.module.later.take()
+
+    def weights(self, action: Action) -> None:
+        """The gradients that a micro-batch's backward pass left for later."""
+        finish(self._left.pop(action.micro_batch))
 
     def _exchange(self, messages: Sequence[Message], rounds: tuple[Round, ...]) -> None:
         """Begin to send and to receive these."""

@@ -84,6 +84,22 @@ WRONG = {
         ],
         "3 layers do not make 2 stages of 2 chunks each",
     ),
+    "gradients of weights apart in shards": (
+        ["parallelism={pp: 2, pp_schedule: zero_bubble}", "resources.ranks_per_host=2"],
+        "zero_bubble needs whole parameters",
+    ),
+    "gradients of weights apart, compiled": (
+        ["parallelism={pp: 2, dp_shard: 1, pp_schedule: zero_bubble}", "training.compile=true"],
+        "a compiled backward pass is not split",
+    ),
+    "gradients of weights apart, cast": (
+        ["parallelism={pp: 2, dp_shard: 1, pp_schedule: zero_bubble}", "model.dtype=bfloat16"],
+        "FSDP casts float32 weights to bfloat16",
+    ),
+    "gradients of weights apart with tp": (
+        ["parallelism={pp: 2, tp: 2, dp_shard: 1, pp_schedule: zero_bubble}"],
+        "zero_bubble does not go with tp = 2",
+    ),
     "chunks of one": (["parallelism.pp_chunks=1"], "a whole number of at least 2"),
     "an order that is none": (["parallelism.pp_schedule=gpipe"], "1f1b, interleaved"),
     "exact with a tied embedding on two stages": (

@@ -193,3 +193,16 @@ def test_interleaved_chunks_wait_less_and_keep_more():
     kept = [memory(job(pipeline_chunks=chunks), setting).items["activations"] for chunks in (1, 2)]
     # 4 micro-batches, and 2 * 3 + 4 + 1 of 11 passes through half of the layers, on the first stage
     assert kept[1] / kept[0] == pytest.approx(5.5 / 4, rel=0.1)
+
+
+def test_gradients_of_weights_apart_fill_a_part_of_the_bubble():
+    setting = Setting(layout=Layout(pp=4), micro_batch_size=1, activation_checkpointing="none")
+    plain, apart = (step_time(job(weights_apart=value), setting, option(), 1).parts for value in (False, True))
+    share = apart["pipeline bubble"] / plain["pipeline bubble"]
+    arithmetic = sum(plain[name] for name in ("matrices", "attention", "memory traffic"))
+    assert share == pytest.approx(1 - 2 / 3 * plain["matrices"] / arithmetic)
+    lora = job(weights_apart=True, lora_rank=8)
+    assert step_time(lora, setting, option(), 1).parts["pipeline bubble"] == pytest.approx(
+        step_time(job(lora_rank=8), setting, option(), 1).parts["pipeline bubble"]
+    ), "frozen matrices have no gradients to put off"
+    assert memory(job(weights_apart=True), setting).total_bytes >= memory(job(), setting).total_bytes

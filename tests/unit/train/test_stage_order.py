@@ -44,7 +44,12 @@ def test_too_few_layers():
 CASES = [
     (schedule, micro_batches)
     for stages in (2, 3, 4)
-    for schedule in (Schedule(stages), Schedule(stages, chunks=2), Schedule(stages, chunks=3))
+    for schedule in (
+        Schedule(stages),
+        Schedule(stages, chunks=2),
+        Schedule(stages, chunks=3),
+        Schedule(stages, split_backward=True),
+    )
     for micro_batches in range(1, 10)
 ]
 
@@ -137,16 +142,19 @@ def test_the_bubble_is_that_of_the_formula(schedule, micro_batches):
     forward, backward = 1.0, 2.0
     ends = finished(schedule, orders_of(schedule, micro_batches), forward=forward, backward=backward)
     work = micro_batches * schedule.chunks * (forward + backward)
-    assert max(ends.values()) - work == pytest.approx((schedule.stages - 1) * (forward + backward))
+    saved = backward if schedule.split_backward else 0.0  # ZB-H1: (p - 1)(F + B - W) for (p - 1)(F + B + W)
+    assert max(ends.values()) - work == pytest.approx((schedule.stages - 1) * (forward + backward - saved))
 
 
 @pytest.mark.parametrize(("schedule", "micro_batches"), CASES, ids=case_id)
 def test_kept_micro_batches_are_bounded(schedule, micro_batches):
     for stage, order in enumerate(orders_of(schedule, micro_batches)):
-        kept, most = 0, 0
+        kept, most, left = 0, 0, 0
         for action in order:
             kept += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHTS: 0}[action.kind]
             most = max(most, kept)
+            left += {Kind.FORWARD: 1, Kind.BACKWARD: 0, Kind.WEIGHTS: -1}[action.kind]
+            assert not schedule.split_backward or left <= schedule.stages, "as many as the first stage of 1F1B"
         ahead = forwards_ahead(stage, schedule.stages, schedule.chunks, micro_batches)
         assert most == min(ahead + 1, schedule.chunks * micro_batches)
         assert schedule.chunks > 1 or most <= schedule.stages - stage

@@ -21,9 +21,10 @@ class Parallelism(Section):
     tp: Positive = 1
     pp: Positive = 1
     """Pipeline stages: each holds a run of layers, and micro-batches pass through them."""
-    pp_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    pp_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """In which order stages work. interleaved: each holds several runs of layers (``pp_chunks``), and waits that much
-    less for the others; more messages, and more activations are kept."""
+    less for the others; more messages, and more activations are kept. zero_bubble: gradients of weights are computed
+    apart, where a stage would wait; for parameters that no rank shares (``dp_shard: 1``), and not compiled."""
     pp_chunks: Annotated[int, Field(ge=2)] = 2
     """Runs of layers on each stage, with ``pp_schedule: interleaved``."""
     cp: Positive = 1
@@ -36,6 +37,11 @@ class Parallelism(Section):
     @classmethod
     def _auto(cls, value: object) -> object:
         return {"auto": True} if value == "auto" else value
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart."""
+        return self.pp_schedule == "zero_bubble" and self.pp > 1
 
     @property
     def chunks(self) -> int:

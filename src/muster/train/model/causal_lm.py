@@ -25,14 +25,23 @@ from muster.core.flops import ModelShape
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.distributed.pipeline_order import Schedule
 from muster.train.distributed.stage_link import StageLink
-from muster.train.model import context_parallel, float8, lora, pipeline_stage, pretrained, tensor_parallel, weights
+from muster.train.model import (
+    context_parallel,
+    float8,
+    lora,
+    pipeline_stage,
+    pretrained,
+    split_backward,
+    tensor_parallel,
+    weights,
+)
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
 from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
 from muster.train.model.compile import compile_layers, compiles
 from muster.train.model.loss import compiled_kernel
 from muster.train.model.model_with_loss import ModelWithLoss
-from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
+from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard, stays_whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -172,7 +181,9 @@ def laid_out(
     if spec.training.precision != "bf16":
         float8.convert_layers(layers, device, spec.training.precision)
     recompute(layers, spec.training.activation_checkpointing)
-    if compiles(spec.training, device) and mesh.layout.cp == 1:
+    if module.stage is not None and module.stage.schedule.split_backward:
+        module.later = split_backward.split(layers)
+    elif compiles(spec.training, device) and mesh.layout.cp == 1:
         compile_layers(layers, device)
         module.compiled = True
         module.kernel = compiled_kernel() if device.type == "cuda" else None  # C++ takes longer than it saves
@@ -180,12 +191,13 @@ def laid_out(
         module, model, layers, mesh,
         compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
     )  # fmt: skip
+    assert module.later is None or stays_whole(module, mesh, compute_dtype), "gradients that come late are not reduced"
     return module, lora_config, counted
 
 
 def schedule_of(spec: RunSpec, stages: int) -> Schedule:
     """How the stages of this run's pipeline take turns."""
-    return Schedule(stages, chunks=spec.parallelism.chunks)
+    return Schedule(stages, chunks=spec.parallelism.chunks, split_backward=spec.parallelism.splits_backward)
 
 
 def share_sequences(module: ModelWithLoss, mesh: DeviceMesh, sequence_length: int) -> None:

@@ -14,6 +14,7 @@ from muster.train.model.attention import Attention, attention_arguments
 from muster.train.model.context_parallel import Context
 from muster.train.model.loss import Kernel, LogitRule, chunked_cross_entropy, logit_rule
 from muster.train.model.pipeline_stage import Stage
+from muster.train.model.split_backward import LeftForLater
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -68,6 +69,8 @@ class ModelWithLoss(nn.Module):
         head = model.get_output_embeddings()
         self.own_head = model.base_model is not model and type(head) is nn.Linear
         """The head is applied here, in chunks; otherwise by the model's own forward, to all tokens at once."""
+        self.later: LeftForLater | None = None
+        """Gradients that backward passes have left undone, where they are split."""
         self.stage: Stage | None = None
         """Which part of the model is here; None: all of it."""
 

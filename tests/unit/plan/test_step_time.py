@@ -8,6 +8,7 @@ from planning import job, option
 from muster.core.errors import NoPlanError
 from muster.core.types import Layout
 from muster.plan.constants import DEFAULT
+from muster.plan.layouts import Pins, layouts
 from muster.plan.memory import memory
 from muster.plan.step_time import step_time, tokens_per_second_per_gpu
 from muster.plan.workload import Setting
@@ -201,6 +202,8 @@ def test_gradients_of_weights_apart_fill_a_part_of_the_bubble():
     share = apart["pipeline bubble"] / plain["pipeline bubble"]
     arithmetic = sum(plain[name] for name in ("matrices", "attention", "memory traffic"))
     assert share == pytest.approx(1 - 2 / 3 * plain["matrices"] / arithmetic)
+    tried = layouts(job(weights_apart=True), option(), 1, Pins(axes={"pp": 2}))
+    assert {layout.tp for layout in tried} == {1}
     lora = job(weights_apart=True, lora_rank=8)
     assert step_time(lora, setting, option(), 1).parts["pipeline bubble"] == pytest.approx(
         step_time(job(lora_rank=8), setting, option(), 1).parts["pipeline bubble"]

@@ -183,7 +183,7 @@ def laid_out(
     recompute(layers, spec.training.activation_checkpointing)
     if module.stage is not None and module.stage.schedule.split_backward:
         module.later = split_backward.split(layers)
-    elif compiles(spec.training, device) and mesh.layout.cp == 1:
+    if compiles(spec.training, device) and mesh.layout.cp == 1 and not spec.parallelism.splits_backward:
         compile_layers(layers, device)
         module.compiled = True
         module.kernel = compiled_kernel() if device.type == "cuda" else None  # C++ takes longer than it saves

@@ -18,10 +18,16 @@ def grid(replicas, stages, **changes):
     return {**axes, "model.config.num_hidden_layers": stages, "training.steps": 80, **changes}
 
 
-def test_a_killed_stage_takes_its_replica_along_and_no_other(tmp_path, reference):
+@pytest.mark.parametrize(
+    "order",
+    ["1f1b", pytest.param("interleaved", marks=pytest.mark.soak), pytest.param("zero_bubble", marks=pytest.mark.soak)],
+)
+def test_a_killed_stage_takes_its_replica_along_and_no_other(tmp_path, reference, order):
     """dp 2 x pp 2, kill -9 of one rank: the other replica's two stages keep their processes, and the end is the same
     bit for bit."""
-    changes = grid(2, 2)
+    changes = grid(
+        2, 2, **{"parallelism.pp_schedule": order, "model.config.num_hidden_layers": 2 if order == "1f1b" else 4}
+    )
     with Judged(tmp_path, spec_of(**{**changes, "resources.ranks_per_host": 4})) as run:
         run.start()
         run.wait_for_step(8)

@@ -47,6 +47,8 @@ class Script:
     unit_per_layer: bool = False
     """One FSDP unit a decoder layer, as large models have it."""
     reduce_every_round: bool = False
+    stage_order: tuple[int, bool] | None = None
+    """Chunks of each pipeline stage, and whether gradients of weights come apart: the ranks check that it is so."""
     exact_range_bits: int | None = None
     slow_snapshots: tuple[int, float] | None = None
     """(rank, seconds that each of its snapshots takes longer); no state counts as small."""
@@ -225,6 +227,8 @@ def _install(components: Any, worker: Any, context: RankContext, script: Script)
         fixed_point.RANGE_BITS = script.exact_range_bits
     if script.slow_snapshots is not None:
         _slow_snapshots(context.rank, *script.slow_snapshots)
+    if script.stage_order is not None:
+        _check_order(components, script.stage_order)
     run_phases = worker.run_phases
 
     def and_hash(run: Any) -> Any:
@@ -235,6 +239,18 @@ def _install(components: Any, worker: Any, context: RankContext, script: Script)
     worker.run_phases = and_hash
     if script.kill_in_save and context.rank == script.kill_rank:
         _die_in_save(script)
+
+
+def _check_order(components: Any, wanted: tuple[int, bool]) -> None:
+    pipeline_of = components.pipeline_of
+
+    def checked(found: Any) -> Any:
+        pipeline = pipeline_of(found)
+        assert (pipeline.schedule.chunks, pipeline.schedule.split_backward) == wanted
+        assert len(found.built.module.stage.chunks) == wanted[0]
+        return pipeline
+
+    components.pipeline_of = checked
 
 
 def _slow_snapshots(rank: int, slow_rank: int, seconds: float) -> None:

@@ -33,6 +33,8 @@ _NAMES_ELSEWHERE = {
     "resources.ranks_per_host": "gpus gpus_per_node nproc_per_node",
     "parallelism.tp": "tensor_parallel tensor_parallel_size",
     "parallelism.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree",
+    "parallelism.pp_schedule": "pipeline_parallel_schedule",
+    "parallelism.pp_chunks": "virtual_pipeline_model_parallel_size",
     "parallelism.dp_shard": "fsdp",
     "data.sources": "dataset datasets",
     "checkpoint.every_steps": "save_steps",

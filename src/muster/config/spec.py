@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from muster.config.backends import BACKENDS
 from muster.config.sections.gce import Gce
 from muster.config.sections.notify import Notify
 from muster.config.sections.outer import Outer
+from muster.config.sections.parallelism import Parallelism
 from muster.config.sections.resources import Resources
 from muster.config.sections.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
 from muster.config.sections.slurm import Slurm
 from muster.config.sections.sources import SOURCE_TYPES, Source
 from muster.config.sections.vertex import Vertex
-from muster.core.layout import AXES
 from muster.core.optimizers import OPTIMIZERS, OptimizerTraits
 
 # ---------------------------------------------------------------- model
@@ -190,34 +190,6 @@ class Training(Section):
         if self.compile != "auto":
             return self.compile
         return device == "cuda" and (self.steps is None or self.steps >= COMPILE_PAYS_AFTER_STEPS)
-
-
-class Parallelism(Section):
-    """How ranks share the model. dp_shard -1: all ranks that remain. ``parallelism: auto`` instead of a section: the
-    layout that the plan finds to be the fastest that fits."""
-
-    auto: bool = False
-    """What ``parallelism: auto`` stands for. The layout is chosen when the run starts, and said."""
-    dp_replicate: Positive = 1
-    dp_shard: Annotated[int, Field(ge=-1)] = -1
-    tp: Positive = 1
-    pp: Positive = 1
-    """Pipeline stages: each holds a run of layers, and micro-batches pass through them (1F1B)."""
-    cp: Positive = 1
-    """Context parallel: ranks that share each sequence; attention gathers the keys and values of all of it. Twice this
-    must divide ``training.sequence_length``."""
-    ep: Literal[1] = 1
-    reshard_after_forward: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _auto(cls, value: object) -> object:
-        return {"auto": True} if value == "auto" else value
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Axis -> size as given, every axis included."""
-        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
 
 class Evaluation(Section):

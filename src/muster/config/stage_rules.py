@@ -23,17 +23,38 @@ def stage_combinations(spec: RunSpec) -> Iterator[Problem]:
     if spec.training.local_steps:
         text = "does not go with training.local_steps: stages would meet the other replicas at different moments"
         yield Problem(key, text, hint="pp: 1, or local_steps: 0")
+    if spec.parallelism.splits_backward:
+        yield from _zero_bubble(spec)
+
+
+def _zero_bubble(spec: RunSpec) -> Iterator[Problem]:
+    """What gradients of weights that come after the backward pass do not go with."""
+    key, axes, name = "parallelism.pp_schedule", spec.parallelism, "zero_bubble"
+    if axes.dp_shard != 1:
+        text = f"{name} needs whole parameters: FSDP reduces a layer's gradients when its backward pass ends"
+        yield Problem(key, text, hint="dp_shard: 1 (and dp_replicate), or interleaved")
+    if axes.tp > 1:
+        yield Problem(key, f"{name} does not go with tp = {axes.tp}: it was never tried", hint="tp: 1, or interleaved")
+    if spec.training.compile is True:
+        text = f"{name} does not go with training.compile: a compiled backward pass is not split"
+        yield Problem(key, text, hint="compile: false, or interleaved")
+    if spec.model is not None and spec.model.dtype != spec.model.master_dtype:
+        text = f"{name} needs one type: FSDP casts {spec.model.master_dtype} weights to {spec.model.dtype}"
+        yield Problem(key, text, hint=f"master_dtype: {spec.model.dtype}, or interleaved")
 
 
 def stage_problems(spec: RunSpec, config: JsonObject) -> Iterator[Problem]:
     """What cannot be cut into stages."""
     key, pp, family = "parallelism.pp", spec.parallelism.pp, config.get("model_type")
-    layers = config.get("num_hidden_layers")
+    layers, chunks = config.get("num_hidden_layers"), spec.parallelism.chunks
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         yield Problem(key, f"{family} is not known to start in the middle of its layers", hint=f"pp: 1, or {known}")
-    elif isinstance(layers, int) and pp > layers:
-        yield Problem(key, f"{layers} layers do not make {pp} stages", hint=f"pp: at most {layers}")
+    elif isinstance(layers, int) and pp * chunks > layers:
+        each = f" of {chunks} chunks each" if chunks > 1 else ""
+        less = "; or fewer pp_chunks" if chunks > 2 else "; or pp_schedule: 1f1b" if chunks > 1 else ""
+        hint = f"pp: at most {max(1, layers // chunks)}{less}"
+        yield Problem(key, f"{layers} layers do not make {pp} stages{each}", hint=hint)
     if not spec.training.exact:
         return
     if config.get("tie_word_embeddings", family in TIED_BY_DEFAULT):

@@ -12,7 +12,7 @@ from muster.core.errors import Problem
 
 def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
     """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
-    rules = (_training, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
+    rules = (_training, _parallelism, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
     unused = [result for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for result in rule(spec)]
     return [Problem(key, f"has no effect: {reason}") for key, reason in unused if key in given]
 
@@ -31,11 +31,17 @@ def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "training.profile.memory_step", "memory snapshots are of CUDA memory, and device is cpu"
     if optimizer.traits.compact and spec.model is not None and spec.model.lora is not None:
         yield "training.optimizer.name", "its smaller state saves next to nothing on adapters alone"
+
+
+def _parallelism(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    shape = spec.parallelism
+    if shape.pp == 1:
+        yield "parallelism.pp_schedule", "there is one stage (pp is 1)"
+    if shape.chunks == 1:
+        yield "parallelism.pp_chunks", "pp_schedule is not interleaved" if shape.pp > 1 else "pp is 1"
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
-    shards = ranks // (spec.parallelism.dp_replicate * spec.parallelism.tp * spec.parallelism.pp)
-    if (
-        (spec.parallelism.dp_shard == 1 or shards <= 1) and spec.resources.device == "cpu"
-    ) or spec.parallelism.dp_shard == 1:
+    shards = ranks // (shape.dp_replicate * shape.tp * shape.pp)
+    if ((shape.dp_shard == 1 or shards <= 1) and spec.resources.device == "cpu") or shape.dp_shard == 1:
         yield "parallelism.reshard_after_forward", "nothing is sharded (dp_shard is 1)"
 
 

@@ -171,19 +171,26 @@ class ModelShape:
         final_norm = self.hidden * (2 if self.family == "gpt2" else 1) if self.has_head else 0
         return self.layers * self.layer_parameters + self.head_parameters + self.embedding_parameters + final_norm
 
-    def stages(self, number: int) -> list[ModelShape]:
-        """What each stage of a pipeline holds, as the trainer cuts it. A tied matrix is held twice.
+    def stages(self, number: int, chunks: int = 1) -> list[ModelShape]:
+        """What each stage of a pipeline holds, as the trainer cuts it, in ``chunks``. A tied matrix is held twice.
 
         Raises:
             UsageError: there are fewer layers than stages.
         """
         try:
-            ranges = cut_layers(self.layers, number, last=self.head_parameters / self.layer_matmul_parameters)
+            ranges = cut_layers(self.layers, number * chunks, last=self.head_parameters / self.layer_matmul_parameters)
         except ValueError as error:
-            raise UsageError(f"parallelism.pp {number}: {error}", hint=f"pp: at most {self.layers}") from error
+            raise UsageError(
+                f"parallelism.pp {number}: {error}", hint=f"pp: at most {self.layers // chunks}"
+            ) from error
         return [
-            replace(self, layers=len(own), has_embedding=place == 0, has_head=place == number - 1)
-            for place, own in enumerate(ranges)
+            replace(
+                self,
+                layers=sum(map(len, ranges[place::number])),
+                has_embedding=place == 0,
+                has_head=place == number - 1,
+            )
+            for place in range(number)
         ]
 
     def with_vocab(self, vocab: int) -> ModelShape:

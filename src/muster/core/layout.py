@@ -169,6 +169,15 @@ def cut_layers(layers: int, stages: int, *, last: float = 0.0) -> list[range]:
     return ranges
 
 
+def forwards_ahead(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
+    """Forward passes of a stage of a pipeline (each through one of its ``chunks``) before it goes on with a forward and
+    a backward pass in turn: it keeps the activations of one more at most. Narayanan et al. 2021, section 2.2."""
+    if chunks == 1:
+        return stages - 1 - stage
+    group = -(-micro_batches // max(1, micro_batches // stages))
+    return (chunks - 1) * group + 2 * (stages - 1 - stage)
+
+
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
     """Positions of each of a chip's ``rows`` whose logits exist at once: at most ``chunk_tokens`` (0: all) in total.
 

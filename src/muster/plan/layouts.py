@@ -55,6 +55,8 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
     for tp in _divisors(option.offer.gpus_per_node) if not rest and pp <= work.shape.layers else ():
         if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp or work.exact or work.lora_rank or cp > 1):
             continue
+        if tp > 1 and work.weights_apart:
+            continue
         data, rest = divmod(world, tp)
         if rest:
             continue

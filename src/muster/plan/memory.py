@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from muster.core.layout import forwards_ahead
 from muster.core.types import Layout
 from muster.plan.activations import kept_per_token, working_per_token
 from muster.plan.workload import Setting, Workload
@@ -75,22 +76,36 @@ class MemoryEstimate:
 
 def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> MemoryEstimate:
     """Peak of one rank (the fullest: uneven shards are rounded up, and of the stages that which needs most)."""
-    stages = work.shape.stages(setting.layout.pp)
+    pp = setting.layout.pp
+    chunks = work.pipeline_chunks if pp > 1 else 1
     of_each = [
-        _memory_of(replace(work, shape=shape), setting, device, under_way=len(stages) - place)
-        for place, shape in enumerate(stages)
+        _memory_of(replace(work, shape=shape), setting, device, under_way=_under_way(place, pp, chunks, setting, work))
+        for place, shape in enumerate(work.shape.stages(pp, chunks))
     ]
     return max(of_each, key=lambda estimate: estimate.total_bytes)
 
 
-def _memory_of(work: Workload, setting: Setting, device: DeviceOverhead, *, under_way: int) -> MemoryEstimate:
-    """Peak of a rank of a stage whose part of the model is ``work.shape``. ``under_way``: micro-batches that wait there
-    for their backward pass at most."""
+def _under_way(place: int, stages: int, chunks: int, setting: Setting, work: Workload) -> float:
+    """Micro-batches whose activations a stage keeps at most; those of one of its ``chunks`` count as a part.
+
+    1F1B: as many as there are stages from it on (Narayanan et al. 2019). Interleaved: ``2 (stages - place - 1) +
+    (chunks - 1) stages + 1`` passes through a chunk (Narayanan et al. 2021, section 2.2). With gradients of weights
+    apart as many everywhere as on the first stage of 1F1B (Qi et al. 2023, ZB-H1); all counted whole, though of some
+    only the matrices' inputs and output gradients are left.
+    """
+    rounds = setting.rounds(work)
+    if work.weights_apart:
+        return min(stages, rounds)
+    return min(forwards_ahead(place, stages, chunks, rounds) + 1, chunks * rounds) / chunks
+
+
+def _memory_of(work: Workload, setting: Setting, device: DeviceOverhead, *, under_way: float) -> MemoryEstimate:
+    """Peak of a rank of a stage whose part of the model is ``work.shape``. ``under_way``: see ``_under_way``."""
     units = _units(work, setting.layout.tp)
     static = _static(work, setting, device)
     gathered = _gathered(work, units, setting.layout.shards, streams=device.streams)
     tokens = setting.micro_batch_size * work.sequence_length // setting.layout.cp
-    waiting = tokens * _kept(work, setting, device) * (min(under_way, setting.rounds(work)) - 1)
+    waiting = tokens * _kept(work, setting, device) * (under_way - 1)
     kept = tokens * _kept(work, setting, device) + waiting
     working = tokens * _working(work, setting, device) + _workspace(work, setting, tokens, device)
     if setting.layout.cp > 1:  # keys and values of whole sequences, gathered and in order; never measured

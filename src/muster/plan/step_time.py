@@ -98,6 +98,8 @@ def step_time(
     arithmetic = max(matrices + attention + traffic, host)
     forward_share = 1.0 / (3.0 if work.trains_all else 2.0)
     forward_share *= 1.0 / (1.0 + recomputed_share(setting.activation_checkpointing) * forward_share)
+    again = recomputed_share(setting.activation_checkpointing)
+    weights = matrices / arithmetic / (3.0 + again) if work.trains_all else 0.0  # the head counts along: it is small
     links = Links(option.fabric, option.offer.gpus_per_node, num_nodes, layout.tp, layout.shards)
     exposed = _sharding(work, setting, links, rounds, arithmetic, forward_share, constants)
     tensor = _tensor(work, setting, links, rounds) * (1 - work.hidden_tensor_parallel)
@@ -111,7 +113,7 @@ def step_time(
         "sharding": exposed,
         "tensor parallel": tensor,
         "context parallel": _context(work, setting, links, rounds),
-        "pipeline bubble": (arithmetic + tensor) * (layout.pp - 1) / (rounds * work.pipeline_chunks),
+        "pipeline bubble": (arithmetic + tensor) * bubble(work, layout.pp, rounds, weights),
         "replicas": _replicas(work, setting, links, arithmetic / rounds * (1 - forward_share) * constants.overlap),
         "optimizer": _optimizer(work, setting, option),
     }
@@ -125,6 +127,17 @@ def step_time(
         gpus=layout.world_size,
         peak_flops_per_gpu=option.offer.peak_flops_per_gpu,
     )
+
+
+def bubble(work: Workload, stages: int, rounds: int, weights: float) -> float:
+    """The time in which a stage waits, as a share of its work. ``weights``: the share of the matrices' gradients in it.
+
+    1F1B: ``(stages - 1) / rounds`` (Narayanan et al. 2019); with several chunks of a stage interleaved a part of that
+    (Narayanan et al. 2021, section 2.2). With gradients of weights apart ``(stages - 1)(F + B - W)`` in place of
+    ``(stages - 1)(F + B + W)`` (Qi et al. 2023, ZB-H1), for forward pass, backward pass without them, and
+    them. Stages are taken as equals, and the micro-batches as many as the stages at least.
+    """
+    return (stages - 1) / (rounds * work.pipeline_chunks) * (1 - 2 * weights if work.weights_apart else 1.0)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ class Workload:
     """Parameters are gathered and gradients reduced once a step, whatever the rounds (Megatron's distributed
     optimizer); the trainer gathers each round."""
     pipeline_chunks: int = 1
-    """Pieces of a pipeline stage that are interleaved (other stacks; the trainer's are whole)."""
+    """Pieces of a pipeline stage that are interleaved."""
+    weights_apart: bool = False
+    """Stages of a pipeline compute gradients of weights where they would wait."""
     hidden_tensor_parallel: float = 0.0
     """Share of tensor parallel's collectives that other stacks hide behind arithmetic."""
     whole_below: int = 16_000_000
@@ -173,10 +175,14 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         lora_embeddings=spec.trains_embeddings,
         optimizer=training.optimizer.traits,
         loss_chunk_tokens=training.loss_chunk_tokens,
-        compile=training.compiles_on("cpu" if spec.resources.device == "cpu" else "cuda") and spec.parallelism.cp == 1,
+        compile=training.compiles_on("cpu" if spec.resources.device == "cpu" else "cuda")
+        and spec.parallelism.cp == 1
+        and not spec.parallelism.splits_backward,
         attention="flash3" if spec.model.attention == "flash_attention_3" else "flash2",
         exact=training.exact,
         local_steps=training.local_steps,
+        pipeline_chunks=spec.parallelism.chunks,
+        weights_apart=spec.parallelism.splits_backward,
         reshard_after_forward=spec.parallelism.reshard_after_forward,
         snapshot_every=None if held == "auto" else held,
         replicate_snapshots=spec.checkpoint.replicate_snapshots,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from muster.train.data_feed.batch_reader import StepWork
+from muster.train.distributed.pipeline_order import Kind
 from muster.train.model.loss import loss_sum
 from muster.train.pipeline import Pipeline
 from muster.train.training_run import TrainingRun
@@ -37,20 +38,22 @@ def through_stages(run: TrainingRun, pipeline: Pipeline, work: StepWork) -> list
     others waiting for it."""
     run.flush_pending_metrics()
     losses = []
-    for action in pipeline.actions(work.rounds):
-        number = action.micro_batch
+    for action, ends in pipeline.actions(work.rounds):
+        part = work.rounds[action.micro_batch]
         if action.forward:
-            part = work.rounds[number]
             seed_micro_batch(run.spec.training.seed, work.step, part.index)
-            loss = pipeline.forward(number, part)
+            loss = pipeline.forward(action, part)
             if loss is not None:
                 run.reducer.add_loss(loss)
                 losses.append(loss)
+            continue
+        final = action.micro_batch == len(work.rounds) - 1  # of those that this chunk's gradients are summed over
+        run.reducer.before_forward(last=final, ends=ends)
+        if action.kind is Kind.WEIGHTS:
+            pipeline.weights(action)
         else:
-            last = number == len(work.rounds) - 1
-            run.reducer.before_forward(last=last)  # whose gradients are final after this backward pass
-            pipeline.backward(number, last=last)
-            run.agent.beat(work.step)
+            pipeline.backward(action, last=ends)
+        run.agent.beat(work.step)
     return losses
 
 

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from muster.train.data_feed.batch_reader import Round
+from muster.train.distributed.pipeline_order import Action, Kind, Message, Schedule, turns
 from muster.train.distributed.stage_link import Incoming, StageLink
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import ModelWithLoss
-
-
-@dataclass(frozen=True)
-class Action:
-    """One thing that a stage does."""
-
-    forward: bool
-    """Else backward."""
-    micro_batch: int
-    """Its number among those of this rank's step, from 0."""
-
-
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """The order of one stage: as many forward passes as there are stages behind it, then one of each in turn, then the
-    backward passes that are left (Narayanan et al. 2019, PipeDream-Flush). At most ``stages`` micro-batches are kept.
-    """
-    ahead = min(stages - 1 - stage, micro_batches)
-    for number in range(ahead):
-        yield Action(True, number)
-    for number in range(ahead, micro_batches):
-        yield Action(True, number)
-        yield Action(False, number - ahead)
-    for number in range(micro_batches - ahead, micro_batches):
-        yield Action(False, number)
+from muster.train.model.split_backward import finish
 
 
 @dataclass
@@ -44,53 +22,76 @@ class Pipeline:
 
     module: ModelWithLoss
     link: StageLink
+    schedule: Schedule
     chunk_tokens: int
-    _order: list[Action] = field(default_factory=list)
-    _kept: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict, repr=False)
-    """Micro-batch -> what went in and what came out, until its backward pass."""
-    _incoming: Incoming | None = None
+    _kept: dict[Action, tuple[Tensor | None, Tensor]] = field(default_factory=dict, repr=False)
+    """Forward pass -> what went in and what came out, until its backward pass."""
+    _made: dict[Action, Tensor] = field(default_factory=dict, repr=False)
+    """What is to be sent."""
+    _left: dict[int, list[tuple[nn.Parameter, Tensor, Tensor]]] = field(default_factory=dict, repr=False)
+    """Micro-batch -> gradients that its backward pass left for later."""
+    _coming: dict[Action, Incoming] = field(default_factory=dict, repr=False)
 
-    def actions(self, rounds: tuple[Round, ...]) -> Iterator[Action]:
-        """This stage's actions of one step, each to be followed by ``forward`` or ``backward``. A message is awaited
-        in the action that needs it."""
-        link = self.link
+    def actions(self, rounds: tuple[Round, ...]) -> Iterator[tuple[Action, bool]]:
+        """This stage's actions of one step, each to be done before the next; and whether it is the last. A message is
+        awaited in the action that needs it."""
         self._kept.clear()
-        self._order = list(one_forward_one_backward(link.stage, link.stages, len(rounds)))
-        self._made: tuple[Tensor, int] | None = None
-        for action in self._order:
-            self._incoming = link.exchange(send=self._made, receive=self._needs(action, rounds))
-            self._made = None
-            yield action
-        link.exchange(send=self._made)
-        link.flush()
+        self._made.clear()
+        self._coming.clear()
+        self._left.clear()
+        *own, end = turns(self.schedule, len(rounds))[self.link.stage]
+        for number, turn in enumerate(own, start=1):
+            self._exchange(turn.messages, rounds)
+            assert turn.action is not None
+            yield turn.action, number == len(own)
+        self._exchange(end.messages, rounds)
+        self.link.flush()
 
-    def forward(self, number: int, part: Round) -> Tensor | None:
-        """The forward pass of micro-batch ``number``; its loss on the last stage."""
-        hidden = None
-        if self._incoming is not None:
-            hidden = self._incoming.take().requires_grad_()
-        output = loss_sum(self.module, part.batch, chunk_tokens=self.chunk_tokens, scale=part.scale, hidden=hidden)
-        self._kept[number] = hidden, output
-        if self.link.is_last:
+    def forward(self, action: Action, part: Round) -> Tensor | None:
+        """The forward pass of a micro-batch through a chunk; its loss behind the last one."""
+        coming = self._coming.pop(action, None)
+        hidden = None if coming is None else coming.take().requires_grad_()
+        output = loss_sum(
+            self.module,
+            part.batch,
+            chunk_tokens=self.chunk_tokens,
+            scale=part.scale,
+            hidden=hidden,
+            chunk=action.chunk,
+        )
+        self._kept[Action(Kind.BACKWARD, action.micro_batch, action.chunk)] = hidden, output
+        if self.schedule.part(self.link.stage, action.chunk) == self.schedule.parts - 1:
             return output.detach()
-        self._made = output.detach(), self.link.stage + 1
+        self._made[action] = output.detach()
         return None
 
-    def backward(self, number: int, *, last: bool) -> None:
-        """The backward pass of micro-batch ``number``; ``last``: of the step's."""
+    def backward(self, action: Action, *, last: bool) -> None:
+        """The backward pass of a micro-batch through a chunk; ``last``: of the step's."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 # What FSDP remembers of forward passes is dropped with the last backward pass: others are under way.
                 part.set_is_last_backward(last)
-        hidden, output = self._kept.pop(number)
-        output.backward(None if self._incoming is None else self._incoming.take())  # type: ignore[no-untyped-call]
+        hidden, output = self._kept.pop(action)
+        coming = self._coming.pop(action, None)
+        output.backward(None if coming is None else coming.take())  # type: ignore[no-untyped-call]
         if hidden is not None:
-            assert hidden.grad is not None, "the loss does not depend on what the stage before sent"
-            self._made = hidden.grad, self.link.stage - 1
+            assert hidden.grad is not None, "the loss does not depend on what the part before sent"
+            self._made[action] = hidden.grad
+        if self.module.later is not None:
+            self._left[action.micro_batch] = self.module.later.take()
 
-    def _needs(self, action: Action, rounds: tuple[Round, ...]) -> tuple[list[int], int] | None:
-        """The shape that an action waits for, and the stage that sends it."""
-        source = self.link.stage - 1 if action.forward else self.link.stage + 1
-        if not 0 <= source < self.link.stages:
-            return None
-        return self.module.hidden_shape(rounds[action.micro_batch].batch.input_ids), source
+    def weights(self, action: Action) -> None:
+        """The gradients that a micro-batch's backward pass left for later."""
+        finish(self._left.pop(action.micro_batch))
+
+    def _exchange(self, messages: Sequence[Message], rounds: tuple[Round, ...]) -> None:
+        """Begin to send and to receive these."""
+        out, into = [], []
+        for message in messages:
+            if message.sender == self.link.stage:
+                out.append((self._made.pop(message.made_by), message.receiver))
+            else:
+                batch = rounds[message.needed_by.micro_batch].batch
+                into.append((message.needed_by, self.module.hidden_shape(batch.input_ids), message.sender))
+        incoming = self.link.exchange(sends=out, receives=[(shape, source) for _, shape, source in into])
+        self._coming |= {action: tensor for (action, *_), tensor in zip(into, incoming, strict=True)}

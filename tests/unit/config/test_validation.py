@@ -76,6 +76,32 @@ WRONG = {
         ["parallelism.pp=4", "resources.ranks_per_host=4", "model.config.num_hidden_layers=2"],
         "2 layers do not make 4 stages",
     ),
+    "more chunks than layers": (
+        [
+            "parallelism={pp: 2, pp_schedule: interleaved}",
+            "resources.ranks_per_host=2",
+            "model.config.num_hidden_layers=3",
+        ],
+        "3 layers do not make 2 stages of 2 chunks each",
+    ),
+    "gradients of weights apart in shards": (
+        ["parallelism={pp: 2, pp_schedule: zero_bubble}", "resources.ranks_per_host=2"],
+        "zero_bubble needs whole parameters",
+    ),
+    "gradients of weights apart, compiled": (
+        ["parallelism={pp: 2, dp_shard: 1, pp_schedule: zero_bubble}", "training.compile=true"],
+        "a compiled backward pass is not split",
+    ),
+    "gradients of weights apart, cast": (
+        ["parallelism={pp: 2, dp_shard: 1, pp_schedule: zero_bubble}", "model.dtype=bfloat16"],
+        "FSDP casts float32 weights to bfloat16",
+    ),
+    "gradients of weights apart with tp": (
+        ["parallelism={pp: 2, tp: 2, dp_shard: 1, pp_schedule: zero_bubble}"],
+        "zero_bubble does not go with tp = 2",
+    ),
+    "chunks of one": (["parallelism.pp_chunks=1"], "a whole number of at least 2"),
+    "an order that is none": (["parallelism.pp_schedule=gpipe"], "1f1b, interleaved"),
     "exact with a tied embedding on two stages": (
         ["parallelism.pp=2", "training.exact=true", "model.dtype=float32", "model.config.tie_word_embeddings=true"],
         "cannot hold with pp = 2 and an embedding tied to the head",
@@ -153,6 +179,8 @@ NO_EFFECT = {
     "training.profile.memory_step=5": [],
     "training.optimizer.name=adamw_8bit": ["model.lora={}"],
     "parallelism.reshard_after_forward=false": ["resources.ranks_per_host=1"],
+    "parallelism.pp_schedule=interleaved": [],
+    "parallelism.pp_chunks=3": ["parallelism.pp=2", "resources.ranks_per_host=2"],
     "model.revision=main": [],
     "model.master_dtype=float32": [],
     "data.sources.0.weight=2": [],

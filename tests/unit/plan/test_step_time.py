@@ -8,6 +8,8 @@ from planning import job, option
 from muster.core.errors import NoPlanError
 from muster.core.types import Layout
 from muster.plan.constants import DEFAULT
+from muster.plan.layouts import Pins, layouts
+from muster.plan.memory import memory
 from muster.plan.step_time import step_time, tokens_per_second_per_gpu
 from muster.plan.workload import Setting
 
@@ -179,3 +181,31 @@ def test_snapshots_by_cost_take_one_per_cent_of_the_time():
     assert auto.seconds < every.seconds and auto.snapshot_s == every.snapshot_s
     small = step_time(job("1B", snapshot_every=None, lora_rank=4), at(8, micro=8), option(), 1)
     assert small.snapshot_every == 1
+
+
+def test_interleaved_chunks_wait_less_and_keep_more():
+    setting = Setting(layout=Layout(pp=4, dp_shard=2), micro_batch_size=1, activation_checkpointing="none")
+    found = {}
+    for chunks in (1, 2, 4):
+        work = job(pipeline_chunks=chunks)
+        found[chunks] = step_time(work, setting, option(), 1).parts["pipeline bubble"]
+        assert memory(work, setting).total_bytes > 0
+    assert found[1] == pytest.approx(2 * found[2]) == pytest.approx(4 * found[4])
+    kept = [memory(job(pipeline_chunks=chunks), setting).items["activations"] for chunks in (1, 2)]
+    # 4 micro-batches, and 2 * 3 + 4 + 1 of 11 passes through half of the layers, on the first stage
+    assert kept[1] / kept[0] == pytest.approx(5.5 / 4, rel=0.1)
+
+
+def test_gradients_of_weights_apart_fill_a_part_of_the_bubble():
+    setting = Setting(layout=Layout(pp=4), micro_batch_size=1, activation_checkpointing="none")
+    plain, apart = (step_time(job(weights_apart=value), setting, option(), 1).parts for value in (False, True))
+    share = apart["pipeline bubble"] / plain["pipeline bubble"]
+    arithmetic = sum(plain[name] for name in ("matrices", "attention", "memory traffic"))
+    assert share == pytest.approx(1 - 2 / 3 * plain["matrices"] / arithmetic)
+    tried = layouts(job(weights_apart=True), option(), 1, Pins(axes={"pp": 2}))
+    assert {layout.tp for layout in tried} == {1}
+    lora = job(weights_apart=True, lora_rank=8)
+    assert step_time(lora, setting, option(), 1).parts["pipeline bubble"] == pytest.approx(
+        step_time(job(lora_rank=8), setting, option(), 1).parts["pipeline bubble"]
+    ), "frozen matrices have no gradients to put off"
+    assert memory(job(weights_apart=True), setting).total_bytes >= memory(job(), setting).total_bytes

@@ -1,10 +1,13 @@
 """Which layers a stage gets, and in which order it works."""
 
+import itertools
+
 import pytest
 
 from muster.core.flops import ModelShape
-from muster.core.layout import cut_layers
-from muster.train.pipeline import Action, one_forward_one_backward
+from muster.core.layout import cut_layers, forwards_ahead
+from muster.train.distributed.pipeline_order import Action, Kind, Schedule, finished, turns
+from muster.train.distributed.stage_link import sends_under_way
 
 
 @pytest.mark.parametrize(
@@ -38,33 +41,129 @@ def test_too_few_layers():
         cut_layers(2, 3)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 7), (4, 2), (4, 8)])
-def test_every_stage_gets_on_with_its_neighbours(stages, micro_batches):
-    """Each action runs once, needs what its neighbours have sent by then, and no more than ``stages`` are kept."""
-    orders = [list(one_forward_one_backward(stage, stages, micro_batches)) for stage in range(stages)]
-    done: list[list[Action]] = [[] for _ in orders]
-    most = [0] * stages
+CASES = [
+    (schedule, micro_batches)
+    for stages in (2, 3, 4)
+    for schedule in (
+        Schedule(stages),
+        Schedule(stages, chunks=2),
+        Schedule(stages, chunks=3),
+        Schedule(stages, split_backward=True),
+    )
+    for micro_batches in range(1, 10)
+]
+
+
+def orders_of(schedule, micro_batches):
+    return [schedule.order(stage, micro_batches) for stage in range(schedule.stages)]
+
+
+def case_id(case):
+    return f"{case.stages}x{case.chunks}{'-split' * case.split_backward}" if isinstance(case, Schedule) else str(case)
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), CASES, ids=case_id)
+def test_each_pass_runs_once_and_behind_what_it_needs(schedule, micro_batches):
+    orders = orders_of(schedule, micro_batches)
+    ends = finished(schedule, orders)
+    kinds = [Kind.FORWARD, Kind.BACKWARD, *([Kind.WEIGHTS] if schedule.split_backward else [])]
+    everything = {
+        Action(kind, number, chunk)
+        for kind in kinds
+        for number in range(micro_batches)
+        for chunk in range(schedule.chunks)
+    }
+    for stage, order in enumerate(orders):
+        assert len(order) == len(everything) and set(order) == everything
+        for chunk, kind in itertools.product(range(schedule.chunks), kinds):
+            numbers = [action.micro_batch for action in order if (action.kind, action.chunk) == (kind, chunk)]
+            assert numbers == list(range(micro_batches)), "gradients are final after the last micro-batch's pass"
+        for action in order:
+            part, number = schedule.part(stage, action.chunk), action.micro_batch
+            if action.kind is Kind.FORWARD:
+                needed = [(Kind.FORWARD, part - 1)] if part else []
+            elif action.kind is Kind.BACKWARD:
+                needed = [(Kind.FORWARD, part), *([(Kind.BACKWARD, part + 1)] if part + 1 < schedule.parts else [])]
+            else:
+                needed = [(Kind.BACKWARD, part)]
+            for kind, of_part in needed:
+                chunk, where = divmod(of_part, schedule.stages)
+                assert ends[where, Action(kind, number, chunk)] < ends[stage, action]
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), CASES, ids=case_id)
+def test_messages_pair_up_and_nobody_waits_for_a_later_one(schedule, micro_batches):
+    """As NCCL does it at its strictest: a stage's batches of messages run one behind the other, each behind the work
+    before it; an action waits for all of its batch; and the oldest of too many sends is awaited."""
+    plan = turns(schedule, micro_batches)
+    pairs = {}
+    for stage, own in enumerate(plan):
+        for turn in own:
+            for message in turn.messages:
+                assert stage in (message.sender, message.receiver) and message.sender != message.receiver
+                key = message.sender, message.receiver
+                pairs.setdefault(key, ([], []))[stage == message.receiver].append(message)
+    assert all(sent == received for sent, received in pairs.values())
+    assert sum(len(sent) for sent, _ in pairs.values()) == 2 * (schedule.parts - 1) * micro_batches
+    limit = sends_under_way(schedule.stages, schedule.chunks)
+    at, open_batch, ended = [0] * schedule.stages, [False] * schedule.stages, set()
     going = True
     while going:
         going = False
-        for stage, order in enumerate(orders):
-            if len(done[stage]) == len(order):
+        for stage, own in enumerate(plan):
+            if at[stage] == len(own):
                 continue
-            action = order[len(done[stage])]
-            source = stage - 1 if action.forward else stage + 1
-            if 0 <= source < stages and action not in done[source]:
-                continue
-            assert action.forward or Action(True, action.micro_batch) in done[stage]
-            done[stage].append(action)
-            forwards = sum(other.forward for other in done[stage])
-            most[stage] = max(most[stage], 2 * forwards - len(done[stage]))
-            going = True
-    assert done == orders, "a stage waits for ever"
-    for stage, order in enumerate(orders):
-        assert sorted(order, key=str) == sorted(set(order), key=str) and len(order) == 2 * micro_batches
-        assert most[stage] == min(stages - stage, micro_batches)
-        numbers = [action.micro_batch for action in order if not action.forward]
-        assert numbers == list(range(micro_batches)), "gradients are final after the last micro-batch's backward pass"
+            turn = own[at[stage]]
+            sent = [m for before in own[: at[stage] + 1] for m in before.messages if m.sender == stage]
+            if not open_batch[stage] and all(message in ended for message in sent[:-limit]):
+                open_batch[stage] = going = True
+            if open_batch[stage] and all(message in ended for message in turn.messages):
+                at[stage], open_batch[stage], going = at[stage] + 1, False, True
+        for message in {m for own in plan for turn in own for m in turn.messages} - ended:
+            ends = [plan[stage][at[stage]] for stage in (message.sender, message.receiver) if open_batch[stage]]
+            if len(ends) == 2 and all(message in turn.messages for turn in ends):
+                ended.add(message)
+                going = True
+    assert at == [len(own) for own in plan], "a stage waits for ever"
+    for stage, own in enumerate(plan):
+        there = set()
+        for turn in own:
+            there |= {message.needed_by for message in turn.messages if message.receiver == stage}
+            if turn.action is not None and turn.action.kind is not Kind.WEIGHTS:
+                part = schedule.part(stage, turn.action.chunk)
+                ends_here = part == (0 if turn.action.forward else schedule.parts - 1)
+                assert ends_here or turn.action in there
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"), [case for case in CASES if case[1] >= case[0].stages], ids=case_id
+)
+def test_the_bubble_is_that_of_the_formula(schedule, micro_batches):
+    forward, backward = 1.0, 2.0
+    ends = finished(schedule, orders_of(schedule, micro_batches), forward=forward, backward=backward)
+    work = micro_batches * schedule.chunks * (forward + backward)
+    saved = backward if schedule.split_backward else 0.0  # ZB-H1: (p - 1)(F + B - W) for (p - 1)(F + B + W)
+    assert max(ends.values()) - work == pytest.approx((schedule.stages - 1) * (forward + backward - saved))
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), CASES, ids=case_id)
+def test_kept_micro_batches_are_bounded(schedule, micro_batches):
+    for stage, order in enumerate(orders_of(schedule, micro_batches)):
+        kept, most, left = 0, 0, 0
+        for action in order:
+            kept += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHTS: 0}[action.kind]
+            most = max(most, kept)
+            left += {Kind.FORWARD: 1, Kind.BACKWARD: 0, Kind.WEIGHTS: -1}[action.kind]
+            assert not schedule.split_backward or left <= schedule.stages, "as many as the first stage of 1F1B"
+        ahead = forwards_ahead(stage, schedule.stages, schedule.chunks, micro_batches)
+        assert most == min(ahead + 1, schedule.chunks * micro_batches)
+        assert schedule.chunks > 1 or most <= schedule.stages - stage
+
+
+def test_stages_that_wait_for_each_other_are_found():
+    forward, backward = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
+    with pytest.raises(ValueError, match="wait for each other"):
+        finished(Schedule(2), [[backward, forward], [forward, backward]])
 
 
 def test_the_parts_of_a_model_are_the_whole():
@@ -75,5 +174,7 @@ def test_the_parts_of_a_model_are_the_whole():
     assert [part.head_parameters for part in parts] == [0, 0, 32000]
     assert [part.embedding_parameters for part in parts] == [32000, 0, 0]
     assert [part.layers for part in parts] == [2, 2, 2]
+    chunked = shape.stages(2, chunks=3)
+    assert [part.layers for part in chunked] == [3, 3] and sum(part.parameters for part in chunked) == shape.parameters
     tied = ModelShape.from_config({**config, "intermediate_size": 128, "vocab_size": 500, "tie_word_embeddings": True})
     assert sum(part.parameters for part in tied.stages(2)) == tied.parameters + 32000, "the tied matrix is held twice"

@@ -190,7 +190,7 @@ class FixedPointReducer:
         self._loss: Tensor | None = None
         self._loss_fault: Tensor | None = None
 
-    def before_forward(self, *, last: bool) -> None:
+    def before_forward(self, *, last: bool, ends: bool = True) -> None:
         """Every round is reduced: accumulating before the conversion would be a float sum."""
         self._last = last
 

@@ -131,8 +131,9 @@ class GradientReducer(Protocol):
         """A step of ``micro_batches`` (over all ranks) begins; gradients are empty."""
         ...
 
-    def before_forward(self, *, last: bool) -> None:
-        """A round begins; ``last``: gradients are complete after its backward."""
+    def before_forward(self, *, last: bool, ends: bool = True) -> None:
+        """A round begins; ``last``: gradients are complete after its backward, those of other chunks of a pipeline's
+        stage aside. ``ends``: all are."""
         ...
 
     def add_loss(self, loss: Tensor) -> None:
@@ -188,7 +189,9 @@ class FloatReducer:
         self._last = False
         self.early.begin()
 
-    def before_forward(self, *, last: bool) -> None:
+    def before_forward(self, *, last: bool, ends: bool = True) -> None:
+        if self.accumulate_locally:  # FSDP reduces with the last chunk what it has kept of the others
+            last = last and ends
         sync = last or not self.accumulate_locally
         if sync != self._synced and isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(sync)

@@ -16,6 +16,12 @@ from torch import Tensor
 from muster.train.distributed.process_groups import Waits
 
 
+def sends_under_way(stages: int, chunks: int) -> int:
+    """Messages of a stage that may be under way. A stage is ahead of its neighbours by fewer in every order: the oldest
+    of more was received long ago, and nobody waits for a stage that awaits its end."""
+    return 2 * stages * chunks + 2
+
+
 @dataclass
 class Incoming:
     """A tensor that is on its way here."""
@@ -39,6 +45,8 @@ class StageLink:
     device: torch.device
     dtype: torch.dtype
     """Of hidden states: the compute type."""
+    chunks: int = 1
+    """Of each stage."""
     waits: Waits = field(default_factory=Waits)
     _sent: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque, repr=False)
 
@@ -59,39 +67,40 @@ class StageLink:
         return self.stage == self.stages - 1
 
     def exchange(
-        self, *, send: tuple[Tensor, int] | None = None, receive: tuple[Sequence[int], int] | None = None
-    ) -> Incoming | None:
-        """Begin to send a tensor to a stage and to receive one of a shape from a stage; what comes.
+        self,
+        *,
+        sends: Sequence[tuple[Tensor, int]] = (),
+        receives: Sequence[tuple[Sequence[int], int]] = (),
+    ) -> list[Incoming]:
+        """Begin to send tensors to stages and to receive tensors of these shapes from stages; those that come.
 
-        Both are posted together, so that neighbours who send to each other do not wait for each other in the order in
-        which NCCL runs what it is given. The tensor that is sent is kept until it is gone.
+        All are posted together, so that neighbours who send to each other do not wait for each other in the order in
+        which NCCL runs what it is given. A tensor that is sent is kept until it is gone.
         """
         operations = []
-        if send is not None:
-            tensor, to = send
+        for tensor, to in sends:
             assert tensor.dtype == self.dtype, f"hidden states are {tensor.dtype}, {self.dtype} is expected"
             operations.append(dist.P2POp(dist.isend, tensor.contiguous(), group=self.group, group_peer=to))
-        incoming = None
-        if receive is not None:
-            shape, source = receive
+        for shape, source in receives:
             incoming = torch.empty(*shape, dtype=self.dtype, device=self.device)
             operations.append(dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=source))
         works = dist.batch_isend_irecv(operations) if operations else []
-        if send is not None:
-            self._sent.append((operations[0].tensor, works[0]))
-            # A stage is ahead of the next one by fewer messages than this, so the oldest was received long ago.
-            while len(self._sent) > 2 * self.stages + 2:
-                self._sent.popleft()[1].wait()
-        return None if incoming is None else Incoming(incoming, works[-1], self.waits)
+        if len(works) < len(operations):  # NCCL has one for all
+            works = [works[-1]] * len(operations)
+        begun = [(operation.tensor, work) for operation, work in zip(operations, works, strict=True)]
+        self._sent += begun[: len(sends)]
+        while len(self._sent) > sends_under_way(self.stages, self.chunks):
+            self._sent.popleft()[1].wait()
+        return [Incoming(tensor, work, self.waits) for tensor, work in begun[len(sends) :]]
 
-    def receive(self, shape: Sequence[int]) -> Tensor | None:
-        """The hidden states of the stage before; None on the first. Blocks."""
-        incoming = None if self.is_first else self.exchange(receive=(shape, self.stage - 1))
-        return None if incoming is None else incoming.take()
+    def receive(self, shape: Sequence[int], source: int) -> Tensor:
+        """The hidden states that a stage sends. Blocks."""
+        (incoming,) = self.exchange(receives=[(shape, source)])
+        return incoming.take()
 
-    def send(self, hidden: Tensor) -> None:
-        """Send hidden states to the next stage."""
-        self.exchange(send=(hidden, self.stage + 1))
+    def send(self, hidden: Tensor, to: int) -> None:
+        """Send hidden states to a stage."""
+        self.exchange(sends=[(hidden, to)])
 
     def flush(self) -> None:
         """Wait until everything that was sent is gone."""

@@ -76,11 +76,12 @@ def complete(
     tokens = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=module.model.config)
+    chunks = 1 if module.stage is None else module.stage.schedule.chunks
+    caches = [DynamicCache(config=module.model.config) for _ in range(chunks)]
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     columns: list[Tensor] = []
     for _ in range(max_new_tokens):
-        following = next_tokens(module, Decoding(tokens, mask, positions, cache))
+        following = next_tokens(module, Decoding(tokens, mask, positions, caches))
         if eos_id is not None:
             ended = ended | (following == eos_id)
         columns.append(torch.where(ended, -1, following))

@@ -23,15 +23,25 @@ from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError, first_line
 from muster.core.flops import ModelShape
 from muster.train.distributed.device_mesh import Meshes
+from muster.train.distributed.pipeline_order import Schedule
 from muster.train.distributed.stage_link import StageLink
-from muster.train.model import context_parallel, float8, lora, pipeline_stage, pretrained, tensor_parallel, weights
+from muster.train.model import (
+    context_parallel,
+    float8,
+    lora,
+    pipeline_stage,
+    pretrained,
+    split_backward,
+    tensor_parallel,
+    weights,
+)
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
 from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
 from muster.train.model.compile import compile_layers, compiles
 from muster.train.model.loss import compiled_kernel
 from muster.train.model.model_with_loss import ModelWithLoss
-from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard
+from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard, stays_whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -160,15 +170,20 @@ def laid_out(
     counted = Counted.of(model)
     module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
     if mesh.stages is not None:
-        link = StageLink(mesh.stages.get_group(), device, compute_dtype)
-        module.stage = pipeline_stage.cut(model, layers, link)
+        schedule = schedule_of(spec, mesh.stages.size())
+        link = StageLink(mesh.stages.get_group(), device, compute_dtype, schedule.chunks)
+        module.stage = pipeline_stage.cut(model, layers, link, schedule)
+        # Gradients of chunks come at different times: together in one unit they could not be reduced apart.
+        whole_below = 0 if schedule.chunks > 1 else whole_below
         layers = [layers[index] for index in module.stage.layers]
     if mesh.layout.tp > 1:
         tensor_parallel.split(model, layers, mesh.tp)
     if spec.training.precision != "bf16":
         float8.convert_layers(layers, device, spec.training.precision)
     recompute(layers, spec.training.activation_checkpointing)
-    if compiles(spec.training, device) and mesh.layout.cp == 1:
+    if module.stage is not None and module.stage.schedule.split_backward:
+        module.later = split_backward.split(layers)
+    if compiles(spec.training, device) and mesh.layout.cp == 1 and not spec.parallelism.splits_backward:
         compile_layers(layers, device)
         module.compiled = True
         module.kernel = compiled_kernel() if device.type == "cuda" else None  # C++ takes longer than it saves
@@ -176,7 +191,13 @@ def laid_out(
         module, model, layers, mesh,
         compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
     )  # fmt: skip
+    assert module.later is None or stays_whole(module, mesh, compute_dtype), "gradients that come late are not reduced"
     return module, lora_config, counted
+
+
+def schedule_of(spec: RunSpec, stages: int) -> Schedule:
+    """How the stages of this run's pipeline take turns."""
+    return Schedule(stages, chunks=spec.parallelism.chunks, split_backward=spec.parallelism.splits_backward)
 
 
 def share_sequences(module: ModelWithLoss, mesh: DeviceMesh, sequence_length: int) -> None:

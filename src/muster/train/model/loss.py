@@ -49,14 +49,14 @@ def logit_rule(config: PreTrainedConfig) -> LogitRule:
 
 
 def loss_sum(
-    module: nn.Module, batch: Batch, *, chunk_tokens: int, scale: float, hidden: Tensor | None = None
+    module: nn.Module, batch: Batch, *, chunk_tokens: int, scale: float, hidden: Tensor | None = None, chunk: int = 0
 ) -> Tensor:
     """``scale`` times the sum of cross-entropies at supervised tokens of ``batch``; fp32, 0-d.
 
     ``module`` is ``BuiltModel.module``. The caller passes 1 / (supervised tokens of the step's global batch), so
     that gradients are summed over micro-batches and ranks. On a stage of a pipeline as ``ModelWithLoss.forward``.
     """
-    loss: Tensor = module(batch, scale=scale, chunk_tokens=chunk_tokens, hidden=hidden)
+    loss: Tensor = module(batch, scale=scale, chunk_tokens=chunk_tokens, hidden=hidden, chunk=chunk)
     if not torch.is_grad_enabled():
         reshard(module)
     return loss

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from muster.train.model.attention import Attention, attention_arguments
 from muster.train.model.context_parallel import Context
 from muster.train.model.loss import Kernel, LogitRule, chunked_cross_entropy, logit_rule
 from muster.train.model.pipeline_stage import Stage
+from muster.train.model.split_backward import LeftForLater
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -28,7 +30,13 @@ class Decoding:
     """int64[N, K]: 0 at padding on the left."""
     positions: Tensor
     """int64[N, Q]"""
-    cache: Cache
+    caches: Sequence[Cache]
+    """One, or one for each chunk of a pipeline's stage."""
+    chunk: int = 0
+
+    @property
+    def cache(self) -> Cache:
+        return self.caches[self.chunk]
 
 
 class ModelWithLoss(nn.Module):
@@ -61,6 +69,8 @@ class ModelWithLoss(nn.Module):
         head = model.get_output_embeddings()
         self.own_head = model.base_model is not model and type(head) is nn.Linear
         """The head is applied here, in chunks; otherwise by the model's own forward, to all tokens at once."""
+        self.later: LeftForLater | None = None
+        """Gradients that backward passes have left undone, where they are split."""
         self.stage: Stage | None = None
         """Which part of the model is here; None: all of it."""
 
@@ -81,19 +91,30 @@ class ModelWithLoss(nn.Module):
         chunk_tokens: int = 1024,
         want: str = "loss",
         hidden: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
-        """The output that ``want`` names; on a stage before the last the hidden states behind its layers, [B, S, E].
+        """The output that ``want`` names; in a part of the model before the last the hidden states behind its layers,
+        [B, S, E].
 
-        ``hidden``: what the stage before gave; None on the first.
+        ``hidden``: what the part before gave; None in the first. ``chunk``: which of this stage's parts.
 
         ``loss``: 0-d fp32, ``scale`` times the summed cross-entropy. ``logits``: [B, S, V] fp32 as the loss sees them,
         ``model_logits``: the same by transformers' own forward. ``next`` (of a ``Decoding``): [N, V] fp32.
         """
-        if isinstance(given, Decoding):
-            return self._next(given, hidden)
-        if self.stage is not None and not self.stage.link.is_last:
+        if self.stage is None:
+            return self._output(given, hidden, scale=scale, chunk_tokens=chunk_tokens, want=want)
+        with self.stage.only(self.model, chunk):
+            if self.stage.ends(chunk):
+                return self._output(given, hidden, scale=scale, chunk_tokens=chunk_tokens, want=want)
             onward: Tensor = self.model.base_model(**self._arguments(given, hidden))[0]
             return onward
+
+    def _output(
+        self, given: Batch | Decoding, hidden: Tensor | None, *, scale: float, chunk_tokens: int, want: str
+    ) -> Tensor:
+        """Behind the model's last layer."""
+        if isinstance(given, Decoding):
+            return self._next(given, hidden)
         if self.context is not None:
             given = self.context.part_of(given)
         if want == "model_logits" or not self.own_head:
@@ -115,7 +136,15 @@ class ModelWithLoss(nn.Module):
             kernel=self.kernel,
         )
 
-    def _arguments(self, batch: Batch, hidden: Tensor | None) -> dict[str, Any]:
+    def _arguments(self, batch: Batch | Decoding, hidden: Tensor | None) -> dict[str, Any]:
+        if isinstance(batch, Decoding):
+            return {
+                **_input(batch.tokens, hidden),
+                "attention_mask": batch.mask,
+                "position_ids": batch.positions,
+                "past_key_values": batch.cache,
+                "use_cache": True,
+            }
         # No attention mask but flex attention's own: one of ones would disable the separation of documents silently.
         return {
             **_input(batch.input_ids, hidden),
@@ -136,16 +165,7 @@ class ModelWithLoss(nn.Module):
         return logits if self.rule.cap is None else torch.tanh(logits / self.rule.cap) * self.rule.cap
 
     def _next(self, given: Decoding, hidden: Tensor | None) -> Tensor:
-        arguments: dict[str, Any] = {
-            **_input(given.tokens, hidden),
-            "attention_mask": given.mask,
-            "position_ids": given.positions,
-            "past_key_values": given.cache,
-            "use_cache": True,
-        }
-        if self.stage is not None and not self.stage.link.is_last:
-            onward: Tensor = self.model.base_model(**arguments)[0]
-            return onward
+        arguments = self._arguments(given, hidden)
         if self.own_head:
             return self._logits(self.model.base_model(**arguments)[0][:, -1])
         logits: Tensor = self.model(**arguments).logits[:, -1]
@@ -164,12 +184,16 @@ def forward_pass(module: ModelWithLoss, given: Batch | Decoding, **asked: Any) -
     if module.stage is None:
         output: Tensor = module(given, **asked)
         return output
-    link = module.stage.link
-    tokens = given.tokens if isinstance(given, Decoding) else given.input_ids
-    output = module(given, hidden=link.receive(module.hidden_shape(tokens)), **asked)
-    if link.is_last:
-        return output
-    link.send(output)
+    stage, link = module.stage, module.stage.link
+    shape = module.hidden_shape(given.tokens if isinstance(given, Decoding) else given.input_ids)
+    for chunk in range(stage.schedule.chunks):
+        part = stage.part(chunk)
+        hidden = link.receive(shape, (link.stage - 1) % link.stages) if part > 0 else None
+        given = replace(given, chunk=chunk) if isinstance(given, Decoding) else given
+        output = module(given, hidden=hidden, chunk=chunk, **asked)
+        if stage.ends(chunk):
+            return output
+        link.send(output, (link.stage + 1) % link.stages)
     return None
 
 

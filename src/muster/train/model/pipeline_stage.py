@@ -6,7 +6,8 @@ belong. Places in lists and names of parameters stay as they are in the whole mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from muster.core.errors import UsageError
 from muster.core.layout import FAMILIES, cut_layers
+from muster.train.distributed.pipeline_order import Schedule
 from muster.train.distributed.reduce import TiedGradient
 from muster.train.distributed.stage_link import StageLink
 from muster.train.model.lora import is_adapter_name
@@ -27,13 +29,48 @@ class Stage:
     """Which part of the model is here."""
 
     link: StageLink
-    layers: range
+    schedule: Schedule
+    chunks: tuple[range, ...]
+    """The layers of each chunk."""
     tied: str | None
     """The parameter that embedding and head share, if this stage is one of the two that hold it."""
     elsewhere: frozenset[str]
     """Parameters of the model that are not here."""
     trained_elsewhere: frozenset[str]
     """Of them, those that are trained."""
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that are here, in order."""
+        return [index for chunk in self.chunks for index in chunk]
+
+    def part(self, chunk: int) -> int:
+        """The part of the model that a chunk is."""
+        return self.schedule.part(self.link.stage, chunk)
+
+    def ends(self, chunk: int) -> bool:
+        """Whether the model does."""
+        return self.part(chunk) == self.schedule.parts - 1
+
+    @contextmanager
+    def only(self, model: PreTrainedModel, chunk: int) -> Iterator[None]:
+        """Have the forward pass pass over the layers of the other chunks here, and over what is behind the last one."""
+        if len(self.chunks) == 1:
+            yield
+            return
+        body: Any = model.base_model
+        layers, norm = body.layers, body.norm
+        mine = self.chunks[chunk]
+        body.layers = nn.ModuleList(
+            layer if index in mine or isinstance(layer, PassedOver) else PassedOver(layer)
+            for index, layer in enumerate(layers)
+        )
+        if not self.ends(chunk):
+            body.norm = nn.Identity()
+        try:
+            yield
+        finally:
+            body.layers, body.norm = layers, norm
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
@@ -55,7 +92,7 @@ class PassedOver(nn.Module):
         return hidden_states
 
 
-def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink) -> Stage:
+def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink, schedule: Schedule) -> Stage:
     """Leave in ``model`` (on the meta device, adapters in place) what belongs to this stage.
 
     Raises:
@@ -65,15 +102,16 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink) ->
     check_family(config.model_type, getattr(config, "layer_types", None))
     named = dict(model.named_parameters())
     tied = tied_name(model)
-    mine = layers_of(model, layers, link.stages)[link.stage]
+    chunks = tuple(layers_of(model, layers, schedule)[link.stage :: schedule.stages])
     body: Any = model.base_model
     for index, layer in enumerate(layers):
-        if index not in mine:
+        mine = next((chunk for chunk in chunks if index in chunk), None)
+        if mine is None:
             body.layers[index] = PassedOver(layer)
             continue
         for module in layer.modules():
             place: Any = getattr(module, "layer_idx", None)
-            if isinstance(place, int):  # in the cache of generation, which has this stage's layers alone
+            if isinstance(place, int):  # in the cache of generation, which has this chunk's layers alone
                 setattr(module, "layer_idx", place - mine.start)  # noqa: B010 (torch's stub takes modules only)
     if not link.is_last:
         body.norm = nn.Identity()
@@ -84,7 +122,8 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink) ->
     elsewhere = frozenset(named.keys() - held)
     return Stage(
         link=link,
-        layers=mine,
+        schedule=schedule,
+        chunks=chunks,
         tied=tied if tied in held else None,
         elsewhere=elsewhere,
         trained_elsewhere=frozenset(name for name in elsewhere if named[name].requires_grad),
@@ -114,16 +153,18 @@ def check_family(model_type: str, layer_types: Sequence[str] | None) -> None:
         )
 
 
-def layers_of(model: PreTrainedModel, layers: Sequence[nn.Module], stages: int) -> list[range]:
-    """The layers of each stage, by what layers and head cost. Attention is left out: it depends on the documents, and a
+def layers_of(model: PreTrainedModel, layers: Sequence[nn.Module], schedule: Schedule) -> list[range]:
+    """The layers of each part, by what layers and head cost. Attention is left out: it depends on the documents, and a
     cut must not. Raises UsageError."""
     weights = dict(layers[0].named_parameters())
     in_layer = sum(weights[name].numel() for name in weights if weights[name].ndim > 1 and not is_adapter_name(name))
     head: Any = model.get_output_embeddings()
     try:
-        return cut_layers(len(layers), stages, last=head.weight.numel() / in_layer)
+        return cut_layers(len(layers), schedule.parts, last=head.weight.numel() / in_layer)
     except ValueError as error:
-        raise UsageError(f"parallelism.pp {stages}: {error}", hint=f"pp: at most {len(layers)}") from error
+        chunks = f" with {schedule.chunks} chunks each" if schedule.chunks > 1 else ""
+        hint = f"pp: at most {len(layers) // schedule.chunks}"
+        raise UsageError(f"parallelism.pp {schedule.stages}{chunks}: {error}", hint=hint) from error
 
 
 def tied_name(model: PreTrainedModel) -> str | None:

@@ -11,6 +11,7 @@ from muster.core.layout import FAMILIES
 from muster.core.types import Layout
 from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
+from muster.train.distributed.pipeline_order import Schedule
 from muster.train.model.attention_isolation_check import Proof
 from muster.train.model.causal_lm import on_meta, read_config
 from muster.train.model.pipeline_stage import cut
@@ -24,7 +25,7 @@ def link(stage, stages):
     return SimpleNamespace(stage=stage, stages=stages, is_first=stage == 0, is_last=stage == stages - 1)
 
 
-def whole_and_stages(config, stages):
+def whole_and_stages(config, stages, chunks=1):
     """The model on the CPU, and its stages with the same values."""
     from transformers import AutoModelForCausalLM
 
@@ -36,7 +37,7 @@ def whole_and_stages(config, stages):
     parts = []
     for stage in range(stages):
         model = on_meta(read_config(spec, None, 50), torch.float32)
-        found = cut(model, decoder_layers(model), link(stage, stages))
+        found = cut(model, decoder_layers(model), link(stage, stages), Schedule(stages, chunks))
         model.to_empty(device=CPU)
         if found.tied is not None and found.link.is_last:
             model.tie_weights()
@@ -61,6 +62,27 @@ def test_stages_in_turn_are_the_model_bit_for_bit(family):
 
 
 @pytest.mark.parametrize("tied", [False, True])
+def test_chunks_in_turn_are_the_model_bit_for_bit(tied):
+    whole, parts = whole_and_stages({**CONFIG, "num_hidden_layers": 5, "tie_word_embeddings": tied}, 2, chunks=2)
+    assert [stage.chunks for _, stage in parts] == [(range(0, 2), range(3, 4)), (range(2, 3), range(4, 5))]
+    assert [stage.layers for _, stage in parts] == [[0, 1, 3], [2, 4]]
+    held = [{name for name, _ in model.named_parameters()} for model, _ in parts]
+    tokens = torch.arange(3, 23).reshape(2, 10)
+    given = {"input_ids": tokens}
+    with torch.no_grad():
+        expected = whole(input_ids=tokens, use_cache=False).logits
+        for chunk in range(2):
+            for model, stage in parts:
+                with stage.only(model, chunk):
+                    if stage.ends(chunk):
+                        logits = model.eval()(**given, use_cache=False).logits
+                    else:
+                        given = {"inputs_embeds": model.eval().base_model(**given, use_cache=False)[0]}
+    assert torch.equal(logits, expected)
+    assert [{name for name, _ in model.named_parameters()} for model, _ in parts] == held, "all layers are back"
+
+
+@pytest.mark.parametrize("tied", [False, True])
 def test_names_stay_the_models(tied):
     whole, parts = whole_and_stages({**CONFIG, "tie_word_embeddings": tied}, 2)
     names = [[name for name, _ in model.named_parameters()] for model, _ in parts]
@@ -80,20 +102,22 @@ def test_a_family_whose_forward_pass_does_more_is_refused(family):
     config = {**CONFIG, "model_type": family, **({"n_embd": 32, "n_layer": 4, "n_head": 4} if family == "gpt2" else {})}
     model = on_meta(read_config(spec_of(config), None, 50), torch.float32)
     with pytest.raises(UsageError, match=f"{family} is not known to begin in the middle"):
-        cut(model, decoder_layers(model), link(0, 2))
+        cut(model, decoder_layers(model), link(0, 2), Schedule(2))
 
 
 def test_layers_of_several_kinds_are_refused():
     config = {**CONFIG, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
     model = on_meta(read_config(spec_of(config), None, 50), torch.float32)
     with pytest.raises(UsageError, match="layers of several kinds"):
-        cut(model, decoder_layers(model), link(0, 2))
+        cut(model, decoder_layers(model), link(0, 2), Schedule(2))
 
 
 def test_more_stages_than_layers():
     model = on_meta(read_config(spec_of(CONFIG), None, 50), torch.float32)
     with pytest.raises(UsageError, match="4 layers do not make 5 stages"):
-        cut(model, decoder_layers(model), link(0, 5))
+        cut(model, decoder_layers(model), link(0, 5), Schedule(5))
+    with pytest.raises(UsageError, match="pp 2 with 3 chunks each: 4 layers do not make 6 stages"):
+        cut(model, decoder_layers(model), link(0, 2), Schedule(2, 3))
 
 
 @pytest.mark.parametrize("rank", range(8))

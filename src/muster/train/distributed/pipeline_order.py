@@ -1,0 +1,197 @@
+"""In which order the stages of a pipeline work, and what they send each other when. Pure.
+
+A stage holds one or more chunks of layers. Chunk ``c`` of stage ``s`` is part ``c * stages + s`` of the model: a
+micro-batch passes through the first chunk of every stage, then through the second ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+
+from muster.core.layout import forwards_ahead
+
+
+class Kind(Enum):
+    """What a stage does with a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    """All gradients; where the order has ``WEIGHTS``, all but those of the layers' matrices."""
+    WEIGHTS = "weights"
+    """The gradients that the backward pass left out."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a stage does."""
+
+    kind: Kind
+    micro_batch: int
+    """Its number among those of this rank's step, from 0."""
+    chunk: int = 0
+
+    @property
+    def forward(self) -> bool:
+        return self.kind is Kind.FORWARD
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the stages of a pipeline take turns."""
+
+    stages: int
+    chunks: int = 1
+    """Of each stage."""
+    split_backward: bool = False
+    """Gradients of weights are computed apart, where a stage would wait otherwise."""
+
+    @property
+    def parts(self) -> int:
+        """Parts that the model is cut into."""
+        return self.stages * self.chunks
+
+    def part(self, stage: int, chunk: int) -> int:
+        return chunk * self.stages + stage
+
+    def order(self, stage: int, micro_batches: int) -> list[Action]:
+        """All that a stage does in a step. Passes of a kind through a chunk come in the order of micro-batches."""
+        ahead = forwards_ahead(stage, self.stages, self.chunks, micro_batches)
+        order = one_forward_one_backward(self, ahead, micro_batches)
+        return list(weights_apart(order, stage, micro_batches) if self.split_backward else order)
+
+
+def one_forward_one_backward(schedule: Schedule, ahead: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B: ``ahead`` forward passes, then one of each kind in turn, then the backward passes that are left (Narayanan
+    et al. 2019, PipeDream-Flush).
+
+    Several chunks are interleaved (Narayanan et al. 2021, section 2.2): groups of as many micro-batches as there are
+    stages pass through a chunk before the next chunk's turn. Where the micro-batches are no multiple of the stages
+    groups are larger: with a smaller one a stage could wait for a chunk that waits for it.
+    """
+    groups = max(1, micro_batches // schedule.stages)
+    forwards, backwards = [], []
+    for first, last in pairwise(micro_batches * number // groups for number in range(groups + 1)):
+        for chunk in range(schedule.chunks):
+            forwards += [Action(Kind.FORWARD, number, chunk) for number in range(first, last)]
+        for chunk in reversed(range(schedule.chunks)):
+            backwards += [Action(Kind.BACKWARD, number, chunk) for number in range(first, last)]
+    ahead = min(ahead, len(forwards))
+    yield from forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - ahead :]
+
+
+def weights_apart(order: Iterable[Action], stage: int, micro_batches: int) -> Iterator[Action]:
+    """Backward passes hand their gradient on before the gradients of weights are computed, which are put off to where a
+    stage would wait (Qi et al. 2023, ZB-H1): on each later stage by one micro-batch more, so that no stage keeps more
+    than the first does.
+    """
+    for action in order:
+        yield action
+        if not action.forward and action.micro_batch >= stage:
+            yield Action(Kind.WEIGHTS, action.micro_batch - stage)
+    for number in range(max(0, micro_batches - stage), micro_batches):
+        yield Action(Kind.WEIGHTS, number)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Hidden states that a forward pass made, or their gradient from a backward pass, for the part that goes on."""
+
+    made_by: Action
+    sender: int
+    needed_by: Action
+    receiver: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An action, and the messages that this stage begins to send and to receive before it. The last has no action."""
+
+    messages: tuple[Message, ...]
+    action: Action | None
+
+
+@cache
+def turns(schedule: Schedule, micro_batches: int) -> list[list[Turn]]:
+    """What each stage does in a step.
+
+    Messages have one order for all stages: that in which they are made where every chunk takes the same time. Each
+    stage begins its own in this order, and before an action all up to the one that it needs. So neighbours' messages
+    pair up, and no message waits for a later one, even where a rank transfers one after the other (NCCL).
+    """
+    orders = [schedule.order(stage, micro_batches) for stage in range(schedule.stages)]
+    ends = finished(schedule, orders)
+    messages = [
+        message
+        for stage, action in sorted(ends, key=lambda key: (ends[key], key[0]))
+        if (message := message_of(schedule, stage, action)) is not None
+    ]
+    return [_turns(stage, order, messages) for stage, order in enumerate(orders)]
+
+
+def _turns(stage: int, order: Sequence[Action], messages: Sequence[Message]) -> list[Turn]:
+    mine = [message for message in messages if stage in (message.sender, message.receiver)]
+    following = dict(pairwise(order))
+    due: dict[Action | None, int] = {}  # action -> number of messages that are begun before it
+    for place, message in enumerate(mine, start=1):
+        due[message.needed_by if message.receiver == stage else following.get(message.made_by)] = place
+    found, begun = [], 0
+    for action in order:
+        upto = max(begun, due.get(action, 0))
+        found.append(Turn(tuple(mine[begun:upto]), action))
+        begun = upto
+    return [*found, Turn(tuple(mine[begun:]), None)]
+
+
+def message_of(schedule: Schedule, stage: int, action: Action) -> Message | None:
+    """What an action of a stage makes for another one; None: nothing."""
+    if action.kind is Kind.WEIGHTS:
+        return None
+    part = schedule.part(stage, action.chunk) + (1 if action.forward else -1)
+    if not 0 <= part < schedule.parts:
+        return None
+    chunk, receiver = divmod(part, schedule.stages)
+    return Message(action, stage, Action(action.kind, action.micro_batch, chunk), receiver)
+
+
+def finished(
+    schedule: Schedule, orders: Sequence[Sequence[Action]], *, forward: float = 1.0, backward: float = 2.0
+) -> dict[tuple[int, Action], float]:
+    """(stage, action) -> when it is done, where a chunk takes ``forward`` and ``backward`` and messages no time.
+
+    Raises:
+        ValueError: stages wait for each other for ever.
+    """
+    takes = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.WEIGHTS: backward / 2}
+    if schedule.split_backward:
+        takes[Kind.BACKWARD] = backward / 2
+    ends: dict[tuple[int, Action], float] = {}
+    arrives: dict[tuple[int, Action], float] = {}
+    places, clocks = [0] * schedule.stages, [0.0] * schedule.stages
+    going = True
+    while going:
+        going = False
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order):
+                action = order[places[stage]]
+                part = schedule.part(stage, action.chunk)
+                first = part == (0 if action.forward else schedule.parts - 1) or action.kind is Kind.WEIGHTS
+                if not first and (stage, action) not in arrives:
+                    break
+                clocks[stage] = max(clocks[stage], arrives.get((stage, action), 0.0)) + takes[action.kind]
+                ends[stage, action] = clocks[stage]
+                message = message_of(schedule, stage, action)
+                if message is not None:
+                    arrives[message.receiver, message.needed_by] = clocks[stage]
+                places[stage] += 1
+                going = True
+    if places != [len(order) for order in orders]:
+        raise ValueError(f"stages wait for each other for ever: {schedule}")
+    return ends

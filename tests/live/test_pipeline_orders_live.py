@@ -116,7 +116,8 @@ def test_chunks_compute_what_one_process_does(tmp_path: Path, alone: Any, layout
     assert_close(alone(**six_layers()), run_in(TWO_CHUNKS, tmp_path / "run", layout, **six_layers()))
 
 
-def test_a_run_goes_on_in_another_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_run_goes_on_in_another_order(tmp_path: Path, shards: int) -> None:
     """Saved with two chunks a stage, continued by 1F1B; and the reverse. Bit for bit, held-out loss and answers
     included."""
     changes: dict[str, Any] = {
@@ -124,17 +125,15 @@ def test_a_run_goes_on_in_another_order(tmp_path: Path) -> None:
         "evaluation__num_questions": 3, "evaluation__max_new_tokens": 6, "evaluation__samples": 1,
         "training__state_hash_every_steps": 1, "parallelism__pp": 2,
     }  # fmt: skip
-    chunks = KEYS[TWO_CHUNKS]
+    chunks, layout = KEYS[TWO_CHUNKS], {"pp": 2, "dp_shard": shards}
     ends = []
     for name, before, after in [("joined", chunks, {}), ("cut", {}, chunks)]:
         folder = tmp_path / name
-        run_on(
-            folder, {"pp": 2}, **{**changes, **before, "training__steps": 2}, data__cache_dir=str(tmp_path / "cache")
-        )
+        run_on(folder, layout, **{**changes, **before, "training__steps": 2}, data__cache_dir=str(tmp_path / "cache"))
         spec = small(tmp_path / "cache", **{**changes, **after, "training__steps": 4})
         script = Script(stage_order=TWO_CHUNKS if after else (1, False))
-        done = run_attempt(folder, spec, ranks=2, layout={"pp": 2}, attempt=2, script=script)
-        assert done.codes == [0, 0], done.errors
+        done = run_attempt(folder, spec, ranks=2 * shards, layout=layout, attempt=2, script=script)
+        assert done.codes == [0, 0] * shards, done.errors
         assert [event.step for event in done.of("checkpoint.restored")] == [2]
         figures = {key: value for key, value in done.of("eval")[-1].detail.items() if key != "duration_ns"}
         ends.append((hashes(done), figures, [event.detail["completion"] for event in done.of("generation")]))

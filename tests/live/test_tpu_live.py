@@ -44,14 +44,14 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, slices):
         assert run.losses() == wanted and len(wanted) == 30
 
 
-def moved(folder: Path, devices: tuple[str, str], ranks: int) -> Outcome:
+def moved(folder: Path, devices: tuple[str, str], ranks: int, tp: int = 1) -> Outcome:
     """Half of the steps on the first device, the rest on the second, from the checkpoint."""
     outcome = None
     for device, steps in zip(devices, (STEPS // 2, STEPS), strict=True):
         spec = small(
             folder / "cache", training__steps=steps, training__micro_batch_size=3, training__deterministic=False,
             training__optimizer__schedule="constant", checkpoint__dir=str(folder / "checkpoints"),
-            resources__device=device,
+            resources__device=device, parallelism__tp=tp if device == "tpu" else 1,
         )  # fmt: skip
         outcome = run_attempt(folder / f"{device}-{steps}", spec, ranks=ranks if device == "tpu" else 1)
         assert set(outcome.codes) == {0}, outcome.errors[0]
@@ -60,11 +60,14 @@ def moved(folder: Path, devices: tuple[str, str], ranks: int) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "devices", [("tpu", "cpu"), pytest.param(("cpu", "tpu"), marks=pytest.mark.soak)], ids=["to torch", "to JAX"]
+    ("devices", "tp"),
+    [(("tpu", "cpu"), 2), pytest.param(("cpu", "tpu"), 1, marks=pytest.mark.soak)],
+    ids=["to torch from tensor parallel", "to JAX"],
 )
-def test_a_run_moves_by_its_checkpoint(tmp_path, devices):
+def test_a_run_moves_by_its_checkpoint(tmp_path, monkeypatch, devices, tp):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={tp}")
     wanted = moved(tmp_path / "stays", ("cpu", "cpu"), 1)
-    found = moved(tmp_path / "moves", devices, 2)
+    found = moved(tmp_path / "moves", devices, 2, tp)
     (restored,) = found.of("checkpoint.restored")
     assert restored.step == STEPS // 2
     assert sorted(found.losses) == sorted(wanted.losses) == list(range(STEPS // 2 + 1, STEPS + 1))

@@ -363,6 +363,11 @@ class RunSpec(Section):
         return self.resources.device != "tpu"
 
     @property
+    def rank_axes(self) -> dict[str, int]:
+        """``parallelism.axes`` of ranks: on TPUs a rank drives all chips of a host, and ``tp`` is within it."""
+        return self.parallelism.axes | ({"tp": 1} if self.resources.device == "tpu" else {})
+
+    @property
     def trains_embeddings(self) -> bool:
         """Whether adapters are trained together with the whole embedding and head."""
         lora = self.model.lora if self.model is not None else None

@@ -36,5 +36,7 @@ def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
     if model is not None and model.lora is not None and model.lora.dropout:
         yield Problem("model.lora.dropout", "is not computed on device tpu", hint="dropout: 0")
     for axis, size in spec.parallelism.axes.items():
-        if axis not in ("dp_shard", "dp_replicate") and size > 1:
-            yield Problem(f"parallelism.{axis}", "device tpu shards over a slice's chips alone", hint=f"{axis}: 1")
+        if axis not in ("dp_shard", "dp_replicate", "tp") and size > 1:
+            yield Problem(
+                f"parallelism.{axis}", "device tpu has dp_replicate, dp_shard and tp alone", hint=f"{axis}: 1"
+            )

@@ -246,8 +246,8 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     yield from stage_combinations(spec)
     if ranks is None:
         return
-    fixed = math.prod(size for size in shape.axes.values() if size > 0)
-    given = {axis: size for axis, size in shape.axes.items() if size > 1 or (axis, size) == ("dp_shard", 1)}
+    fixed = math.prod(size for size in spec.rank_axes.values() if size > 0)
+    given = {axis: size for axis, size in spec.rank_axes.items() if size > 1 or (axis, size) == ("dp_shard", 1)}
     terms = " x ".join(f"{axis} {size}" for axis, size in given.items())
     where = f"{ranks} ranks ({spec.resources.hosts} hosts x {ranks // spec.resources.hosts})"
     if shape.dp_shard > 0 and fixed != ranks:

@@ -195,9 +195,9 @@ def torchrun_context(run_dir: Path, variables: Mapping[str, str], spec: RunSpec)
         raise UsageError(
             f"{error.args[0]} is not set", hint="start with `torchrun --nproc-per-node N -m muster.rank.worker ...`"
         ) from error
-    layout = layout_for(spec.parallelism.axes, world)
+    layout = layout_for(spec.rank_axes, world)
     if layout is None:
-        axes = " x ".join(f"{name} {size}" for name, size in spec.parallelism.axes.items() if size != 1)
+        axes = " x ".join(f"{name} {size}" for name, size in spec.rank_axes.items() if size != 1)
         raise UsageError(
             f"{axes or 'one rank'} does not fit {world} ranks",
             hint="set parallelism.dp_shard: -1 to use all ranks that remain",

@@ -80,6 +80,13 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
     )
 
 
+def check_tp(architecture: Architecture, tp: int) -> None:
+    """Raises UsageError where ``tp`` chips cannot share the heads."""
+    for name, count in (("num_attention_heads", architecture.heads), ("num_key_value_heads", architecture.kv_heads)):
+        if count % tp:
+            raise UsageError(f"parallelism.tp {tp} does not divide {name} {count}", hint=f"tp must divide {count}")
+
+
 def _window(config: PreTrainedConfig) -> int | None:
     """The sliding window of every layer; None: there is none. Raises UsageError where only some layers have one."""
     kinds = set(getattr(config, "layer_types", None) or ())

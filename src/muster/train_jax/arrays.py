@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muster.train.distributed.reduce import local
 from muster.train.state.snapshot import offsets_of
-from muster.train_jax.layout import FSDP, sharding, slot_of, split_dimension
+from muster.train_jax.layout import FSDP, TP, sharding, slot_of, split_dimensions
 from muster.train_jax.model import Parameters
 
 _DTYPES = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(jnp.bfloat16)}
@@ -52,11 +52,12 @@ def leaves_of(named: Mapping[str, Tensor], mesh: Mesh) -> list[Leaf]:
     for (key, stacked), members in groups.items():
         names = tuple(name for _, name in sorted(members))
         first = named[names[0]]
-        dimension = split_dimension(names[0], first.shape, mesh.shape[FSDP])
+        split = split_dimensions(names[0], first.shape, mesh.shape[FSDP], mesh.shape[TP])
         shape = tuple(first.shape)
         if stacked:
-            shape, dimension = (len(names), *shape), None if dimension is None else dimension + 1
-        leaves.append(Leaf(key, names, stacked, shape, _DTYPES[first.dtype], sharding(mesh, len(shape), dimension)))
+            shape = (len(names), *shape)
+        dimensions = (None if at is None else at + stacked for at in split)
+        leaves.append(Leaf(key, names, stacked, shape, _DTYPES[first.dtype], sharding(mesh, len(shape), *dimensions)))
     return leaves
 
 

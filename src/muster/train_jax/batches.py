@@ -11,19 +11,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from muster.core.errors import UsageError
 from muster.train.data_feed.batch import IGNORED, Batch
-from muster.train_jax.layout import ROWS
+from muster.train_jax.layout import ROWS, TP
 
 KEYS = ("ids", "labels", "positions", "documents")
 
 
 def check_rows(rows: int, mesh: Mesh) -> None:
     """Raises UsageError where the rows of a host's micro-batch cannot be shared out to its chips."""
-    chips = mesh.local_mesh.size
-    if rows % chips:
+    groups = groups_of_host(mesh)
+    if rows % groups:
+        tp = mesh.shape[TP]
+        of_tp = f"{groups} groups of {tp} chips" if tp > 1 else f"{groups} chips"
         raise UsageError(
-            f"training.micro_batch_size {rows} cannot be shared out to the {chips} chips of a host",
-            hint=f"give a multiple of {chips}",
+            f"training.micro_batch_size {rows} cannot be shared out to the {of_tp} of a host",
+            hint=f"give a multiple of {groups}",
         )
+
+
+def groups_of_host(mesh: Mesh) -> int:
+    """Into how many parts this host's rows are split: its chips, or groups of those that share a row."""
+    return int(mesh.local_mesh.size // mesh.shape[TP])
 
 
 def step_arrays(batches: Sequence[Batch], mesh: Mesh) -> dict[str, Array]:
@@ -42,10 +49,10 @@ def batch_arrays(batch: Batch, rows: int, mesh: Mesh) -> dict[str, Array]:
     return result
 
 
-def own_rows(array: Array) -> np.ndarray:
-    """This process's part of an array that is split along its last axis, in order."""
-    parts = sorted(array.addressable_shards, key=lambda shard: shard.index[-1].start or 0)
-    return np.concatenate([np.asarray(shard.data) for shard in parts], axis=-1)
+def own_rows(array: Array, axis: int = -1) -> np.ndarray:
+    """This process's part of an array whose rows are its ``axis``, in order."""
+    parts = {shard.index[axis].start or 0: shard.data for shard in array.addressable_shards}  # a group's chips: copies
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=axis)
 
 
 def rows_over_all(values: np.ndarray, mesh: Mesh) -> Array:

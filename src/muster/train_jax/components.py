@@ -31,12 +31,12 @@ from muster.train.model.loss import logit_rule
 from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.optim.optimizer import decays_weight, make_optimizer
 from muster.train.state.training_state import TrainingState
-from muster.train_jax.architecture import architecture_of
+from muster.train_jax.architecture import architecture_of, check_tp
 from muster.train_jax.arrays import Leaf, leaves_of, to_device
 from muster.train_jax.batches import check_rows
 from muster.train_jax.engine import Engine, JaxModel
 from muster.train_jax.host_model import HostModel, build_host_model, rotary_of
-from muster.train_jax.layout import FSDP, ROWS, mesh_of
+from muster.train_jax.layout import FSDP, ROWS, TP, mesh_of
 from muster.train_jax.model import Model, Parameters
 from muster.train_jax.trace import XlaTrace
 
@@ -63,14 +63,15 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
     fetched = fetch_weights(spec, Path(context.run_dir), agent)
     join_chips(context, world)
     layout = context.layout
-    mesh = mesh_of(slices=layout.dp_replicate)
+    mesh = mesh_of(slices=layout.dp_replicate, tp=spec.parallelism.tp)
     check_rows(spec.training.micro_batch_size, mesh)
     batch_schedule, last_step = schedule_of(spec, context, prepared)
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, "cpu", replica=replica)
     host = build_host_model(
-        fetched, vocab_size=prepared.vocab_size, hosts=meshes.shard, chips=mesh.shape[FSDP], seed=spec.training.seed
-    )
+        fetched, vocab_size=prepared.vocab_size, hosts=meshes.shard, chips=mesh.shape[FSDP] * mesh.shape[TP],
+        seed=spec.training.seed,
+    )  # fmt: skip
     trained = host.trained()
     optimizer = make_optimizer(trained, spec.training.optimizer, elementwise=False)
     frozen = host.frozen()
@@ -163,9 +164,10 @@ def model_of(spec: RunSpec, host: HostModel, mesh: Mesh) -> Model:
     assert spec.model is not None
     frequencies, factor = rotary_of(host)
     rule = logit_rule(host.config)
-    adapters = host.lora_config
+    adapters, architecture, tp = host.lora_config, architecture_of(host.config), mesh.shape[TP]
+    check_tp(architecture, tp)
     return Model(
-        architecture=architecture_of(host.config),
+        architecture=architecture,
         inverse_frequencies=frequencies,
         rotary_factor=factor,
         dtype=jnp.dtype(spec.model.dtype),
@@ -173,10 +175,12 @@ def model_of(spec: RunSpec, host: HostModel, mesh: Mesh) -> Model:
         recompute=spec.training.activation_checkpointing,
         logit_factor=rule.factor,
         logit_cap=rule.cap,
-        devices=mesh.size,
+        devices=mesh.size // tp,
+        tp=tp,
         splash_over=mesh if on_tpu(mesh) else None,
         constrain=Laid(NamedSharding(mesh, PartitionSpec(ROWS, None, None))),
-        gather=Laid(NamedSharding(mesh, PartitionSpec(None, None))),
+        gather=Vocabulary(mesh),
+        split=Laid(NamedSharding(mesh, PartitionSpec(ROWS, None, TP))) if tp > 1 else whole,
     )
 
 
@@ -189,6 +193,23 @@ class Laid:
     def __call__(self, array: jax.Array) -> jax.Array:
         result: jax.Array = jax.lax.with_sharding_constraint(array, self.layout)
         return result
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Has a weight [V, E] whole on every device; of ``tp`` that share a row each has a part of V, where they divide it.
+    A value, as ``Laid``."""
+
+    mesh: Mesh
+
+    def __call__(self, weight_VE: jax.Array) -> jax.Array:
+        axis = None if weight_VE.shape[0] % self.mesh.shape[TP] else TP
+        return Laid(NamedSharding(self.mesh, PartitionSpec(axis, None)))(weight_VE)
+
+
+def whole(array: jax.Array) -> jax.Array:
+    """``Model.split`` without tensor parallel."""
+    return array
 
 
 def decays_of(leaves: Iterable[Leaf], decays: Mapping[str, bool]) -> Parameters:

@@ -25,7 +25,7 @@ from muster.train.optim.optimizer import ShardOptimizer
 from muster.train.state.training_state import placed_like
 from muster.train.training_run import TrainingRun
 from muster.train_jax.arrays import Leaf, to_device, to_host, zeros_like
-from muster.train_jax.batches import batch_arrays, own_rows, rows_over_all, step_arrays
+from muster.train_jax.batches import batch_arrays, groups_of_host, own_rows, rows_over_all, step_arrays
 from muster.train_jax.generate import complete
 from muster.train_jax.model import Model, Parameters, merged, row_losses
 from muster.train_jax.step import Scalars, State, StepFunction, make_step
@@ -189,8 +189,8 @@ class JaxModel:
         engine = self.engine
         completions: list[list[int]] = [[] for _ in prompts]
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        chips = engine.mesh.local_mesh.size
-        rows = min(-(-BATCH // chips), -(-len(prompts) // chips)) * chips
+        groups = groups_of_host(engine.mesh)
+        rows = min(-(-BATCH // groups), -(-len(prompts) // groups)) * groups
         for start in range(0, len(order), rows):
             chosen = order[start : start + rows]
             batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
@@ -206,7 +206,7 @@ class JaxModel:
                     engine.model, merged(*engine.parameters), rows_over_all(tokens, engine.mesh),
                     rows_over_all(real, engine.mesh), new=room, eos=-1 if eos_id is None else eos_id, pad=pad_id,
                 )  # fmt: skip
-                found = np.concatenate([np.asarray(part.data) for part in _by_row(new)])
+                found = own_rows(new, axis=0)
             progress()
             for index, row in zip(chosen, found.tolist(), strict=False):
                 completions[index] = [token for token in row if token >= 0]
@@ -223,10 +223,6 @@ def padded(prompts: Sequence[list[int]], rows: int, width: int, pad: int) -> tup
         tokens[row, width - len(prompt) :] = prompt
         real[row, width - len(prompt) :] = True
     return tokens, real
-
-
-def _by_row(array: Array) -> list[jax.Shard]:
-    return sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 
 @partial(jax.jit, static_argnames=("model", "chunk_tokens"))

@@ -19,7 +19,7 @@ from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.train.model import lora, pretrained
 from muster.train.model.causal_lm import DTYPES, dtype_on_meta, grows, on_meta, read_config, set_initial_values
-from muster.train_jax.layout import split_dimension
+from muster.train_jax.layout import split_dimensions
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -48,7 +48,7 @@ class HostModel:
 def build_host_model(spec: RunSpec, *, vocab_size: int, hosts: DeviceMesh, chips: int, seed: int) -> HostModel:
     """The model of ``spec`` with initial values; of each parameter the box of this host of ``hosts``. Collective.
 
-    ``chips``: of all those hosts.
+    ``chips``: of all those hosts, in groups of ``parallelism.tp``.
 
     Raises:
         UsageError: the model does not fit the tokenizer.
@@ -63,7 +63,8 @@ def build_host_model(spec: RunSpec, *, vocab_size: int, hosts: DeviceMesh, chips
     if spec.model.lora:
         master = DTYPES[spec.model.master_dtype]
         lora_config = lora.add_adapters(module, spec.model.lora, master, embeddings=spec.trains_embeddings)
-    _give_memory(module, hosts, chips)
+    tp = spec.parallelism.tp
+    _give_memory(module, hosts, chips // tp, tp)
     module.tie_weights()
     set_initial_values(module, folder, seed=seed, device=CPU, grows=grows(spec))
     return HostModel(module, config, lora_config)
@@ -85,21 +86,21 @@ def rotary_of(model: HostModel) -> tuple[tuple[float, ...], float]:
     return tuple(float(value) for value in rotary.inv_freq), float(rotary.attention_scaling)
 
 
-def _give_memory(module: nn.Module, hosts: DeviceMesh, chips: int) -> None:
+def _give_memory(module: nn.Module, hosts: DeviceMesh, groups: int, tp: int) -> None:
     """Replace what is on the meta device by memory of this host, of undefined values."""
     for prefix, part in module.named_modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
-            tensor = _box(full, parameter, hosts, chips)
+            tensor = _box(full, parameter, hosts, groups, tp)
             part._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         for name, buffer in list(part.named_buffers(recurse=False)):
             part._buffers[name] = torch.empty_like(buffer, device=CPU)
 
 
-def _box(name: str, meta: Tensor, hosts: DeviceMesh, chips: int) -> Tensor:
+def _box(name: str, meta: Tensor, hosts: DeviceMesh, groups: int, tp: int) -> Tensor:
     if hosts.size() == 1:
         return torch.empty_like(meta, device=CPU)
-    dimension = split_dimension(name, meta.shape, chips)
+    dimension, _ = split_dimensions(name, meta.shape, groups, tp)  # a host has all chips of its groups
     shape = list(meta.shape)
     if dimension is not None:
         shape[dimension] //= hosts.size()

@@ -57,13 +57,17 @@ class Model:
     logit_factor: float = 1.0
     logit_cap: float | None = None
     devices: int = 1
-    """To which the rows of a batch are shared out."""
+    """To which the rows of a batch are shared out; with tensor parallel, groups of ``tp`` devices."""
+    tp: int = 1
     splash_over: Mesh | None = None
     """Attention by the TPU's kernel, on each device of this mesh for its own rows; None: the dense one."""
     constrain: Callable[[Array], Array] = field(default=lambda hidden_BSE: hidden_BSE)
     """Keeps the residual stream laid out over the batch."""
     gather: Callable[[Array], Array] = field(default=lambda weight_VE: weight_VE)
-    """Makes a weight whole on every device: embedding and head, whose split the compiler would carry into the batch."""
+    """Makes a weight whole on every device (on every group of ``tp``): embedding and head, whose split the compiler
+    would carry into the batch."""
+    split: Callable[[Array], Array] = field(default=lambda inside_BSX: inside_BSX)
+    """Keeps heads, and the inside of an MLP, laid out over the devices of a group."""
 
 
 def merged(trained: Parameters, frozen: Parameters) -> Parameters:
@@ -89,7 +93,7 @@ def row_losses(model: Model, parameters: Parameters, batch: Mapping[str, Array],
     def part(hidden_BSE: Array, labels_BS: Array) -> Array:
         logits = _logits(model, hidden_BSE, weight)
         counted = labels_BS >= 0
-        chosen = jnp.take_along_axis(logits, jnp.where(counted, labels_BS, 0)[..., None], -1)[..., 0]
+        chosen = _at(model, logits, jnp.where(counted, labels_BS, 0))
         return jnp.where(counted, jax.nn.logsumexp(logits, -1) - chosen, 0.0).sum(-1)
 
     if size == length:
@@ -104,6 +108,14 @@ def row_losses(model: Model, parameters: Parameters, batch: Mapping[str, Array],
 
     total, _ = jax.lax.scan(add, jnp.zeros(rows, jnp.float32), (cut(hidden), cut(batch["labels"])))
     return total
+
+
+def _at(model: Model, logits: Array, labels: Array) -> Array:
+    """The logit of each label."""
+    if model.tp == 1:
+        return jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    # Logits are split along the vocabulary: looked up, they would be gathered; in a sum each device adds its own.
+    return jnp.where(jnp.arange(logits.shape[-1]) == labels[..., None], logits, 0.0).sum(-1)
 
 
 def hidden_states(model: Model, parameters: Parameters, ids: Array, positions: Array, documents: Array) -> Array:
@@ -159,19 +171,23 @@ def layer(
     """One decoder layer; ``attend(q_BSHD, k_BSKD, v_BSKD)`` gives [B, S, H * D]."""
     shape = model.architecture
     project = partial(linear, model, weights)
+
+    def inside(name: str, given: Array) -> Array:
+        return model.split(project(name, given))
+
     given = norm(model, hidden_BSE, weights["input_layernorm.weight"])
     rows, length, _ = given.shape
-    query = project("self_attn.q_proj", given).reshape(rows, length, shape.heads, shape.head_dim)
-    key = project("self_attn.k_proj", given).reshape(rows, length, shape.kv_heads, shape.head_dim)
-    value = project("self_attn.v_proj", given).reshape(rows, length, shape.kv_heads, shape.head_dim)
+    query = inside("self_attn.q_proj", given).reshape(rows, length, shape.heads, shape.head_dim)
+    key = inside("self_attn.k_proj", given).reshape(rows, length, shape.kv_heads, shape.head_dim)
+    value = inside("self_attn.v_proj", given).reshape(rows, length, shape.kv_heads, shape.head_dim)
     if "self_attn.q_norm.weight" in weights:
         query = norm(model, query, weights["self_attn.q_norm.weight"])
         key = norm(model, key, weights["self_attn.k_norm.weight"])
     mixed = attend(rotated(query, cosine, sine), rotated(key, cosine, sine), value)
-    hidden = hidden_BSE + project("self_attn.o_proj", mixed)
+    hidden = model.constrain(hidden_BSE + project("self_attn.o_proj", mixed))
     given = norm(model, hidden, weights["post_attention_layernorm.weight"])
-    gate = ACTIVATIONS[shape.activation](project("mlp.gate_proj", given))
-    return hidden + project("mlp.down_proj", gate * project("mlp.up_proj", given))
+    gate = ACTIVATIONS[shape.activation](inside("mlp.gate_proj", given))
+    return hidden + project("mlp.down_proj", gate * inside("mlp.up_proj", given))
 
 
 def linear(model: Model, weights: Mapping[str, Array], name: str, given: Array) -> Array:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from muster.train_jax.architecture import Architecture
-from muster.train_jax.layout import ROWS
+from muster.train_jax.layout import ROWS, TP
 
 #: Queries and keys of a block; MaxText's default for training.
 BLOCK = 512
@@ -22,7 +22,7 @@ BLOCK = 512
 def splash(architecture: Architecture, documents_BS: Array, mesh: Mesh) -> Callable[[Array, Array, Array], Array]:
     """``attend(q_BSHD, k_BSKD, v_BSKD)`` -> [B, S, H * D], causal and within a document, for ``model.layer``.
 
-    A kernel is not divided among devices by the compiler: each device calls it for its own rows.
+    A kernel is not divided among devices by the compiler: each device calls it for its own rows and heads.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -33,7 +33,7 @@ def splash(architecture: Architecture, documents_BS: Array, mesh: Mesh) -> Calla
         mask = masks.LocalMask((length, length), (window - 1, 0), 0)
     block = min(BLOCK, length)
     kernel = kernels.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * architecture.heads),
+        masks.MultiHeadMask([mask] * (architecture.heads // mesh.shape[TP])),
         block_sizes=kernels.BlockSizes(
             block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
             block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
@@ -47,7 +47,7 @@ def splash(architecture: Architecture, documents_BS: Array, mesh: Mesh) -> Calla
 
         return jax.vmap(row)(query, key, value, documents)
 
-    states = PartitionSpec(ROWS, None, None, None)
+    states = PartitionSpec(ROWS, TP, None, None)
     mapped = jax.shard_map(
         on_device,
         mesh=mesh,

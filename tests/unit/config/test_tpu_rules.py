@@ -25,6 +25,12 @@ def refused(**changes):
     return {problem.key for problem in validation.problems(RunSpec.model_validate(given))}
 
 
+def test_tensor_parallel_is_of_a_hosts_chips_and_no_matter_of_ranks():
+    spec = RunSpec.model_validate({**RUN, "parallelism": {"tp": 2}})
+    assert refused(parallelism__tp=2) == set() and spec.rank_axes["tp"] == 1
+    assert "parallelism" in refused(parallelism__tp=2, resources__device="cpu")
+
+
 @pytest.mark.parametrize("backend", ["local", "gke"])
 def test_a_run_without_any_of_it_is_taken(backend):
     assert refused(backend=backend) == set()
@@ -39,7 +45,7 @@ def test_a_run_without_any_of_it_is_taken(backend):
         ("model__attention", "sdpa"),
         ("model__lora", {"rank": 4, "dropout": 0.1}),
         ("resources__ranks_per_host", 2),
-        ("parallelism__tp", 2),
+        ("parallelism__pp", 2),
         ("training__local_steps", 4),
         ("backend", "slurm"),
         ("backend", "vertex"),
@@ -49,5 +55,5 @@ def test_a_run_without_any_of_it_is_taken(backend):
 def test_what_it_does_not_do_is_refused(key, value):
     named = {"model__lora": "model.lora.dropout", "backend": "resources.device"}.get(key, key.replace("__", "."))
     assert named in refused(**{key: value})
-    elsewhere = ("parallelism__tp", "training__local_steps")
+    elsewhere = ("parallelism__pp", "training__local_steps")
     assert named not in refused(**{key: value}, resources__device="cpu") or key in elsewhere

@@ -20,10 +20,12 @@ from muster.train.optim.learning_rate import learning_rate
 from muster.train.optim.optimizer import clip_scale, decays_weight, make_optimizer
 from muster.train.state.training_state import TrainingState
 from muster.train_jax.arrays import leaves_of, to_device, to_host, zeros_like
-from muster.train_jax.batches import batch_arrays, check_rows, own_rows, step_arrays
+from muster.train_jax.batches import batch_arrays, check_rows, own_rows, rows_over_all, step_arrays
 from muster.train_jax.components import decays_of, model_of
+from muster.train_jax.engine import padded
+from muster.train_jax.generate import complete
 from muster.train_jax.host_model import build_host_model
-from muster.train_jax.layout import mesh_of, split_dimension
+from muster.train_jax.layout import mesh_of, split_dimensions
 from muster.train_jax.model import row_losses
 from muster.train_jax.step import Scalars, State, make_step
 
@@ -73,9 +75,9 @@ class Course:
     state: dict[str, torch.Tensor]
 
 
-def by_torch(spec, steps) -> Course:
+def by_torch(spec, steps, vocabulary=VOCABULARY) -> Course:
     mesh = make_meshes(Layout(dp_replicate=1, dp_shard=1, tp=1), "cpu")
-    built = build_model(spec, device=CPU, vocab_size=VOCABULARY, mesh=mesh, seed=spec.training.seed)
+    built = build_model(spec, device=CPU, vocab_size=vocabulary, mesh=mesh, seed=spec.training.seed)
     reducer = FloatReducer(built.module, ReduceGroups(), accumulate_locally=True)
     named = built.named_trainable()
     optimizer = make_optimizer(named, spec.training.optimizer, elementwise=False)
@@ -97,10 +99,16 @@ def by_torch(spec, steps) -> Course:
     return Course(losses, norms, TrainingState(named, optimizer).local_tensors())
 
 
-def by_jax(spec, steps, *, chips, slices=1, spoil=None) -> Course:
-    mesh = mesh_of(jax.devices()[:chips], slices=slices)
+def with_tp(spec, tp):
+    return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update={"tp": tp})})
+
+
+def by_jax(spec, steps, *, chips, slices=1, tp=1, then=None, spoil=None, vocabulary=VOCABULARY) -> Course:
+    """``then``: tensor parallel of the second half of the steps, by way of the host's tensors."""
+    spec = with_tp(spec, tp)
+    mesh = mesh_of(jax.devices()[:chips], slices=slices, tp=tp)
     hosts = make_meshes(Layout(dp_replicate=1, dp_shard=1, tp=1), "cpu").shard
-    host = build_host_model(spec, vocab_size=VOCABULARY, hosts=hosts, chips=chips // slices, seed=spec.training.seed)
+    host = build_host_model(spec, vocab_size=vocabulary, hosts=hosts, chips=chips // slices, seed=spec.training.seed)
     trained, frozen, settings = host.trained(), host.frozen(), spec.training.optimizer
     leaves = leaves_of(trained, mesh)
     arrays = to_device(leaves, trained)
@@ -109,7 +117,21 @@ def by_jax(spec, steps, *, chips, slices=1, spoil=None) -> Course:
     apply = make_step(model_of(spec, host, mesh), settings, decays, chunk_tokens=CHUNK, state=state)
     fixed = to_device(leaves_of(frozen, mesh), frozen)
     losses, norms = [], []
+    optimizer = make_optimizer(trained, settings, elementwise=False)
+    on_host = (trained, optimizer.moments["exp_avg"], optimizer.moments["exp_avg_sq"])
+
+    def to_hosts():
+        for values, tensors in zip(state, on_host, strict=True):
+            to_host(leaves, values, tensors)
+
     for step in range(1, steps + 1):
+        if then is not None and step == steps // 2 + 1:
+            to_hosts()
+            mesh = mesh_of(jax.devices()[:chips], slices=slices, tp=then)
+            leaves = leaves_of(trained, mesh)
+            state = State(*(to_device(leaves, tensors) for tensors in on_host))
+            apply = make_step(model_of(spec, host, mesh), settings, decays, chunk_tokens=CHUNK, state=state)
+            fixed = to_device(leaves_of(frozen, mesh), frozen)
         batches, supervised = batches_of(step)
         rate = learning_rate(settings, step=step, total_steps=50)
         scale = spoil if spoil is not None else 1.0 / supervised
@@ -117,10 +139,7 @@ def by_jax(spec, steps, *, chips, slices=1, spoil=None) -> Course:
         state, (own, norm) = apply(state, fixed, step_arrays(batches, mesh), scalars)
         losses.append(float(own_rows(own).sum()))
         norms.append(float(norm))
-    optimizer = make_optimizer(trained, settings, elementwise=False)
-    on_host = (trained, optimizer.moments["exp_avg"], optimizer.moments["exp_avg_sq"])
-    for values, tensors in zip(state, on_host, strict=True):
-        to_host(leaves, values, tensors)
+    to_hosts()
     return Course(losses, norms, TrainingState(trained, optimizer).local_tensors())
 
 
@@ -141,14 +160,71 @@ SLOW = {"marks": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
-    ("chips", "slices"),
-    [(1, 1), (8, 2), pytest.param(8, 1, **SLOW), pytest.param(2, 1, **SLOW), pytest.param(2, 2, **SLOW)],
-)
-def test_fifty_steps_are_the_torch_trainers(chips, slices):
+    ("chips", "slices", "tp"),
+    [
+        (1, 1, 1), (8, 2, 1), (2, 1, 2), (8, 2, 2), pytest.param(8, 1, 2, **SLOW), pytest.param(8, 1, 1, **SLOW),
+        pytest.param(2, 1, 1, **SLOW), pytest.param(2, 2, 1, **SLOW),
+    ],
+)  # fmt: skip
+def test_fifty_steps_are_the_torch_trainers(chips, slices, tp):
     wanted = fifty_steps_by_torch()
     assert wanted.losses[-1] < 0.8 * wanted.losses[0], "something is learned"
-    losses, norms, values = differ(by_jax(spec_of(), 50, chips=chips, slices=slices), wanted)
+    losses, norms, values = differ(by_jax(spec_of(), 50, chips=chips, slices=slices, tp=tp), wanted)
     assert losses <= 1e-5 and norms <= 1e-3 and values <= 1e-3, (losses, norms, values)
+
+
+def test_vocabulary_and_head_are_split_and_a_run_goes_on_without_tensor_parallel():
+    spec = spec_of()
+    config = {**spec.model.config, "tie_word_embeddings": False, "attention_bias": True}
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})})
+    found = by_jax(spec, 8, chips=8, tp=2, then=1, vocabulary=64)
+    assert {*found.state} >= {"model.lm_head.weight"}
+    losses, norms, values = differ(found, by_torch(spec, 8, vocabulary=64))
+    assert losses <= 1e-5 and norms <= 1e-3 and values <= 1e-3, (losses, norms, values)
+
+
+def test_answers_are_the_same_with_tensor_parallel():
+    answers = []
+    for tp in (1, 2):
+        mesh, spec = mesh_of(jax.devices()[:4], tp=tp), with_tp(spec_of(), tp)
+        hosts = make_meshes(Layout(dp_replicate=1, dp_shard=1, tp=1), "cpu").shard
+        host = build_host_model(spec, vocab_size=64, hosts=hosts, chips=4, seed=spec.training.seed)
+        trained = {name: value.mul_(8) for name, value in ((n, v.detach()) for n, v in host.trained().items())}
+        prompts, real = padded([[7, 8, 9], [5], [3, 2]], 4, 4, 0)
+        given = to_device(leaves_of(trained, mesh), trained), rows_over_all(prompts, mesh), rows_over_all(real, mesh)
+        answers.append(own_rows(complete(model_of(spec, host, mesh), *given, new=6, eos=-1, pad=0), axis=0))
+    assert answers[0].shape == (4, 6) and len({*answers[0].ravel().tolist()}) > 3
+    np.testing.assert_array_equal(*answers)
+
+
+def test_tensor_parallel_that_does_not_divide_is_refused():
+    with pytest.raises(UsageError, match="tp 3 does not divide the 8 chips of a host"):
+        mesh_of(tp=3)
+    spec, mesh = with_tp(spec_of(), 4), mesh_of(tp=4)
+    hosts = make_meshes(Layout(dp_replicate=1, dp_shard=1, tp=1), "cpu").shard
+    host = build_host_model(spec, vocab_size=VOCABULARY, hosts=hosts, chips=8, seed=spec.training.seed)
+    with pytest.raises(UsageError, match="tp 4 does not divide num_key_value_heads 2"):
+        model_of(spec, host, mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "parts", "split"),
+    [
+        ("model.layers.0.self_attn.k_proj.weight", (64, 32), 4, (1, 0)),
+        ("model.layers.0.mlp.down_proj.weight", (64, 32), 4, (0, 1)),
+        ("model.layers.0.mlp.down_proj.weight", (63, 32), 4, (1, 1)),
+        ("model.layers.0.mlp.down_proj.weight", (63, 36), 4, (None, 1)),
+        ("model.embed_tokens.weight", (61, 32), 4, (1, None)),
+        ("lm_head.weight", (62, 32), 4, (1, 0)),
+        ("model.layers.0.self_attn.q_norm.weight", (8,), 4, (0, None)),
+        ("base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight", (4, 32), 4, (0, None)),
+        ("base_model.model.model.layers.0.mlp.up_proj.lora_B.default.weight", (32, 4), 4, (1, 0)),
+        ("base_model.model.model.layers.0.mlp.down_proj.base_layer.weight", (64, 32), 4, (0, 1)),
+        ("base_model.model.model.layers.0.mlp.down_proj.lora_A.default.weight", (4, 32), 4, (0, 1)),
+    ],
+)
+def test_what_is_of_heads_mlp_or_vocabulary_is_split_within_a_group(name, shape, parts, split):
+    assert split_dimensions(name, shape, parts, 2) == split
 
 
 def test_a_first_step_begins_with_the_same_bits_on_both():
@@ -158,9 +234,11 @@ def test_a_first_step_begins_with_the_same_bits_on_both():
 
 def test_adapters_are_trained_and_nothing_else():
     spec = spec_of(lora={"rank": 4, "alpha": 8.0, "targets": "all-linear", "dropout": 0.0})
-    found, wanted = by_jax(spec, 10, chips=2), by_torch(spec, 10)
-    assert differ(found, wanted)[0] <= 1e-5
-    assert all("lora_" in name for name in found.state)
+    wanted = by_torch(spec, 10)
+    for tp in (1, 2):
+        found = by_jax(spec, 10, chips=2, tp=tp)
+        assert differ(found, wanted)[0] <= 1e-5
+        assert all("lora_" in name for name in found.state)
 
 
 @pytest.mark.slow
@@ -224,4 +302,4 @@ def test_rows_that_cannot_be_shared_out_are_refused():
     ],
 )
 def test_a_parameter_is_split_where_the_chips_divide_it(name, shape, parts, dimension):
-    assert split_dimension(name, shape, parts) == dimension
+    assert split_dimensions(name, shape, parts) == (dimension, None)

@@ -150,7 +150,7 @@ def layout_of(events: Iterable[Event], spec: RunSpec) -> Layout:
         if event.kind == AttemptStarted.kind:
             return Layout.of(event.read(AttemptStarted).layout)
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
-    return layout_for(spec.parallelism.axes, ranks, resize=True) or Layout()
+    return layout_for(spec.rank_axes, ranks, resize=True) or Layout()
 
 
 def shape_of_run(path: Path, spec: RunSpec, events: Iterable[Event]) -> ModelShape:

@@ -74,7 +74,7 @@ class SupervisorContext:
 
     def largest_layout(self, num_hosts: int) -> Layout | None:
         """The layout of the most hosts, of ``num_hosts``, that can form one; None: no number of them can."""
-        axes, per_host = self.settings.spec.parallelism.axes, self.settings.ranks_per_host
+        axes, per_host = self.settings.spec.rank_axes, self.settings.ranks_per_host
         layouts = (layout_for(axes, hosts * per_host, resize=True) for hosts in range(num_hosts, 0, -1))
         return next((layout for layout in layouts if layout is not None), None)
 

@@ -34,7 +34,8 @@ CHECKPOINTING = ("none", "selective", "full")
 def settings(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Iterator[Setting]:
     """Everything that could be run there, whether it fits or not."""
     for layout in layouts(work, option, num_nodes, pins):
-        for micro in micro_batches(work, layout, pins, chips=option.offer.gpus_per_node if option.is_tpu else 1):
+        groups = option.offer.gpus_per_node // layout.tp if option.is_tpu else 1
+        for micro in micro_batches(work, layout, pins, groups=groups):
             for kind in (pins.activation_checkpointing,) if pins.activation_checkpointing else CHECKPOINTING:
                 yield Setting(layout=layout, micro_batch_size=micro, activation_checkpointing=kind)
 
@@ -43,12 +44,14 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
     """dp_replicate x pp x dp_shard x tp = GPUs. tp stays in a machine and divides the heads; replicas are machines.
     Stages are tried where the run file asks for them.
 
-    The trainer on TPUs shards over all chips of a slice and has no other layout.
+    A slice of TPUs is one copy of the model, with the tp that the run file gives.
 
     Sharding over a part of a machine is left out: it costs memory and saves nothing measurable on NVLink.
     """
     if option.is_tpu:
-        yield Layout(dp_shard=num_nodes * option.offer.gpus_per_node)
+        chips, tp = option.offer.gpus_per_node, pins.axes.get("tp", 1)
+        if not (chips % tp or work.shape.heads % tp or work.shape.kv_heads % tp):
+            yield Layout(dp_shard=num_nodes * chips // tp, tp=tp)
         return
     cp, pp = pins.axes.get("cp", 1), pins.axes.get("pp", 1)  # never chosen, only taken as given
     world, rest = divmod(num_nodes * option.offer.gpus_per_node, cp * pp)
@@ -71,14 +74,14 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
                 yield layout
 
 
-def micro_batches(work: Workload, layout: Layout, pins: Pins, *, chips: int = 1) -> Iterator[int]:
+def micro_batches(work: Workload, layout: Layout, pins: Pins, *, groups: int = 1) -> Iterator[int]:
     """Sizes that divide the global batch; none so large that ranks would have nothing to do.
 
-    ``chips``: of a rank; they share the rows of the run file's micro-batch.
+    ``groups``: of a rank's chips; they share the rows of the run file's micro-batch.
     """
     if pins.micro_batch_size is not None:
-        if pins.micro_batch_size % chips == 0:
-            yield pins.micro_batch_size // chips
+        if pins.micro_batch_size % groups == 0:
+            yield pins.micro_batch_size // groups
         return
     most = max(1, work.global_batch_size // layout.data_ranks)
     for size in MICRO_BATCHES:
@@ -93,7 +96,7 @@ def node_counts(work: Workload, option: Option, pins: Pins) -> Iterator[int]:
         return
     if option.is_tpu:
         for hosts, _ in option.slices:
-            if hosts * option.offer.gpus_per_node <= work.global_batch_size:
+            if hosts * option.offer.gpus_per_node // pins.axes.get("tp", 1) <= work.global_batch_size:
                 yield hosts
         return
     most = max(1, -(-work.global_batch_size * 8 // option.offer.gpus_per_node))  # tp up to 8 shares a sequence

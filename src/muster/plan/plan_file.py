@@ -198,8 +198,9 @@ def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, J
     """What the plan sets in the run file. ``every_steps``: where the plan chose the checkpoint interval."""
     setting, offer = candidate.setting, candidate.option.offer
     tpu = candidate.option.is_tpu  # one rank a host, whose chips share the rows of a micro-batch
+    groups = offer.gpus_per_node // setting.layout.tp if tpu else 1
     result: dict[str, Json] = {
-        "training.micro_batch_size": setting.micro_batch_size * (offer.gpus_per_node if tpu else 1),
+        "training.micro_batch_size": setting.micro_batch_size * groups,
         "training.activation_checkpointing": setting.activation_checkpointing,
         **({} if tpu else {f"parallelism.{axis}": size for axis, size in setting.layout.sizes.items()}),
         "resources.hosts": candidate.num_nodes,

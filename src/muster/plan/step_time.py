@@ -94,7 +94,7 @@ def step_time(
     traffic = _traffic(work, setting, option, tokens, constants) / layout.pp
     host = rounds * work.shape.layers * constants.host_s_per_layer * (0.5 if work.compile else 1.0)
     if option.is_tpu:
-        matrices, attention, traffic, host = _by_mfu(work, option, tokens, ceiling), 0.0, 0.0, 0.0
+        matrices, attention, traffic, host = _by_mfu(work, option, tokens / layout.tp, ceiling), 0.0, 0.0, 0.0
     arithmetic = max(matrices + attention + traffic, host)
     forward_share = 1.0 / (3.0 if work.trains_all else 2.0)
     forward_share *= 1.0 / (1.0 + recomputed_share(setting.activation_checkpointing) * forward_share)

@@ -75,6 +75,21 @@ def test_a_slice_is_one_mesh_and_its_hosts_share_a_micro_batch():
     assert not list(settings(work, v6e, 4, Pins(micro_batch_size=6))), "6 rows are not shared out to 4 chips"
 
 
+def test_tensor_parallel_is_the_run_files_and_a_chip_holds_its_part():
+    v6e, work = option("ct6e-standard-4t", "spot"), job("8B", global_batch_size=32)
+    found = list(settings(work, v6e, 4, Pins(micro_batch_size=8, axes={"tp": 2})))
+    assert {each.layout for each in found} == {Layout(dp_shard=8, tp=2)}
+    assert {each.micro_batch_size for each in found} == {4}, "8 rows for the two groups of a host"
+    assert not list(settings(work, v6e, 4, Pins(axes={"tp": 3})))
+    split = Setting(layout=Layout(dp_shard=8, tp=2), micro_batch_size=2, activation_checkpointing="full")
+    one, two = (tpu_memory(work, each).items for each in (setting(16), split))
+    assert one["weights"] == two["weights"] and two["gathered layers"] * 2 == one["gathered layers"]
+    assert two["logits and loss"] < 2 * one["logits and loss"]
+    apart, together = (step_time(work, each, v6e, 4) for each in (setting(16), split))
+    assert together.parts["matrices"] == pytest.approx(apart.parts["matrices"])
+    assert together.seconds > apart.seconds, "sums inside layers are not hidden"
+
+
 def test_a_step_takes_what_the_mfu_says_and_six_passes_in_float32():
     v5p, work = option("ct5p-hightpu-4t", "spot"), job("8B")
     time = step_time(work, setting(64), v5p, 16)
@@ -139,7 +154,7 @@ def test_a_plan_for_tpus_says_slice_mesh_memory_rate_and_that_it_is_modelled(run
 
 def test_auto_is_the_one_layout_of_tpus(run_file):
     spec, told = laid_out(load(run_file(), ["parallelism=auto"]).spec)
-    assert not spec.parallelism.auto and spec.parallelism.axes["dp_shard"] == -1 and "no other layout" in told
+    assert not spec.parallelism.auto and spec.parallelism.axes["dp_shard"] == -1 and "over all chips" in told
 
 
 def test_reasons_speak_of_chips(run_file):

@@ -29,7 +29,7 @@ def laid_out(spec: RunSpec, home: Path | None = None) -> tuple[RunSpec, str | No
         return spec, None
     if spec.resources.device == "tpu":
         only = spec.model_copy(update={"parallelism": type(spec.parallelism)()})
-        return only, "device tpu shards over all chips and has no other layout"
+        return only, "device tpu shards over all chips; tensor parallel is the run file's to ask for"
     choices, option = compared(spec, home)
     why = reason(choices, option)
     best = choices[0]

@@ -72,7 +72,7 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     elif usd is not None and (tpu or not here):
         notes.append(f"list prices: {KEY} is of the host that resources.machine names, and it names none")
     if tpu:
-        notes.append("one slice, mesh data 1 x fsdp over all its chips: the trainer forms no other")
+        notes.append("one slice, mesh data 1 x fsdp x tp over all its chips: tp as the run file gives it, else 1")
         notes.append("TPUs of the catalogue, not this machine; Muster cannot start a slice of several hosts yet")
     elif here:
         option, note = _these_gpus(spec)

@@ -72,7 +72,8 @@ def _figures(plan: Plan) -> Iterator[str]:
     chosen = plan.chosen
     layout = " x ".join(f"{name} {size}" for name, size in chosen.layout.items() if size > 1) or f"one {unit(chosen)}"
     if chosen.topology is not None:
-        layout = f"slice {chosen.topology}, mesh data 1 x fsdp {chosen.gpus}"
+        tp = chosen.layout.get("tp", 1)
+        layout = f"slice {chosen.topology}, mesh data 1 x fsdp {chosen.gpus // tp}" + (f" x tp {tp}" if tp > 1 else "")
     usd, hours = chosen.usd, chosen.hours
     mfu = f", MFU {chosen.mfu:.1%}" if chosen.mfu is not None else ""
     yield (

@@ -4,6 +4,7 @@ Needs the libtpu that this jax pins, in an environment of its own (`python -m ve
 `aot/bin/pip install '.[train,tpu]' 'libtpu==0.0.42.*'` for jax 0.10.2), and one program at a time. Minutes; not in CI.
 
 python benchmarks/tpu_aot.py [--model meta-llama/Llama-3.2-1B] [--slice v5e:2x4] [--length 2048] [--checkpointing full]
+    [--tp 1]
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ def main() -> None:
     parser.add_argument("--slice", default="v5e:2x4")
     parser.add_argument("--length", default=2048, type=int)
     parser.add_argument("--checkpointing", default="full")
+    parser.add_argument("--tp", default=1, type=int)
     parser.add_argument("--program", type=Path, help="where the compiled program's text goes, to be read")
     parser.add_argument("--option", action="append", default=[], help="of the compiler: NAME=VALUE; may be repeated")
     given = parser.parse_args()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=given.slice)
-    mesh = mesh_of(topology.devices)
-    text = RUN.replace("MODEL", given.model).replace("LENGTH", str(given.length)).replace("CHIPS", str(mesh.size))
+    mesh = mesh_of(topology.devices, tp=given.tp)
+    groups = mesh.size // given.tp
+    text = RUN.replace("MODEL", given.model).replace("LENGTH", str(given.length)).replace("CHIPS", str(groups))
     spec = load.loads(text.replace("KIND", given.checkpointing), environment=False).spec
 
     config = AutoConfig.for_model(**rows.table("models.yaml")["models"][given.model]["config"])
@@ -75,7 +78,7 @@ def main() -> None:
     step = make_step(model, spec.training.optimizer, decays, chunk_tokens=spec.training.loss_chunk_tokens, state=state)
 
     lain = NamedSharding(mesh, PartitionSpec(None, ROWS))
-    batch = {key: jax.ShapeDtypeStruct((1, mesh.size, given.length), jnp.int32, sharding=lain) for key in KEYS}
+    batch = {key: jax.ShapeDtypeStruct((1, groups, given.length), jnp.int32, sharding=lain) for key in KEYS}
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     began = time.monotonic()
     lowered = step.lower(state, Parameters({}, {}), batch, Scalars(number, number, number, number))  # type: ignore[attr-defined]
@@ -87,11 +90,14 @@ def main() -> None:
         given.program.write_text(program)
     work = workload(spec, rows.models()[given.model].shape)
     setting = Setting(
-        layout=Layout(dp_shard=mesh.size), micro_batch_size=1, activation_checkpointing=given.checkpointing
+        layout=Layout(dp_shard=groups, tp=given.tp),
+        micro_batch_size=1,
+        activation_checkpointing=given.checkpointing,
     )
     planned = tpu_memory(work, setting)
 
-    print(f"{given.model}, {given.slice} ({mesh.size} chips), {given.length} tokens a chip, {given.checkpointing}")
+    mesh_text = f"{groups} x tp {given.tp} chips"
+    print(f"{given.model}, {given.slice} ({mesh_text}), {given.length} tokens a group, {given.checkpointing}")
     print(f"jax {jax.__version__}, compiled in {took:.0f} s")
     state_bytes, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
     print(f"arguments {state_bytes / 1e9:.2f} GB, temporary {temporary / 1e9:.2f} GB a chip")

@@ -162,8 +162,8 @@ SLOW = {"marks": pytest.mark.slow}
 @pytest.mark.parametrize(
     ("chips", "slices", "tp"),
     [
-        (1, 1, 1), (8, 2, 1), (2, 1, 2), (8, 2, 2), pytest.param(8, 1, 2, **SLOW), pytest.param(8, 1, 1, **SLOW),
-        pytest.param(2, 1, 1, **SLOW), pytest.param(2, 2, 1, **SLOW),
+        (1, 1, 1), (8, 2, 1), (2, 1, 2), pytest.param(8, 2, 2, **SLOW), pytest.param(8, 1, 2, **SLOW),
+        pytest.param(8, 1, 1, **SLOW), pytest.param(2, 1, 1, **SLOW), pytest.param(2, 2, 1, **SLOW),
     ],
 )  # fmt: skip
 def test_fifty_steps_are_the_torch_trainers(chips, slices, tp):

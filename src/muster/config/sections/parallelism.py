@@ -19,7 +19,7 @@ class Parallelism(Section):
     dp_replicate: Positive = 1
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     tp: Positive = 1
-    """Tensor parallel: ranks that share each matrix; with ``resources.device: tpu``, chips of a host."""
+    """Tensor parallel: ranks that share each matrix; on TPUs chips of a host."""
     pp: Positive = 1
     """Pipeline stages: each holds a run of layers, and micro-batches pass through them."""
     pp_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"

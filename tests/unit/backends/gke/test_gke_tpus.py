@@ -144,6 +144,7 @@ def test_a_reservation_has_its_slice_from_the_start():
         (V5E, {"hosts": 3}, "resources.hosts", "one has 1 (2x2), 2 (2x4), 4 (4x4)"),
         (V5E, {"hosts": 5, "parallelism": {"dp_replicate": 2}}, "resources.hosts", "in 2 slices are no slices"),
         (V5E, {"hosts": 2, "parallelism": {"dp_replicate": 2}}, "parallelism.dp_replicate", "several hosts alone"),
+        (V5E, {"parallelism": {"tp": 8}}, "parallelism.tp", "does not divide the 4 chips of a host"),
         (V5E, {"spare_hosts": 1}, "resources.spare_hosts", "lost and replaced together"),
         (V5E, {"min_hosts": 2}, "resources.min_hosts", "lost and replaced together"),
         (V5E, {"mode": "flex_start_queued"}, "resources.provisioning_model", "cannot be had as flex_start_queued"),

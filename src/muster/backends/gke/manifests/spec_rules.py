@@ -142,6 +142,9 @@ def _slices_are_whole(placement: Placement) -> Iterator[Finding]:
     elif slices > 1 and placement.hosts_of_job == 1:
         message = "GKE joins slices of several hosts alone (multislice)"
         yield _error("parallelism.dp_replicate", slices, message, "dp_replicate: 1, or larger slices")
+    elif machine.chips % placement.spec.parallelism.tp:
+        message = f"does not divide the {machine.chips} chips of a host ({machine.name})"
+        yield _error("parallelism.tp", placement.spec.parallelism.tp, message, "tp is within a host")
 
 
 def _grace_that_spot_gives(placement: Placement) -> Iterator[Finding]:

@@ -66,7 +66,8 @@ def pack(target):
     wheel_of_muster(wheels)
     import ensurepip
 
-    shutil.copy(next((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")), wheels)
+    places = (Path(ensurepip.__file__).parent / "_bundled", Path("/usr/share/python-wheels"))  # Debian's are apart
+    shutil.copy(next(found for place in places for found in place.glob("pip-*.whl")), wheels)
     words = [sys.executable, "-m", "muster.backends.gce.bundle", str(wheels), str(target)]
     return Path(subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip())
 

@@ -183,7 +183,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def listing(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return sorted(path for path in found if "__pycache__" not in path)  # Python's own, beside an imported policy
 
 
 def processes_of(place: Path) -> list[list[str]]:

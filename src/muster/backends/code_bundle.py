@@ -73,15 +73,46 @@ def described(data: bytes) -> str:
 
 
 def unpack(data: bytes, run_dir: Path) -> None:
-    """Put the code below ``run_dir``, whole: what an older shipment left is gone."""
+    """Put the code below ``run_dir``, whole: what an older shipment left is gone.
+
+    Raises:
+        UsageError: it holds something else than files and links that stay in it; nothing is changed.
+    """
     fresh, there = run_dir / f".{FOLDER}.new", run_dir / FOLDER
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as packed:
-        packed.extractall(fresh, filter="data")
+        try:
+            _extract(packed, fresh.resolve())
+        except UsageError:
+            shutil.rmtree(fresh)
+            raise
     # Not atomic, and need not be: nothing reads it before the run (or its restart) is told to start.
     shutil.rmtree(there, ignore_errors=True)
     fresh.rename(there)
+
+
+def _extract(packed: tarfile.TarFile, folder: Path) -> None:
+    """As ``extractall(filter="data")``, which Python has from 3.11.4 on: Debian 12 has 3.11.2. ``folder`` is new."""
+    links = []
+    for entry in packed:
+        path = folder / entry.name
+        if not path.parent.resolve().is_relative_to(folder) or ".." in PurePosixPath(entry.name).parts:
+            raise UsageError(f"the code that was shipped holds {entry.name!r}, which leads out of it")
+        if path.exists() or path.is_symlink() or not (entry.isfile() or entry.issym()):
+            raise UsageError(f"the code that was shipped holds {entry.name!r}, which is no file, or is there twice")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if entry.issym():
+            path.symlink_to(entry.linkname)
+            links.append(path)
+            continue
+        data = packed.extractfile(entry)
+        assert data is not None
+        path.write_bytes(data.read())
+        path.chmod(0o755 if entry.mode & 0o100 else 0o644)
+    for path in links:  # last: where a link leads depends on the others
+        if not path.resolve().is_relative_to(folder):
+            raise UsageError(f"the code that was shipped holds the link {path.name!r}, which leads out of it")
 
 
 def _below(folder: Path, *, links: bool = False) -> Iterator[Path]:

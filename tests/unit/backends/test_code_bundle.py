@@ -1,9 +1,11 @@
 """The user's code: what is packed, what is passed over, and that it comes out as it went in."""
 
+import io
 import os
 import pathlib
 import shutil
 import subprocess
+import tarfile
 
 import pytest
 
@@ -118,6 +120,44 @@ def test_links_stay_inside(tree, tmp_path):
     (tree / "lib" / "out.py").symlink_to("/etc/hostname")
     with pytest.raises(UsageError, match=r"the link lib/out\.py leads out of .* \(to /etc/hostname\)"):
         code_bundle.pack(work(tree), "/r")
+
+
+def packed(*entries):
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w:gz") as archive:
+        for name, kind, link in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, link
+            archive.addfile(entry, io.BytesIO())
+    return raw.getvalue()
+
+
+FILE, LINK = tarfile.REGTYPE, tarfile.SYMTYPE
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [("../out.py", FILE, "")],
+        [("/tmp/out.py", FILE, "")],
+        [("a/../../out.py", FILE, "")],
+        [("a", LINK, ".."), ("a/out.py", FILE, "")],
+        [("a", LINK, "/etc/hostname")],
+        [("a", LINK, "b/c/../.."), ("b/c", LINK, "..")],
+        [("same", LINK, "other"), ("same", FILE, "")],
+        [("a.py", FILE, ""), ("b.py", tarfile.LNKTYPE, "a.py")],
+        [("a", tarfile.CHRTYPE, "")],
+        [("a", tarfile.FIFOTYPE, "")],
+    ],
+)
+def test_an_archive_that_is_none_of_ours_puts_nothing_anywhere(tmp_path, entries):
+    """Whoever can write into the bucket, and knows the digest's place, still writes into no other folder."""
+    run = tmp_path / "run"
+    code_bundle.unpack(packed(("kept.py", FILE, "")), run)
+    with pytest.raises(UsageError, match="the code that was shipped holds"):
+        code_bundle.unpack(packed(*entries), run)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"] and [path.name for path in run.iterdir()] == ["code"]
+    assert [path.name for path in (run / "code").iterdir()] == ["kept.py"]
 
 
 def test_a_folder_outside_git_is_shipped_without_what_is_hidden(project, tmp_path, monkeypatch):

@@ -39,6 +39,13 @@ def run_in(order: tuple[int, bool], folder: Path, layout: dict[str, int], **chan
     return run_on(folder, layout, script=script, **changes, **KEYS[order], parallelism__pp=layout["pp"])
 
 
+def assert_exact(order: tuple[int, bool], folder: Path, alone: Any, layout: dict[str, int]) -> None:
+    exact = alone(training__exact=True, **six_layers())
+    done = run_in(order, folder / "run", layout, training__exact=True, **six_layers())
+    assert hashes(done) == hashes(exact) and None not in hashes(done)
+    assert done.losses == exact.losses and done.norms == exact.norms
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -47,10 +54,7 @@ def run_in(order: tuple[int, bool], folder: Path, layout: dict[str, int], **chan
     ],
 )
 def test_exact_chunks_have_the_hash_of_one_process(tmp_path: Path, alone: Any, layout: dict[str, int]) -> None:
-    exact = alone(training__exact=True, **six_layers())
-    done = run_in(TWO_CHUNKS, tmp_path / "run", layout, training__exact=True, **six_layers())
-    assert hashes(done) == hashes(exact) and None not in hashes(done)
-    assert done.losses == exact.losses and done.norms == exact.norms
+    assert_exact(TWO_CHUNKS, tmp_path, alone, layout)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +87,7 @@ def test_variants_of_chunks(tmp_path: Path, alone: Any, changes: dict[str, Any])
 def test_exact_with_weights_apart_has_the_hash_of_one_process(
     tmp_path: Path, alone: Any, layout: dict[str, int]
 ) -> None:
-    exact = alone(training__exact=True, **six_layers())
-    done = run_in(WEIGHTS_APART, tmp_path / "run", layout, training__exact=True, **six_layers())
-    assert hashes(done) == hashes(exact) and None not in hashes(done)
-    assert done.losses == exact.losses and done.norms == exact.norms
+    assert_exact(WEIGHTS_APART, tmp_path, alone, layout)
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ def step_time(
         matrices, attention, traffic, host = _by_mfu(work, option, tokens / layout.tp, ceiling), 0.0, 0.0, 0.0
     arithmetic = max(matrices + attention + traffic, host)
     forward_share = 1.0 / (3.0 if work.trains_all else 2.0)
-    forward_share *= 1.0 / (1.0 + recomputed_share(setting.activation_checkpointing) * forward_share)
     again = recomputed_share(setting.activation_checkpointing)
+    forward_share *= 1.0 / (1.0 + again * forward_share)
     weights = matrices / arithmetic / (3.0 + again) if work.trains_all else 0.0  # the head counts along: it is small
     links = Links(option.fabric, option.offer.gpus_per_node, num_nodes, layout.tp, layout.shards)
     exposed = _sharding(work, setting, links, rounds, arithmetic, forward_share, constants)

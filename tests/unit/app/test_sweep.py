@@ -310,10 +310,9 @@ def test_a_lost_trial_waits_while_the_back_end_cannot_be_asked_to_go_on_with_it(
     assert told.count("trial 0 waits: sbatch: Unable to contact slurm controller") == 5
 
 
-def test_a_trial_that_could_not_be_ended_is_asked_again(run_file, world, monkeypatch):
-    over = (f"{RATE}=1e-3,1.1e-3,1.2e-3,1.3e-3,9e-3",)
-    deaf = iter(range(2))
-    end = Fake.end_early
+def refuse_to_end(monkeypatch, times):
+    """The back end does not answer the first so many requests to end a trial."""
+    deaf, end = iter(range(times)), Fake.end_early
 
     def end_early(self, why, *, save):
         if next(deaf, None) is not None:
@@ -321,6 +320,11 @@ def test_a_trial_that_could_not_be_ended_is_asked_again(run_file, world, monkeyp
         end(self, why, save=save)
 
     monkeypatch.setattr(Fake, "end_early", end_early)
+
+
+def test_a_trial_that_could_not_be_ended_is_asked_again(run_file, world, monkeypatch):
+    over = (f"{RATE}=1e-3,1.1e-3,1.2e-3,1.3e-3,9e-3",)
+    refuse_to_end(monkeypatch, 2)
     world.fate = dict.fromkeys([(4, 1), (4, 2)], (JobState.RUNNING, None))
     result, told = swept(run_file, world, sampler="grid", over=over, trials=5)
     assert [known.state for known in result.record.trials] == ["complete"] * 4 + ["pruned"]
@@ -332,15 +336,7 @@ def test_after_ctrl_c_a_trial_that_could_not_be_asked_is_asked_again(run_file, w
         if count == 1:
             raise KeyboardInterrupt
 
-    deaf = iter(range(2))
-    end = Fake.end_early
-
-    def end_early(self, why, *, save):
-        if next(deaf, None) is not None:
-            raise BusyError("no answer")
-        end(self, why, save=save)
-
-    monkeypatch.setattr(Fake, "end_early", end_early)
+    refuse_to_end(monkeypatch, 2)
     world.at_look = interrupt
     with pytest.raises(KeyboardInterrupt):
         swept(run_file, world, trials=2, parallel=2, pruner="none")

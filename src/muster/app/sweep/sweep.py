@@ -22,7 +22,7 @@ from muster.app.sweep.optimizer import Optimizer
 from muster.app.sweep.trial import Trial
 from muster.config.backends import BACKENDS
 from muster.core.clock import SystemClock
-from muster.core.errors import BusyError, CapacityError, ConflictError, MusterError
+from muster.core.errors import BusyError, CapacityError, ConflictError, MusterError, first_line
 from muster.core.protocols import Clock
 from muster.core.types import JobState, JobStatus
 from muster.storage import run_registry, sweep_record
@@ -183,18 +183,24 @@ class _Sweep:
 
     def _start(self, known: TrialRecord) -> None:
         known = replace(known, max_usd=self.budget.share(known.number, self.clock.wall_ns()))
+        with self._submitting(known.number):
+            found = trial.start(known.number, self.definition.of(known, self._limits(known)), known.gpus)
+            self._note(replace(known, run_id=found.run.run_id))
+            self.active[known.number] = found
+            self.tell(f"trial {known.number}: {self.definition.in_words(known.values)}: {found.run.run_id}")
+
+    @contextlib.contextmanager
+    def _submitting(self, number: int) -> Iterator[None]:
+        """Around what starts or continues a trial: what cannot be now is tried again, any other refusal ends it."""
         with uninterrupted():
             try:
-                found = trial.start(known.number, self.definition.of(known, self._limits(known)), known.gpus)
+                yield
             except (CapacityError, BusyError) as error:
+                self.active.pop(number, None)
                 self._later()
-                self.tell(f"trial {known.number} waits: {str(error).splitlines()[0]}")
+                self.tell(f"trial {number} waits: {first_line(error)}")
             except MusterError as error:
-                self._fail(known.number, str(error).splitlines()[0])
-            else:
-                self._note(replace(known, run_id=found.run.run_id))
-                self.active[known.number] = found
-                self.tell(f"trial {known.number}: {self.definition.in_words(known.values)}: {found.run.run_id}")
+                self._fail(number, first_line(error))
 
     def _later(self) -> None:
         """Nothing is started for a while; trials that are open are tried again then."""
@@ -211,17 +217,9 @@ class _Sweep:
             known = replace(known, max_usd=self.budget.share(known.number, self.clock.wall_ns()))
             self._note(known)
             overrides = self._limits(known)
-        with uninterrupted():
-            try:
-                found.continue_(known.gpus, overrides)
-            except (CapacityError, BusyError) as error:
-                del self.active[found.number]
-                self._later()
-                self.tell(f"trial {found.number} waits: {str(error).splitlines()[0]}")
-            except MusterError as error:
-                self._fail(found.number, str(error).splitlines()[0])
-            else:
-                self.tell(f"trial {found.number}: {why} from step {found.step}")
+        with self._submitting(found.number):
+            found.continue_(known.gpus, overrides)
+            self.tell(f"trial {found.number}: {why} from step {found.step}")
 
     def _limits(self, known: TrialRecord) -> tuple[str, ...]:
         return self.budget.limits_of(known.number, known.max_usd, self.clock.wall_ns())
@@ -234,7 +232,7 @@ class _Sweep:
             result = found.look()
         except MusterError as error:
             if found.number not in self.unseen:
-                self.tell(f"trial {found.number}: nobody says how it is: {str(error).splitlines()[0]}")
+                self.tell(f"trial {found.number}: nobody says how it is: {first_line(error)}")
             self.unseen.add(found.number)
             return None
         self.unseen.discard(found.number)
@@ -282,7 +280,7 @@ class _Sweep:
             found.end_early(why, save=save)
         except MusterError as error:
             if found.number not in self.unended:
-                self.tell(f"trial {found.number} could not be ended: {str(error).splitlines()[0]}")
+                self.tell(f"trial {found.number} could not be ended: {first_line(error)}")
             self.unended.add(found.number)
             return False
         return True

@@ -55,8 +55,8 @@ def judge(
         return _living(living[-1], len(jobs))
     if jobs:
         return _ended(jobs[-1].state, jobs[-1].id, run_dir)
-    if accounted and accounted.get("State"):
-        return _accounted(accounted["State"].split()[0], accounted.get("JobID", ""), run_dir, quiet_s)
+    if accounted and (state := _accounted_state(accounted)):
+        return _accounted(state, accounted.get("JobID", ""), run_dir, quiet_s)
     if record is not None and record.state == "interrupted":
         return JobStatus(state=JobState.FAILED, reason="its submission was interrupted, and Slurm has no job of it")
     if record is not None and record.job_id is None:
@@ -127,8 +127,12 @@ def _saved(verdict: Verdict, jobs: Sequence[Job], run_dir: Path) -> JobStatus:
 
 
 def _cancelled(accounted: Mapping[str, str] | None) -> bool:
-    words = (accounted or {}).get("State", "").split()
-    return bool(words) and reason_text.STATES.get(words[0]) is JobState.STOPPED
+    return reason_text.STATES.get(_accounted_state(accounted)) is JobState.STOPPED
+
+
+def _accounted_state(accounted: Mapping[str, str] | None) -> str:
+    """Its first word: ``CANCELLED by 1000``. Empty where the accounting does not know the job."""
+    return (accounted or {}).get("State", "").partition(" ")[0]
 
 
 def _preempted(verdict: Verdict) -> bool:

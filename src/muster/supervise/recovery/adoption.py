@@ -58,8 +58,7 @@ def _nobody(ctx: SupervisorContext, adopting: Adopting) -> None:
     ranks do meanwhile: the first one has as long as at a run's start."""
     asked, limit_s = adopting.asked, ctx.settings.spec.recovery.start_timeout_s
     if asked is not None:
-        outcome = "preempted" if asked.exit_code == 75 else "stopped"
-        finish(ctx, outcome, asked.exit_code, f"{asked.source}: no host answers; the newest checkpoint remains")
+        finish(ctx, asked.outcome, asked.exit_code, f"{asked.source}: no host answers; the newest checkpoint remains")
     elif adopting.alone or limit_s <= ctx.settings.adopt_timeout_s:
         finish(ctx, "failed", 6, "no host answers a new supervisor; start the run again to resume from its checkpoint")
     else:

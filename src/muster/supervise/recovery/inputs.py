@@ -89,6 +89,11 @@ class StopRequest:
     save: bool = True
     force: bool = False
 
+    @property
+    def outcome(self) -> str:
+        """How a run ends that it stops."""
+        return "preempted" if self.exit_code == 75 else "stopped"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RestartRequest:

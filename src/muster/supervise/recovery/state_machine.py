@@ -159,13 +159,12 @@ class RecoveryStateMachine:
             if ends_for_good(phase, given.exit_code) and not again:
                 return  # it saves already
             again, phase.by_user = again or phase.by_user, True
-        outcome = "preempted" if given.exit_code == 75 else "stopped"
         if isinstance(phase, Flushing):
             if again:
                 final_flush.finish_unsaved(ctx, phase, f"{given.source}: left at once")
             return
         if again:
-            finish(ctx, outcome, given.exit_code, f"{given.source}: left at once, the newest checkpoint remains")
+            finish(ctx, given.outcome, given.exit_code, f"{given.source}: left at once, the newest checkpoint remains")
             return
         if isinstance(phase, Stopping):
             return  # the ranks are saving already
@@ -181,13 +180,15 @@ class RecoveryStateMachine:
         if isinstance(phase, Held):
             flush_and_finish(ctx, "failed", phase.exit_code, phase.reason, by_user=True)
         elif isinstance(phase, Running):
-            stopping = Stopping(outcome=outcome, exit_code=given.exit_code, source=given.source, saves=given.save)
+            stopping = Stopping(outcome=given.outcome, exit_code=given.exit_code, source=given.source, saves=given.save)
             stopping.by_user = True
             ask_to_save(ctx, stopping)
         elif given.save:
-            flush_and_finish(ctx, outcome, given.exit_code, f"{given.source} before training continued", by_user=True)
+            flush_and_finish(
+                ctx, given.outcome, given.exit_code, f"{given.source} before training continued", by_user=True
+            )
         else:
-            finish(ctx, outcome, given.exit_code, f"{given.source} before training continued")
+            finish(ctx, given.outcome, given.exit_code, f"{given.source} before training continued")
 
     def _restart_request(self, given: RestartRequest) -> None:
         ctx, state = self._ctx, self._ctx.state

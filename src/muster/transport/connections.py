@@ -23,6 +23,7 @@ from muster.transport.listening import (
     BACKLOG,
     HELLO_S,
     NO_ROOM,
+    bind_path,
     is_reserved,
     last_received_s,
     listen_on,
@@ -104,9 +105,7 @@ class ConnectionPool:
     def listen(self, address: str) -> tuple[str, int]:
         """Accept connections on any port; return the address bound. ``unix:PATH`` listens on a socket file."""
         if address.startswith("unix:"):
-            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            server.bind(address.removeprefix("unix:"))
-            bound = (address, 0)
+            server, bound = bind_path(address.removeprefix("unix:")), (address, 0)
         else:
             server = listen_on(address)
             bound = server.getsockname()[:2]

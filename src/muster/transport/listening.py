@@ -8,6 +8,7 @@ strangers may cost little: each has ``HELLO_S``, there is a number of them at mo
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import socket
 import struct
@@ -24,6 +25,14 @@ NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 BACKLOG = 1024
 #: The twelfth of the 32-bit fields that follow eight bytes in ``struct tcp_info`` (linux/tcp.h).
 _LAST_DATA_RECV = struct.Struct("52xI")
+
+
+def bind_path(path: str) -> socket.socket:
+    """A Unix socket bound to ``path``, which its owner alone may connect to whatever the umask. Not listening yet."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    os.fchmod(sock.fileno(), 0o600)  # before the path is there: Linux takes the path's mode from the socket's
+    sock.bind(path)
+    return sock
 
 
 def raise_soft_limit() -> None:

@@ -24,7 +24,7 @@ from muster.protocol.codec import reader_of
 from muster.protocol.handover import TO_WRITER, Busy, WriteFailed, WriteShard, Written
 from muster.protocol.replicator_peers import Go
 from muster.storage.memory_dir import MemoryDir
-from muster.transport.listening import BACKLOG
+from muster.transport.listening import BACKLOG, bind_path
 from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
 #: How often a rank is told that its shard is still being written.
@@ -33,8 +33,7 @@ BUSY_S = 2.0
 
 def listen_for_ranks(memory: MemoryDir) -> socket.socket:
     """The socket; each of its connections is for ``write_shard_for``."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(memory.bind_address(REPLICATOR_SOCKET))
+    listener = bind_path(memory.bind_address(REPLICATOR_SOCKET))
     listener.listen(BACKLOG)
     return listener
 

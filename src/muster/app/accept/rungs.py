@@ -207,6 +207,8 @@ class Trial:
         return f"run {self.run.run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
 
     def _submit(self) -> None:
+        backend = self.spec.backend
+        self.rehearsal = backends.get(backend).stand_in(backends.load(backend)) or self.rehearsal
         self.run = submit_.submit(self.loaded, argv=["muster", "accept"]).run
 
     def _judge_hosts(self) -> None:
@@ -217,7 +219,7 @@ class Trial:
     def _judge(self, kernels: Sequence[str]) -> None:
         """Hosts that share a kernel are processes, network namespaces or containers of a single machine."""
         if len(set(kernels)) < len(kernels):
-            self.rehearsal = ONE_MACHINE
+            self.rehearsal = self.rehearsal or ONE_MACHINE
 
     def check(self, meter: Meter) -> str:
         found = check_run(self._run().run_id)

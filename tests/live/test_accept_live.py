@@ -25,6 +25,7 @@ def test_to_the_top_on_this_machine(shell, tmp_path):
     rungs = {one["name"]: one for one in record["rungs"]}
     assert record["accepted"] and record["usd_at_most"] == 0
     assert {name for name, one in rungs.items() if one["outcome"] == "skipped"} == {"up", "preflight"}
+    assert ", gloo, 2 ranks: all_gather of 64 MiB between 2 hosts" in rungs["network"]["said"], rungs["network"]
     assert "2 hosts" in rungs["train"]["said"] and rungs["down"]["said"] == "nothing is left"
     assert "incidents: " in rungs["report"]["said"], rungs["report"]
 
@@ -34,7 +35,7 @@ def test_a_price_beyond_the_budget_starts_nothing(shell, tmp_path):
     done = shell.run(*words, code=1)
     assert "budget" in done.stdout and "$5.00" in done.stdout
     record = json.loads((tmp_path / "acceptance" / "acceptance.json").read_text())
-    assert [one["name"] for one in record["rungs"]][-2:] == ["train", "down"] and record["usd_at_most"] == 0
+    assert [one["name"] for one in record["rungs"]][-2:] == ["network", "down"] and record["usd_at_most"] == 0
     assert not list((tmp_path / "home" / "runs").glob("*"))
     with tarfile.open(tmp_path / "acceptance" / "evidence.tar.gz") as archive:
         assert archive.getnames() == ["acceptance.json"]

@@ -60,6 +60,10 @@ def _no_problems(spec: RunSpec) -> Iterable[Problem]:
     return ()
 
 
+def _nothing(launcher: Launcher) -> None:
+    return None
+
+
 def _no_keys(spec: RunSpec) -> Iterable[tuple[str, str]]:
     return ()
 
@@ -111,6 +115,9 @@ class Backend:
     """None: a preflight would not be cheaper than the run."""
     site: Callable[[], Site] | None = None
     """A cluster of others, which an acceptance looks at before it trains there; None: there is no such look."""
+    stand_in: Callable[[Launcher], str | None] = _nothing
+    """What plays the place's services for this launcher, where it does not speak with them itself: an acceptance by it
+    is a rehearsal. None: they are the place's own."""
     take_out: Callable[[str, str], str] | None = None
     """Keeps new work from a machine (its name, a reason), with the rights of the process that calls; what was done, in
     words. Raises AccessError where they do not suffice, BackendError. None: there is nobody to tell."""

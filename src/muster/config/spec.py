@@ -268,6 +268,9 @@ class Check(Section):
     """Before ranks use a host. passive: what the machine tells of itself, within 2 s, while the imports run. full: its
     GPUs are loaded as well, 30 s. auto: nothing without GPUs, full where the run is long enough to be worth it (8 hours
     of hosts: docs/check.md), else passive."""
+    network: bool = False
+    """Before the first step of its first attempt the ranks of all hosts measure their network with each other, by
+    NCCL (gloo without GPUs), within a minute or so: the event ``network.measured``. Not with `command`, nor on TPUs."""
     xid_ignore: list[Positive] = Field(default_factory=list)
     """Xid numbers of the GPU driver that are noted and never cost a host, whatever the table says."""
     xid_fatal: list[Positive] = Field(default_factory=list)

@@ -29,6 +29,7 @@ from muster.protocol.ranks import LOST_PEER, RESIZE_EXIT_CODE, AgentClient, Comm
 from muster.rank import fault_injection, heap
 from muster.rank.standalone_client import StandaloneClient
 from muster.train.components import assemble, make_components
+from muster.train.distributed import network
 from muster.train.distributed.memory_nearby import stay_near
 from muster.train.distributed.process_setup import (
     choose_device,
@@ -71,6 +72,8 @@ def run_rank(
         serve = context.rank == 0 and not store_hosted
         store = open_rendezvous(context.master_addr, context.master_port, serve=serve)
     world = join_world(context, device, store)
+    if spec.check.network and context.attempt == 1 and spec.resources.device != "tpu":  # later ones are recoveries
+        network.measure(context, agent, device=device, store=store)
     if spec.resources.device == "tpu":
         from muster.train_jax import components as on_chips  # imports jax
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from muster import backends
 from muster.app.accept.ladder import CLEARING_S, DOLLARS, HOST_HOURS, Meter, NotHere, Rung, Unit
+from muster.app.accept.run_network import found, judged, unmeasured, waiting
 from muster.app.cluster import preflight as preflight_
 from muster.app.inspect.check import check_run
 from muster.app.inspect.network import NetworkTest, check_network
@@ -32,6 +33,7 @@ from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError
 from muster.core.event_details.hosts import AgentStarted
+from muster.core.event_details.network import NetworkMeasured
 from muster.core.event_details.run import RunFinished
 from muster.health.verdicts import Verdict
 from muster.probe.programs import network_command
@@ -50,7 +52,7 @@ END_HOST = "muster.chaos.end_host"
 OVERRIDES = (
     "resources.hosts=2", "resources.min_hosts=1", "training.steps=1000000", "training.epochs=null",
     "checkpoint.every_steps=50", "evaluation.at_start=false", "output.tracker=none", "recovery.policy=default",
-    "recovery.keep_hosts_after_failure_s=0",
+    "recovery.keep_hosts_after_failure_s=0", "check.network=true",
 )  # fmt: skip
 
 
@@ -95,7 +97,8 @@ class Trial:
             ),
             Rung(
                 name="network", title="the network between the hosts", act=self.network,
-                per_hour=0.0 if self.site is None else whole, limit_s=PREFLIGHT_S,
+                per_hour=whole if self.site is not None or not unmeasured(self.spec) else 0.0,
+                limit_s=PREFLIGHT_S if self.site is not None else START_S,
             ),
             Rung(name="train", title=f"{HOSTS} hosts train", act=self.train, per_hour=whole, limit_s=START_S),
             Rung(name="check", title="the hosts' hardware, beside it", act=self.check, per_hour=whole),
@@ -154,12 +157,12 @@ class Trial:
     # ------------------------------------------------------------ dollars
 
     def network(self, meter: Meter) -> str:
-        """Between hosts that do nothing else yet: it takes their accelerators whole."""
+        """Between hosts that do nothing else yet: it takes their accelerators whole. Where no hosts are held without a
+        run, the run's own ranks measure before they train."""
         if self.site is None:
-            raise NotHere(f"{self.spec.backend} gives no hosts without a run")
+            return self._network_of_run(meter)
         spec = self._resolved()
-        row = machines().get(spec.resources.machine or "")
-        test = NetworkTest(family=row.family if row is not None else "")
+        test = NetworkTest(family=_family(spec))
         with self.site.held(spec, meter.wait) as hosts:
 
             def argv(place: Place) -> list[str]:
@@ -172,19 +175,51 @@ class Trial:
             raise MusterError("; ".join(wrong))
         return f"{' and '.join(hosts)}: {checked.assessment.level:.3g} GB/s"
 
+    def _network_of_run(self, meter: Meter) -> str:
+        if reason := unmeasured(self.spec):
+            raise NotHere(reason)
+        self._submit()
+        launcher, handle = job(self._run())
+        measured: list[NetworkMeasured] = []
+        last = ""
+
+        def seen() -> bool:
+            nonlocal last
+            mirror(launcher, self._run())
+            if (one := found(self._target().events(), hosts=HOSTS)) is not None:
+                measured.append(one)
+                return True
+            status = launcher.poll(handle)
+            last = waiting(self._target().events(), hosts=HOSTS, status=status.reason)
+            if status.state.ended:
+                raise MusterError(f"the run ended before its network was measured: {last}")
+            return False
+
+        meter.wait(seen, "figures of the network", START_S, lambda: last)
+        self._judge_hosts()
+        return judged(measured[0], family=_family(self._resolved()))
+
     def train(self, meter: Meter) -> str:
-        submitted = submit_.submit(self.loaded, argv=["muster", "accept"])
-        self.run = submitted.run
+        if self.run is None:
+            self._submit()
         self._wait_for_step(meter, FIRST_STEPS, START_S)
+        self._judge_hosts()
+        return f"run {self.run.run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
+
+    def _submit(self) -> None:
+        backend = self.spec.backend
+        self.rehearsal = backends.get(backend).stand_in(backends.load(backend)) or self.rehearsal
+        self.run = submit_.submit(self.loaded, argv=["muster", "accept"]).run
+
+    def _judge_hosts(self) -> None:
         started = self._target().events(AgentStarted.kind)
         boots = {event.host: event.read(AgentStarted).boot_id for event in started}
         self._judge([boot for boot in boots.values() if boot is not None])
-        return f"run {self.run.run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
 
     def _judge(self, kernels: Sequence[str]) -> None:
         """Hosts that share a kernel are processes, network namespaces or containers of a single machine."""
         if len(set(kernels)) < len(kernels):
-            self.rehearsal = ONE_MACHINE
+            self.rehearsal = self.rehearsal or ONE_MACHINE
 
     def check(self, meter: Meter) -> str:
         found = check_run(self._run().run_id)
@@ -312,6 +347,11 @@ class Trial:
         meter.wait(reached, f"step {step}", limit_s, lambda: last)
 
 
+def _family(spec: RunSpec) -> str:
+    row = machines().get(spec.resources.machine or "")
+    return row.family if row is not None else ""
+
+
 def trial(loaded: Loaded, cluster: Cluster | None, budget: float) -> Trial:
     """Where others run the place and no price is known, the budget counts host-hours.
 
@@ -332,6 +372,8 @@ def trial(loaded: Loaded, cluster: Cluster | None, budget: float) -> Trial:
     # The supervisor keeps it too, should this program die.
     limits = spec.limits.model_copy(update={"max_usd": min(budget, spec.limits.max_usd or budget)})
     kept = spec.model_copy(update={"limits": limits}) if usd else spec
+    if site is not None:  # measured on hosts that are held for it
+        kept = kept.model_copy(update={"check": kept.check.model_copy(update={"network": False})})
     counted = site is not None and usd is None
     return Trial(
         loaded=replace(loaded, spec=site.trial(kept) if site is not None else kept), cluster=cluster, site=site,

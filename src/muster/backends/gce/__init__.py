@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from muster.backends.backend import Backend, Capabilities, RenderedFiles
 from muster.backends.cluster import Cluster
 from muster.backends.gce.run_file_rules import rules, unused_settings
+from muster.backends.google.stand_in import stand_in
 from muster.backends.protocols import Launcher
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
@@ -59,4 +60,5 @@ BACKEND = Backend(
     formats={"yaml": _rendered, "terraform": _terraform},
     cluster=_cluster,
     rents=_rents,
+    stand_in=stand_in,
 )

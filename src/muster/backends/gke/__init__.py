@@ -6,6 +6,7 @@ from functools import partial
 
 from muster.backends.backend import Backend, Capabilities, RenderedFiles, container_image
 from muster.backends.cluster import Cluster
+from muster.backends.google.stand_in import stand_in
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
@@ -50,5 +51,6 @@ BACKEND = Backend(
     formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
     cluster=_cluster,
     rehearse=_rehearse,
+    stand_in=stand_in,
     take_out=_take_out,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from muster.backends.backend import Backend, Capabilities, RenderedFiles, container_image
+from muster.backends.google.stand_in import stand_in
 from muster.backends.protocols import Launcher
 from muster.backends.vertex.run_file_rules import rules, unused_settings
 from muster.catalog.offers import Option
@@ -53,4 +54,5 @@ BACKEND = Backend(
     formats={"yaml": _rendered},
     rents=_rents,
     plan_notes=_plan_notes,
+    stand_in=stand_in,
 )

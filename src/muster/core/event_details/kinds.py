@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from muster.core.event_detail import Detail
-from muster.core.event_details import attempts, checkpoints, hosts, incidents, run, training
+from muster.core.event_details import attempts, checkpoints, hosts, incidents, network, run, training
 from muster.core.events import PHASES, Event
 
 _DETAILS: tuple[type[Detail], ...] = (
-    *run.DETAILS, *hosts.DETAILS, *run.SUPERVISOR_DETAILS, *hosts.AGENT_DETAILS, *attempts.DETAILS, *training.DETAILS,
-    *checkpoints.DETAILS, *incidents.DETAILS, hosts.TerminationNotice,
+    *run.DETAILS, *hosts.DETAILS, *run.SUPERVISOR_DETAILS, *hosts.AGENT_DETAILS, *attempts.DETAILS, *network.DETAILS,
+    *training.DETAILS, *checkpoints.DETAILS, *incidents.DETAILS, hosts.TerminationNotice,
 )  # fmt: skip
 KINDS: Mapping[str, type[Detail]] = {detail.kind: detail for detail in _DETAILS}
 

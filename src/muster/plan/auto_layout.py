@@ -14,6 +14,7 @@ from muster.plan.layouts import FREE, layouts
 from muster.plan.memory import LOCAL_GRADIENTS_SHARE, DeviceOverhead, memory
 from muster.plan.search import MEMORY_MARGIN
 from muster.plan.step_time import step_time
+from muster.plan.tpu_memory import tpu_memory
 from muster.plan.workload import Setting, Workload
 
 #: Times that differ by less are alike: then the layout with the most replicas, a loss in which leaves the others alone.
@@ -64,12 +65,17 @@ def compare_layouts(
     for layout in layouts(work, option, num_nodes, FREE):
         if work.local_steps and layout.dp_replicate == 1:
             continue
+        groups = option.offer.gpus_per_node // layout.tp if option.is_tpu else 1  # which share a host's micro-batch
+        if micro_batch_size % groups:
+            continue
         setting = Setting(
-            layout=layout, micro_batch_size=micro_batch_size, activation_checkpointing=activation_checkpointing
+            layout=layout,
+            micro_batch_size=micro_batch_size // groups,
+            activation_checkpointing=activation_checkpointing,
         )
-        for reshard in (True, False) if layout.dp_shard > 1 else (True,):
-            job = replace(work, reshard_after_forward=reshard, once_a_step=once)
-            need = memory(job, setting, overhead).total_bytes
+        for reshard in (True, False) if layout.dp_shard > 1 and not option.is_tpu else (True,):
+            job = replace(work, reshard_after_forward=reshard, once_a_step=once and not option.is_tpu)
+            need = (tpu_memory(job, setting) if option.is_tpu else memory(job, setting, overhead)).total_bytes
             seconds = step_time(job, setting, option, num_nodes, constants).seconds
             fits = need <= capacity * (1 - MEMORY_MARGIN)
             result.append(
@@ -87,17 +93,22 @@ def compare_layouts(
 
 def reason(choices: Sequence[LayoutChoice], option: Option) -> str:
     """Why the first of ``compare_layouts``, in a sentence. Raises NoPlanError where not even that one fits."""
-    best, capacity = choices[0], option.offer.gpu_memory_bytes
+    if not choices:
+        raise NoPlanError(
+            "parallelism: auto: training.micro_batch_size is no multiple of a host's groups of chips",
+            hint=f"a multiple of {option.offer.gpus_per_node}, the chips of {option.offer.machine}",
+        )
+    best, capacity, unit = choices[0], option.offer.gpu_memory_bytes, "chip" if option.is_tpu else "rank"
     if not best.fits:
         least = min(choices, key=lambda each: each.memory_bytes)
         raise NoPlanError(
             f"parallelism: auto: no layout of these ranks fits: {least.title} needs {gigabytes(least.memory_bytes)} of "
-            f"{gigabytes(capacity)} a rank",
+            f"{gigabytes(capacity)} a {unit}",
             hint="more ranks, training.activation_checkpointing: full, or a smaller training.micro_batch_size",
         )
     text = (
         f"parallelism: auto takes {best.title}: {best.step_s:.3g} s a step by the plan, "
-        f"{gigabytes(best.memory_bytes)} of {gigabytes(capacity)} a rank"
+        f"{gigabytes(best.memory_bytes)} of {gigabytes(capacity)} a {unit}"
     )
     others = [f"{each.title} {each.step_s:.3g} s" for each in choices[1:] if each.fits][:2]
     if others:

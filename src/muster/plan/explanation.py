@@ -9,8 +9,10 @@ from dataclasses import replace
 from muster.catalog import rows
 from muster.plan.cost import P90
 from muster.plan.format import dollars, duration, gigabytes
-from muster.plan.search import Candidate, Outcome, Problem, search
+from muster.plan.layouts import settings, tensor_groups
+from muster.plan.search import Candidate, Memo, Outcome, Problem, best_settings, search
 from muster.plan.step_time import step_time
+from muster.plan.tpu_memory import tpu_memory
 from muster.plan.workload import with_lora
 
 #: A 90th percentile above this multiple of the median is worth a warning.
@@ -140,6 +142,8 @@ def _layout(problem: Problem, chosen: Candidate) -> Iterator[str]:
         f"Layout: {' x '.join(parts)}, micro-batch {chosen.setting.micro_batch_size}, "
         f"{chosen.setting.rounds(problem.work)} round(s) a step, activation checkpointing {kind}."
     )
+    if chosen.option.is_tpu:
+        yield from _mesh(problem, chosen)
     if chosen.num_nodes > 1 and not chosen.option.is_tpu:
         inside = chosen.option.offer.gpus_per_node // layout.tp
         if layout.dp_replicate > 1:
@@ -153,6 +157,29 @@ def _layout(problem: Problem, chosen: Candidate) -> Iterator[str]:
                 f"Replicated sharding would keep {gigabytes(need)} of state on each GPU (a whole copy in every "
                 "machine); it pays once that fits and gathers over the network are not hidden."
             )
+
+
+def _mesh(problem: Problem, chosen: Candidate) -> Iterator[str]:
+    """Of a slice: what each other size of ``tp`` would take, or need where it does not fit."""
+    option, hosts, tp = chosen.option, chosen.num_nodes, chosen.setting.layout.tp
+    free = replace(problem.pins, axes={axis: size for axis, size in problem.pins.axes.items() if axis != "tp"})
+    parts = []
+    for size in tensor_groups(problem.work, option, free):
+        pins = replace(free, axes={**free.axes, "tp": size})
+        found = list(settings(problem.work, option, hosts, pins))
+        best = best_settings(replace(problem, pins=replace(pins, num_nodes=hosts)), option, Memo())
+        if size == tp:
+            continue
+        if best:
+            parts.append(f"tp {size} takes {best[0][3].seconds:.3g} s a step")
+        elif found:
+            least = min(tpu_memory(problem.work, setting).total_bytes for setting in found)
+            parts.append(f"tp {size} needs {gigabytes(least)} of {gigabytes(option.offer.gpu_memory_bytes)} a chip")
+        else:
+            parts.append(f"tp {size} does not divide a host's micro-batch")
+    if parts:
+        asked = " as the run file asks" if "tp" in problem.pins.axes else ""
+        yield f"Mesh: tp {tp}{asked}, {chosen.time.seconds:.3g} s a step; {', '.join(parts)}."
 
 
 def _where_time_goes(problem: Problem, chosen: Candidate) -> Iterator[str]:

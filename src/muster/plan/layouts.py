@@ -44,14 +44,13 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
     """dp_replicate x pp x dp_shard x tp = GPUs. tp stays in a machine and divides the heads; replicas are machines.
     Stages are tried where the run file asks for them.
 
-    A slice of TPUs is one copy of the model, with the tp that the run file gives.
+    A slice of TPUs is one copy of the model, in groups of tp chips of a host, which divides heads and KV heads.
 
     Sharding over a part of a machine is left out: it costs memory and saves nothing measurable on NVLink.
     """
     if option.is_tpu:
-        chips, tp = option.offer.gpus_per_node, pins.axes.get("tp", 1)
-        if not (chips % tp or work.shape.heads % tp or work.shape.kv_heads % tp):
-            yield Layout(dp_shard=num_nodes * chips // tp, tp=tp)
+        for tp in tensor_groups(work, option, pins):
+            yield Layout(dp_shard=num_nodes * option.offer.gpus_per_node // tp, tp=tp)
         return
     cp, pp = pins.axes.get("cp", 1), pins.axes.get("pp", 1)  # never chosen, only taken as given
     world, rest = divmod(num_nodes * option.offer.gpus_per_node, cp * pp)
@@ -72,6 +71,16 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
             layout = Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp, pp=pp, cp=cp)
             if all(size in (-1, layout.sizes[axis]) for axis, size in pins.axes.items()):
                 yield layout
+
+
+def tensor_groups(work: Workload, option: Option, pins: Pins) -> list[int]:
+    """Sizes of ``tp`` that a slice of TPUs can have, rising: the run file's alone where it gives one.
+
+    Adapters with a trained vocabulary are not tried with it: the trainer was never seen to compute that.
+    """
+    chips, shape, given = option.offer.gpus_per_node, work.shape, pins.axes.get("tp")
+    tried = [given] if given is not None else [1] if work.lora_embeddings else _divisors(chips)
+    return [tp for tp in tried if not (chips % tp or shape.heads % tp or shape.kv_heads % tp)]
 
 
 def micro_batches(work: Workload, layout: Layout, pins: Pins, *, groups: int = 1) -> Iterator[int]:
@@ -95,8 +104,9 @@ def node_counts(work: Workload, option: Option, pins: Pins) -> Iterator[int]:
         yield pins.num_nodes
         return
     if option.is_tpu:
+        together = max(tensor_groups(work, option, pins), default=1)  # chips that share a sequence
         for hosts, _ in option.slices:
-            if hosts * option.offer.gpus_per_node // pins.axes.get("tp", 1) <= work.global_batch_size:
+            if hosts * option.offer.gpus_per_node // together <= work.global_batch_size:
                 yield hosts
         return
     most = max(1, -(-work.global_batch_size * 8 // option.offer.gpus_per_node))  # tp up to 8 shares a sequence

@@ -199,10 +199,13 @@ def settings_of(candidate: Candidate, *, every_steps: int | None) -> dict[str, J
     setting, offer = candidate.setting, candidate.option.offer
     tpu = candidate.option.is_tpu  # one rank a host, whose chips share the rows of a micro-batch
     groups = offer.gpus_per_node // setting.layout.tp if tpu else 1
+    axes = setting.layout.sizes
+    if tpu:  # of ranks, which are hosts, only what the run file cannot know: chips that share a row
+        axes = {"tp": setting.layout.tp} if setting.layout.tp > 1 else {}
     result: dict[str, Json] = {
         "training.micro_batch_size": setting.micro_batch_size * groups,
         "training.activation_checkpointing": setting.activation_checkpointing,
-        **({} if tpu else {f"parallelism.{axis}": size for axis, size in setting.layout.sizes.items()}),
+        **{f"parallelism.{axis}": size for axis, size in axes.items()},
         "resources.hosts": candidate.num_nodes,
         "resources.ranks_per_host": 1 if tpu else offer.gpus_per_node,
         "resources.machine": offer.machine,

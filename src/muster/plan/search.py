@@ -108,7 +108,7 @@ class Problem:
 
 
 @dataclass(kw_only=True)
-class _Memo:
+class Memo:
     """What offers of one machine share: memory does not depend on place or price."""
 
     fitting: dict[tuple[str, int], list[tuple[Setting, MemoryEstimate]]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def search(problem: Problem) -> Outcome:
     """The best of everything on offer. Deterministic; nothing outside the arguments matters."""
     result: list[Candidate] = []
     rejected: list[Rejection] = []
-    memo = _Memo()
+    memo = Memo()
     fastest_settings: dict[tuple[object, ...], list[tuple[int, Setting, MemoryEstimate, StepTime]]] = {}
     for option in problem.options:
         reason = excluded(problem, option)
@@ -176,7 +176,7 @@ def excluded(problem: Problem, option: Option) -> str | None:
     return None
 
 
-def best_settings(problem: Problem, option: Option, memo: _Memo) -> list[tuple[int, Setting, MemoryEstimate, StepTime]]:
+def best_settings(problem: Problem, option: Option, memo: Memo) -> list[tuple[int, Setting, MemoryEstimate, StepTime]]:
     """For each node count the setting with the shortest step among those that fit."""
     result = []
     for num_nodes in node_counts(problem.work, option, problem.pins):
@@ -190,7 +190,7 @@ def best_settings(problem: Problem, option: Option, memo: _Memo) -> list[tuple[i
     return result
 
 
-def _fitting(problem: Problem, option: Option, num_nodes: int, memo: _Memo) -> list[tuple[Setting, MemoryEstimate]]:
+def _fitting(problem: Problem, option: Option, num_nodes: int, memo: Memo) -> list[tuple[Setting, MemoryEstimate]]:
     """Settings that fit; more recomputation is left out where less fits already."""
     key = (option.offer.machine, num_nodes)
     if key in memo.fitting:
@@ -267,7 +267,7 @@ def _excess_of(limits: Limits) -> Callable[[Candidate], float]:
     return excess
 
 
-def _least_memory(problem: Problem, option: Option, memo: _Memo) -> str:
+def _least_memory(problem: Problem, option: Option, memo: Memo) -> str:
     """Why nothing fits on this machine."""
     least, nodes = memo.least.get(option.offer.machine, (0, 0))
     have = option.offer.gpu_memory_bytes

@@ -1,7 +1,9 @@
 """TPUs in a plan: slices, mesh, memory by part, prices that nobody knows, and GPU or TPU for one run file."""
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from muster.cli.main import run
 from muster.config.load import load
 from muster.core.errors import NoPlanError, UsageError
 from muster.core.layout import Layout
-from muster.plan.layouts import Pins, node_counts, settings
+from muster.plan.layouts import Pins, node_counts, settings, tensor_groups
+from muster.plan.plan_file import settings_as_overrides
+from muster.plan.search import Memo, Problem, best_settings
 from muster.plan.step_time import step_time
 from muster.plan.tpu_memory import tpu_memory
 from muster.plan.workload import Setting
@@ -69,10 +73,14 @@ def test_every_slice_has_the_chips_of_its_hosts_and_a_machine_for_each_generatio
 
 def test_a_slice_is_one_mesh_and_its_hosts_share_a_micro_batch():
     v6e, work = option("ct6e-standard-4t", "spot"), job("8B", global_batch_size=32)
-    assert list(node_counts(work, v6e, Pins())) == [1, 2, 4, 8], "no chip without a sequence"
-    found = list(settings(work, v6e, 4, Pins(micro_batch_size=8)))
+    alone = Pins(axes={"tp": 1})
+    assert list(node_counts(work, v6e, alone)) == [1, 2, 4, 8], "no chip without a sequence"
+    assert list(node_counts(work, v6e, Pins())) == [1, 2, 4, 8, 16, 32], "four chips may share one"
+    found = list(settings(work, v6e, 4, Pins(micro_batch_size=8, axes={"tp": 1})))
     assert {each.layout for each in found} == {Layout(dp_shard=16)} and {each.micro_batch_size for each in found} == {2}
-    assert not list(settings(work, v6e, 4, Pins(micro_batch_size=6))), "6 rows are not shared out to 4 chips"
+    assert not list(settings(work, v6e, 4, Pins(micro_batch_size=6, axes={"tp": 1}))), (
+        "6 rows are not shared out to 4 chips"
+    )
 
 
 def test_tensor_parallel_is_the_run_files_and_a_chip_holds_its_part():
@@ -157,6 +165,73 @@ def test_auto_is_the_one_layout_of_tpus(run_file):
     assert not spec.parallelism.auto and spec.parallelism.axes["dp_shard"] == -1 and "over all chips" in told
 
 
+def mesh(model, machine, hosts, **changes):
+    """(tp, seconds a step, checkpointing) of the fastest mesh that fits; None: none does."""
+    work = job(shape=rows.models()[f"meta-llama/{model}"].shape, **changes.pop("work"))
+    problem = Problem(work=work, options=(), pins=Pins(num_nodes=hosts, **changes), tpus=True)
+    found = best_settings(problem, option(machine, "spot"), Memo())
+    return (found[0][1].layout.tp, found[0][3].seconds) if found else None
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "hosts", "length", "rows_a_step", "tp"),
+    [
+        ("Llama-3.2-1B", "ct5lp-hightpu-4t", 2, 2048, 64, 1),
+        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 16, 2048, 64, 1),
+        ("Llama-3.1-8B", "ct6e-standard-4t", 8, 4096, 64, 1),
+        ("Llama-3.1-70B", "ct5p-hightpu-4t", 16, 4096, 64, 1),
+        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 4, 2048, 64, 2),  # 4x4: by fsdp alone a layer and the head do not fit
+        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 8, 8192, 64, 2),  # 4x8: nor do activations of 8,192 tokens
+        ("Llama-3.1-8B", "ct6e-standard-8t", 1, 8192, 64, 2),
+        ("Llama-3.1-70B", "ct6e-standard-4t", 16, 2048, 64, 4),
+        ("Llama-3.1-8B", "ct5p-hightpu-4t", 32, 4096, 64, 2),  # more chips than sequences
+    ],
+)
+def test_the_fastest_mesh_that_fits_is_taken(model, machine, hosts, length, rows_a_step, tp):
+    work = {"sequence_length": length, "global_batch_size": rows_a_step}
+    found = mesh(model, machine, hosts, work=work)
+    each = {size: mesh(model, machine, hosts, work=work, axes={"tp": size}) for size in (1, 2, 4)}
+    fitting = {size: taken[1] for size, taken in each.items() if taken}
+    assert found[0] == tp == min(fitting, key=lambda size: fitting[size]) and found[1] == fitting[tp]
+    if tp == 1:
+        assert fitting[2] > fitting[1], "considered, and slower"
+
+
+def test_tensor_groups_divide_a_hosts_chips_heads_and_kv_heads():
+    eight = option("ct6e-standard-8t", "spot")
+    assert tensor_groups(job("8B"), eight, Pins()) == [1, 2, 4, 8]
+    shape = replace(job("8B").shape, kv_heads=2)
+    assert tensor_groups(job(shape=shape), eight, Pins()) == [1, 2]
+    assert tensor_groups(job("8B"), option("ct6e-standard-4t", "spot"), Pins()) == [1, 2, 4]
+    assert tensor_groups(job("8B", lora_rank=8, lora_embeddings=True), eight, Pins()) == [1]
+
+
+def test_a_chosen_tp_is_set_in_the_run_file_and_said_with_its_reason(run_file):
+    small = ["resources.machine=ct5lp-hightpu-4t", "resources.hosts=4", "training.sequence_length=2048"]
+    found = plan(run_file(), small, reasons=True)
+    assert found.plan.settings["parallelism.tp"] == 2 and found.plan.settings["training.micro_batch_size"] == 2
+    assert "slice 4x4, mesh data 1 x fsdp 8 x tp 2" in "\n".join(plan_table.lines(found))
+    told = next(line for line in found.plan.why if line.startswith("Mesh: tp 2,"))
+    assert re.search(r"tp 1 needs 18 GB of 16 GB a chip, tp 4 takes 5\.\d+ s a step", told), told
+    loaded = load(run_file(), [*small, *settings_as_overrides(found.plan.settings)])
+    assert loaded.spec.parallelism.tp == 2
+
+
+def test_auto_takes_the_fastest_mesh_of_a_named_machine(run_file):
+    small = [
+        "parallelism=auto", "resources.machine=ct5lp-hightpu-4t", "training.sequence_length=2048",
+        "training.activation_checkpointing=full",
+    ]  # fmt: skip
+    four = [*small, "resources.hosts=4", "training.micro_batch_size=2"]
+    spec, told = laid_out(load(run_file(), four).spec)
+    assert (spec.parallelism.tp, spec.parallelism.dp_shard, spec.parallelism.auto) == (2, -1, False)
+    assert "takes dp_shard 8 x tp 2 (tensor parallel)" in told and "GB of 16 GB a chip; next" in told, told
+    spec, told = laid_out(load(run_file(), [*small, "resources.hosts=16", "training.micro_batch_size=4"]).spec)
+    assert spec.parallelism.tp == 1 and "takes dp_shard 64" in told and "next dp_shard 32 x tp 2" in told
+    with pytest.raises(NoPlanError, match="no multiple of a host's groups"):
+        laid_out(load(run_file(), [*small, "model.source=Qwen/Qwen2.5-0.5B", "training.micro_batch_size=1"]).spec)
+
+
 def test_reasons_speak_of_chips(run_file):
     told = "\n".join(plan(run_file(), reasons=True).plan.why)
     assert "a chip at its fullest" in told and "NVLink" not in told and "its network" not in told
@@ -166,7 +241,7 @@ def test_what_does_not_fit_is_refused_in_one_line(run_file):
     with pytest.raises(NoPlanError) as refused:
         plan(run_file(), ["model.source=meta-llama/Llama-3.1-405B", "resources.accelerator=TPU-v5e"])
     told = str(refused.value)
-    assert "needs 160 GB a chip even on 64, a TPU-v5e has 16 GB" in told and "\n" not in told
+    assert "needs 55 GB a chip even on 256, a TPU-v5e has 16 GB" in told and "\n" not in told
 
 
 def test_a_tpu_without_a_price_is_planned_where_it_is_named(run_file):

@@ -27,12 +27,16 @@ def laid_out(spec: RunSpec, home: Path | None = None) -> tuple[RunSpec, str | No
     """
     if not spec.parallelism.auto:
         return spec, None
-    if spec.resources.device == "tpu":
+    tpu = spec.resources.device == "tpu"
+    if tpu and spec.resources.machine is None:
         only = spec.model_copy(update={"parallelism": type(spec.parallelism)()})
-        return only, "device tpu shards over all chips; tensor parallel is the run file's to ask for"
+        return only, "device tpu shards over all chips; tensor parallel is chosen where resources.machine is given"
     choices, option = compared(spec, home)
     why = reason(choices, option)
     best = choices[0]
+    if tpu:  # ranks are hosts, and shard over all of them
+        only = type(spec.parallelism)(tp=best.layout.tp)
+        return spec.model_copy(update={"parallelism": only}), why
     update = {**best.layout.sizes, "reshard_after_forward": best.reshard_after_forward, "auto": False}
     return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=update)}), why
 
@@ -46,10 +50,14 @@ def compared(spec: RunSpec, home: Path | None = None) -> tuple[list[LayoutChoice
     constants, _ = calibration_for(home, spec, work)
     resources = spec.resources
     pins = Pins(
-        gpus_per_node=resources.ranks_per_host if resources.device != "cpu" else None, machine=resources.machine,
-        accelerator=resources.accelerator, mode=resources.provisioning_model, locations=tuple(resources.locations),
+        gpus_per_node=resources.ranks_per_host if resources.device not in ("cpu", "tpu") else None,
+        machine=resources.machine, accelerator=resources.accelerator, mode=resources.provisioning_model,
+        locations=tuple(resources.locations),
     )  # fmt: skip
-    problem = Problem(work=work, options=found.options, pins=pins, reservation=resources.reservation is not None)
+    reserved = resources.reservation is not None
+    problem = Problem(
+        work=work, options=found.options, pins=pins, reservation=reserved, tpus=resources.device == "tpu"
+    )  # fmt: skip
     option = _option(spec, problem)
     choices = compare_layouts(
         work, option, resources.hosts, micro_batch_size=spec.training.micro_batch_size,
@@ -61,7 +69,7 @@ def compared(spec: RunSpec, home: Path | None = None) -> tuple[list[LayoutChoice
 
 def _option(spec: RunSpec, problem: Problem) -> Option:
     """What the ranks run on: this machine, or the one that the run file names."""
-    here = backends.get(spec.backend).capabilities.uses_this_machine
+    here = backends.get(spec.backend).capabilities.uses_this_machine and not problem.tpus
     if not here and spec.resources.machine is None:
         raise UsageError(
             "parallelism: auto needs to know the machine",

@@ -46,6 +46,8 @@ MODEL = {
 #: Tokens of a sequence; ``calibrate`` sets it.
 LENGTH = 128
 GOAL_STEP_S = 0.3
+#: Ten hosts on two cores take a minute and more to their first step.
+START_S = 300
 PHASES = itertools.count()
 #: The stages of the trials of the case under way.
 FOUND_STAGES = []
@@ -87,7 +89,7 @@ def measure(run, aim, *, settle_steps=6):
     ``aim()`` finds what is to be struck, which takes a while, and returns the blow.
     """
     at = run.step() + settle_steps
-    run.wait_for_step(at)
+    run.wait_for_step(at, START_S)
     time.sleep(next(PHASES) * 0.37 % 1 * GOAL_STEP_S)  # spread over a step: a copy takes part of one
     strike = aim()
     began = time.monotonic_ns()
@@ -126,7 +128,7 @@ def host_fault(aim, trials, *, spares, hosts, netns=False, min_hosts=None, **mor
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec(**changes), netns=netns) as run:
             run.start()
-            run.wait_for_step(2)
+            run.wait_for_step(2, START_S)
             if spares:
                 run.wait_for_spare()
             victim = run.ranks()[max(run.ranks())][1]
@@ -143,18 +145,29 @@ def grow(trials, *, hosts=3, min_hosts=2, **more):
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder), bench_spec(**changes)) as run:
             run.start()
-            run.wait_for_step(3)
+            run.wait_for_step(3, START_S)
             run.signal_host(victim)
             run.wait_until(lambda run=run: len(run.events("incident.resolved")) == 1, "the shrink")
             run.start_agent(victim)
-            run.wait_until(lambda run=run: "grow" in run.actions(), "the return")
+            run.wait_until(lambda run=run: "grow" in run.actions(), "the return", START_S)
             at = run.step()
             run.wait_for_step(at + 4)
+            FOUND_STAGES.append(stages_of_return(run))
             ends = sorted(event.mono_ns for event in run.events("step") if event.step >= at - 2)
             gaps = [(b - a) / 1e9 for a, b in itertools.pairwise(ends)]
             steps.append(step_s(run))
             found.append((max(gaps) - steps[-1], 0))
     return found, statistics.median(steps)
+
+
+def stages_of_return(run):
+    """Where the time goes from the decision to let a host join: until the ranks pause, steps go on."""
+    began = next(event.mono_ns for event in run.events("incident.decided") if event.detail["action"] == "grow")
+    ended = next(event.mono_ns for event in run.events("attempt.ended") if event.mono_ns > began)
+    joined = max(event.mono_ns for event in run.events("attempt.started"))
+    before = max(event.step for event in run.events("step") if event.mono_ns < joined)
+    found = stages(run.events(), began_ns=ended - 1, before=before)
+    return {name: s for name, s in found.items() if name not in ("notice", "decide")}
 
 
 def step_s(run):
@@ -181,7 +194,7 @@ def cases(trials):
     yield "grow", lambda: grow(trials)
     # Three replicas of three stages: on nine hosts of one rank, and inside each of three hosts.
     grid = {"parallelism.dp_replicate": 3, "parallelism.dp_shard": 1, "parallelism.pp": 3}
-    calm = {"recovery.heartbeat_timeout_s": 2.0}  # ten hosts share these cores
+    calm = {"recovery.heartbeat_timeout_s": 5.0}  # ten hosts share these cores; nothing here is noticed by silence
     for name, hosts in (("grid9", 9), ("grid3", 3)):
         more = {**grid, **calm, "resources.ranks_per_host": 9 // hosts}
         least = hosts - hosts // 3

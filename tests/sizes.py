@@ -127,6 +127,14 @@ CORE = {
 
 #: Tests that CI has no time for, with the test that covers the same capability there.
 NIGHTLY = {
+    # Four minutes on two cores, two, and a minute and a half.
+    "test_pipeline_recovery_live.py::test_three_replicas_of_three_stages": (
+        "test_pipeline_recovery_live.py::test_a_killed_stage_takes_its_replica_along_and_no_other[1f1b], "
+        "and hosts in virtual time: test_grid_virtual.py"
+    ),
+    "test_pipeline_recovery_live.py::test_stages_that_are_hosts_go_on_as_two_hosts_of_another_layout": (
+        "test_grid_virtual.py, in virtual time"
+    ),
     # Three minutes on two cores.
     "test_gce_run_live.py": "test_gce_machine_live.py::test_from_the_boot_to_the_agent_and_again_after_a_reboot",
     "test_network_check_live.py::test_of_four_sound_hosts_none_is_named": (

@@ -40,7 +40,6 @@ def test_a_killed_stage_takes_its_replica_along_and_no_other(tmp_path, reference
         assert (run.final_hash(), run.losses()) == reference(1, 4, **changes)[:2]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(("hosts", "per_host"), [(9, 1), (3, 3)], ids=["nine-hosts", "three-hosts"])
 def test_three_replicas_of_three_stages(tmp_path, reference, hosts, per_host):
     """A rank, a host with a spare, one without (one replica is dropped), and it comes back; the batch is the same
@@ -70,3 +69,30 @@ def test_three_replicas_of_three_stages(tmp_path, reference, hosts, per_host):
         assert run.recoveries()[-1] == "grow" and run.events("attempt.started")[-1].detail["world_size"] == 9
         whole = {"training.exact": True, "training.steps": 300, "model.config.num_hidden_layers": 3}
         assert (run.final_hash(), run.losses()) == reference(1, 1, **whole)[:2]
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "float"])
+def test_stages_that_are_hosts_go_on_as_two_hosts_of_another_layout(tmp_path, reference, exact):
+    """pp 3 x dp_shard 3, a stage on each of three hosts: with a spare the end is the same bit for bit; then two hosts
+    go on with two shards a stage, and the third one comes back: the same bits where sums are exact, else to 1e-6."""
+    same = {"training.exact": exact, "training.steps": 120, "model.config.num_hidden_layers": 3}
+    axes = {"parallelism.dp_shard": 3, "parallelism.pp": 3}
+    hosts = {"resources.hosts": 3, "resources.ranks_per_host": 3, "resources.spare_hosts": 1, "resources.min_hosts": 2}
+    with Judged(tmp_path, spec_of(**same, **axes, **hosts, **{"recovery.heartbeat_timeout_s": 5.0})) as run:
+        run.under_way(4)
+        run.signal_host(run.ranks()[4][1])
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "the swap", 180)
+        lost = run.ranks()[8][1]
+        run.signal_host(lost)
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 2, "the shrink", 180)
+        run.start_agent(lost)
+        run.ended()
+        assert run.recoveries() == ["swap", "shrink", "grow"], run.story()
+        layouts = [event.detail["layout"] for event in run.events("attempt.started")]
+        assert [(found["pp"], found["dp_shard"]) for found in layouts] == [(3, 3), (3, 3), (3, 2), (3, 3)], run.story()
+        end, losses, _ = reference(1, 1, **same)
+        if exact:
+            assert (run.final_hash(), run.losses()) == (end, losses)
+        else:
+            wanted = {step: pytest.approx(float.fromhex(loss), rel=1e-6) for step, loss in losses.items()}
+            assert {step: float.fromhex(loss) for step, loss in run.losses().items()} == wanted

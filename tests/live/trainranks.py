@@ -28,6 +28,8 @@ from muster.core.types import Layout
 from muster.protocol.ranks import Command, RankContext, Restore
 
 TIMEOUT_S = 120.0
+#: What ``multiprocessing.popen_forkserver`` reports of a child whose fork server ended without a word; no rank says so.
+FORK_SERVER_GONE = 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +194,8 @@ def _await(processes: Sequence[Any]) -> None:
                     process.kill()
     for process in processes:
         process.join()
+    lost = [rank for rank, process in enumerate(processes) if process.exitcode == FORK_SERVER_GONE]
+    assert not lost, f"ranks {lost}: multiprocessing's fork server ended before them, so their exit codes are not known"
 
 
 def _rank(context: RankContext, script: Script) -> None:

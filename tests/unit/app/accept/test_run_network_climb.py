@@ -248,7 +248,9 @@ def test_a_host_that_falls_silent_while_it_measures_ends_it_at_once(climbs, plac
 def test_the_budget_ends_the_wait_before_it_is_passed(climbs, place):
     """Broken on purpose: the rung's longest time fits, and its figures never come."""
     _, rung, written = climbs(place, started("h0", "h1"), budget=118.0)
-    assert rung.outcome == "failed", rung.said  # 300 s and half an hour to clear up, at $200: $116.67, and a look at the end
+    assert rung.outcome == "failed", (
+        rung.said
+    )  # 300 s and half an hour to clear up, at $200: $116.67, and a look at the end
     _, rung, written = climbs(place, started("h0", "h1"), budget=116.0)
     assert (rung.outcome, rung.spent) == ("budget", 0.0) and "the budget is $116.00" in rung.said
     assert written["usd_at_most"] == 0

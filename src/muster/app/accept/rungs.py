@@ -204,7 +204,7 @@ class Trial:
             self._submit()
         self._wait_for_step(meter, FIRST_STEPS, START_S)
         self._judge_hosts()
-        return f"run {self.run.run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
+        return f"run {self._run().run_id}: step {self._target().step()} on {len(self._target().hosts())} hosts"
 
     def _submit(self) -> None:
         backend = self.spec.backend

@@ -35,8 +35,8 @@ def laid_out(spec: RunSpec, home: Path | None = None) -> tuple[RunSpec, str | No
     why = reason(choices, option)
     best = choices[0]
     if tpu:  # ranks are hosts, and shard over all of them
-        only = type(spec.parallelism)(tp=best.layout.tp)
-        return spec.model_copy(update={"parallelism": only}), why
+        chosen = type(spec.parallelism)(tp=best.layout.tp)
+        return spec.model_copy(update={"parallelism": chosen}), why
     update = {**best.layout.sizes, "reshard_after_forward": best.reshard_after_forward, "auto": False}
     return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=update)}), why
 

@@ -86,7 +86,7 @@ class Ring:
         """Every rank's, a row each."""
         part = torch.tensor(values, dtype=torch.float64, device=self.device)
         whole = torch.empty(self.world * len(values), dtype=torch.float64, device=self.device)
-        self.wait(self.group._allgather_base(whole, part, AllgatherOptions()))  # type: ignore[attr-defined]
+        self.wait(self.group._allgather_base(whole, part, AllgatherOptions()))
         return whole.view(self.world, len(values)).cpu()
 
     def free_bytes(self) -> float:
@@ -108,7 +108,7 @@ class Ring:
         right = torch.arange(1, self.world + 1, device=self.device, dtype=torch.float32).unsqueeze(1)
 
         def gather() -> None:
-            self.wait(self.group._allgather_base(whole, part, AllgatherOptions()))  # type: ignore[attr-defined]
+            self.wait(self.group._allgather_base(whole, part, AllgatherOptions()))
 
         return gather, lambda: int(torch.count_nonzero(whole.view(self.world, share) != right))
 

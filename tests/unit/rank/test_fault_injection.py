@@ -57,7 +57,8 @@ def run(tmp_path):
 def test_a_rank_installs_them_only_where_it_is_told_to(monkeypatch, tmp_path, inject_faults):
     run, installed = object(), []
     monkeypatch.setattr(worker, "choose_device", lambda *_: SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(worker, "read_spec", lambda *_: SimpleNamespace(resources=SimpleNamespace(device="cuda")))
+    spec = SimpleNamespace(resources=SimpleNamespace(device="cuda"), check=SimpleNamespace(network=False))
+    monkeypatch.setattr(worker, "read_spec", lambda *_: spec)
     for name in ("set_numerics", "stay_near", "open_rendezvous", "leave_world", "run_phases"):
         monkeypatch.setattr(worker, name, lambda *_, **__: None)
     for name in ("join_world", "make_components"):

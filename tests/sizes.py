@@ -127,7 +127,7 @@ CORE = {
 
 #: Tests that CI has no time for, with the test that covers the same capability there.
 NIGHTLY = {
-    # Four minutes on two cores, two, and a minute and a half.
+    # Four minutes and almost three on two cores, and more than three for each kind of sums.
     "test_pipeline_recovery_live.py::test_three_replicas_of_three_stages": (
         "test_pipeline_recovery_live.py::test_a_killed_stage_takes_its_replica_along_and_no_other[1f1b], "
         "and hosts in virtual time: test_grid_virtual.py"

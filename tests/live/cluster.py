@@ -208,14 +208,20 @@ class LiveRun(Watched):
         """The host's folder in memory, which its agent has made."""
         return MemoryDir.of_run(self.dir)[name].folder
 
+    def supervisor_address(self):
+        from muster.protocol.lease import read_lease
+
+        return read_lease((self.dir / "lease.json").read_bytes(), me="the test").address
+
+    def replicator_port(self, name="host-0"):
+        return json.loads((self.memory(name) / "replicator.json").read_text())["port"]
+
     def tell(self, message):
         """Send the supervisor a message as a client; returns its answer."""
-        from muster.protocol.lease import read_lease
         from muster.transport.client import ask_supervisor
         from muster.transport.secure_session import read_token
 
-        address = read_lease((self.dir / "lease.json").read_bytes(), me="the test").address
-        return ask_supervisor(address, read_token(str(self.dir / "token")), message)
+        return ask_supervisor(self.supervisor_address(), read_token(str(self.dir / "token")), message)
 
     def final_hash(self):
         """SHA-256 over every tensor of the newest checkpoint, whatever its layout."""

@@ -1,6 +1,5 @@
 """What reaches a run's ports and folders from people without its token: bytes for gloo, pickles, an open umask."""
 
-import json
 import os
 import pickle
 import shutil
@@ -15,7 +14,6 @@ import psutil
 import pytest
 from cluster import LiveRun, spec_of
 
-from muster.protocol.lease import read_lease
 from muster.storage.memory_dir import left_over
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
@@ -109,8 +107,8 @@ def test_a_pickle_is_never_opened_on_a_port_or_in_a_checkpoint(tmp_path):
     with LiveRun(tmp_path / "run", spec) as run:
         run.start()
         run.wait_until(lambda: len(run.events("checkpoint.committed")) >= 2, "two checkpoints")
-        address = read_lease((run.dir / "lease.json").read_bytes(), me="the test").address
-        port = json.loads((run.memory() / "replicator.json").read_text())["port"]
+        address = run.supervisor_address()
+        port = run.replicator_port()
         for host, number in (address, ("127.0.0.1", port)):
             for words in (bomb, len(bomb).to_bytes(4, "big") + bomb, len(bomb).to_bytes(8, "little") + bomb):
                 with socket.create_connection((host, number)) as sock:

@@ -1,7 +1,6 @@
 """1,100 connections that say nothing, to the supervisor and to a replicator: the run does not notice."""
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -14,7 +13,6 @@ import pytest
 from cluster import LiveRun, spec_of
 from waiting import eventually
 
-from muster.protocol.lease import read_lease
 from muster.transport import connections, stream_server
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
@@ -75,8 +73,8 @@ def test_silent_connections_cost_no_step_and_no_save(tmp_path):
         for process, _ in attacked:
             process.rlimit(psutil.RLIMIT_NOFILE, (LIMIT, LIMIT))
         before = [process.num_fds() for process, _ in attacked]
-        address = read_lease((run.dir / "lease.json").read_bytes(), me="the test").address
-        port = json.loads((run.memory() / "replicator.json").read_text())["port"]
+        address = run.supervisor_address()
+        port = run.replicator_port()
         with silent(address[1], port):
             for (process, most), had in zip(attacked, before, strict=True):
                 eventually(lambda process=process, had=had, most=most: process.num_fds() <= had + most + 32)

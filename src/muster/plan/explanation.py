@@ -164,12 +164,10 @@ def _mesh(problem: Problem, chosen: Candidate) -> Iterator[str]:
     option, hosts, tp = chosen.option, chosen.num_nodes, chosen.setting.layout.tp
     free = replace(problem.pins, axes={axis: size for axis, size in problem.pins.axes.items() if axis != "tp"})
     parts = []
-    for size in tensor_groups(problem.work, option, free):
+    for size in (size for size in tensor_groups(problem.work, option, free) if size != tp):
         pins = replace(free, axes={**free.axes, "tp": size})
         found = list(settings(problem.work, option, hosts, pins))
         best = best_settings(replace(problem, pins=replace(pins, num_nodes=hosts)), option, Memo())
-        if size == tp:
-            continue
         if best:
             parts.append(f"tp {size} takes {best[0][3].seconds:.3g} s a step")
         elif found:

@@ -72,8 +72,8 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     elif usd is not None and (tpu or not here):
         notes.append(f"list prices: {KEY} is of the host that resources.machine names, and it names none")
     if tpu:
-        notes.append("one slice, mesh data 1 x fsdp x tp over all its chips: tp as the run file gives it, else 1")
-        notes.append("TPUs of the catalogue, not this machine; Muster cannot start a slice of several hosts yet")
+        notes.append("one slice, mesh data 1 x fsdp x tp over all its chips, with the run file's tp, else the fastest")
+        notes.append("TPUs of the catalogue, not this machine; backend gke starts slices of several hosts")
     elif here:
         option, note = _these_gpus(spec)
         options = [option, *options] if option is not None else options

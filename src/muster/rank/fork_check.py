@@ -11,8 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 #: Packages that transformers or peft import where they are installed, and that have kernels of their own.
 SUSPECTS = (
     "flash_attn", "flash_attn_interface", "bitsandbytes", "torchao", "xformers", "apex", "deepspeed", "auto_gptq",
@@ -32,6 +30,8 @@ def why_not(*, on_gpus: bool = True) -> str | None:
         return f"imported packages run threads ({', '.join(names)})"
     if not on_gpus:
         return None
+    import torch
+
     pid = os.fork()
     if pid == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))

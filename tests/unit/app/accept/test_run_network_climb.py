@@ -28,7 +28,7 @@ from fakes.timeline import EPOCH, Timeline  # noqa: E402
 from fakes.vertex.jobs import Manners  # noqa: E402
 from fakes.vertex.service import APIS, FakeVertex  # noqa: E402
 
-from muster.app.accept import record, rungs  # noqa: E402
+from muster.app.accept import record, run_network, rungs  # noqa: E402
 from muster.app.accept.ladder import Meter, climb  # noqa: E402
 from muster.backends.gce import requests  # noqa: E402
 from muster.backends.gce.launcher import GceLauncher  # noqa: E402
@@ -38,7 +38,11 @@ from muster.backends.google.stand_in import stand_in  # noqa: E402
 from muster.backends.vertex.launcher import VertexLauncher  # noqa: E402
 from muster.config.load import Loaded  # noqa: E402
 from muster.config.spec import RunSpec  # noqa: E402
+from muster.core.errors import MusterError  # noqa: E402
+from muster.core.event_details.network import NetworkMeasured  # noqa: E402
+from muster.health.network.expected import expected_bandwidth  # noqa: E402
 from muster.storage.home import HOME_FILE, BucketHome  # noqa: E402
+from muster.train.distributed import network  # noqa: E402
 
 PRICE = 100.0
 MEASURES = 8 << 30
@@ -141,11 +145,11 @@ def attempt(*hosts, number=1):
     return [("supervisor", number, "attempt.started", detail, None)]
 
 
-def measured(gb_s, *, wrong=0, hosts=("h0", "h1")):
-    """All ranks' all_gather at this bus bandwidth."""
-    size = MEASURES if len(hosts) else 0
+def measured(gb_s, *, wrong=0, hosts=("h0", "h1"), size=MEASURES, library="NCCL 2.27.3", **end):
+    """All ranks' all_gather of ``size`` at this bus bandwidth; ``end``: why it is the largest."""
     figure = {"collective": "all_gather", "size_bytes": size, "seconds": size * 15 / 16 / gb_s / 1e9, "wrong": wrong}
-    detail = {"hosts": list(hosts), "ranks": 16, "library": "NCCL 2.27.3", "figures": [figure]}
+    ends = [{"collective": "all_gather", "reason": "all"} | end]
+    detail = {"hosts": list(hosts), "ranks": 16, "library": library, "figures": [figure], "ends": ends}
     return [("h0", 1, "network.measured", detail, None)]
 
 
@@ -218,6 +222,68 @@ def test_a_slow_network_ends_it_with_the_evidence(climbs, place, tmp_path):
 def test_wrong_results_end_it_however_fast_they_are(climbs, place):
     _, rung, _ = climbs(place, started("h0", "h1"), attempt("h0", "h1"), measured(FAST[place.__name__], wrong=7))
     assert rung.outcome == "failed" and "7 wrong values" in rung.said
+
+
+GIB = 1 << 30
+
+
+@places
+@pytest.mark.parametrize(
+    ("largest", "says"),
+    [
+        (
+            measured(2.0, size=GIB, reason="time", next_bytes=8 * GIB, needed=25.77, available=20.0),
+            "bus bandwidth 2 GB/s; no expected value for {family} for all_gather of 1024 MiB; too slow for larger "
+            "messages: 8192 MiB with the repeats would take 26 s, and 20 s is the most; not judged, so not passed",
+        ),
+        (
+            measured(500.0, size=GIB, reason="memory", next_bytes=8 * GIB, needed=11.0 * GIB, available=6.5 * GIB),
+            "no memory for larger messages: 8192 MiB take 11 GiB, and one rank has 6.5 GiB free: what else is on its "
+            "GPU?; not judged, so not passed",
+        ),
+        (
+            measured(0.5, size=64 << 20, library="gloo"),
+            "no expected value for {family} for all_gather of 64 MiB; not judged, so not passed",
+        ),
+    ],
+    ids=["time", "memory", "gloo"],
+)
+def test_what_cannot_be_judged_is_not_passed(climbs, place, largest, says):
+    """The family's figure is known and is of larger messages than any that was measured."""
+    family = {"gke": "A4", "vertex": "A3 Mega", "gce": "A3 Mega"}[place.__name__]
+    _, rung, written = climbs(place, started("h0", "h1"), attempt("h0", "h1"), largest)
+    assert rung.outcome == "failed" and not written["accepted"]
+    assert rung.said.endswith(says.format(family=family)), rung.said
+
+
+def of(**detail):
+    return NetworkMeasured.of(measured(**detail)[0][3])
+
+
+def test_without_a_published_figure_it_is_said_why_the_sizes_ended():
+    end = {"reason": "time", "next_bytes": 8 * GIB, "needed": 51.5, "available": 20.0}
+    said = run_network.judged(of(gb_s=1.0, size=GIB, **end), family="A2")
+    assert "bus bandwidth 1 GB/s; no expected value for A2; too slow for larger messages" in said
+    assert "too slow" not in run_network.judged(of(gb_s=1.0), family="A2")
+
+
+def test_a_message_smaller_than_the_largest_is_judged_where_it_is_large_enough():
+    """The figure of A3 High is of 512 MiB."""
+    end = {"reason": "memory", "next_bytes": 8 * GIB, "needed": 11.0 * GIB, "available": 6.5 * GIB}
+    said = run_network.judged(of(gb_s=70.0, size=GIB, **end), family="A3 High")
+    assert "as published" in said and "no memory for larger messages" in said
+    with pytest.raises(MusterError, match=r"less than 70 %.*no memory for larger messages"):
+        run_network.judged(of(gb_s=40.0, size=GIB, **end), family="A3 High")
+
+
+def test_what_has_so_little_time_is_below_every_published_figure():
+    """So a figure whose sizes ended for want of time is never one that only looks slow."""
+    worst = max(
+        larger / (network.MOST_S / (network.REPEATS + 1)) / 1e9
+        for larger in network.SIZES[1:]
+    )  # fmt: skip
+    families = [expected_bandwidth(name) for name in ("A3 High", "A3 Mega", "A3 Ultra", "A4")]
+    assert all(row is not None and worst < row.bad_gb_s / 4 for row in families), worst
 
 
 @places

@@ -9,10 +9,10 @@ from muster.core.errors import MusterError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.event_details.hosts import AgentStarted
 from muster.core.event_details.incidents import IncidentDetected
-from muster.core.event_details.network import NetworkMeasured
+from muster.core.event_details.network import MEMORY, TIME, NetworkMeasured
 from muster.core.event_details.run import RunFinished
 from muster.core.events import Event
-from muster.health.network.expected import judge_level
+from muster.health.network.expected import judge_level, unjudged
 from muster.health.network.figures import Rung
 from muster.health.network.judge import judge_values
 
@@ -70,8 +70,8 @@ def judged(measured: NetworkMeasured, *, family: str) -> str:
     """What was measured, in a sentence.
 
     Raises:
-        MusterError: slower than the family's published figure allows, wrong results, or no figure at all; with the
-            figures.
+        MusterError: slower than the family's published figure allows, wrong results, no figure at all, or none that can
+            be held against the published one; with the figures.
     """
     figures = [
         Rung(
@@ -92,9 +92,32 @@ def judged(measured: NetworkMeasured, *, family: str) -> str:
     )
     said = "; ".join(f"{one.message}{f' ({one.expected}; {one.source})' if one.source else ''}" for one in findings)
     said = f"{' and '.join(measured.hosts)}, {measured.library}, {measured.ranks} ranks: {said}{more}"
+    if why := _ended(measured):
+        said += f"; {why}"
+    if unjudged(findings, family=family):
+        raise MusterError(f"{said}; not judged, so not passed")
     if any(one.verdict.faulty for one in findings):
         raise MusterError(said)
     return said
+
+
+def _ended(measured: NetworkMeasured) -> str:
+    """Why no larger messages were measured; empty: the usual ones were."""
+    end = next((one for one in measured.ends if one.collective == JUDGED), None)
+    if end is None:
+        return ""
+    size = f"{end.next_bytes / 2**20:g} MiB"
+    if end.reason == TIME:
+        return (
+            f"too slow for larger messages: {size} with the repeats would take {end.needed:.0f} s, and "
+            f"{end.available:.0f} s is the most"
+        )
+    if end.reason == MEMORY:
+        return (
+            f"no memory for larger messages: {size} take {end.needed / 2**30:.3g} GiB, and one rank has "
+            f"{end.available / 2**30:.3g} GiB free: what else is on its GPU?"
+        )
+    return ""
 
 
 def _largest(figures: Sequence[Rung]) -> list[Rung]:

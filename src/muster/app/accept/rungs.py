@@ -35,6 +35,7 @@ from muster.core.errors import MusterError, UsageError
 from muster.core.event_details.hosts import AgentStarted
 from muster.core.event_details.network import NetworkMeasured
 from muster.core.event_details.run import RunFinished
+from muster.health.network.expected import unjudged
 from muster.health.verdicts import Verdict
 from muster.probe.programs import network_command
 from muster.report.audit.invariants import broken, check
@@ -173,6 +174,9 @@ class Trial:
         wrong = [one.message for one in checked.findings if one.verdict.faulty or one.verdict is Verdict.INCOMPLETE]
         if wrong:
             raise MusterError("; ".join(wrong))
+        if unjudged(checked.findings, family=test.family):
+            said = [one.message for one in checked.findings if one.check == "net.busbw"]
+            raise MusterError("; ".join([*said, "not judged, so not passed"]))
         return f"{' and '.join(hosts)}: {checked.assessment.level:.3g} GB/s"
 
     def _network_of_run(self, meter: Meter) -> str:

@@ -20,6 +20,20 @@ class NetworkFigure(Record):
     wrong: Annotated[Count, "elements that were not what they should be, on all ranks"] = 0
 
 
+ALL, MEMORY, TIME = "all", "memory", "time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkEnd(Record):
+    """Why a collective was measured at no larger size."""
+
+    collective: Annotated[str, "all_gather or all_reduce"]
+    reason: Annotated[str, "all: nothing larger is ever measured with this library; memory; time"]
+    next_bytes: Annotated[Count, "the size that was left out; 0: none was"] = 0
+    needed: Annotated[float, "by it: bytes of memory, or seconds with its repeats"] = 0.0
+    available: Annotated[float, "bytes of the rank with the least, or seconds"] = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class NetworkMeasured(Detail):
     kind: ClassVar = "network.measured"
@@ -28,6 +42,7 @@ class NetworkMeasured(Detail):
     ranks: Annotated[int, "that took part"]
     library: Annotated[str, "NCCL and its version, or gloo"]
     figures: Annotated[tuple[NetworkFigure, ...], "in the order in which they were taken"] = ()
+    ends: Annotated[tuple[NetworkEnd, ...], "of each collective's sizes"] = ()
 
 
 DETAILS: tuple[type[Detail], ...] = (NetworkMeasured,)

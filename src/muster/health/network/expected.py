@@ -88,6 +88,13 @@ def judge_level(rung: Rung, *, hosts: int, family: str) -> Finding:
     )  # fmt: skip
 
 
+def unjudged(findings: Iterable[Finding], *, family: str) -> bool:
+    """The family's figure is known, and no level was held against it."""
+    return expected_bandwidth(family) is not None and not any(
+        one.check == "net.busbw" and one.expected for one in findings
+    )
+
+
 def judge_history(now: Past, past: Iterable[Past]) -> Finding | None:
     """Against former figures of the same family, count of hosts, library, collective and size; None: too few."""
 

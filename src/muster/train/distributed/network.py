@@ -7,7 +7,8 @@ run will use. All ranks decide alike what is measured next, by figures that all 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from statistics import median
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
-from muster.core.event_details.network import NetworkFigure, NetworkMeasured
+from muster.core.event_details.network import ALL, MEMORY, TIME, NetworkEnd, NetworkFigure, NetworkMeasured
 from muster.core.typed_json import encode, parse_object
 from muster.protocol.ranks import AgentClient, RankContext
 from muster.train.distributed.process_groups import gloo_group, named, nccl_group
@@ -29,9 +30,9 @@ MOST_S = 20.0
 """For a size with all its repeats: a slow network is measured at smaller ones."""
 WITHIN_S = 300.0
 """For the ranks to meet, and for each collective."""
-ROOM = 1.25
-"""Memory that must be free for a size, as a multiple of it: input, output, and what the allocator rounds up."""
 _ELEMENT = 4  # float32: exact for the sums that are checked
+_ROUNDED = 1.05
+"""What an allocator takes for more than was asked for."""
 _RANGE_OF_FIVE = 2.326
 """The range of five normal values in standard deviations (Tippett, 1925)."""
 _NO_LIMIT = float(1 << 50)
@@ -52,12 +53,12 @@ def measure(context: RankContext, agent: AgentClient, *, device: torch.device, s
     group = make(keys, rank=context.rank, size=context.world_size, timeout=timeout)
     named(group, attempt=context.attempt, what="network", ranks=range(context.world_size))
     try:
-        figures = list(_figures(Ring(group, context.rank, context.world_size, device), agent.progress))
+        figures, ends = _measured(Ring(group, context.rank, context.world_size, device), agent.progress)
         if context.rank == 0:
             hosts = dict.fromkeys(keys.get(f"host{rank}").decode() for rank in range(context.world_size))
             library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if device.type == "cuda" else "gloo"  # type: ignore[no-untyped-call]
             detail = NetworkMeasured(
-                hosts=tuple(hosts), ranks=context.world_size, library=library, figures=tuple(figures)
+                hosts=tuple(hosts), ranks=context.world_size, library=library, figures=figures, ends=ends
             )
             agent.emit(NetworkMeasured.kind, **parse_object(encode(detail)))  # type: ignore[arg-type]
     finally:
@@ -113,20 +114,34 @@ class Ring:
         return gather, lambda: int(torch.count_nonzero(whole.view(self.world, share) != right))
 
 
-def _figures(ring: Ring, progress: Callable[[], None]) -> Iterator[NetworkFigure]:
+def _measured(ring: Ring, progress: Callable[[], None]) -> tuple[tuple[NetworkFigure, ...], tuple[NetworkEnd, ...]]:
     """Of each collective from the smallest size up, as long as a size fits into the memory and into its time."""
     sizes = SIZES if ring.device.type == "cuda" else SIZES_GLOO
     ring.meet()
     room = float(ring.gathered(ring.free_bytes()).min())
+    figures, ends = list[NetworkFigure](), list[NetworkEnd]()
     for collective in COLLECTIVES:
-        last: NetworkFigure | None = None
-        for size in sizes:
-            expected_s = last.seconds * size / last.size_bytes * (REPEATS + 1) if last is not None else 0.0
-            if last is not None and (size * ROOM > room or expected_s > MOST_S):
+        figures.append(_figure(ring, collective, sizes[0]))
+        progress()
+        end = NetworkEnd(collective=collective, reason=ALL)
+        for size in sizes[1:]:
+            last = figures[-1]
+            bytes_, seconds = memory(size, ring.world), last.seconds * size / last.size_bytes * (REPEATS + 1)
+            if bytes_ > room:
+                end = replace(end, reason=MEMORY, next_bytes=size, needed=bytes_, available=room)
                 break
-            last = _figure(ring, collective, size)
+            if seconds > MOST_S:
+                end = replace(end, reason=TIME, next_bytes=size, needed=seconds, available=MOST_S)
+                break
+            figures.append(_figure(ring, collective, size))
             progress()
-            yield last
+        ends.append(end)
+    return tuple(figures), tuple(ends)
+
+
+def memory(size: int, world: int) -> float:
+    """Bytes that a size takes on each rank: output, input, and a byte of each element's comparison."""
+    return size * (1 + 1 / world + 1 / _ELEMENT) * _ROUNDED
 
 
 def _figure(ring: Ring, collective: str, size: int) -> NetworkFigure:

@@ -10,10 +10,14 @@ from muster import backends
 from muster.app.accept import page, record, rungs
 from muster.app.accept.ladder import DOLLARS, HOST_HOURS, Meter, climb
 from muster.app.cluster import preflight as preflight_
+from muster.app.inspect.network import NetworkChecked
 from muster.backends.site import HeldHost, Looked
 from muster.config.load import loads
 from muster.core.errors import AccessError, CapacityError, MusterError
 from muster.core.types import JobState, JobStatus
+from muster.health.network.expected import judge_level
+from muster.health.network.figures import Rung as Level
+from muster.health.network.search import assess
 
 
 def loaded(**resources):
@@ -83,8 +87,8 @@ def climbs(monkeypatch):
     done = JobStatus(state=JobState.SUCCEEDED, reason="done after step 2")
     monkeypatch.setattr(preflight_, "preflight", lambda *words, **more: done)
 
-    def climbed(site, *names, budget=50.0):
-        tried = rungs.Trial(loaded=loaded(), cluster=None, per_host_hour=1.0, unit=HOST_HOURS, site=site)
+    def climbed(site, *names, budget=50.0, **resources):
+        tried = rungs.Trial(loaded=loaded(**resources), cluster=None, per_host_hour=1.0, unit=HOST_HOURS, site=site)
         meter = Meter(budget=budget, clock=VirtualClock(), unit=HOST_HOURS)
         some = [rung for rung in tried.rungs() if rung.name in names]
         return tried, climb(some, tried.clearing(), meter, lambda text: None)
@@ -118,6 +122,25 @@ def test_a_wait_for_nodes_is_ended_by_the_budget_before_it_is_passed(climbs):
     _, climbed = climbs(Site(waits=True), "network", budget=3.0)
     assert [one.outcome for one in climbed] == ["budget", "passed"]
     assert "waiting for start of job 9" in climbed[0].said and 1.9 < climbed[-1].spent <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("machine", "size", "outcome"),
+    [("a4-highgpu-8g", 64 << 20, "failed"), ("a4-highgpu-8g", 8 << 30, "passed"), ("", 64 << 20, "passed")],
+)
+def test_a_level_that_cannot_be_judged_is_not_passed(climbs, monkeypatch, machine, size, outcome):
+    """Of a known family; gloo, for one, measures no message so large as the published figures'."""
+    level = Level(collective="all_gather", size_bytes=size, ranks=16, seconds=size / 400e9, spread=0.0, wrong=0)
+    family = "A4" if machine else ""
+    checked = NetworkChecked(
+        findings=(judge_level(level, hosts=2, family=family),), assessment=assess(["n1", "n2"], ()), rounds=1
+    )
+    monkeypatch.setattr(rungs, "check_network", lambda hosts, argv, test: checked if test.family == family else None)
+    _, climbed = climbs(Site(), "network", **({"machine": machine} if machine else {}))
+    assert climbed[0].outcome == outcome
+    assert ("no expected value for A4 for all_gather of 64 MiB; not judged, so not passed" in climbed[0].said) is (
+        outcome == "failed"
+    )
 
 
 def test_hosts_of_one_kernel_make_a_rehearsal_before_there_is_a_run(climbs):

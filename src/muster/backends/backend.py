@@ -36,6 +36,8 @@ class Capabilities:
     """Its machines are a project's: the user's defaults (project, region, bucket) stand in for keys left out."""
     trains_on_tpus: bool = False
     """Its hosts may be TPU machines (``resources.device: tpu``)."""
+    renders_tpus: bool = False
+    """What such a run would ask for is rendered; it is not submitted."""
     in_regions: bool = False
     """Its machines are a region's: a zone means its region where places are compared."""
     supervised_in_terminal: bool = False

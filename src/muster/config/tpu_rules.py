@@ -8,15 +8,27 @@ from muster.config.backends import BACKENDS
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 
+HINT = "backend: gke, or local on a TPU machine of your own"
+
+
+def not_submitted(spec: RunSpec) -> Problem | None:
+    """Why ``spec`` may be rendered and no more; None: it may be submitted."""
+    able = BACKENDS.get(spec.backend).capabilities
+    if spec.resources.device != "tpu" or able.trains_on_tpus:
+        return None
+    message = f"tpu: on {spec.backend} rendered, not submitted, until hosts of a slice have found each other there once"
+    return Problem("resources.device", message, hint=HINT)
+
 
 def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
     """Problems of a run file with ``resources.device: tpu``, each by its key."""
     if spec.resources.device != "tpu":
         return
     training, model = spec.training, spec.model
-    if not BACKENDS.get(spec.backend).capabilities.trains_on_tpus:
+    able = BACKENDS.get(spec.backend).capabilities
+    if not able.trains_on_tpus and not able.renders_tpus:
         message = f"tpu: backend {spec.backend} makes no TPU machines yet"
-        yield Problem("resources.device", message, hint="backend: gke, or local on a TPU machine of your own")
+        yield Problem("resources.device", message, hint=HINT)
     if spec.command is not None:
         yield Problem("resources.device", "tpu is of Muster's own trainer, and `command` brings its own", hint="auto")
     if spec.resources.ranks_per_host not in (None, 1):

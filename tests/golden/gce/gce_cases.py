@@ -71,6 +71,15 @@ def cases() -> dict[str, Placement]:
         ),
         "a3-high-calendar": spec("a3-highgpu-8g", "calendar", reservation="november"),
         "cpu": spec("e2-standard-4", "on_demand", hosts=3),
+        "tpu-v6e-spot": spec("ct6e-standard-4t", "spot", hosts=4, device="tpu"),
+        "tpu-v6e-one-host": spec("ct6e-standard-8t", "on_demand", hosts=1, device="tpu"),
+        "tpu-v5p-flex-two-slices": spec(
+            "ct5p-hightpu-4t", "flex_start", hosts=4, device="tpu", parallelism={"dp_replicate": 2},
+            limits={"max_hours": 12},
+        ),
+        "tpu-v6e-reservation": spec(
+            "ct6e-standard-4t", "reservation", hosts=2, device="tpu", reservation="chips-in-august"
+        ),
     }  # fmt: skip
     return {name: placement(one) for name, one in found.items()}
 

@@ -91,6 +91,8 @@ def cases() -> dict[str, Placement]:
         ),
         "peered": spec("g2-standard-48", "on_demand", vertex={"network": "projects/123456/global/networks/training"}),
         "cpu": spec("n1-standard-4", None, hosts=3),
+        "tpu-v5e-4x4": spec("ct5lp-hightpu-4t", "spot", hosts=4, device="tpu"),
+        "tpu-v6e-one-host": spec("ct6e-standard-8t", "on_demand", hosts=1, device="tpu", locations=["us-east5"]),
     }  # fmt: skip
     return {name: placement(one) for name, one in found.items()}
 

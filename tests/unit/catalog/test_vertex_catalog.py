@@ -22,12 +22,12 @@ def test_every_accelerator_is_one_that_the_api_knows():
 def test_machines_have_the_gpus_and_chips_that_they_have_elsewhere():
     """The same hardware is rented by GKE, whose table has another origin."""
     for machine in vertex.machines().values():
-        if machine.accelerator is None:
+        if machine.chip is None:
             continue
         family, same = gke.find(machine.name, None)
-        assert machine.gpus == same.gpus, machine.name
-        assert machine.accelerator.chip == family.accelerator.removesuffix("-MEGA"), machine.name
-        assert machine.accelerator.chip in rows.accelerators()
+        assert (machine.gpus, machine.chips) == (same.gpus, same.chips), machine.name
+        assert machine.chip == family.accelerator.removesuffix("-MEGA"), machine.name
+        assert machine.chip in rows.accelerators()
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,11 @@ def test_found_by_machine_by_accelerator_or_refused():
     with pytest.raises(UsageError, match="no machine 'a3-highgpu-9g'") as error:
         vertex.find("a3-highgpu-9g", None)
     assert "a3-highgpu-8g" in error.value.hint
-    with pytest.raises(UsageError, match="no accelerator 'TPU-v5e'"):
+    with pytest.raises(UsageError, match="no accelerator 'TPU-v5p'"):
+        vertex.find(None, "TPU-v5p")
+    with pytest.raises(UsageError, match="several machines") as error:
         vertex.find(None, "TPU-v5e")
+    assert "ct5lp-hightpu-8t" in error.value.hint
 
 
 def test_the_fee_of_the_bill_and_the_assumed_ones():

@@ -31,7 +31,7 @@ def test_tensor_parallel_is_of_a_hosts_chips_and_no_matter_of_ranks():
     assert "parallelism" in refused(parallelism__tp=2, resources__device="cpu")
 
 
-@pytest.mark.parametrize("backend", ["local", "gke"])
+@pytest.mark.parametrize("backend", ["local", "gke", "vertex", "gce"])
 def test_a_run_without_any_of_it_is_taken(backend):
     assert refused(backend=backend) == set()
 
@@ -48,8 +48,6 @@ def test_a_run_without_any_of_it_is_taken(backend):
         ("parallelism__pp", 2),
         ("training__local_steps", 4),
         ("backend", "slurm"),
-        ("backend", "vertex"),
-        ("backend", "gce"),
     ],
 )
 def test_what_it_does_not_do_is_refused(key, value):

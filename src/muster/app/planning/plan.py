@@ -22,7 +22,7 @@ from muster.catalog import rows
 from muster.config import load
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
-from muster.config.tpu_rules import tpu_rules
+from muster.config.tpu_rules import not_submitted, tpu_rules
 from muster.core.errors import NoPlanError, RunFileError, UsageError
 from muster.core.typed_json import JsonObject, child, text, texts
 from muster.plan import bucket, plan_file
@@ -88,6 +88,8 @@ def plan(
     loaded, impossible = _load(run_file, overrides, environment)
     loaded = loaded if device is None else on_device(loaded, device)
     spec = loaded.spec
+    if (unable := not_submitted(spec)) is not None:  # nothing is planned that cannot be started
+        raise loaded.placed(RunFileError([unable]))
     work = workload(spec, shape_of(spec))
     found = hardware(spec, home)
     problem = _problem(loaded, work, now, home, found)

@@ -8,6 +8,8 @@ from muster.app.planning.prices import priced
 from muster.app.planning.source_run import located
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
+from muster.config.tpu_rules import not_submitted
+from muster.core.errors import RunFileError
 from muster.policy.load import load_policy
 
 
@@ -16,10 +18,12 @@ def resolved(spec: RunSpec, launcher: Launcher) -> tuple[RunSpec, str | None]:
     ``parallelism: auto`` became, if it was that.
 
     Raises:
-        RunFileError: the spec does not fit the machines.
+        RunFileError: the spec does not fit the machines, or is of TPUs where none are made.
         UsageError: ``recovery.policy`` is not a policy, or no layout can be chosen.
         NoPlanError: no layout fits.
     """
+    if (problem := not_submitted(spec)) is not None:
+        raise RunFileError([problem])
     here = backends.get(spec.backend).capabilities.uses_this_machine
     if here:
         load_policy(spec.recovery.policy)  # an unusable file is reported now, not by a supervisor in the background

@@ -12,13 +12,13 @@ from muster.core.errors import UsageError
 
 
 def rents(options: Sequence[Option]) -> list[Option]:
-    """Of ``options`` those that can be asked for here."""
+    """Of ``options`` those that can be asked for here; TPUs are rendered alone."""
     found = []
     for option in options:
         try:
             family, machine = machines.find(option.offer.machine, None)
-        except UsageError:  # TPUs, and what GKE has not
+        except UsageError:  # what GKE has not
             continue
-        if option.offer.mode in gce.modes(machine) and gce.refusal(family) is None:
+        if not machine.chips and option.offer.mode in gce.modes(machine) and gce.refusal(family) is None:
             found.append(replace(option, offer=replace(option.offer, backend="gce")))
     return found

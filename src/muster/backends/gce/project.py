@@ -20,6 +20,7 @@ from muster.backends.google.session import Session
 from muster.backends.protocols import Lease
 from muster.catalog import gke as catalogue
 from muster.config.spec import RunSpec
+from muster.config.tpu_rules import not_submitted
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, ConflictError, RunFileError, UsageError
 from muster.core.protocols import Clock
@@ -143,9 +144,11 @@ def open_project(spec: RunSpec, *, zone: str | None = None, adopt: bool = False)
     """What the run file's runs need, at ``zone``'s region alone where given. Touches nothing.
 
     Raises:
-        RunFileError: rules of the back end are broken: accounts, project, zones.
+        RunFileError: rules of the back end are broken: accounts, project, zones; TPUs, which are rendered alone.
         UsageError: data networks that cannot be in all of its zones.
     """
+    if (problem := not_submitted(spec)) is not None:
+        raise RunFileError([problem])
     # The bundle is put into the bucket that is made here.
     if problems := [one for one in rules(spec) if one.key != "gce.bundle"]:
         raise RunFileError(problems)

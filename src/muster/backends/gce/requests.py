@@ -19,6 +19,7 @@ from muster.backends.gce import placement as names
 from muster.backends.gce.placement import PREFIX, Placement, place, region_of, request_id, resolved
 from muster.backends.gce.run_file_rules import rules, warnings
 from muster.backends.run_folder import RunFiles
+from muster.backends.tpu_slices import slices_of
 from muster.catalog import gce as catalogue
 from muster.catalog.gce import CALENDAR, FLEX_START, ON_DEMAND, RESERVATION, SPOT
 from muster.config.spec import RunSpec
@@ -135,6 +136,8 @@ def hosts(placement: Placement, zone: str, *, turn: int, count: int | None = Non
     (None: all of the run's)."""
     number = placement.hosts if count is None else count
     least = placement.least_hosts if count is None else 1
+    if placement.machine.chips:
+        return _slices(placement, zone, turn)
     before = [policy] if (policy := _policy(placement, zone, turn, number)) is not None else []
     if placement.mode == FLEX_START:
         return [*before, *_queued(placement, zone, turn, number, policy)]
@@ -184,6 +187,41 @@ def _queued(placement: Placement, zone: str, turn: int, number: int, policy: Req
             body=resize,
         ),
     ]
+
+
+def _slices(placement: Placement, zone: str, turn: int) -> list[Request]:
+    """A template, and for each slice of TPUs a group of as many machines; of several hosts with a policy that wires
+    them. A slice is replaced as a whole, so that a group heals nothing."""
+    name, project, slices = (
+        f"{placement.stem}-{turn}",
+        placement.project,
+        slices_of(placement.spec, placement.machine.name),
+    )
+    template: JsonObject = {"name": name, "properties": _properties(placement, zone, None)}
+
+    def request(what: str, base: str, body: JsonObject) -> Request:
+        own = request_id(placement, f"{name}/{what}")
+        return Request(what=what, url=f"{API}/{project}/{base}?requestId={own}", body=body)
+
+    found = [request(f"instanceTemplates/{name}", "global/instanceTemplates", template)]
+    for number in range(slices.count):
+        one = name if slices.count == 1 else f"{name}-{number}"
+        group: Body = {
+            "name": one,
+            "instanceTemplate": f"projects/{project}/global/instanceTemplates/{name}",
+            "baseInstanceName": one,
+            "targetSize": slices.hosts,
+            "instanceLifecyclePolicy": {"defaultActionOnFailure": "DO_NOTHING", "onFailedHealthCheck": "DO_NOTHING"},
+        }
+        if placement.mode in (FLEX_START, RESERVATION):  # no other mode may wait until there are all
+            group["targetSizePolicy"] = {"mode": "BULK"}
+        if slices.hosts > 1:
+            wired: JsonObject = {"type": "HIGH_THROUGHPUT", "acceleratorTopology": slices.topology}
+            policies = f"regions/{region_of(zone)}/resourcePolicies"
+            found.append(request(f"resourcePolicies/{one}", policies, {"name": one, "workloadPolicy": wired}))
+            group["resourcePolicies"] = {"workloadPolicy": f"projects/{project}/{policies}/{one}"}
+        found.append(request(f"instanceGroupManagers/{one}", f"zones/{zone}/instanceGroupManagers", group))
+    return found
 
 
 def _policy(placement: Placement, zone: str, turn: int, number: int) -> Request | None:
@@ -269,7 +307,8 @@ def _scheduling(placement: Placement) -> JsonObject:
     for its disks and keeps its name."""
     mode, family = placement.mode, placement.family
     scheduling: Body = {"onHostMaintenance": "TERMINATE" if family.accelerator or mode == SPOT else "MIGRATE"}
-    bound = mode == CALENDAR or (mode == RESERVATION and family.topology)  # a calendar's, and densely placed ones
+    dense = family.topology or placement.machine.chips
+    bound = mode == CALENDAR or (mode == RESERVATION and dense)  # a calendar's, and densely placed ones
     scheduling["provisioningModel"] = {SPOT: "SPOT", FLEX_START: "FLEX_START"}.get(
         mode, "RESERVATION_BOUND" if bound else "STANDARD"
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from muster.backends.bucket_paths import as_uri, home_of
 from muster.backends.gce.placement import LONGEST_S, SEVEN_DAYS_S, Placement, machine_of, place, region_of
+from muster.backends.tpu_slices import device_problems, slice_problems
 from muster.catalog import gce
 from muster.catalog.gce import CALENDAR, FLEX_START, RESERVATION, SPOT
 from muster.config.spec import RunSpec
@@ -67,6 +68,11 @@ def warnings(placement: Placement) -> Iterator[Problem]:
     lacks = gce.missing(machine)
     if placement.hosts > 1 and lacks is not None and spec.gce.image is None:
         yield Problem("gce.image", f"{machine.name}: {lacks}", hint="gce.image: projects/P/global/images/NAME")
+    if machine.chips:
+        yield Problem("resources.machine", "rendered, never sent: submit refuses it")
+        if spec.gce.image is None:
+            message = "Google's image for TPUs has Python 3.10, and Muster needs 3.11"
+            yield Problem("gce.image", message, hint="gce.image: projects/P/global/images/NAME")
     if placement.least_hosts < placement.hosts:
         message = f"a zone that has {placement.least_hosts} of {placement.hosts} machines is taken, and they are billed"
         yield Problem("resources.min_hosts", message)
@@ -184,8 +190,13 @@ def _ranks_and_device(placement: Placement) -> Iterator[Problem]:
     if machine.gpus and ranks and ranks > machine.gpus:
         message = f"more ranks than GPUs on {machine.name}: it has {machine.gpus}"
         yield Problem("resources.ranks_per_host", message, value=ranks)
-    if (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
+    wrong = next(device_problems(placement.spec, machine.name, machine.chips), None)
+    if wrong is not None:
+        yield wrong
+    elif (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
         yield Problem("resources.device", f"{machine.name} has {machine.gpus} GPUs", value=device)
+    if machine.chips:
+        yield from slice_problems(placement.spec, machine.name, machine.chips)
 
 
 def _reducers(placement: Placement) -> Iterator[Problem]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from muster.config import validation
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem, RunFileError
@@ -12,7 +14,7 @@ def resolve(spec: RunSpec, offer: Offer) -> RunSpec:
     """``spec`` with ``offer``'s device and ranks per host.
 
     Raises:
-        RunFileError: the layout does not fit the ranks, or there are not as many GPUs.
+        RunFileError: the layout does not fit the ranks, there are not as many GPUs, or TPUs lack jax.
     """
     resources = spec.resources
     device = resources.device
@@ -31,6 +33,9 @@ def resolve(spec: RunSpec, offer: Offer) -> RunSpec:
         problems.append(
             Problem(key="resources.ranks_per_host", message=f"{needed}; this machine has {offer.gpus_per_node}")
         )
+    if device == "tpu" and importlib.util.find_spec("jax") is None:  # here: a plan for TPUs needs none
+        hint = "pip install 'muster[tpu]'; on a TPU machine 'jax[tpu]' of that version besides"
+        problems.append(Problem(key="resources.device", message="tpu needs jax: not installed", hint=hint))
     if problems:
         raise RunFileError(problems)
     return spec

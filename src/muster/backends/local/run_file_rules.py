@@ -46,9 +46,6 @@ def host_checks(spec: RunSpec) -> Iterator[Problem]:
             libraries.refuse(libraries.installed(), attention=spec.model.attention)
         except UsageError as error:
             yield Problem(key="backend", message=str(error), value=spec.backend, hint=error.hint)
-    if spec.resources.device == "tpu" and importlib.util.find_spec("jax") is None:
-        hint = "pip install 'muster[tpu]'; on a TPU machine 'jax[tpu]' of that version besides"
-        yield Problem(key="resources.device", message="tpu needs jax: not installed", hint=hint)
     tracker = spec.output.tracker
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
         yield Problem(key="output.tracker", message=f"{tracker} is not installed", hint=f"pip install {tracker}")

@@ -47,7 +47,7 @@ def _rules(spec: RunSpec) -> Iterable[Problem]:
 BACKEND = Backend(
     name="vertex",
     launcher=_launcher,
-    capabilities=Capabilities(secret_manager=True, in_google_cloud=True, in_regions=True),
+    capabilities=Capabilities(secret_manager=True, in_google_cloud=True, in_regions=True, renders_tpus=True),
     rules=_rules,
     unused_settings=unused_settings,
     image=container_image,

@@ -1,7 +1,8 @@
 """What is sent to Vertex AI, exactly: one pure function from a run file to a request for each region.
 
-A job's pools: 0 the chief, 1 the other hosts, 2 Google's Reduction Server. Every host runs the same program, which
-finds its place in ``CLUSTER_SPEC``. Whoever may read a job reads its arguments: they name secrets and hold none.
+A job's pools: 0 the chief, 1 the other hosts, 2 Google's Reduction Server; of TPUs one alone, a slice. Every host runs
+the same program, which finds its place in ``CLUSTER_SPEC``. Whoever may read a job reads its arguments: they name
+secrets and hold none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from muster.backends.backend import RenderedFiles
 from muster.backends.run_folder import RunFiles, digest
+from muster.backends.tpu_slices import slices_of
 from muster.backends.vertex import reducers
 from muster.backends.vertex.placement import Placement, nonce, place, resolved
 from muster.backends.vertex.run_file_rules import rules, warnings
@@ -142,6 +144,8 @@ def _pools(placement: Placement, region: str, container: JsonObject) -> list[Jso
         "containerSpec": container,
     }
     pools: list[JsonObject] = [{**host, "replicaCount": "1"}]
+    if placement.machine.chips:  # a replica is a slice: its topology says how many hosts there are
+        return pools
     if placement.hosts > 1:
         pools.append({**host, "replicaCount": str(placement.hosts - 1)})
     if servers := reducers.count(placement):
@@ -159,6 +163,8 @@ def _pools(placement: Placement, region: str, container: JsonObject) -> list[Jso
 def _machine(placement: Placement) -> JsonObject:
     machine, named = placement.machine, placement.spec.resources.reservation
     spec: Body = {"machineType": machine.name}
+    if machine.chips:
+        spec["tpuTopology"] = slices_of(placement.spec, machine.name).topology
     if machine.accelerator is not None:
         spec |= {"acceleratorType": machine.accelerator.name, "acceleratorCount": machine.gpus}
     if placement.mode == RESERVATION and named:

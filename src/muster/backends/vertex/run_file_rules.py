@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from muster.backends.bucket_paths import as_uri, home_of
+from muster.backends.tpu_slices import device_problems, slice_problems
 from muster.backends.vertex import reducers
 from muster.backends.vertex.placement import SEVEN_DAYS_S, Placement, machine_of, place
 from muster.catalog import rows, vertex
@@ -80,6 +81,9 @@ def warnings(placement: Placement) -> Iterator[Problem]:
         if chip.network == "unknown" and placement.hosts > 1:
             message = f"whether Vertex sets up GPUDirect on {machine.name} is not documented: it may be plain TCP"
             yield Problem("resources.machine", message)
+    if machine.chips:
+        message = "rendered, never sent: submit refuses it, and which quota it counts against is not known"
+        yield Problem("resources.machine", message)
     if spec.vertex.reduction_servers == reducers.AUTO:
         yield Problem("vertex.reduction_servers", reducers.sentence(placement))
     if placement.mode == SPOT:
@@ -182,8 +186,20 @@ def _ranks_and_device(placement: Placement) -> Iterator[Problem]:
     if machine.gpus and ranks and ranks > machine.gpus:
         message = f"more ranks than GPUs on {machine.name}: it has {machine.gpus}"
         yield Problem("resources.ranks_per_host", message, value=ranks)
-    if (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
+    wrong = next(device_problems(placement.spec, machine.name, machine.chips), None)
+    if wrong is not None:
+        yield wrong
+    elif (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
         yield Problem("resources.device", f"{machine.name} has {machine.gpus} GPUs", value=device)
+
+
+def _slice(placement: Placement) -> Iterator[Problem]:
+    spec, machine = placement.spec, placement.machine
+    if machine.chips:
+        yield from slice_problems(spec, machine.name, machine.chips)
+        if (slices := spec.parallelism.dp_replicate) > 1:
+            message = "a custom job has one slice of TPUs: how several find each other there is documented nowhere"
+            yield Problem("parallelism.dp_replicate", message, value=slices, hint="dp_replicate: 1, or backend: gke")
 
 
 def _network(placement: Placement) -> Iterator[Problem]:
@@ -219,6 +235,7 @@ RULES: tuple[Callable[[Placement], Iterator[Problem]], ...] = (
     _named,
     _home,
     _ranks_and_device,
+    _slice,
     _network,
     _reducers,
 )

@@ -26,7 +26,8 @@ class Image:
 
 def image(family: Family) -> Image:
     """What machines of ``family`` boot from where the run file names nothing."""
-    return _images()["gpu" if family.accelerator else "cpu"]
+    tpu = any(machine.chips for machine in family.machines.values())
+    return _images()["tpu" if tpu else "gpu" if family.accelerator else "cpu"]
 
 
 def supervisor_image() -> Image:

@@ -52,7 +52,17 @@ class Machine:
     name: str
     gpus: int
     accelerator: Accelerator | None
+    """Of GPUs: TPUs have no name of their own in a request."""
     boot_disk: str = "pd-ssd"
+    chips: int = 0
+    """Of a TPU."""
+
+    @property
+    def chip(self) -> str | None:
+        """Its accelerator as the tables of machines and offers call it; None: it has none."""
+        if self.chips:
+            return rows.machines()[self.name].accelerator
+        return None if self.accelerator is None else self.accelerator.chip
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -104,9 +114,9 @@ def find(machine: str | None, accelerator: str | None) -> Machine:
             "no machine named", hint="set resources.machine (a3-highgpu-8g) or resources.accelerator (B200)"
         )
     asked = accelerator.upper().replace("NVIDIA-", "").replace(" ", "-")
-    fitting = [one for one in known.values() if one.accelerator is not None and one.accelerator.chip.upper() == asked]
+    fitting = [one for one in known.values() if one.chip is not None and one.chip.upper() == asked]
     if not fitting:
-        chips = sorted({one.accelerator.chip for one in known.values() if one.accelerator is not None})
+        chips = sorted({one.chip for one in known.values() if one.chip is not None})
         raise UsageError(f"Vertex AI has no accelerator {accelerator!r}", hint="it rents " + ", ".join(chips))
     if len(fitting) > 1:
         names = ", ".join(one.name for one in fitting)

@@ -118,6 +118,26 @@ def test_each_mode_asks_as_it_has_to():
     assert "provisioningModel" in properties(CASES["cpu"])[0]["scheduling"]
 
 
+def test_slices_of_tpus_are_groups_that_come_whole_and_are_wired():
+    template, *rest = requests.hosts(CASES["tpu-v5p-flex-two-slices"], "us-central1-a", turn=1)
+    assert template.body["properties"]["scheduling"]["maxRunDuration"] == {"seconds": "45000"}, "12 hours and the lead"
+    for number, (policy, group) in enumerate(zip(rest[::2], rest[1::2], strict=True)):
+        assert policy.body["workloadPolicy"] == {"type": "HIGH_THROUGHPUT", "acceleratorTopology": "2x2x2"}
+        assert group.body["name"] == policy.body["name"] == f"{RUN_ID}-1-{number}"
+        assert group.body["resourcePolicies"]["workloadPolicy"].endswith(f"/resourcePolicies/{policy.body['name']}")
+        assert (group.body["targetSize"], group.body["targetSizePolicy"]) == (2, {"mode": "BULK"})
+        assert group.body["instanceLifecyclePolicy"]["defaultActionOnFailure"] == "DO_NOTHING"
+    assert len(rest) == 4
+    _, policy, group = requests.hosts(CASES["tpu-v6e-spot"], "us-central1-a", turn=1)
+    assert policy.body["workloadPolicy"]["acceleratorTopology"] == "4x4"
+    assert group.body["targetSize"] == 4 and "targetSizePolicy" not in group.body, "bulk is not for Spot"
+    _, single = requests.hosts(CASES["tpu-v6e-one-host"], "us-central1-a", turn=1)
+    assert single.body["targetSize"] == 1 and "resourcePolicies" not in single.body
+    reserved, _, group = requests.hosts(CASES["tpu-v6e-reservation"], "us-central1-a", turn=1)
+    assert reserved.body["properties"]["scheduling"]["provisioningModel"] == "RESERVATION_BOUND"
+    assert group.body["targetSizePolicy"] == {"mode": "BULK"}
+
+
 def test_a_machine_has_the_networks_of_gkes_table():
     nics = properties(CASES["a3-ultra-reservation"])[0]["networkInterfaces"]
     assert [nic["nicType"] for nic in nics] == ["GVNIC"] * 2 + ["MRDMA"] * 8

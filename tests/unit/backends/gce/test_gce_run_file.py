@@ -10,6 +10,8 @@ from muster.backends.gce.run_file_rules import rules, warnings
 from muster.catalog import gce, gke, offers
 from muster.core.errors import RunFileError
 
+V6E = {"machine": "ct6e-standard-4t", "device": "tpu"}
+
 
 def problems(of):
     return {problem.key: f"{problem.message} ({problem.hint})" for problem in rules(of)}
@@ -55,6 +57,12 @@ def test_the_examples_are_accepted(name):
             "data.sources.0.path", "have none",
         ),
         ({"ranks_per_host": 9}, "resources.ranks_per_host", "it has 8"),
+        ({"machine": "ct6e-standard-4t"}, "resources.device", "has 4 TPU chips"),
+        ({"device": "tpu"}, "resources.device", "has no TPU"),
+        ({**V6E, "machine": "ct5lp-hightpu-4t"}, "resources.machine", "slices of v5p and v6e alone"),
+        ({**V6E, "hosts": 3}, "resources.hosts", "are no slices: one has 1 (2x2), 2 (2x4)"),
+        ({**V6E, "min_hosts": 1}, "resources.min_hosts", "neither spare hosts nor fewer"),
+        ({**V6E, "parallelism": {"tp": 3}}, "parallelism.tp", "4 chips of a host"),
         ({"device": "cpu"}, "resources.device", "has 8 GPUs"),
     ],
 )  # fmt: skip
@@ -105,12 +113,11 @@ def test_tables_name_families_and_fabrics_that_there_are():
         "a4x",
         "a4x-max",
         "tpu-v5e",
-        "tpu-v5p",
-        "tpu-v6e",
     }
     fabrics = {gce.missing(one) for family in families.values() for one in family.machines.values()}
     assert len(fabrics - {None}) == 3
     assert gce.image(families["a4"]).driver == 580 and gce.image(families["cpu"]).driver is None
+    assert "tpu-v5e-v5p-v6e" in gce.image(families["tpu-v6e"]).name != gce.image(families["cpu"]).name
 
 
 def test_reduction_server_is_refused_with_the_reason():

@@ -90,10 +90,22 @@ def test_one_chief_then_the_rest_and_nothing_restarted_by_vertex():
             pools = job["workerPoolSpecs"]
             hosts = [pool for pool in pools if "vertex-ai-restricted" not in pool["containerSpec"]["imageUri"]]
             assert hosts[0]["replicaCount"] == "1", name
-            assert sum(int(pool["replicaCount"]) for pool in hosts) == case.hosts, name
+            # Of TPUs a replica is a slice.
+            assert sum(int(pool["replicaCount"]) for pool in hosts) == (1 if case.machine.chips else case.hosts), name
             assert all(pool["machineSpec"] == hosts[0]["machineSpec"] for pool in hosts), name
             assert job["scheduling"]["restartJobOnWorkerRestart"] is False
             assert job["scheduling"]["disableRetries"] is False
+
+
+def test_a_slice_of_tpus_is_one_replica_with_its_topology():
+    (job,) = jobs(CASES["tpu-v5e-4x4"])
+    (pool,) = job["workerPoolSpecs"]
+    assert pool["machineSpec"] == {"machineType": "ct5lp-hightpu-4t", "tpuTopology": "4x4"}
+    assert pool["replicaCount"] == "1"
+    (job,) = jobs(CASES["tpu-v6e-one-host"])
+    assert job["workerPoolSpecs"][0]["machineSpec"]["tpuTopology"] == "2x4"
+    whole = resolved(CASES["tpu-v5e-4x4"])
+    assert (whole.resources.ranks_per_host, whole.resources.device) == (1, "tpu")
 
 
 def test_only_flex_start_waits_by_itself_and_never_for_ever():

@@ -22,6 +22,7 @@ def test_the_examples_are_accepted(name):
 
 
 FLEX = {"machine": "a3-highgpu-8g", "mode": "flex_start"}
+V5E = {"machine": "ct5lp-hightpu-4t", "device": "tpu"}
 ZONAL = "projects/example-project/zones/us-central1-a/reservations/r"
 
 
@@ -56,6 +57,14 @@ ZONAL = "projects/example-project/zones/us-central1-a/reservations/r"
         ({"run_dir": "s3://bucket/runs"}, "run_dir", "gs://BUCKET"),
         ({"checkpoint": {"dir": "/data/checkpoints"}}, "checkpoint.dir", "only one host"),
         ({"ranks_per_host": 9}, "resources.ranks_per_host", "it has 8"),
+        ({"machine": "ct5lp-hightpu-4t"}, "resources.device", "has 4 TPU chips"),
+        ({"device": "tpu"}, "resources.device", "has no TPU"),
+        ({**V5E, "mode": "flex_start", "hosts": 1}, "resources.provisioning_model", "no flex-start"),
+        ({**V5E, "hosts": 3}, "resources.hosts", "are no slices: one has 1 (2x2), 2 (2x4)"),
+        ({**V5E, "spare_hosts": 2}, "resources.spare_hosts", "neither spare hosts nor fewer"),
+        ({**V5E, "parallelism": {"dp_replicate": 2}}, "parallelism.dp_replicate", "one slice of TPUs"),
+        ({**V5E, "parallelism": {"tp": 3}}, "parallelism.tp", "4 chips of a host"),
+        ({**V5E, "machine": "ct5p-hightpu-4t"}, "resources.machine", "no machine 'ct5p-hightpu-4t'"),
         ({"device": "cpu"}, "resources.device", "has 8 GPUs"),
         ({"machine": "n1-standard-4", "mode": None, "device": "cuda"}, "resources.device", "has 0 GPUs"),
         (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from muster.backends.bucket_paths import as_uri, is_bucket, with_mounted_inputs
 from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.tpu_slices import slices_of
 from muster.catalog import gke as catalogue
-from muster.catalog import rows
 from muster.catalog.gke import Family, Machine
 from muster.config.spec import Recovery, RunSpec
 
@@ -106,13 +106,12 @@ class Placement:
     @property
     def hosts_of_job(self) -> int:
         """Hosts of a child Job: all of a slice of TPUs; elsewhere one."""
-        return max(1, self.hosts // self.slices) if self.slices else 1
+        return slices_of(self.spec, self.machine.name).hosts if self.slices else 1
 
     @property
     def topology(self) -> str | None:
         """Of a slice: the one with as many hosts; None: there is none, or no TPU."""
-        sizes = rows.machines()[self.machine.name].topologies if self.machine.chips else None
-        return next((name for name, hosts in (sizes or {}).items() if hosts == self.hosts_of_job), None)
+        return slices_of(self.spec, self.machine.name).topology if self.slices else None
 
     @property
     def chips(self) -> tuple[str, int]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from muster.backends.bucket_paths import as_uri, is_bucket
 from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement
+from muster.backends.tpu_slices import device_problems, slice_problems
 from muster.catalog import gke as catalogue
-from muster.catalog import rows
 from muster.core.errors import Problem, RunFileError
 
 RESERVED = ("reservation", "calendar")
@@ -112,10 +112,8 @@ def _ranks_fit_the_machine(placement: Placement) -> Iterator[Finding]:
 
 def _device_fits_the_machine(placement: Placement) -> Iterator[Finding]:
     device, machine = placement.spec.resources.device, placement.machine
-    if (device == "tpu") != bool(machine.chips):
-        has = f"has {machine.chips} TPU chips" if machine.chips else "has no TPU"
-        hint = "resources.device: tpu" if machine.chips else "resources.accelerator: TPU-v5e, TPU-v5p or TPU-v6e"
-        yield _error("resources.device", device, f"{machine.name} {has}, and a run is of GPUs or of TPUs", hint)
+    if wrong := next(device_problems(placement.spec, machine.name, machine.chips), None):
+        yield Finding(True, wrong)
         return
     if (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
         reason = "the device and the machine contradict each other"
@@ -123,28 +121,14 @@ def _device_fits_the_machine(placement: Placement) -> Iterator[Finding]:
 
 
 def _slices_are_whole(placement: Placement) -> Iterator[Finding]:
-    resources, slices, machine = placement.spec.resources, placement.slices, placement.machine
+    slices, machine = placement.slices, placement.machine
     if not slices:
         return
-    if resources.spare_hosts or resources.min_hosts not in (None, resources.hosts):
-        key = "resources.spare_hosts" if resources.spare_hosts else "resources.min_hosts"
-        value = resources.spare_hosts or resources.min_hosts
-        reason = "its hosts are wired to each other, and are lost and replaced together"
-        yield _error(key, value, f"a slice of TPUs has neither spare hosts nor fewer: {reason}", "leave it out")
-        return
-    if placement.topology is None or placement.hosts % slices:
-        sold = ", ".join(
-            f"{hosts} ({name})" for name, hosts in (rows.machines()[machine.name].topologies or {}).items()
-        )
-        of = f" in {slices} slices" if slices > 1 else ""
-        message = f"{placement.hosts} hosts of {machine.name}{of} are no slices: one has {sold} hosts"
-        yield _error("resources.hosts", placement.hosts, message)
+    if wrong := next(slice_problems(placement.spec, machine.name, machine.chips), None):
+        yield Finding(True, wrong)
     elif slices > 1 and placement.hosts_of_job == 1:
         message = "GKE joins slices of several hosts alone (multislice)"
         yield _error("parallelism.dp_replicate", slices, message, "dp_replicate: 1, or larger slices")
-    elif machine.chips % placement.spec.parallelism.tp:
-        message = f"does not divide the {machine.chips} chips of a host ({machine.name})"
-        yield _error("parallelism.tp", placement.spec.parallelism.tp, message, "tp is within a host")
 
 
 def _grace_that_spot_gives(placement: Placement) -> Iterator[Finding]:

@@ -250,7 +250,7 @@ def _check_order(components: Any, wanted: tuple[int, bool]) -> None:
 
     def checked(found: Any) -> Any:
         pipeline = pipeline_of(found)
-        assert (pipeline.schedule.chunks, pipeline.schedule.split_backward) == wanted
+        assert (pipeline.stage.schedule.chunks, pipeline.stage.schedule.split_backward) == wanted
         assert len(found.built.module.stage.chunks) == wanted[0]
         return pipeline
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from muster.train.data_feed.batch_reader import Round
-from muster.train.distributed.pipeline_order import Action, Kind, Message, Schedule, turns
-from muster.train.distributed.stage_link import Incoming, StageLink
+from muster.train.distributed.pipeline_order import Action, Kind, Message, turns
+from muster.train.distributed.stage_link import Incoming
 from muster.train.model.loss import loss_sum
 from muster.train.model.model_with_loss import ModelWithLoss
+from muster.train.model.pipeline_stage import Stage
 from muster.train.model.split_backward import finish
 
 
@@ -21,8 +22,7 @@ class Pipeline:
     """Runs forward and backward passes of micro-batches in an order in which all stages go on."""
 
     module: ModelWithLoss
-    link: StageLink
-    schedule: Schedule
+    stage: Stage
     chunk_tokens: int
     _kept: dict[Action, tuple[Tensor | None, Tensor]] = field(default_factory=dict, repr=False)
     """Forward pass -> what went in and what came out, until its backward pass."""
@@ -39,13 +39,13 @@ class Pipeline:
         self._made.clear()
         self._coming.clear()
         self._left.clear()
-        *own, end = turns(self.schedule, len(rounds))[self.link.stage]
+        *own, end = turns(self.stage.schedule, len(rounds))[self.stage.link.stage]
         for number, turn in enumerate(own, start=1):
             self._exchange(turn.messages, rounds)
             assert turn.action is not None
             yield turn.action, number == len(own)
         self._exchange(end.messages, rounds)
-        self.link.flush()
+        self.stage.link.flush()
 
     def forward(self, action: Action, part: Round) -> Tensor | None:
         """The forward pass of a micro-batch through a chunk; its loss behind the last one."""
@@ -60,7 +60,7 @@ class Pipeline:
             chunk=action.chunk,
         )
         self._kept[Action(Kind.BACKWARD, action.micro_batch, action.chunk)] = hidden, output
-        if self.schedule.part(self.link.stage, action.chunk) == self.schedule.parts - 1:
+        if self.stage.ends(action.chunk):
             return output.detach()
         self._made[action] = output.detach()
         return None
@@ -88,10 +88,10 @@ class Pipeline:
         """Begin to send and to receive these."""
         out, into = [], []
         for message in messages:
-            if message.sender == self.link.stage:
+            if message.sender == self.stage.link.stage:
                 out.append((self._made.pop(message.made_by), message.receiver))
             else:
                 batch = rounds[message.needed_by.micro_batch].batch
                 into.append((message.needed_by, self.module.hidden_shape(batch.input_ids), message.sender))
-        incoming = self.link.exchange(sends=out, receives=[(shape, source) for _, shape, source in into])
+        incoming = self.stage.link.exchange(sends=out, receives=[(shape, source) for _, shape, source in into])
         self._coming |= {action: tensor for (action, *_), tensor in zip(into, incoming, strict=True)}

@@ -32,6 +32,8 @@ class Stage:
     schedule: Schedule
     chunks: tuple[range, ...]
     """The layers of each chunk."""
+    lists: tuple[nn.ModuleList, ...]
+    """Of each chunk, where there are several: its layers, and what stands for the others."""
     tied: str | None
     """The parameter that embedding and head share, if this stage is one of the two that hold it."""
     elsewhere: frozenset[str]
@@ -55,16 +57,12 @@ class Stage:
     @contextmanager
     def only(self, model: PreTrainedModel, chunk: int) -> Iterator[None]:
         """Have the forward pass pass over the layers of the other chunks here, and over what is behind the last one."""
-        if len(self.chunks) == 1:
+        if not self.lists:
             yield
             return
         body: Any = model.base_model
         layers, norm = body.layers, body.norm
-        mine = self.chunks[chunk]
-        body.layers = nn.ModuleList(
-            layer if index in mine or isinstance(layer, PassedOver) else PassedOver(layer)
-            for index, layer in enumerate(layers)
-        )
+        body.layers = self.lists[chunk]
         if not self.ends(chunk):
             body.norm = nn.Identity()
         try:
@@ -124,9 +122,17 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink, sc
         link=link,
         schedule=schedule,
         chunks=chunks,
+        lists=tuple(_only(body.layers, chunk) for chunk in chunks) if len(chunks) > 1 else (),
         tied=tied if tied in held else None,
         elsewhere=elsewhere,
         trained_elsewhere=frozenset(name for name in elsewhere if named[name].requires_grad),
+    )
+
+
+def _only(layers: Sequence[nn.Module], chunk: range) -> nn.ModuleList:
+    return nn.ModuleList(
+        layer if index in chunk or isinstance(layer, PassedOver) else PassedOver(layer)
+        for index, layer in enumerate(layers)
     )
 
 

@@ -20,7 +20,7 @@ def grid(replicas, stages, **changes):
 
 @pytest.mark.parametrize(
     "order",
-    ["1f1b", pytest.param("interleaved", marks=pytest.mark.soak), pytest.param("zero_bubble", marks=pytest.mark.soak)],
+    ["1f1b", *(pytest.param(order, marks=pytest.mark.soak) for order in ("interleaved", "zero_bubble", "zbv"))],
 )
 def test_a_killed_stage_takes_its_replica_along_and_no_other(tmp_path, reference, order):
     """dp 2 x pp 2, kill -9 of one rank: the other replica's two stages keep their processes, and the end is the same

@@ -181,6 +181,12 @@ def cut_layers(layers: int, stages: int, *, last: float = 0.0) -> list[range]:
     return ranges
 
 
+def part_of(stage: int, chunk: int, stages: int, *, v: bool = False) -> int:
+    """Which part of the model a chunk of a pipeline's stage is. ``v``: every second chunk is placed from the last stage
+    back to the first, so that of two the first stage has both ends of the model."""
+    return chunk * stages + (stages - 1 - stage if v and chunk % 2 else stage)
+
+
 def forwards_ahead(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
     """Forward passes of a stage of a pipeline (each through one of its ``chunks``) before it goes on with a forward and
     a backward pass in turn: it keeps the activations of one more at most. Narayanan et al. 2021, section 2.2."""

@@ -35,7 +35,7 @@ class Stage:
     lists: tuple[nn.ModuleList, ...]
     """Of each chunk, where there are several: its layers, and what stands for the others."""
     tied: str | None
-    """The parameter that embedding and head share, if this stage is one of the two that hold it."""
+    """The parameter that embedding and head share, if this stage holds it: for one of them, or in a V for both."""
     elsewhere: frozenset[str]
     """Parameters of the model that are not here."""
     trained_elsewhere: frozenset[str]
@@ -46,13 +46,19 @@ class Stage:
         """The layers that are here, in order."""
         return [index for chunk in self.chunks for index in chunk]
 
-    def part(self, chunk: int) -> int:
-        """The part of the model that a chunk is."""
-        return self.schedule.part(self.link.stage, chunk)
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the model begins here."""
+        return self.schedule.begins_on(self.link.stage)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model ends here."""
+        return self.schedule.ends_on(self.link.stage)
 
     def ends(self, chunk: int) -> bool:
-        """Whether the model does."""
-        return self.part(chunk) == self.schedule.parts - 1
+        """Whether the model does behind this chunk."""
+        return self.schedule.target(self.link.stage, chunk) is None
 
     @contextmanager
     def only(self, model: PreTrainedModel, chunk: int) -> Iterator[None]:
@@ -73,7 +79,7 @@ class Stage:
     @property
     def counted_elsewhere(self) -> frozenset[str]:
         """Parameters that are here, and that an earlier stage counts in norms and hashes."""
-        return frozenset() if self.tied is None or self.link.is_first else frozenset((self.tied,))
+        return frozenset() if self.tied is None or self.has_embedding else frozenset((self.tied,))
 
 
 class PassedOver(nn.Module):
@@ -100,7 +106,8 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink, sc
     check_family(config.model_type, getattr(config, "layer_types", None))
     named = dict(model.named_parameters())
     tied = tied_name(model)
-    chunks = tuple(layers_of(model, layers, schedule)[link.stage :: schedule.stages])
+    every = layers_of(model, layers, schedule)
+    chunks = tuple(every[schedule.part(link.stage, chunk)] for chunk in range(schedule.chunks))
     body: Any = model.base_model
     for index, layer in enumerate(layers):
         mine = next((chunk for chunk in chunks if index in chunk), None)
@@ -111,10 +118,11 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink, sc
             place: Any = getattr(module, "layer_idx", None)
             if isinstance(place, int):  # in the cache of generation, which has this chunk's layers alone
                 setattr(module, "layer_idx", place - mine.start)  # noqa: B010 (torch's stub takes modules only)
-    if not link.is_last:
+    first, last = schedule.begins_on(link.stage), schedule.ends_on(link.stage)
+    if not last:
         body.norm = nn.Identity()
         model.lm_head = None
-    if not link.is_first and not (link.is_last and tied is not None):
+    if not first and not (last and tied is not None):
         body.embed_tokens = None
     held = {name for name, _ in model.named_parameters()}
     elsewhere = frozenset(named.keys() - held)
@@ -138,10 +146,12 @@ def _only(layers: Sequence[nn.Module], chunk: range) -> nn.ModuleList:
 
 def tied_gradient(model: PreTrainedModel, stage: Stage | None) -> TiedGradient | None:
     """The gradient that this stage shares with another; None: there is none."""
-    parameter = None if stage is None or stage.tied is None else dict(model.named_parameters())[stage.tied]
-    if stage is None or parameter is None or not parameter.requires_grad:
+    if stage is None or stage.tied is None or (stage.has_embedding and stage.has_head):
         return None
-    return TiedGradient(parameter, stage.link.both_ends, counts=stage.link.is_first)
+    parameter = dict(model.named_parameters())[stage.tied]
+    if not parameter.requires_grad:
+        return None
+    return TiedGradient(parameter, stage.link.both_ends, counts=stage.has_embedding)
 
 
 def check_family(model_type: str, layer_types: Sequence[str] | None) -> None:

@@ -20,7 +20,7 @@ def grid(replicas, stages, **changes):
 
 @pytest.mark.parametrize(
     "order",
-    ["1f1b", pytest.param("interleaved", marks=pytest.mark.soak), pytest.param("zero_bubble", marks=pytest.mark.soak)],
+    ["1f1b", *(pytest.param(order, marks=pytest.mark.soak) for order in ("interleaved", "zero_bubble", "zbv"))],
 )
 def test_a_killed_stage_takes_its_replica_along_and_no_other(tmp_path, reference, order):
     """dp 2 x pp 2, kill -9 of one rank: the other replica's two stages keep their processes, and the end is the same
@@ -96,3 +96,21 @@ def test_stages_that_are_hosts_go_on_as_two_hosts_of_another_layout(tmp_path, re
         else:
             wanted = {step: pytest.approx(float.fromhex(loss), rel=1e-6) for step, loss in losses.items()}
             assert {step: float.fromhex(loss) for step, loss in run.losses().items()} == wanted
+
+
+@pytest.mark.soak
+def test_hosts_that_hold_no_whole_replica_go_on_with_fewer_stages(tmp_path, reference):
+    """dp 2 x pp 3 on three hosts of two ranks: the two that are left form dp 2 x pp 2; the same bits as one process."""
+    same = {"training.exact": True, "training.steps": 300, "model.config.num_hidden_layers": 3}
+    hosts = {"resources.hosts": 3, "resources.ranks_per_host": 2, "resources.min_hosts": 1}
+    with Judged(tmp_path, spec_of(**grid(2, 3, **same, **hosts), **{"recovery.heartbeat_timeout_s": 5.0})) as run:
+        run.under_way(4)
+        lost = run.ranks()[5][1]
+        run.signal_host(lost)
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "the shrink", 180)
+        run.start_agent(lost)
+        run.ended()
+        assert run.recoveries() == ["shrink", "grow"], run.story()
+        layouts = [event.detail["layout"] for event in run.events("attempt.started")]
+        assert [(found["dp_replicate"], found["pp"]) for found in layouts] == [(2, 3), (2, 2), (2, 3)], run.story()
+        assert (run.final_hash(), run.losses()) == reference(1, 1, **same)[:2]

@@ -49,8 +49,9 @@ class Script:
     unit_per_layer: bool = False
     """One FSDP unit a decoder layer, as large models have it."""
     reduce_every_round: bool = False
-    stage_order: tuple[int, bool] | None = None
-    """Chunks of each pipeline stage, and whether gradients of weights come apart: the ranks check that it is so."""
+    stage_order: tuple[int, bool, bool] | None = None
+    """Chunks of each pipeline stage, whether gradients of weights come apart, and whether chunks are placed in a V: the
+    ranks check that it is so."""
     exact_range_bits: int | None = None
     slow_snapshots: tuple[int, float] | None = None
     """(rank, seconds that each of its snapshots takes longer); no state counts as small."""
@@ -245,12 +246,13 @@ def _install(components: Any, worker: Any, context: RankContext, script: Script)
         _die_in_save(script)
 
 
-def _check_order(components: Any, wanted: tuple[int, bool]) -> None:
+def _check_order(components: Any, wanted: tuple[int, bool, bool]) -> None:
     pipeline_of = components.pipeline_of
 
     def checked(found: Any) -> Any:
         pipeline = pipeline_of(found)
-        assert (pipeline.schedule.chunks, pipeline.schedule.split_backward) == wanted
+        schedule = pipeline.stage.schedule
+        assert (schedule.chunks, schedule.split_backward, schedule.v) == wanted
         assert len(found.built.module.stage.chunks) == wanted[0]
         return pipeline
 

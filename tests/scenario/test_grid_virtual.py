@@ -59,3 +59,17 @@ def test_of_stages_that_are_hosts_none_is_left_alone_and_two_hosts_form_another_
     check_invariants(cluster)
     assert actions(cluster) == ["swap", "shrink", "grow"]
     assert attempts(cluster) == [([], 1, 3, 3), ([], 1, 3, 3), ([], 1, 2, 3), ([], 1, 3, 3)]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_hosts_that_are_no_whole_replica_form_fewer_stages_and_none_is_idle(lost):
+    """Two replicas of three stages on three hosts of two ranks: the second host has a stage of each."""
+    of = spec_of(hosts=3, ranks_per_host=2, min_hosts=1)
+    axes = Parallelism(dp_replicate=2, dp_shard=1, pp=3)
+    cluster = cluster_in_virtual_time(of.model_copy(update={"parallelism": axes}), steps=600)
+    cluster.at(20.0, lambda: cluster.kill_host(f"host-{lost}"))
+    cluster.at(50.0, lambda: cluster.return_host(f"host-{lost}"))
+    assert cluster.run().exit_code == 0
+    check_invariants(cluster)
+    assert actions(cluster) == ["shrink", "grow"]
+    assert attempts(cluster) == [([], 2, 1, 3), ([], 2, 1, 2), ([], 2, 1, 3)]

@@ -24,12 +24,12 @@ def stage_combinations(spec: RunSpec) -> Iterator[Problem]:
         text = "does not go with training.local_steps: stages would meet the other replicas at different moments"
         yield Problem(key, text, hint="pp: 1, or local_steps: 0")
     if spec.parallelism.splits_backward:
-        yield from _zero_bubble(spec)
+        yield from _weights_apart(spec)
 
 
-def _zero_bubble(spec: RunSpec) -> Iterator[Problem]:
+def _weights_apart(spec: RunSpec) -> Iterator[Problem]:
     """What gradients of weights that come after the backward pass do not go with."""
-    key, axes, name = "parallelism.pp_schedule", spec.parallelism, "zero_bubble"
+    key, axes, name = "parallelism.pp_schedule", spec.parallelism, spec.parallelism.pp_schedule
     if axes.dp_shard != 1:
         text = f"{name} needs whole parameters: FSDP reduces a layer's gradients when its backward pass ends"
         yield Problem(key, text, hint="dp_shard: 1 (and dp_replicate), or interleaved")

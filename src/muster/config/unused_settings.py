@@ -37,7 +37,7 @@ def _parallelism(spec: RunSpec) -> Iterator[tuple[str, str]]:
     shape = spec.parallelism
     if shape.pp == 1:
         yield "parallelism.pp_schedule", "there is one stage (pp is 1)"
-    if shape.chunks == 1:
+    if shape.pp == 1 or shape.pp_schedule != "interleaved":
         yield "parallelism.pp_chunks", "pp_schedule is not interleaved" if shape.pp > 1 else "pp is 1"
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
     shards = ranks // (shape.dp_replicate * shape.tp * shape.pp)

@@ -19,7 +19,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from muster.core.errors import UsageError
-from muster.core.layout import cut_layers
+from muster.core.layout import cut_layers, part_of
 from muster.core.typed_json import JsonObject, child
 
 
@@ -171,8 +171,9 @@ class ModelShape:
         final_norm = self.hidden * (2 if self.family == "gpt2" else 1) if self.has_head else 0
         return self.layers * self.layer_parameters + self.head_parameters + self.embedding_parameters + final_norm
 
-    def stages(self, number: int, chunks: int = 1) -> list[ModelShape]:
-        """What each stage of a pipeline holds, as the trainer cuts it, in ``chunks``. A tied matrix is held twice.
+    def stages(self, number: int, chunks: int = 1, *, v: bool = False) -> list[ModelShape]:
+        """What each stage of a pipeline holds, as the trainer cuts it, in ``chunks`` (``v``: placed in a V). A matrix
+        that is tied is held twice where its two ends are on two stages.
 
         Raises:
             UsageError: there are fewer layers than stages.
@@ -183,14 +184,15 @@ class ModelShape:
             raise UsageError(
                 f"parallelism.pp {number}: {error}", hint=f"pp: at most {self.layers // chunks}"
             ) from error
+        held = [{part_of(place, chunk, number, v=v) for chunk in range(chunks)} for place in range(number)]
         return [
             replace(
                 self,
-                layers=sum(map(len, ranges[place::number])),
-                has_embedding=place == 0,
-                has_head=place == number - 1,
+                layers=sum(len(ranges[part]) for part in parts),
+                has_embedding=0 in parts,
+                has_head=number * chunks - 1 in parts,
             )
-            for place in range(number)
+            for parts in held
         ]
 
     def with_vocab(self, vocab: int) -> ModelShape:

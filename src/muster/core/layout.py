@@ -117,12 +117,8 @@ def layout_for(axes: Mapping[str, int], world_size: int, *, resize: bool = False
     ``axes``: axis -> size as the run file gives it (``Parallelism.axes``); ``dp_shard`` -1 takes the ranks that remain.
     ``resize``: the number of ranks may differ from the run file's. Replicas are then given up before shards: with
     ``dp_shard`` given, as many whole replicas as fit, or one smaller one; with -1 the requested replicas if they
-    divide the ranks, else one. The other axes are kept as given, but for the stages of a pipeline where there are fewer
-    ranks than one replica needs: then one replica of as many stages as there are ranks for.
+    divide the ranks, else one. The other axes are kept as given.
     """
-    of_a_stage = axes["tp"] * axes["cp"] * axes["ep"]
-    if resize and world_size < of_a_stage * axes["pp"]:
-        axes = {**axes, "dp_replicate": 1, "dp_shard": 1, "pp": max(1, world_size // of_a_stage)}
     inner = {name: size for name, size in axes.items() if name not in ("dp_replicate", "dp_shard")}
     data_ranks, rest = divmod(world_size, math.prod(inner.values()))
     if rest or not data_ranks:
@@ -135,6 +131,22 @@ def layout_for(axes: Mapping[str, int], world_size: int, *, resize: bool = False
         replicas, shards = max(1, data_ranks // shards), min(shards, data_ranks)
     layout = Layout(dp_replicate=replicas, dp_shard=shards, **inner)
     return layout if layout.world_size == world_size else None
+
+
+def largest_layout(axes: Mapping[str, int], hosts: int, ranks_per_host: int) -> Layout | None:
+    """The layout of the most hosts, of ``hosts``, that can form one; None: no number of them can.
+
+    ``axes`` as for ``layout_for``, resized. Stages of a pipeline are kept as given where any number of hosts has room
+    for them: whole replicas keep their processes, and a rank's memory was counted for its stage. Else the most hosts
+    with the most stages that they can form.
+    """
+    for fewest, most in ((axes["pp"], axes["pp"]), (1, axes["pp"] - 1)):
+        for number in range(hosts, 0, -1):
+            for stages in range(most, fewest - 1, -1):
+                layout = layout_for({**axes, "pp": stages}, number * ranks_per_host, resize=True)
+                if layout is not None:
+                    return layout
+    return None
 
 
 #: transformers' model types whose forward pass may begin behind any layer, given hidden states in place of embeddings:
@@ -167,6 +179,12 @@ def cut_layers(layers: int, stages: int, *, last: float = 0.0) -> list[range]:
         ranges.append(range(start, start + size))
         start += size
     return ranges
+
+
+def part_of(stage: int, chunk: int, stages: int, *, v: bool = False) -> int:
+    """Which part of the model a chunk of a pipeline's stage is. ``v``: every second chunk is placed from the last stage
+    back to the first, so that of two the first stage has both ends of the model."""
+    return chunk * stages + (stages - 1 - stage if v and chunk % 2 else stage)
 
 
 def forwards_ahead(stage: int, stages: int, chunks: int, micro_batches: int) -> int:

@@ -80,7 +80,7 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
     chunks = work.pipeline_chunks if pp > 1 else 1
     of_each = [
         _memory_of(replace(work, shape=shape), setting, device, under_way=_under_way(place, pp, chunks, setting, work))
-        for place, shape in enumerate(work.shape.stages(pp, chunks))
+        for place, shape in enumerate(work.shape.stages(pp, chunks, v=work.pipeline_v))
     ]
     return max(of_each, key=lambda estimate: estimate.total_bytes)
 
@@ -90,8 +90,8 @@ def _under_way(place: int, stages: int, chunks: int, setting: Setting, work: Wor
 
     1F1B: as many as there are stages from it on (Narayanan et al. 2019). Interleaved: ``2 (stages - place - 1) +
     (chunks - 1) stages + 1`` passes through a chunk (Narayanan et al. 2021, section 2.2). With gradients of weights
-    apart as many everywhere as on the first stage of 1F1B (Qi et al. 2023, ZB-H1); all counted whole, though of some
-    only the matrices' inputs and output gradients are left.
+    apart as many everywhere as on the first stage of 1F1B (Qi et al. 2023, ZB-H1 and ZB-V); all counted whole, though
+    of some only the matrices' inputs and output gradients are left.
     """
     rounds = setting.rounds(work)
     if work.weights_apart:

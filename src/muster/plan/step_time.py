@@ -113,7 +113,7 @@ def step_time(
         "sharding": exposed,
         "tensor parallel": tensor,
         "context parallel": _context(work, setting, links, rounds),
-        "pipeline bubble": (arithmetic + tensor) * bubble(work, layout.pp, rounds, weights),
+        "pipeline bubble": (arithmetic + tensor) * bubble(work, layout.pp, rounds, weights, forward_share),
         "replicas": _replicas(work, setting, links, arithmetic / rounds * (1 - forward_share) * constants.overlap),
         "optimizer": _optimizer(work, setting, option),
     }
@@ -129,14 +129,19 @@ def step_time(
     )
 
 
-def bubble(work: Workload, stages: int, rounds: int, weights: float) -> float:
-    """The time in which a stage waits, as a share of its work. ``weights``: the share of the matrices' gradients in it.
+def bubble(work: Workload, stages: int, rounds: int, weights: float, forward: float) -> float:
+    """The time in which a stage waits, as a share of its work. ``weights`` and ``forward``: the shares of the matrices'
+    gradients and of forward passes in it.
 
     1F1B: ``(stages - 1) / rounds`` (Narayanan et al. 2019); with several chunks of a stage interleaved a part of that
     (Narayanan et al. 2021, section 2.2). With gradients of weights apart ``(stages - 1)(F + B - W)`` in place of
     ``(stages - 1)(F + B + W)`` (Qi et al. 2023, ZB-H1), for forward pass, backward pass without them, and
-    them. Stages are taken as equals, and the micro-batches as many as the stages at least.
+    them; in a V of two chunks a stage (ZB-V) ``(stages - 1) max(B / 2, B - W)``, where neither F nor W takes longer
+    than B. Stages are taken as equals, and the micro-batches as many as the stages at least, in a V ``2 stages - 1``.
     """
+    if work.pipeline_v:
+        backward = 1 - forward - weights
+        return (stages - 1) / rounds * max(backward / 2, backward - weights)
     return (stages - 1) / (rounds * work.pipeline_chunks) * (1 - 2 * weights if work.weights_apart else 1.0)
 
 

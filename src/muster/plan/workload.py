@@ -54,6 +54,8 @@ class Workload:
     """Pieces of a pipeline stage that are interleaved."""
     weights_apart: bool = False
     """Stages of a pipeline compute gradients of weights where they would wait."""
+    pipeline_v: bool = False
+    """The pieces of a pipeline's stages are placed in a V."""
     hidden_tensor_parallel: float = 0.0
     """Share of tensor parallel's collectives that other stacks hide behind arithmetic."""
     whole_below: int = 16_000_000
@@ -183,6 +185,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         local_steps=training.local_steps,
         pipeline_chunks=spec.parallelism.chunks,
         weights_apart=spec.parallelism.splits_backward,
+        pipeline_v=spec.parallelism.placed_in_v,
         reshard_after_forward=spec.parallelism.reshard_after_forward,
         snapshot_every=None if held == "auto" else held,
         replicate_snapshots=spec.checkpoint.replicate_snapshots,

@@ -212,7 +212,7 @@ def pipeline_of(components: TrainerComponents) -> Pipeline | None:
     if stage is None:
         return None
     stage.link.waits = components.groups.waits
-    return Pipeline(components.built.module, stage.link, stage.schedule, components.spec.training.loss_chunk_tokens)
+    return Pipeline(components.built.module, stage, components.spec.training.loss_chunk_tokens)
 
 
 def arrivals_of(components: TrainerComponents, context: RankContext) -> Arrivals:

@@ -522,6 +522,7 @@ def test_recover_in_the_foreground_is_for_runs_of_this_machine(paper: Paper):
         ("resources.ranks_per_host=2", "resources.ranks_per_host cannot change while hosts are held"),
         ("resources.threads_per_rank=3", "resources.threads_per_rank cannot change"),
         ("backend=slurm", "backend cannot change"),
+        ("parallelism.pp_schedule=zbv", "parallelism.pp_schedule cannot change"),
         ("run_dir=elsewhere", "run_dir cannot change"),
         ("resources.hosts=2", "2 hosts are needed, and 1 are held"),
         ("training.steps=many", "whole number"),

@@ -100,6 +100,19 @@ WRONG = {
         ["parallelism={pp: 2, tp: 2, dp_shard: 1, pp_schedule: zero_bubble}"],
         "zero_bubble does not go with tp = 2",
     ),
+    "a V in shards": (
+        ["parallelism={pp: 2, pp_schedule: zbv}", "resources.ranks_per_host=2"],
+        "zbv needs whole parameters",
+    ),
+    "a V with tp": (["parallelism={pp: 2, tp: 2, dp_shard: 1, pp_schedule: zbv}"], "zbv does not go with tp = 2"),
+    "a V of too few layers": (
+        [
+            "parallelism={pp: 2, dp_shard: 1, pp_schedule: zbv}",
+            "resources.ranks_per_host=2",
+            "model.config.num_hidden_layers=3",
+        ],
+        "3 layers do not make 2 stages of 2 chunks each",
+    ),
     "chunks of one": (["parallelism.pp_chunks=1"], "a whole number of at least 2"),
     "an order that is none": (["parallelism.pp_schedule=gpipe"], "1f1b, interleaved"),
     "exact with a tied embedding on two stages": (
@@ -181,6 +194,12 @@ NO_EFFECT = {
     "parallelism.reshard_after_forward=false": ["resources.ranks_per_host=1"],
     "parallelism.pp_schedule=interleaved": [],
     "parallelism.pp_chunks=3": ["parallelism.pp=2", "resources.ranks_per_host=2"],
+    "parallelism.pp_chunks=2": [
+        "parallelism.pp=2",
+        "parallelism.dp_shard=1",
+        "parallelism.pp_schedule=zbv",
+        "resources.ranks_per_host=2",
+    ],
     "model.revision=main": [],
     "model.master_dtype=float32": [],
     "data.sources.0.weight=2": [],

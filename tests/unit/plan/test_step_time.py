@@ -209,3 +209,20 @@ def test_gradients_of_weights_apart_fill_a_part_of_the_bubble():
         step_time(job(lora_rank=8), setting, option(), 1).parts["pipeline bubble"]
     ), "frozen matrices have no gradients to put off"
     assert memory(job(weights_apart=True), setting).total_bytes >= memory(job(), setting).total_bytes
+
+
+def test_a_v_waits_half_a_backward_pass_a_stage_and_keeps_what_the_first_stage_of_1f1b_does():
+    setting = Setting(layout=Layout(pp=4), micro_batch_size=1, activation_checkpointing="none")
+    v = {"pipeline_chunks": 2, "weights_apart": True, "pipeline_v": True}
+    plain, in_v = (step_time(job(**given), setting, option(), 1).parts for given in ({}, v))
+    arithmetic = sum(plain[name] for name in ("matrices", "attention", "memory traffic"))
+    weights = plain["matrices"] / arithmetic / 3
+    backward = 1 - 1 / 3 - weights
+    share = in_v["pipeline bubble"] / plain["pipeline bubble"]
+    assert share == pytest.approx(max(backward / 2, backward - weights)) and share < 0.25
+    kept = [memory(job(**given), setting).items["activations"] for given in ({}, {"weights_apart": True}, v)]
+    layers = [
+        job().shape.stages(4, chunks, v=chunks == 2)[0].layers for chunks in (1, 2)
+    ]  # with embedding: the fullest
+    assert kept[1] == pytest.approx(kept[0])
+    assert kept[2] / kept[0] == pytest.approx(layers[1] / layers[0], rel=0.1), "four micro-batches of all its layers"

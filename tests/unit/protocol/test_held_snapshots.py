@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.config.spec import Parallelism
-from muster.core.layout import Layout, layout_for
+from muster.core.layout import Layout, largest_layout, layout_for
 from muster.core.snapshots import SnapshotCopy
 from muster.protocol.held_snapshots import Choice, needed_shards, newest_complete
 
@@ -26,13 +26,36 @@ from muster.protocol.held_snapshots import Choice, needed_shards, newest_complet
         ({"dp_shard": 1, "dp_replicate": 3, "pp": 3}, 8, None),
         ({"dp_shard": 1, "dp_replicate": 3, "pp": 3}, 6, Layout(dp_replicate=2, pp=3)),
         ({"dp_shard": 3, "pp": 3}, 6, Layout(dp_shard=2, pp=3)),
-        ({"pp": 3}, 2, Layout(pp=2)),
-        ({"pp": 4, "tp": 2}, 6, Layout(pp=3, tp=2)),
-        ({"pp": 4, "tp": 2}, 5, None),
+        ({"pp": 3}, 2, None),
     ],
 )
 def test_layouts(given_axes, ranks, expected):
     assert layout_for(Parallelism(**given_axes).axes, ranks, resize=True) == expected
+
+
+TWO_OF_THREE = {"dp_shard": 1, "dp_replicate": 2, "pp": 3}
+
+
+@pytest.mark.parametrize(
+    ("given_axes", "hosts", "per_host", "expected"),
+    [
+        ({"dp_shard": 4}, 5, 1, Layout(dp_shard=4)),
+        ({"pp": 3}, 2, 1, Layout(pp=2)),
+        ({"pp": 4, "tp": 2}, 3, 2, Layout(pp=3, tp=2)),
+        ({"pp": 4, "tp": 2}, 5, 1, Layout(pp=2, tp=2)),
+        ({"pp": 4, "tp": 2}, 1, 1, None),
+        (TWO_OF_THREE, 3, 2, Layout(dp_replicate=2, pp=3)),
+        (TWO_OF_THREE, 2, 2, Layout(dp_replicate=2, pp=2)),
+        (TWO_OF_THREE, 1, 2, Layout(pp=2)),
+        (TWO_OF_THREE, 5, 1, Layout(pp=3)),  # one whole replica; two hosts wait for the third
+        (TWO_OF_THREE, 1, 1, Layout()),
+        ({"dp_shard": 2, "pp": 3}, 2, 2, Layout(dp_shard=2, pp=2)),
+        ({"pp": 3}, 2, 4, Layout(dp_shard=4, pp=2)),
+        ({"pp": 4}, 3, 2, Layout(pp=4)),
+    ],
+)
+def test_the_most_hosts_form_a_layout_with_the_stages_given_if_any_number_can(given_axes, hosts, per_host, expected):
+    assert largest_layout(Parallelism(**given_axes).axes, hosts, per_host) == expected
 
 
 def snap(rank, step, host, *, attempt=1, layout="r1s2t1p1c1e1", tier="memory"):

@@ -1,6 +1,7 @@
 """Which layers a stage gets, and in which order it works."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,7 @@ CASES = [
         Schedule(stages, chunks=2),
         Schedule(stages, chunks=3),
         Schedule(stages, split_backward=True),
+        Schedule(stages, chunks=2, split_backward=True, v=True),
     )
     for micro_batches in range(1, 10)
 ]
@@ -59,7 +61,11 @@ def orders_of(schedule, micro_batches):
 
 
 def case_id(case):
-    return f"{case.stages}x{case.chunks}{'-split' * case.split_backward}" if isinstance(case, Schedule) else str(case)
+    return (
+        f"{case.stages}x{case.chunks}{'-split' * case.split_backward}{'-v' * case.v}"
+        if isinstance(case, Schedule)
+        else str(case)
+    )
 
 
 @pytest.mark.parametrize(("schedule", "micro_batches"), CASES, ids=case_id)
@@ -87,7 +93,7 @@ def test_each_pass_runs_once_and_behind_what_it_needs(schedule, micro_batches):
             else:
                 needed = [(Kind.BACKWARD, part)]
             for kind, of_part in needed:
-                chunk, where = divmod(of_part, schedule.stages)
+                where, chunk = schedule.place(of_part)
                 assert ends[where, Action(kind, number, chunk)] < ends[stage, action]
 
 
@@ -104,7 +110,8 @@ def test_messages_pair_up_and_nobody_waits_for_a_later_one(schedule, micro_batch
                 key = message.sender, message.receiver
                 pairs.setdefault(key, ([], []))[stage == message.receiver].append(message)
     assert all(sent == received for sent, received in pairs.values())
-    assert sum(len(sent) for sent, _ in pairs.values()) == 2 * (schedule.parts - 1) * micro_batches
+    between = schedule.parts - 1 - schedule.v  # at the V's tip both parts are on the last stage
+    assert sum(len(sent) for sent, _ in pairs.values()) == 2 * between * micro_batches
     limit = sends_under_way(schedule.stages, schedule.chunks)
     at, open_batch, ended = [0] * schedule.stages, [False] * schedule.stages, set()
     going = True
@@ -131,12 +138,15 @@ def test_messages_pair_up_and_nobody_waits_for_a_later_one(schedule, micro_batch
             there |= {message.needed_by for message in turn.messages if message.receiver == stage}
             if turn.action is not None and turn.action.kind is not Kind.WEIGHTS:
                 part = schedule.part(stage, turn.action.chunk)
-                ends_here = part == (0 if turn.action.forward else schedule.parts - 1)
-                assert ends_here or turn.action in there
+                before = part - 1 if turn.action.forward else part + 1
+                here = before in (-1, schedule.parts) or schedule.place(before)[0] == stage
+                assert here != (turn.action in there)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "micro_batches"), [case for case in CASES if case[1] >= case[0].stages], ids=case_id
+    ("schedule", "micro_batches"),
+    [case for case in CASES if case[1] >= case[0].stages and not case[0].v],
+    ids=case_id,
 )
 def test_the_bubble_is_that_of_the_formula(schedule, micro_batches):
     forward, backward = 1.0, 2.0
@@ -144,6 +154,56 @@ def test_the_bubble_is_that_of_the_formula(schedule, micro_batches):
     work = micro_batches * schedule.chunks * (forward + backward)
     saved = backward if schedule.split_backward else 0.0  # ZB-H1: (p - 1)(F + B - W) for (p - 1)(F + B + W)
     assert max(ends.values()) - work == pytest.approx((schedule.stages - 1) * (forward + backward - saved))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("takes", [(1.0, 1.0, 1.0), (10.0, 17.0, 8.0), (5.0, 12.0, 9.0), (9.0, 12.0, 10.0)], ids=str)
+def test_the_bubble_of_a_v_is_that_of_the_formula(stages, takes):
+    schedule, (forward, inputs, weights) = Schedule(stages, chunks=2, split_backward=True, v=True), takes
+    for micro_batches in (2 * stages - 1, 2 * stages, 3 * stages + 1):
+        orders = orders_of(schedule, micro_batches)
+        ends = finished(schedule, orders, forward=forward, backward=inputs, weights=weights)
+        found = max(ends.values()) - 2 * micro_batches * sum(takes)
+        assert found == pytest.approx((stages - 1) * max(inputs, 2 * (inputs - weights)))
+        for stage, order in enumerate(orders) if len(set(takes)) == 1 else ():
+            begins = ends[stage, order[0]] - forward
+            assert ends[stage, order[-1]] - begins == 2 * micro_batches * sum(takes), "no stage waits once it has begun"
+
+
+def test_a_v_is_in_the_order_of_torch():
+    """Another implementation of the same paper, which knows no messages."""
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+    kinds = {"FORWARD": Kind.FORWARD, "BACKWARD_INPUT": Kind.BACKWARD, "BACKWARD_WEIGHT": Kind.WEIGHTS}
+    for stages, micro_batches in itertools.product(range(1, 6), range(1, 14)):
+        schedule = Schedule(stages, chunks=2, split_backward=True, v=True)
+        theirs = SimpleNamespace(pp_group_size=stages, num_stages=schedule.parts, _n_microbatches=micro_batches)
+        for stage in range(stages):
+            table = ScheduleZBVZeroBubble._calculate_single_rank_operations(theirs, stage)
+            wanted = [
+                (
+                    stage,
+                    Action(kinds[one.computation_type.name], one.microbatch_index, schedule.place(one.stage_index)[1]),
+                )
+                for one in table
+                if one is not None
+            ]
+            assert [(stage, action) for action in schedule.order(stage, micro_batches)] == wanted
+            assert all(schedule.place(one.stage_index)[0] == stage for one in table if one is not None)
+
+
+def test_where_the_parts_of_a_v_are():
+    from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+    for stages in range(1, 6):
+        schedule = Schedule(stages, chunks=2, split_backward=True, v=True)
+        places = [schedule.place(part) for part in range(schedule.parts)]
+        assert [schedule.part(*place) for place in places] == list(range(schedule.parts))
+        assert {part: stage for part, (stage, _) in enumerate(places)} == generate_stage_to_rank_mapping(
+            stages, schedule.parts, style="v"
+        )
+        assert [schedule.begins_on(stage) for stage in range(stages)] == [stage == 0 for stage in range(stages)]
+        assert [schedule.ends_on(stage) for stage in range(stages)] == [stage == 0 for stage in range(stages)]
 
 
 @pytest.mark.parametrize(("schedule", "micro_batches"), CASES, ids=case_id)
@@ -154,7 +214,12 @@ def test_kept_micro_batches_are_bounded(schedule, micro_batches):
             kept += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHTS: 0}[action.kind]
             most = max(most, kept)
             left += {Kind.FORWARD: 1, Kind.BACKWARD: 0, Kind.WEIGHTS: -1}[action.kind]
-            assert not schedule.split_backward or left <= schedule.stages, "as many as the first stage of 1F1B"
+            first = schedule.stages * schedule.chunks
+            assert not schedule.split_backward or left <= first, "as many as the first stage of 1F1B"
+        if schedule.v:
+            assert most <= 2 * min(schedule.stages, micro_batches)
+            assert most == 2 * min(schedule.stages, micro_batches) or stage < schedule.stages - 1
+            continue
         ahead = forwards_ahead(stage, schedule.stages, schedule.chunks, micro_batches)
         assert most == min(ahead + 1, schedule.chunks * micro_batches)
         assert schedule.chunks > 1 or most <= schedule.stages - stage
@@ -176,5 +241,10 @@ def test_the_parts_of_a_model_are_the_whole():
     assert [part.layers for part in parts] == [2, 2, 2]
     chunked = shape.stages(2, chunks=3)
     assert [part.layers for part in chunked] == [3, 3] and sum(part.parameters for part in chunked) == shape.parameters
+    v = shape.stages(2, chunks=2, v=True)
+    assert sum(part.parameters for part in v) == shape.parameters and [part.layers for part in v] == [3, 3]
+    assert [(part.has_embedding, part.has_head) for part in v] == [(True, True), (False, False)]
     tied = ModelShape.from_config({**config, "intermediate_size": 128, "vocab_size": 500, "tie_word_embeddings": True})
     assert sum(part.parameters for part in tied.stages(2)) == tied.parameters + 32000, "the tied matrix is held twice"
+    v = tied.stages(2, chunks=2, v=True)
+    assert sum(part.parameters for part in v) == tied.parameters, "in a V the first stage has both ends"

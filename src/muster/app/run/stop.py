@@ -126,6 +126,7 @@ _STARTED_WITH = (
     "resources.threads_per_rank", "resources.machine", "resources.accelerator", "resources.provisioning_model",
     "resources.locations", "resources.reservation",
     "resources.project", "resources.cluster", "resources.image", "resources.queue",
+    "parallelism.pp_schedule", "parallelism.pp_chunks",  # which layers a rank's snapshots in their memory are of
 )  # fmt: skip
 
 

@@ -22,10 +22,11 @@ class Parallelism(Section):
     """Tensor parallel: ranks that share each matrix; on TPUs chips of a host."""
     pp: Positive = 1
     """Pipeline stages: each holds a run of layers, and micro-batches pass through them."""
-    pp_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    pp_schedule: Literal["1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
     """In which order stages work. interleaved: each holds several runs of layers (``pp_chunks``), and waits that much
     less for the others; more messages, and more activations are kept. zero_bubble: gradients of weights are computed
-    apart, where a stage would wait; for parameters that no rank shares (``dp_shard: 1``), and not compiled."""
+    apart, where a stage would wait; for parameters that no rank shares (``dp_shard: 1``), and not compiled. zbv: the
+    same with two runs of layers on each stage, placed in a V (the first stage has the first and the last layers)."""
     pp_chunks: Annotated[int, Field(ge=2)] = 2
     """Runs of layers on each stage, with ``pp_schedule: interleaved``."""
     cp: Positive = 1
@@ -42,11 +43,18 @@ class Parallelism(Section):
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed apart."""
-        return self.pp_schedule == "zero_bubble" and self.pp > 1
+        return self.pp_schedule in ("zero_bubble", "zbv") and self.pp > 1
+
+    @property
+    def placed_in_v(self) -> bool:
+        """Whether stages' two runs of layers are placed in a V."""
+        return self.pp_schedule == "zbv" and self.pp > 1
 
     @property
     def chunks(self) -> int:
         """Runs of layers on each stage."""
+        if self.placed_in_v:
+            return 2
         return self.pp_chunks if self.pp_schedule == "interleaved" and self.pp > 1 else 1
 
     @property

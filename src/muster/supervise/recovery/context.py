@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from muster.core.layout import Layout, layout_for
+from muster.core import layout
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import JsonObject
 from muster.policy.cluster_state import Policy
@@ -72,11 +72,9 @@ class SupervisorContext:
         """Hosts that could run ranks now, in natural order."""
         return sorted((host.name for host in self.state.hosts.values() if usable(host)), key=natural_key)
 
-    def largest_layout(self, num_hosts: int) -> Layout | None:
-        """The layout of the most hosts, of ``num_hosts``, that can form one; None: no number of them can."""
-        axes, per_host = self.settings.spec.rank_axes, self.settings.ranks_per_host
-        layouts = (layout_for(axes, hosts * per_host, resize=True) for hosts in range(num_hosts, 0, -1))
-        return next((layout for layout in layouts if layout is not None), None)
+    def largest_layout(self, num_hosts: int) -> layout.Layout | None:
+        """As ``layout.largest_layout``."""
+        return layout.largest_layout(self.settings.spec.rank_axes, num_hosts, self.settings.ranks_per_host)
 
     def newest_held(
         self, *, hosts: Collection[str] | None = None, without: Collection[tuple[int, int]] = ()

@@ -310,8 +310,8 @@ def check_covered(module: nn.Module, parameters: list[nn.Parameter]) -> None:
     stage = getattr(module, "stage", None)
     if stage is not None and stage.tied is not None:
         raise UsageError(
-            "training.exact does not cover an embedding tied to the head on another stage: one process adds their two "
-            "gradients before it converts them",
+            "training.exact does not cover an embedding tied to the head in a model cut into stages: one process adds "
+            "their two gradients before it converts them",
             hint="set parallelism.pp: 1, tie_word_embeddings: false, or training.exact: false",
         )
     if any(sharded_axes(parameter) - {SHARD} for parameter in parameters):

@@ -58,14 +58,6 @@ class StageLink:
     def stages(self) -> int:
         return self.group.size()
 
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.stages - 1
-
     def exchange(
         self,
         *,
@@ -107,10 +99,10 @@ class StageLink:
         while self._sent:
             self._sent.popleft()[1].wait()
 
-    def from_last(self, tensor: Tensor) -> Tensor:
-        """The last stage's ``tensor`` on every stage, in place."""
+    def from_stage(self, source: int, tensor: Tensor) -> Tensor:
+        """A stage's ``tensor`` on every stage, in place."""
         self.flush()
-        dist.broadcast(tensor, group=self.group, group_src=self.stages - 1)
+        dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def both_ends(self, tensors: Sequence[Tensor]) -> None:

@@ -103,8 +103,9 @@ def next_tokens(module: ModelWithLoss, given: Decoding) -> Tensor:
     if module.stage is None:
         assert logits is not None
         return logits.argmax(1)
+    link, schedule = module.stage.link, module.stage.schedule
     chosen = torch.zeros(given.tokens.shape[0], dtype=torch.int64, device=given.tokens.device)
-    return module.stage.link.from_last(chosen if logits is None else logits.argmax(1))
+    return link.from_stage(schedule.place(schedule.parts - 1)[0], chosen if logits is None else logits.argmax(1))
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def build_model(
     module, lora_config, counted = laid_out(spec, config, mesh, device, whole_below)
     model, attention, stage = module.model, module.attention, module.stage
     module.to_empty(device=device)
-    if stage is None or (stage.tied is not None and stage.link.is_last):
+    if stage is None or (stage.tied is not None and stage.has_head):
         model.tie_weights()
     isolation = proven_before(module, device, proof) if restored and proof is not None else None
     if isolation is not None and all_in_state(model):
@@ -197,7 +197,8 @@ def laid_out(
 
 def schedule_of(spec: RunSpec, stages: int) -> Schedule:
     """How the stages of this run's pipeline take turns."""
-    return Schedule(stages, chunks=spec.parallelism.chunks, split_backward=spec.parallelism.splits_backward)
+    axes = spec.parallelism
+    return Schedule(stages, chunks=axes.chunks, split_backward=axes.splits_backward, v=axes.placed_in_v)
 
 
 def share_sequences(module: ModelWithLoss, mesh: DeviceMesh, sequence_length: int) -> None:

@@ -186,14 +186,18 @@ def forward_pass(module: ModelWithLoss, given: Batch | Decoding, **asked: Any) -
         return output
     stage, link = module.stage, module.stage.link
     shape = module.hidden_shape(given.tokens if isinstance(given, Decoding) else given.input_ids)
+    hidden: Tensor | None = None
     for chunk in range(stage.schedule.chunks):
-        part = stage.part(chunk)
-        hidden = link.receive(shape, (link.stage - 1) % link.stages) if part > 0 else None
+        source, target = stage.schedule.source(link.stage, chunk), stage.schedule.target(link.stage, chunk)
+        if source is not None and source != link.stage:
+            hidden = link.receive(shape, source)
         given = replace(given, chunk=chunk) if isinstance(given, Decoding) else given
         output = module(given, hidden=hidden, chunk=chunk, **asked)
-        if stage.ends(chunk):
+        if target is None:
             return output
-        link.send(output, (link.stage + 1) % link.stages)
+        hidden = output
+        if target != link.stage:
+            link.send(output, target)
     return None
 
 

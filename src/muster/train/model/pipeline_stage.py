@@ -32,8 +32,10 @@ class Stage:
     schedule: Schedule
     chunks: tuple[range, ...]
     """The layers of each chunk."""
+    lists: tuple[nn.ModuleList, ...]
+    """Of each chunk, where there are several: its layers, and what stands for the others."""
     tied: str | None
-    """The parameter that embedding and head share, if this stage is one of the two that hold it."""
+    """The parameter that embedding and head share, if this stage holds it: for one of them, or in a V for both."""
     elsewhere: frozenset[str]
     """Parameters of the model that are not here."""
     trained_elsewhere: frozenset[str]
@@ -44,27 +46,29 @@ class Stage:
         """The layers that are here, in order."""
         return [index for chunk in self.chunks for index in chunk]
 
-    def part(self, chunk: int) -> int:
-        """The part of the model that a chunk is."""
-        return self.schedule.part(self.link.stage, chunk)
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the model begins here."""
+        return self.schedule.begins_on(self.link.stage)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model ends here."""
+        return self.schedule.ends_on(self.link.stage)
 
     def ends(self, chunk: int) -> bool:
-        """Whether the model does."""
-        return self.part(chunk) == self.schedule.parts - 1
+        """Whether the model does behind this chunk."""
+        return self.schedule.target(self.link.stage, chunk) is None
 
     @contextmanager
     def only(self, model: PreTrainedModel, chunk: int) -> Iterator[None]:
         """Have the forward pass pass over the layers of the other chunks here, and over what is behind the last one."""
-        if len(self.chunks) == 1:
+        if not self.lists:
             yield
             return
         body: Any = model.base_model
         layers, norm = body.layers, body.norm
-        mine = self.chunks[chunk]
-        body.layers = nn.ModuleList(
-            layer if index in mine or isinstance(layer, PassedOver) else PassedOver(layer)
-            for index, layer in enumerate(layers)
-        )
+        body.layers = self.lists[chunk]
         if not self.ends(chunk):
             body.norm = nn.Identity()
         try:
@@ -75,7 +79,7 @@ class Stage:
     @property
     def counted_elsewhere(self) -> frozenset[str]:
         """Parameters that are here, and that an earlier stage counts in norms and hashes."""
-        return frozenset() if self.tied is None or self.link.is_first else frozenset((self.tied,))
+        return frozenset() if self.tied is None or self.has_embedding else frozenset((self.tied,))
 
 
 class PassedOver(nn.Module):
@@ -102,7 +106,8 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink, sc
     check_family(config.model_type, getattr(config, "layer_types", None))
     named = dict(model.named_parameters())
     tied = tied_name(model)
-    chunks = tuple(layers_of(model, layers, schedule)[link.stage :: schedule.stages])
+    every = layers_of(model, layers, schedule)
+    chunks = tuple(every[schedule.part(link.stage, chunk)] for chunk in range(schedule.chunks))
     body: Any = model.base_model
     for index, layer in enumerate(layers):
         mine = next((chunk for chunk in chunks if index in chunk), None)
@@ -113,10 +118,11 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink, sc
             place: Any = getattr(module, "layer_idx", None)
             if isinstance(place, int):  # in the cache of generation, which has this chunk's layers alone
                 setattr(module, "layer_idx", place - mine.start)  # noqa: B010 (torch's stub takes modules only)
-    if not link.is_last:
+    first, last = schedule.begins_on(link.stage), schedule.ends_on(link.stage)
+    if not last:
         body.norm = nn.Identity()
         model.lm_head = None
-    if not link.is_first and not (link.is_last and tied is not None):
+    if not first and not (last and tied is not None):
         body.embed_tokens = None
     held = {name for name, _ in model.named_parameters()}
     elsewhere = frozenset(named.keys() - held)
@@ -124,18 +130,28 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink, sc
         link=link,
         schedule=schedule,
         chunks=chunks,
+        lists=tuple(_only(body.layers, chunk) for chunk in chunks) if len(chunks) > 1 else (),
         tied=tied if tied in held else None,
         elsewhere=elsewhere,
         trained_elsewhere=frozenset(name for name in elsewhere if named[name].requires_grad),
     )
 
 
+def _only(layers: Sequence[nn.Module], chunk: range) -> nn.ModuleList:
+    return nn.ModuleList(
+        layer if index in chunk or isinstance(layer, PassedOver) else PassedOver(layer)
+        for index, layer in enumerate(layers)
+    )
+
+
 def tied_gradient(model: PreTrainedModel, stage: Stage | None) -> TiedGradient | None:
     """The gradient that this stage shares with another; None: there is none."""
-    parameter = None if stage is None or stage.tied is None else dict(model.named_parameters())[stage.tied]
-    if stage is None or parameter is None or not parameter.requires_grad:
+    if stage is None or stage.tied is None or (stage.has_embedding and stage.has_head):
         return None
-    return TiedGradient(parameter, stage.link.both_ends, counts=stage.link.is_first)
+    parameter = dict(model.named_parameters())[stage.tied]
+    if not parameter.requires_grad:
+        return None
+    return TiedGradient(parameter, stage.link.both_ends, counts=stage.has_embedding)
 
 
 def check_family(model_type: str, layer_types: Sequence[str] | None) -> None:

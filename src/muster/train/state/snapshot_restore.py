@@ -140,14 +140,23 @@ def restored(
     """(this rank's parts of the version that ``restore`` names, from whichever layout took it; bytes that other hosts
     sent).
 
-    Where this layout did, they are views into the ring, not copies. ``elsewhere``: as in ``shards.restore``. Raises
-    SnapshotNotIntact.
+    Where this layout did, they are views into the ring, not copies. ``elsewhere``: as in ``shards.restore``.
+
+    Raises:
+        SnapshotNotIntact: as ``restore_other_layout``.
+        CheckpointError: this rank holds other layers of the model than the one of the same layout that took it.
     """
     source = restore.sources.get(context.rank)
     if restore.layout != context.layout or source is None:
         return restore_other_layout(context, restore, sharded, elsewhere=elsewhere)
     ring, chunks, slot = open_shard(source, restore, run_id=context.run_id)
     path, fetched = Path(source.path), 0
+    if any(chunk.name in elsewhere for chunk in chunks):
+        raise CheckpointError(
+            f"the snapshot of step {restore.step} is of stages with other layers: parallelism.pp_schedule or pp_chunks "
+            "was changed",
+            hint="recover with those before, which writes the state to disk; what is there goes on in any order",
+        )
     if path.name.startswith("fetched."):  # the rank's own ring from now on, before its first step
         fetched = ring.slot_bytes
         os.rename(path, own_path(context))

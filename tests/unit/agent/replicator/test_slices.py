@@ -16,7 +16,7 @@ from waiting import eventually  # noqa: E402
 from muster.agent.snapshot_store import SnapshotStore  # noqa: E402
 from muster.checkpoint import peer_slices  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
-from muster.core.errors import BackendError  # noqa: E402
+from muster.core.errors import BackendError, CheckpointError  # noqa: E402
 from muster.core.snapshots import SnapshotNotIntact  # noqa: E402
 from muster.core.types import Layout  # noqa: E402
 from muster.protocol.held_snapshots import needed_shards, newest_complete  # noqa: E402
@@ -144,6 +144,15 @@ def hosts(tmp_path):
     yield make
     for each in made:
         each.close()
+
+
+def test_what_a_stage_with_other_layers_took_is_refused_and_kept(hosts):
+    """The same layout with another ``parallelism.pp_schedule``: nothing says that the copies are damaged."""
+    context = hosts(2).begun(("host-0", "host-1"))[0]
+    with pytest.raises(CheckpointError, match="pp_schedule or pp_chunks was changed") as refused:
+        restored(context, context.restore, {}, elsewhere=frozenset(SHAPES))
+    assert not isinstance(refused.value, SnapshotNotIntact)
+    assert restored(context, context.restore, {}, elsewhere=frozenset(("another",)))[0].keys() == SHAPES.keys()
 
 
 @pytest.mark.parametrize(

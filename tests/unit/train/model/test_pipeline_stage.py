@@ -14,7 +14,7 @@ from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.pipeline_order import Schedule
 from muster.train.model.attention_isolation_check import Proof
 from muster.train.model.causal_lm import on_meta, read_config
-from muster.train.model.pipeline_stage import cut
+from muster.train.model.pipeline_stage import cut, tied_gradient
 from muster.train.model.sharding import decoder_layers
 
 CONFIG = {**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0}
@@ -22,10 +22,10 @@ FOUR = {"head_dim": 8}
 
 
 def link(stage, stages):
-    return SimpleNamespace(stage=stage, stages=stages, is_first=stage == 0, is_last=stage == stages - 1)
+    return SimpleNamespace(stage=stage, stages=stages)
 
 
-def whole_and_stages(config, stages, chunks=1):
+def whole_and_stages(config, stages, chunks=1, *, v=False):
     """The model on the CPU, and its stages with the same values."""
     from transformers import AutoModelForCausalLM
 
@@ -37,9 +37,10 @@ def whole_and_stages(config, stages, chunks=1):
     parts = []
     for stage in range(stages):
         model = on_meta(read_config(spec, None, 50), torch.float32)
-        found = cut(model, decoder_layers(model), link(stage, stages), Schedule(stages, chunks))
+        schedule = Schedule(stages, chunks, split_backward=v, v=v)
+        found = cut(model, decoder_layers(model), link(stage, stages), schedule)
         model.to_empty(device=CPU)
-        if found.tied is not None and found.link.is_last:
+        if found.tied is not None and found.has_head:
             model.tie_weights()
         model.load_state_dict({name: value for name, value in values.items() if name in model.state_dict()})
         for name, buffer in model.named_buffers():
@@ -80,6 +81,29 @@ def test_chunks_in_turn_are_the_model_bit_for_bit(tied):
                         given = {"inputs_embeds": model.eval().base_model(**given, use_cache=False)[0]}
     assert torch.equal(logits, expected)
     assert [{name for name, _ in model.named_parameters()} for model, _ in parts] == held, "all layers are back"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_chunks_in_a_v_are_the_model_bit_for_bit(tied):
+    whole, parts = whole_and_stages({**CONFIG, "num_hidden_layers": 5, "tie_word_embeddings": tied}, 2, 2, v=True)
+    assert [stage.chunks for _, stage in parts] == [(range(0, 2), range(4, 5)), (range(2, 3), range(3, 4))]
+    ends = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if tied else {"lm_head.weight"})
+    names = [{name for name, _ in model.named_parameters() if ".layers." not in name} for model, _ in parts]
+    assert names == [ends, set()], "the first stage has both ends of the model"
+    assert all(stage.counted_elsewhere == frozenset() for _, stage in parts)
+    assert all(tied_gradient(model, stage) is None for model, stage in parts), "it is added to where it is"
+    tokens = torch.arange(3, 23).reshape(2, 10)
+    given = {"input_ids": tokens}
+    with torch.no_grad():
+        expected = whole(input_ids=tokens, use_cache=False).logits
+        for place, chunk in [(0, 0), (1, 0), (1, 1), (0, 1)]:
+            model, stage = parts[place]
+            with stage.only(model, chunk):
+                if stage.ends(chunk):
+                    logits = model.eval()(**given, use_cache=False).logits
+                else:
+                    given = {"inputs_embeds": model.eval().base_model(**given, use_cache=False)[0]}
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])

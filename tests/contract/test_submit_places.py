@@ -169,7 +169,15 @@ def test_one_folder_for_all_places_is_refused_where_one_may_be_left(market):
 def test_a_place_without_a_plan_is_told_and_passed_over(market):
     result = market.submit("resources.locations=[us-central1]")
     assert result.spec.backend == "vertex"
-    assert "no plan for gce: " in market.said[0] and "is not a zone" in market.said[0]
+    assert "left out: gce: resources.locations" in market.said[0] and "is not a zone" in market.said[0]
+
+
+def test_a_place_that_lacks_a_name_is_left_out_before_anybody_is_asked(market):
+    result = market.submit("gce.bundle=null")
+    assert result.spec.backend == "vertex" and not market.machines
+    assert "left out: gce: gce.bundle: no software" in market.said[0]
+    with pytest.raises(UsageError, match=r"no place can be asked: .*resources.project: names no project.*muster show"):
+        market.submit("resources.project=null")
 
 
 @pytest.mark.parametrize(

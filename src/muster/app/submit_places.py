@@ -17,7 +17,7 @@ from muster.app.run import remove, stop
 from muster.app.run.submit import Submitted, Tell, submit
 from muster.config import load
 from muster.core.clock import SystemClock
-from muster.core.errors import AccessError, CapacityError, UsageError
+from muster.core.errors import AccessError, CapacityError, RunFileError, UsageError
 from muster.core.protocols import Clock
 from muster.core.types import JobState, JobStatus
 from muster.plan import plan_file
@@ -59,8 +59,14 @@ def ways(
     for each in places(run_file, overrides, names=names, now=now, home=home):
         if each.planned is None:
             without.append(f"{each.name}: {each.reason}")
+            continue
+        possible = _ways(each.name, each.planned)
+        try:  # a plan does without names that a request needs
+            load.load(run_file, possible[0].overrides)
+        except RunFileError as error:
+            without.append(f"{each.name}: {error.in_one_line()} (muster show {run_file} backend={each.name})")
         else:
-            found += _ways(each.name, each.planned)
+            found += possible
     return sorted(found, key=lambda way: (way.usd is None, way.usd or 0.0)), without
 
 
@@ -71,7 +77,7 @@ def _ways(name: str, planned: Planned) -> list[Way]:
         offer, cost = candidate.option.offer, candidate.cost
         settings = dict(settings_of(planned, candidate))
         if planned.spec.resources.locations:  # the back end asks them one after the other, as the file has them
-            del settings["resources.locations"]
+            settings.pop("resources.locations", None)
         where = ",".join(planned.spec.resources.locations) or offer.location
         way = Way(
             place=name,
@@ -104,8 +110,10 @@ def submit_to_first(
     """
     clock = clock or SystemClock()
     asked, refused = ways(run_file, overrides, names=names)
+    if not asked:
+        raise UsageError("no place can be asked: " + "; ".join(refused))
     for reason in refused:
-        tell(f"no plan for {reason}")
+        tell(f"left out: {reason}")
     if patience_s is not None and asked and load.load(run_file, asked[0].overrides).spec.run_dir is not None:
         raise UsageError("run_dir names one folder, and each place that is left needs another", hint="leave it out")
     for number, way in enumerate(asked, 1):

@@ -40,6 +40,8 @@ class Capabilities:
     """What such a run would ask for is rendered; it is not submitted."""
     in_regions: bool = False
     """Its machines are a region's: a zone means its region where places are compared."""
+    in_zones: bool = False
+    """Its machines are a zone's: a plan, whose prices are a region's, names no location of its own."""
     supervised_in_terminal: bool = False
     """``muster train`` and ``muster recover --watch``: the supervisor may run in the foreground."""
 

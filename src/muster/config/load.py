@@ -47,6 +47,8 @@ class Loaded:
     """Where each explicitly given key is; keys that are absent have their defaults."""
     warnings: tuple[Problem, ...] = ()
     """Settings without effect in this combination."""
+    unnamed: tuple[Problem, ...] = ()
+    """What has to be named before it is submitted; empty unless it was loaded ``to_plan``."""
     planned_step_s: Mapping[str, float] = field(default_factory=dict)
     """What the plan it came from foresees: item of a step -> seconds. Empty: no plan."""
 
@@ -72,8 +74,9 @@ class Loaded:
         return replace(problem, source=origin.source if origin else self.source, line=line)
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool = True) -> Loaded:
-    """Read and check a run file whole; with ``environment``, this machine's files and folders too.
+def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool = True, to_plan: bool = False) -> Loaded:
+    """Read and check a run file whole; with ``environment``, this machine's files and folders too. ``to_plan``: names
+    that only a submit needs (project, account, image, bucket) may be missing.
 
     Relative local paths are taken from the current directory and returned absolute.
 
@@ -100,7 +103,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool =
         raise UsageError(
             f"{source} is not UTF-8 text (byte {error.start})", hint="is it the right file? save it as UTF-8"
         ) from error
-    return loads(text, overrides, source=source, environment=environment)
+    return loads(text, overrides, source=source, environment=environment, to_plan=to_plan)
 
 
 def given(run_file: Loaded | str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -114,7 +117,14 @@ def given(run_file: Loaded | str | Path, overrides: Sequence[str] = ()) -> Loade
     return run_file
 
 
-def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file", environment: bool = True) -> Loaded:
+def loads(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "run file",
+    environment: bool = True,
+    to_plan: bool = False,
+) -> Loaded:
     """``load`` for a text."""
     parsed = parse(text, source=source)
     if parsed.problems and parsed.value is None:
@@ -129,12 +139,15 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
     for default in user_defaults.stand_in(reading.raw) if environment else ():
         origins[default.path] = Origin(source=default.source, line=default.line)
     spec, bad = _check_values(reading)
+    unnamed: list[Problem] = []
     if spec is not None:
         own = BACKENDS.get(spec.backend).rules(spec)
         result = [*validation.problems(spec), *run_environment.problems(spec), *own]
         if environment:
             result += host_checks.problems(spec)
-        reading.problems.extend(reading.placed(problem) for problem in result if not _touches(problem.key, bad))
+        for problem in result:
+            if not _touches(problem.key, bad):
+                (unnamed if to_plan and problem.to_submit else reading.problems).append(reading.placed(problem))
     if reading.problems or spec is None:
         raise RunFileError(
             sorted(reading.problems, key=lambda problem: (problem.source == COMMAND_LINE, problem.line or 0))
@@ -147,6 +160,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, source: str = "run file",
         overrides=tuple(overrides),
         origins=origins,
         warnings=tuple(map(reading.placed, no_effect(spec, given))),
+        unnamed=tuple(unnamed),
     )
 
 

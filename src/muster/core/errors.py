@@ -50,6 +50,8 @@ class Problem:
     line: int | None = None
     source: str = "run file"
     hint: str | None = None
+    to_submit: bool = False
+    """A name that has to be there before the run is submitted; a plan does without."""
 
     def render(self) -> str:
         """One line: ``RUN.yaml:12: training.steps: must be at least 1, got 0 (hint: ...)``."""
@@ -65,6 +67,10 @@ class RunFileError(UsageError):
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
         super().__init__("\n".join(problem.render() for problem in problems))
+
+    def in_one_line(self) -> str:
+        """Every key and what is wrong with it, for a row of a table; places and hints are left out."""
+        return "; ".join(f"{problem.key}: {problem.message}" for problem in self.problems)
 
 
 class NoPlanError(MusterError):

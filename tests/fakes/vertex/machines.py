@@ -19,6 +19,8 @@ GPUS: dict[str, tuple[str, int]] = {
     **{f"g4-standard-{48 * n}": ("NVIDIA_RTX_PRO_6000", n) for n in (1, 2, 4, 8)},
 }
 """Machine -> accelerator and how many of it: no other number is accepted."""
+#: Chips are asked for by the machine and the slice's topology (``MachineSpec.tpuTopology``), never as accelerators.
+TPUS = {*(f"ct5lp-hightpu-{n}t" for n in (1, 4, 8)), *(f"ct6e-standard-{n}t" for n in (1, 4, 8))}
 WITHOUT = ("e2-standard-", "n1-standard-", "n1-highcpu-", "n1-highmem-", "n2-standard-", "n2-highcpu-")
 OFFERED = {
     "NVIDIA_H100_80GB": {
@@ -48,6 +50,8 @@ def unsupported(machine: dict[str, Any], region: str) -> str | None:
     accelerator, count = machine.get("acceleratorType"), machine.get("acceleratorCount", 0)
     if name in GPUS:
         wrong = (accelerator, count) != GPUS[name] or region not in OFFERED.get(GPUS[name][0], {region})
+    elif name in TPUS:
+        wrong = bool(accelerator) or not machine.get("tpuTopology")
     else:
         wrong = not name.startswith(WITHOUT) or bool(accelerator)
     return f"Machine type {name} is not supported." if wrong else None

@@ -62,6 +62,44 @@ def test_a_zone_is_its_region_where_machines_are_a_regions(run_file):
     assert found[-1].planned.plan.spec["resources"]["locations"] == ["us-central1"]
 
 
+BARE = """\
+name: llama
+model: {source: meta-llama/Llama-3.1-8B, lora: {rank: 16}}
+data: {sources: [{type: text2sql, rows: 1000}]}
+training: {steps: 200, sequence_length: 4096, global_batch_size: 8}
+"""
+
+
+def test_names_that_cost_nothing_are_for_submit_and_the_machine_is_the_plans(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
+    (tmp_path / "run.yaml").write_text(BARE)
+    found = {one.name: one for one in places(tmp_path / "run.yaml", names=["vertex", "gke", "gce"])}
+    assert all(one.planned is not None for one in found.values())
+    for name, also in (("gce", ("gce.bundle", "resources.locations")), ("vertex", ("resources.image",))):
+        (said,) = [line for line in found[name].planned.plan.assumptions if "a submit needs them" in line]
+        assert all(key in said for key in ("resources.project", "run_dir", f"{name}.service_account", *also))
+    assert "resources.locations" not in found["gce"].planned.plan.settings, "a region's price is no zone"
+    assert found["gke"].planned.plan.settings["resources.locations"]
+
+
+@pytest.mark.parametrize("name", ["gce", "vertex"])
+@pytest.mark.parametrize(
+    ("given", "key"), [("resources.project=3bad", "resources.project"), ("run_dir=/home/x", "run_dir")]
+)
+def test_a_wrong_name_is_refused_by_a_plan_too(tmp_path, name, given, key, capsys):
+    (tmp_path / "run.yaml").write_text(BARE)
+    assert run(["plan", str(tmp_path / "run.yaml"), f"backend={name}", given]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and f" {key}: " in err and "image" not in err and "bundle" not in err
+
+
+def test_a_file_that_cannot_be_submitted_yet_is_refused_whole(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(BARE)
+    assert run(["show", str(tmp_path / "run.yaml"), "backend=gce", "resources.machine=a3-highgpu-1g"]) == 2
+    err = capsys.readouterr().err
+    assert all(key in err for key in ("resources.project", "gce.bundle", "gce.service_account", "run_dir"))
+
+
 def test_as_a_person_types_it(run_file, capsys):
     assert run(["plan", run_file("us-central1-a"), "--backends", "gke, vertex"]) == 0
     lines = capsys.readouterr().out.splitlines()

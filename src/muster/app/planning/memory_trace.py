@@ -51,7 +51,7 @@ def compare(planned: Planned, *, shell: Shell | None = None) -> Compared:
     keys = ("training.", "parallelism.")
     settings = {key: value for key, value in plan.settings.items() if key.startswith(keys)}
     overrides = [*plan.overrides, *settings_as_overrides(settings)]
-    spec = load.loads(plan.run_text, overrides, source=plan.run_file, environment=False).spec
+    spec = load.loads(plan.run_text, overrides, source=plan.run_file, environment=False, to_plan=True).spec
     shape = planned.work.shape
     request = {
         "spec": spec.model_dump(mode="json"),

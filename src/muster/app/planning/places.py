@@ -14,7 +14,7 @@ from typing import Literal
 from muster.app.planning.plan import Planned, plan
 from muster.config import load
 from muster.config.backends import BACKENDS
-from muster.core.errors import MusterError, UsageError
+from muster.core.errors import MusterError, RunFileError, UsageError
 from muster.core.typed_json import JsonObject
 
 #: Name in a comparison -> ``resources.device``.
@@ -74,6 +74,8 @@ def places(
         device = None if by == "backend" else DEVICES[name]
         try:
             planned = plan(run_file, own, fastest=fastest, now=now, home=home, environment=False, device=device)
+        except RunFileError as error:
+            found.append(Place(name=name, by=by, planned=None, reason=error.in_one_line()))
         except MusterError as error:
             found.append(Place(name=name, by=by, planned=None, reason=str(error)))
         else:
@@ -88,9 +90,10 @@ def _located(run_file: str | Path, overrides: Sequence[str], names: Sequence[str
         return []
     for other in names:  # the file may hold for one of them alone
         try:
-            given = load.load(run_file, [*overrides, f"backend={other}"], environment=False).spec.resources.locations
+            loaded = load.load(run_file, [*overrides, f"backend={other}"], environment=False, to_plan=True)
         except MusterError:
             continue
+        given = loaded.spec.resources.locations
         regions = dict.fromkeys(re.sub(r"(?<=\d)-[a-z]$", "", location) for location in given)
         return [f"resources.locations={json.dumps(list(regions))}"] if list(regions) != given else []
     return []

@@ -116,7 +116,7 @@ def plan(
             fastest=plan_file.planned_way(work, outcome.fastest),
             frontier=frontier,
             rejected=rejected,
-            assumptions=(*assumptions(problem, here=here), *found.notes, *_of_place(loaded, work, chosen)),
+            assumptions=(*assumptions(problem, here=here), *found.notes, *_of_place(loaded, work, chosen, environment)),
             bucket=bucket.requests(chosen.num_nodes) if _in_bucket(spec) else None,
             storage=tuple(_storage(spec, problem, chosen)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
@@ -176,13 +176,18 @@ def _prices() -> str:
     return f"prices of {rows.table_date('accelerators.yaml')} and before, list prices without negotiated discounts"
 
 
-def _of_place(loaded: Loaded, work: Workload, chosen: Candidate) -> Iterator[str]:
-    """What the back end says of the run as it is planned."""
+def _of_place(loaded: Loaded, work: Workload, chosen: Candidate, environment: bool) -> Iterator[str]:
+    """What the back end says of the run as it is planned: on the machine that was chosen."""
     notes = backends.get(loaded.spec.backend).plan_notes
+    if notes is None and not loaded.unnamed:
+        return
+    settings = plan_file.settings_as_overrides(_settings(loaded.spec, work, chosen))
+    given = [*loaded.overrides, *settings]
+    planned = load.loads(loaded.text, given, source=loaded.source, environment=environment, to_plan=True)
     if notes is not None:
-        settings = plan_file.settings_as_overrides(_settings(loaded.spec, work, chosen))
-        planned = load.loads(loaded.text, [*loaded.overrides, *settings], environment=False).spec
-        yield from notes(planned, chosen.time.seconds, chosen.cost.usd_per_hour)
+        yield from notes(planned.spec, chosen.time.seconds, chosen.cost.usd_per_hour)
+    if planned.unnamed:
+        yield f"{', '.join(problem.key for problem in planned.unnamed)} will be named: a submit needs them"
 
 
 def _in_bucket(spec: RunSpec) -> bool:
@@ -202,14 +207,14 @@ def _storage(spec: RunSpec, problem: Problem, chosen: Candidate) -> Iterator[str
 def _load(run_file: str | Path, overrides: Sequence[str], environment: bool) -> tuple[Loaded, str | None]:
     """The checked file; and what is impossible about its limits (then it is loaded without them)."""
     try:
-        return load.load(run_file, overrides, environment=environment), None
+        return load.load(run_file, overrides, environment=environment, to_plan=True), None
     except RunFileError as error:
         wrong = [problem for problem in error.problems if problem.key in LIMITS]
         if not wrong or len(wrong) != len(error.problems):
             raise
         without = [override for override in overrides if override.partition("=")[0] not in LIMITS]
         loosened = [*without, *(f"{problem.key}=null" for problem in wrong)]
-        loaded = load.load(run_file, loosened, environment=environment)
+        loaded = load.load(run_file, loosened, environment=environment, to_plan=True)
         return loaded, "no plan fits: " + "; ".join(f"{problem.key} {problem.message}" for problem in wrong)
 
 
@@ -298,9 +303,9 @@ def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> JsonObject:
     """What the plan sets; a run on this machine takes its layout alone, since a machine cannot be chosen there."""
     every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
     result = plan_file.settings_of(chosen, every_steps=every)
-    if backends.get(spec.backend).capabilities.uses_this_machine:
-        return {key: value for key, value in result.items() if key not in _ELSEWHERE}
-    return result
+    able = backends.get(spec.backend).capabilities
+    left_out = _ELSEWHERE if able.uses_this_machine else {"resources.locations"} if able.in_zones else frozenset[str]()
+    return {key: value for key, value in result.items() if key not in left_out}
 
 
 def settings_of(planned: Planned, candidate: Candidate) -> JsonObject:

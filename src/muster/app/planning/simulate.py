@@ -79,7 +79,7 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     Raises:
         RunFileError: the run file's problems. UsageError: no such profile, policy or trace; a number out of range.
     """
-    loaded = load.load(run_file, overrides, environment=False)
+    loaded = load.load(run_file, overrides, environment=False, to_plan=True)
     spec = loaded.spec
     _check(asked)
     profile = profile_of(asked.profile, cpu=spec.resources.device == "cpu")

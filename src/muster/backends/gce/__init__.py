@@ -53,7 +53,7 @@ def _rules(spec: RunSpec) -> Iterable[Problem]:
 BACKEND = Backend(
     name="gce",
     launcher=_launcher,
-    capabilities=Capabilities(secret_manager=True, in_google_cloud=True, renders_tpus=True),
+    capabilities=Capabilities(in_zones=True, secret_manager=True, in_google_cloud=True, renders_tpus=True),
     rules=_rules,
     unused_settings=unused_settings,
     image=lambda spec: spec.gce.image,

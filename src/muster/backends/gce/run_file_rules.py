@@ -45,7 +45,8 @@ def rules(spec: RunSpec) -> Iterator[Problem]:
         key = (
             "resources.machine" if spec.resources.machine or not spec.resources.accelerator else "resources.accelerator"
         )
-        yield Problem(key, str(error), hint=error.hint)
+        named = spec.resources.machine or spec.resources.accelerator
+        yield Problem(key, str(error), hint=error.hint, to_submit=not named)
         return
     placement = place(spec, run_id="run", run_dir=None)
     for rule in RULES:
@@ -126,7 +127,7 @@ def _reservation(placement: Placement) -> Iterator[Problem]:
 def _places(placement: Placement) -> Iterator[Problem]:
     key, subnetwork = "resources.locations", placement.spec.gce.subnetwork
     if not placement.zones:
-        yield Problem(key, "names no zone", hint=f"{key}: [us-central1-b]")
+        yield Problem(key, "names no zone", hint=f"{key}: [us-central1-b]", to_submit=True)
     for zone in placement.zones:
         if not re.fullmatch(ZONE, zone):
             message = f"{zone!r} is not a zone, and machines are in zones"
@@ -142,30 +143,33 @@ def _named(placement: Placement) -> Iterator[Problem]:
     """Project, accounts and software."""
     resources, asked = placement.spec.resources, placement.spec.gce
     if not resources.project or not re.fullmatch(_PROJECT, resources.project):
-        yield Problem(
-            "resources.project", "names no project", value=resources.project, hint="resources.project: its id"
-        )
+        hint, missing = "resources.project: its id", not resources.project
+        message = "names no project" if missing else f"{resources.project!r} is no project's id"
+        yield Problem("resources.project", message, value=resources.project, hint=hint, to_submit=missing)
     at = "NAME@PROJECT.iam.gserviceaccount.com"
     if asked.service_account is None:
         reason = "without one hosts get no token for the bucket and the secrets"
-        yield Problem("gce.service_account", f"names no account: {reason}", hint=f"gce.service_account: {at}")
+        hint = f"gce.service_account: {at}"
+        yield Problem("gce.service_account", f"names no account: {reason}", hint=hint, to_submit=True)
     if asked.supervisor_service_account is None:
         reason = "the supervisor's machine replaces hosts, which hosts themselves may not"
         hint = f"gce.supervisor_service_account: {at}"
-        yield Problem("gce.supervisor_service_account", f"names no account: {reason}", hint=hint)
+        yield Problem("gce.supervisor_service_account", f"names no account: {reason}", hint=hint, to_submit=True)
     elif asked.supervisor_service_account == asked.service_account:
         message = "is the hosts' account, too: every program on a host could make and remove machines"
         yield Problem("gce.supervisor_service_account", message, value=asked.service_account, hint="one of its own")
     if asked.bundle is None:
         message = "no software: hosts boot Google's image and install what the bundle holds"
-        yield Problem("gce.bundle", message, hint="gce.bundle: gs://BUCKET/bundles/SHA256.tar.gz (docs/gce.md)")
+        hint = "gce.bundle: gs://BUCKET/bundles/SHA256.tar.gz (docs/gce.md)"
+        yield Problem("gce.bundle", message, hint=hint, to_submit=True)
 
 
 def _home(placement: Placement) -> Iterator[Problem]:
     spec = placement.spec
     if not home_of(spec, "run", None):
         message = "the run has no place in a bucket of Google's: a host's disk ends with the host"
-        yield Problem("run_dir", message, value=spec.run_dir, hint="run_dir: gs://BUCKET/runs/NAME")
+        hint = "run_dir: gs://BUCKET/runs/NAME"
+        yield Problem("run_dir", message, value=spec.run_dir, hint=hint, to_submit=spec.run_dir is None)
     folder = spec.checkpoint.dir
     if folder is not None and not as_uri(folder).startswith("gs://"):
         message = "checkpoints would be written where only one host sees them"

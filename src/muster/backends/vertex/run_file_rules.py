@@ -49,7 +49,8 @@ def rules(spec: RunSpec) -> Iterator[Problem]:
         key = (
             "resources.machine" if spec.resources.machine or not spec.resources.accelerator else "resources.accelerator"
         )
-        yield Problem(key, str(error), hint=error.hint)
+        named = spec.resources.machine or spec.resources.accelerator
+        yield Problem(key, str(error), hint=error.hint, to_submit=not named)
         return
     placement = place(spec, run_id="run", run_dir=None)
     for rule in RULES:
@@ -141,7 +142,7 @@ def _reservation(placement: Placement) -> Iterator[Problem]:
 def _regions(placement: Placement) -> Iterator[Problem]:
     key = "resources.locations"
     if not placement.regions:
-        yield Problem(key, "names no region", hint=f"{key}: [us-central1]")
+        yield Problem(key, "names no region", hint=f"{key}: [us-central1]", to_submit=True)
     for location in placement.regions:
         if re.fullmatch(rf"{REGION}-[a-z]", location):
             region = location.rpartition("-")[0]
@@ -156,24 +157,27 @@ def _named(placement: Placement) -> Iterator[Problem]:
     resources, account = placement.spec.resources, placement.spec.vertex.service_account
     if not resources.project or not re.fullmatch(_PROJECT, resources.project):
         hint = "resources.project: the project's id or number"
-        yield Problem("resources.project", "names no project", value=resources.project, hint=hint)
+        missing = not resources.project
+        message = "names no project" if missing else f"{resources.project!r} is no project's id"
+        yield Problem("resources.project", message, value=resources.project, hint=hint, to_submit=missing)
     if not resources.image:
         message = "no container image: hosts start from an image that holds muster, torch and your code"
         hint = "resources.image: REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG"
-        yield Problem("resources.image", message, hint=hint)
+        yield Problem("resources.image", message, hint=hint, to_submit=True)
     elif re.search(r"\s", resources.image) or resources.image.startswith("-"):
         yield Problem("resources.image", "this cannot be an image's name", value=resources.image)
     if account is None:
         reason = "without one a job may read buckets and no secret, so hosts could not know each other"
         hint = "vertex.service_account: NAME@PROJECT.iam.gserviceaccount.com"
-        yield Problem("vertex.service_account", f"names no account: {reason}", hint=hint)
+        yield Problem("vertex.service_account", f"names no account: {reason}", hint=hint, to_submit=True)
 
 
 def _home(placement: Placement) -> Iterator[Problem]:
     spec = placement.spec
     if not home_of(spec, "run", None):
         message = "the run has no place in a bucket of Google's: a host's disk ends with the host"
-        yield Problem("run_dir", message, value=spec.run_dir, hint="run_dir: gs://BUCKET/runs/NAME")
+        hint = "run_dir: gs://BUCKET/runs/NAME"
+        yield Problem("run_dir", message, value=spec.run_dir, hint=hint, to_submit=spec.run_dir is None)
     folder = spec.checkpoint.dir
     if folder is not None and not as_uri(folder).startswith("gs://"):
         message = "checkpoints would be written where only one host sees them, or none may write"

@@ -366,6 +366,15 @@ class RunSpec(Section):
         return self.resources.device != "tpu"
 
     @property
+    def unmeasured_network(self) -> str:
+        """Why the ranks of such a run measure no network, whatever ``check.network`` says; empty: they do."""
+        if self.command is not None:
+            return "ranks of a script of one's own measure no network"
+        if self.resources.device == "tpu":
+            return "the chips' network is not measured, and the hosts' own says nothing of it"
+        return ""
+
+    @property
     def rank_axes(self) -> dict[str, int]:
         """``parallelism.axes`` of ranks: on TPUs a rank drives all chips of a host, and ``tp`` is within it."""
         return self.parallelism.axes | ({"tp": 1} if self.resources.device == "tpu" else {})

@@ -72,7 +72,7 @@ def run_rank(
         serve = context.rank == 0 and not store_hosted
         store = open_rendezvous(context.master_addr, context.master_port, serve=serve)
     world = join_world(context, device, store)
-    if spec.check.network and context.attempt == 1 and spec.resources.device != "tpu":  # later ones are recoveries
+    if spec.check.network and context.attempt == 1 and not spec.unmeasured_network:  # later ones are recoveries
         network.measure(context, agent, device=device, store=store)
     if spec.resources.device == "tpu":
         from muster.train_jax import components as on_chips  # imports jax

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.event_details.hosts import AgentStarted
@@ -18,15 +17,6 @@ from muster.health.network.judge import judge_values
 
 JUDGED = "all_gather"
 """The collective whose figures are published."""
-
-
-def unmeasured(spec: RunSpec) -> str:
-    """Why the ranks of such a run measure nothing; empty: they do."""
-    if spec.command is not None:
-        return "ranks of a script of one's own measure no network"
-    if spec.resources.device == "tpu":
-        return "the chips' network is not measured, and the hosts' own says nothing of it"
-    return ""
 
 
 def found(events: Sequence[Event], *, hosts: int) -> NetworkMeasured | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from muster import backends
 from muster.app.accept.ladder import CLEARING_S, DOLLARS, HOST_HOURS, Meter, NotHere, Rung, Unit
-from muster.app.accept.run_network import found, judged, unmeasured, waiting
+from muster.app.accept.run_network import found, judged, waiting
 from muster.app.cluster import preflight as preflight_
 from muster.app.inspect.check import check_run
 from muster.app.inspect.network import NetworkTest, check_network
@@ -98,7 +98,7 @@ class Trial:
             ),
             Rung(
                 name="network", title="the network between the hosts", act=self.network,
-                per_hour=whole if self.site is not None or not unmeasured(self.spec) else 0.0,
+                per_hour=whole if self.site is not None or not self.spec.unmeasured_network else 0.0,
                 limit_s=PREFLIGHT_S if self.site is not None else START_S,
             ),
             Rung(name="train", title=f"{HOSTS} hosts train", act=self.train, per_hour=whole, limit_s=START_S),
@@ -180,7 +180,7 @@ class Trial:
         return f"{' and '.join(hosts)}: {checked.assessment.level:.3g} GB/s"
 
     def _network_of_run(self, meter: Meter) -> str:
-        if reason := unmeasured(self.spec):
+        if reason := self.spec.unmeasured_network:
             raise NotHere(reason)
         self._submit()
         launcher, handle = job(self._run())

@@ -143,7 +143,10 @@ class Cluster:
     def _kind(self, manifest: JsonObject) -> Kind | None:
         api = text(manifest, "apiVersion")
         if not self._kinds.get(api):
-            reply = self._read(root_of(api))
+            path = root_of(api)
+            reply = self._read(path)
+            if reply.status >= 300 and reply.status != 404:  # not known is not absent: something may be there
+                raise refusal(Call(method="GET", url=f"{self.connection.endpoint}/{path}"), reply)
             served = children(reply.body, "resources") if reply.status < 300 else []
             self._kinds[api] = {
                 text(row, "kind"): Kind(

@@ -159,6 +159,8 @@ def _reply(send: Callable[[], Any]) -> Reply:
             return Reply(status=200, body=send())
     except httpx2.HTTPStatusError as error:
         return parse_reply(error.response.status_code, error.response.content)
+    except ValueError as error:  # half a document, or a proxy's page
+        raise Unreachable(f"no answer from the API server that can be read: {error}") from error
 
 
 @contextlib.contextmanager

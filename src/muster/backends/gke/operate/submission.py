@@ -66,6 +66,9 @@ class Submission:
     def create(self, cluster: Cluster, token: str, values: Mapping[str, str]) -> None:
         """The Secrets of the tokens and of the run file's ``secrets`` (``values``), then the objects.
 
+        The JobSet belongs to this token's Secret: a request that was taken for lost, and arrives after the run was
+        taken back, makes a JobSet whose owner is gone, and Kubernetes removes it.
+
         Raises:
             UsageError: a value is not there.
         """
@@ -77,8 +80,13 @@ class Submission:
             secrets.append(self._secret(secret_name(name), **values))
         if self.spec.metrics.port is not None:
             secrets.append(self._secret(monitoring.secret_name(name), token=token_for_pages(token.encode())))
-        for manifest in (*secrets, *self.documents):
-            cluster.apply(manifest)
+        token_secret, *_ = [cluster.apply(manifest) for manifest in secrets]
+        owner: JsonObject = {
+            "apiVersion": "v1", "kind": "Secret", "name": f"{name}-token", "uid": text(token_secret, "metadata", "uid"),
+        }  # fmt: skip
+        for manifest in self.documents:
+            owned = text(manifest, "kind") == "JobSet"
+            cluster.apply(changed(manifest, [owner], "metadata", "ownerReferences") if owned else manifest)
 
     def _secret(self, name: str, **values: str) -> JsonObject:
         metadata: JsonObject = {

@@ -45,9 +45,13 @@ server's own complaint about the webhook shows that it is reached."""
 
 
 def connect(site: Site, session: Session) -> Cluster | None:
-    """The cluster's API; None while there is no cluster."""
-    reply = session.send(Call(method="GET", url=f"{site.container}/clusters/{site.cluster}"))
-    if reply.status >= 300 or not reply.body.get("endpoint"):
+    """The cluster's API; None while there is no cluster.
+
+    Raises:
+        AccessError, BackendError: whether there is one is not said.
+    """
+    reply = session.find(Call(method="GET", url=f"{site.container}/clusters/{site.cluster}"))
+    if reply is None or not reply.body.get("endpoint"):
         return None
     from muster.backends.gke.kubernetes.config import google_cluster  # lightkube: only once a cluster is contacted
 

@@ -34,7 +34,7 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, slices):
         assert run.wait() == 0, run.story()
         wanted, state = run.losses(), run.final_hash()
     assert len(list((tmp_path / "whole").rglob("traces/step-3.rank-*.xplane.pb"))) == 2
-    with LiveRun(tmp_path / "killed", on_slices()) as run:
+    with LiveRun(tmp_path / "killed", on_slices(**{"env.JAX_LOG_COMPILES": "1"})) as run:
         run.start()
         for step, rank in ((6, 1), (14, 0)):  # rank 0 holds JAX's coordinator
             run.wait_for_step(step)
@@ -45,6 +45,9 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, slices):
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert run.losses() == wanted and len(wanted) == 30
         assert run.final_hash() == state
+        for rank, attempt in ((0, 2), (1, 2), (0, 3), (1, 3)):
+            told = (run.dir / "logs" / f"rank-{rank}.a{attempt}.log").read_text()
+            assert "compilation cache hit for 'jit_step'" in told, (rank, attempt)
 
 
 def trained(folder: Path, device: str, ranks: int, steps: int) -> dict[int, float]:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "live"))
 from cluster import LiveRun, namespaces_work, signal_all, spec_of
-from recovery_stages import STAGES, medians, stages
+from recovery_stages import STAGES, compiling, medians, stages
 
 MODEL = {
     "model_type": "llama",
@@ -51,6 +51,8 @@ START_S = 300
 PHASES = itertools.count()
 #: The stages of the trials of the case under way.
 FOUND_STAGES = []
+#: What JAX says of its programs in them.
+FOUND_COMPILING = []
 
 
 def calibrate():
@@ -97,6 +99,7 @@ def measure(run, aim, *, settle_steps=6):
     run.wait_until(lambda: new_step(run, began) is not None, "a new step", 60)
     first, before = new_step(run, began)
     FOUND_STAGES.append(stages(run.events(), began_ns=began, before=before))
+    FOUND_COMPILING.append(compiling(run.dir / "logs"))
     repeated = {event.step for event in run.events("step") if event.mono_ns > began and event.step <= before}
     return (first - began) / 1e9, len(repeated)
 
@@ -192,6 +195,12 @@ def cases(trials):
         yield "host_cut", lambda: host_fault(cut, trials, hosts=2, spares=1, netns=True)
     yield "shrink", lambda: host_fault(kill, trials, hosts=3, spares=0, min_hosts=2, netns=netns)
     yield "grow", lambda: grow(trials)
+    # The trainer for TPUs, two hosts of two chips that are this machine's CPU.
+    chips = {
+        "resources.device": "tpu", "resources.hosts": 2, "resources.ranks_per_host": 1, "training.deterministic": False,
+        "env.XLA_FLAGS": "--xla_force_host_platform_device_count=2", "env.JAX_LOG_COMPILES": "1",
+    }  # fmt: skip
+    yield "tpu_rank_kill", lambda: rank_fault(signal.SIGKILL, trials, **chips)
     # Three replicas of three stages: on nine hosts of one rank, and inside each of three hosts.
     grid = {"parallelism.dp_replicate": 3, "parallelism.dp_shard": 1, "parallelism.pp": 3}
     calm = {"recovery.heartbeat_timeout_s": 5.0}  # ten hosts share these cores; nothing here is noticed by silence
@@ -224,6 +233,7 @@ def main():
         if arguments.only and name not in arguments.only:
             continue
         FOUND_STAGES.clear()
+        FOUND_COMPILING.clear()
         trials, step = play()
         times, lost = [t for t, _ in trials], [n for _, n in trials]
         found[f"{name}_s"] = round(statistics.median(times), 3)
@@ -240,6 +250,10 @@ def main():
             found[f"{name}_stages_ms"] = {stage: round(s * 1e3, 1) for stage, s in medians(FOUND_STAGES).items()}
             for stage, ms in found[f"{name}_stages_ms"].items():
                 print(f"    {stage:8s} {ms:7.1f} ms until {STAGES[stage]}", flush=True)
+            for what in sorted({what for trial in FOUND_COMPILING for what in trial}):
+                ms = statistics.median(trial.get(what, 0.0) for trial in FOUND_COMPILING) * 1e3
+                found[f"{name}_compiling_ms"] = {**found.get(f"{name}_compiling_ms", {}), what: round(ms, 1)}
+                print(f"    of the first steps, {what}: {ms:7.1f} ms", flush=True)
     result = {"muster": found, "machine": {"cpus": os.cpu_count(), "platform": platform.platform()}}
     if not arguments.quick:
         from peers.recovery import measure_peers

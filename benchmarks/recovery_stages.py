@@ -6,11 +6,15 @@ clock, so the times of different writers can be subtracted.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from muster.core.events import Event
 
+_LOG = re.compile(r"rank-(\d+)\.a(\d+)\.log")
+_DONE = re.compile(r"Finished (tracing|jaxpr to MLIR module conversion|XLA compilation)\b.* in ([\d.]+) sec")
 #: Stages in their order, and what each is the time until.
 STAGES = {
     "notice": "the supervisor calls it an incident",
@@ -50,6 +54,19 @@ def stages(events: Iterable[Event], *, began_ns: int, before: int) -> dict[str, 
         if end is not None and end >= since:
             found[name] = (end - since) / 1e9
             since = end
+    return found
+
+
+def compiling(logs: Path) -> dict[str, float]:
+    """Seconds that each rank of the newest attempt spent on tracing and lowering, and on compiling or on taking what is
+    there from the cache, by JAX's own log (``JAX_LOG_COMPILES=1``); empty without it. Part of the first step."""
+    found: dict[str, float] = {}
+    files = [(int(match[2]), match[1], path) for path in logs.glob("rank-*.log") if (match := _LOG.match(path.name))]
+    newest = max((attempt for attempt, _, _ in files), default=None)
+    for attempt, rank, path in sorted(files):
+        for what, seconds in _DONE.findall(path.read_text(errors="replace")) if attempt == newest else ():
+            stage = f"rank {rank} {'compiles' if what == 'XLA compilation' else 'traces'}"
+            found[stage] = found.get(stage, 0.0) + float(seconds)
     return found
 
 

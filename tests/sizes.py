@@ -137,6 +137,11 @@ NIGHTLY = {
     ),
     # Three minutes on two cores.
     "test_gce_run_live.py": "test_gce_machine_live.py::test_from_the_boot_to_the_agent_and_again_after_a_reboot",
+    # A minute on two cores.
+    "test_tpu_live.py::test_fifty_steps_in_two_processes_are_the_torch_trainers": (
+        "test_step.py::test_fifty_steps_are_the_torch_trainers, and two processes in "
+        "test_tpu_live.py::test_a_run_moves_by_its_checkpoint[to torch from tensor parallel]"
+    ),
     "test_network_check_live.py::test_of_four_sound_hosts_none_is_named": (
         "test_network_check_live.py::test_a_host_behind_a_slow_link_is_named"
     ),

@@ -32,9 +32,9 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, slices):
     with LiveRun(tmp_path / "whole", on_slices(**{"training.profile.trace_step": 3})) as run:
         run.start()
         assert run.wait() == 0, run.story()
-        wanted = run.losses()
+        wanted, state = run.losses(), run.final_hash()
     assert len(list((tmp_path / "whole").rglob("traces/step-3.rank-*.xplane.pb"))) == 2
-    with LiveRun(tmp_path / "killed", on_slices()) as run:
+    with LiveRun(tmp_path / "killed", on_slices(**{"env.JAX_LOG_COMPILES": "1"})) as run:
         run.start()
         for step, rank in ((6, 1), (14, 0)):  # rank 0 holds JAX's coordinator
             run.wait_for_step(step)
@@ -44,6 +44,34 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, slices):
         assert run.recoveries() == ["restart"] * 2, run.story()
         assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved")), run.story()
         assert run.losses() == wanted and len(wanted) == 30
+        assert run.final_hash() == state
+        for rank, attempt in ((0, 2), (1, 2), (0, 3), (1, 3)):
+            told = (run.dir / "logs" / f"rank-{rank}.a{attempt}.log").read_text()
+            assert "compilation cache hit for 'jit_step'" in told, (rank, attempt)
+
+
+def trained(folder: Path, device: str, ranks: int, steps: int) -> dict[int, float]:
+    """Losses by step, of a model that learns something."""
+    spec = small(
+        folder / "cache", training__steps=steps, training__global_batch_size=8, training__micro_batch_size=2,
+        training__deterministic=False, training__optimizer__schedule="constant",
+        training__optimizer__learning_rate=2e-3, resources__device=device,
+    )  # fmt: skip
+    outcome = run_attempt(folder / device, spec, ranks=ranks)
+    assert set(outcome.codes) == {0}, outcome.errors[0]
+    return outcome.losses
+
+
+def test_fifty_steps_in_two_processes_are_the_torch_trainers(tmp_path, monkeypatch):
+    """Two hosts of two chips each, which sum by gloo, against one process of torch on the same batches."""
+    monkeypatch.setenv("XLA_FLAGS", TWO_CHIPS)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+        wanted = fresh.submit(trained, tmp_path / "torch", "cpu", 1, 50).result()
+        found = fresh.submit(trained, tmp_path / "jax", "tpu", 2, 50).result()
+    assert sorted(found) == sorted(wanted) == list(range(1, 51))
+    assert wanted[50] < 0.8 * wanted[1], "something is learned"
+    apart = max(abs(found[step] - loss) for step, loss in wanted.items())
+    assert 0.0 < apart <= 1e-5, apart
 
 
 def moved(folder: Path, devices: tuple[str, str], ranks: int, tp: int = 1) -> tuple[list[int | None], dict[int, float]]:

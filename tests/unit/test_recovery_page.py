@@ -12,6 +12,7 @@ from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "recovery.md").read_text()
+TPUS = (ROOT / "docs" / "tpu.md").read_text()
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 
 
@@ -106,3 +107,19 @@ def test_what_recovery_costs_is_what_was_measured():
     more = [round(float(a) - float(b), 3) for a, b in zip(tight[:4], default[:4], strict=True)]
     told = f"{more[3]} points more, the agent {more[0]}, the supervisor {more[2]}, the connections {more[1]}"
     assert f"the watchdog takes {told}" in " ".join(page.split())
+
+
+def test_the_stages_on_the_page_on_tpus_are_those_that_were_measured():
+    rows = RESULTS[RESULTS.index("### The trainer for TPUs") : RESULTS.index("## healthy.py")]
+    page = TPUS[TPUS.index("### A killed process, by stage") : TPUS.index("## On GKE")]
+    names, seen = cells(rows, "case")[1:-1], cells(rows, "tpu_rank_kill")
+    told = dict(zip(names, seen[1:-1], strict=True))
+    for name in ("notice", "collect", "place", "join", "restore", "prepare", "first new step"):
+        assert cells(page, name)[0] == told[name], name
+    assert f"A step takes {told['step']}, all of it {float(seen[0].partition(' ')[0]):.1f} s" in page
+    first, second = (told[f"of it rank {rank} traces, compiles"].replace(", ", " and in ") for rank in (0, 1))
+    own = first.replace(" and in ", " and takes its program from the cache in ")
+    assert f"rank 0 traces for {own}, rank 1 for {second}" in page
+    before = RESULTS[RESULTS.index("each process but the first compiled anew") :]
+    assert f"took {float(before.partition('cache: ')[2].partition(' ')[0]):.1f} s" in page
+    assert ("No applied step is repeated" in page) == (seen[-1] == "0")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from recovery_stages import STAGES, medians, stages
+from recovery_stages import STAGES, compiling, medians, stages
 
 from muster.core.events import Event
 
@@ -56,3 +56,17 @@ def test_a_redone_step_is_a_stage_of_its_own():
 def test_a_stage_that_a_trial_has_not_counts_as_no_time():
     trials = [stages(swap(redone=redone), began_ns=1000 * MS, before=7) for redone in ([], [], [(1700, 7)])]
     assert medians(trials)["redo"] == 0.0 and medians(trials[2:])["redo"] == pytest.approx(0.25)
+
+
+def test_what_jax_says_of_its_programs_is_taken_from_the_newest_attempt(tmp_path):
+    assert compiling(tmp_path) == {}
+    (tmp_path / "rank-0.a9.log").write_text("Finished XLA compilation of jit(step) in 9.0 sec\n")
+    (tmp_path / "rank-0.a10.log").write_text(
+        "Finished tracing step for jit in 0.5 sec\n"
+        "Finished jaxpr to MLIR module conversion jit(step) in 0.25 sec\n"
+        "Persistent compilation cache hit for 'jit_step' with key 'jit_step-1'\n"
+        "Finished XLA compilation of jit(zeros) in 0.125 sec\n"
+        "Finished XLA compilation of jit(step) in 0.25 sec\n"
+    )
+    (tmp_path / "rank-1.a10.log").write_text("Finished XLA compilation of jit(step) in 7.5 sec\n")
+    assert compiling(tmp_path) == {"rank 0 traces": 0.75, "rank 0 compiles": 0.375, "rank 1 compiles": 7.5}

@@ -108,17 +108,22 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
         yield from config_problems(spec, model.config, key="model.config")
 
 
-def config_problems(spec: RunSpec, config: JsonObject, *, key: str) -> Iterator[Problem]:
-    """Contradictions between a transformers config and the rest of the file."""
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    hidden, context, tp = config.get("hidden_size"), config.get("max_position_embeddings"), spec.parallelism.tp
-    if key == "model.config" and not isinstance(config.get("model_type"), str):
-        yield Problem(key, "has no `model_type`", hint="for example model_type: llama")
+def heads_problems(tp: int, heads: object, kv_heads: object) -> Iterator[Problem]:
+    """Of a model with so many heads and KV heads (anything but a number above 0: not known)."""
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if isinstance(count, int) and count > 0 and count % tp:
             yield Problem(
                 "parallelism.tp", f"{name} = {count} does not divide into tp = {tp}", hint=f"tp must divide {count}"
             )
+
+
+def config_problems(spec: RunSpec, config: JsonObject, *, key: str) -> Iterator[Problem]:
+    """Contradictions between a transformers config and the rest of the file."""
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    hidden, context = config.get("hidden_size"), config.get("max_position_embeddings")
+    if key == "model.config" and not isinstance(config.get("model_type"), str):
+        yield Problem(key, "has no `model_type`", hint="for example model_type: llama")
+    yield from heads_problems(spec.parallelism.tp, heads, kv_heads)
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and hidden % heads and "head_dim" not in config:
         yield Problem(key, f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:

@@ -58,7 +58,7 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
         BackendError: the other hosts' chips cannot be joined.
     """
     assert spec.model is not None
-    set_numerics(spec, Path(context.run_dir))
+    set_numerics(spec, context)
     prepared = open_data(spec, Path(context.run_dir), agent)
     fetched = fetch_weights(spec, Path(context.run_dir), agent)
     join_chips(context, world)
@@ -112,12 +112,15 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
     )
 
 
-def set_numerics(spec: RunSpec, run_dir: Path) -> None:
-    """Precision of products, and where compiled programs are kept, so that a restart need not compile them again."""
+def set_numerics(spec: RunSpec, context: RankContext) -> None:
+    """Precision of products, and where compiled programs are kept, so that a restart need not compile them again.
+
+    Each rank has a folder of its own: programs of CPU chips differ from process to process, and no two write one file.
+    """
     assert spec.model is not None
     if spec.model.dtype == "float32":  # else a TPU multiplies in bfloat16
         jax.config.update("jax_default_matmul_precision", "highest")
-    jax.config.update("jax_compilation_cache_dir", str(run_dir / "xla_cache"))
+    jax.config.update("jax_compilation_cache_dir", str(Path(context.run_dir, "xla_cache", f"rank-{context.rank}")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jax import Array
+from jax._src import distributed  # no public name for it
 from jax.sharding import Mesh
 from torch import Tensor
 
@@ -135,21 +136,30 @@ class Engine:
         return number
 
     def compiling(self, program: object) -> AbstractContextManager[None]:
-        """Around a call: the first of each ``program`` compiles it, which takes long and is progress."""
+        """Around a call: the first of each ``program`` compiles it, which takes long and is progress.
+
+        JAX lets process 0 alone write compiled programs, since others may have the same files. Here each has its own
+        (``components.set_numerics``), so meanwhile every process is that one to JAX: nothing else in it asks then.
+        """
         if program in self._compiled:
             return nullcontext()
         self._compiled.add(program)
-        return _Progress(self.agent)
+        return _Progress(self.agent, distributed.global_state.process_id)
 
 
 @dataclass(frozen=True)
 class _Progress(AbstractContextManager[None]):
     agent: AgentClient
 
+    process: int
+    """Of JAX's processes; 0 without others."""
+
     def __enter__(self) -> None:
         self.agent.progress(for_s=COMPILE_LIMIT_S)
+        distributed.global_state.process_id = 0
 
     def __exit__(self, *_: object) -> None:
+        distributed.global_state.process_id = self.process
         self.agent.progress()
 
 

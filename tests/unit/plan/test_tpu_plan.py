@@ -232,6 +232,48 @@ def test_auto_takes_the_fastest_mesh_of_a_named_machine(run_file):
         laid_out(load(run_file(), [*small, "model.source=Qwen/Qwen2.5-0.5B", "training.micro_batch_size=1"]).spec)
 
 
+def test_adapters_with_a_trained_vocabulary_get_no_tp(run_file):
+    slice_ = ["resources.machine=ct5lp-hightpu-4t", "resources.hosts=4", "model.lora.rank=8"]
+    told = "\n".join(plan(run_file(), slice_, reasons=True).plan.why)
+    assert re.search(r"Mesh: tp 1, .* tp 2 takes", told), "adapters alone may have it"
+    trained = [*slice_, "model.lora.train_embeddings=true"]
+    found = plan(run_file(), trained, reasons=True)
+    assert "parallelism.tp" not in found.plan.settings and "tp 2" not in "\n".join(found.plan.why)
+    few = ["training.global_batch_size=8", "training.sequence_length=512"]  # half of the chips would have no sequence
+    assert plan(run_file(), [*slice_, *few]).plan.settings["parallelism.tp"] > 1
+    assert "parallelism.tp" not in plan(run_file(), [*trained, *few]).plan.settings
+
+
+KV_HEADS = ["model.source=Qwen/Qwen2.5-0.5B", "parallelism.tp=4", "resources.machine=ct5lp-hightpu-4t"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (KV_HEADS, "parallelism.tp: num_key_value_heads = 2 does not divide into tp = 4 (hint: tp must divide 2)"),
+        (["parallelism.tp=8", KV_HEADS[2]], "tp: does not divide the chips of a host, of which there are 4"),
+        (["parallelism.tp=16", "model.config={model_type: llama, num_attention_heads: 16}", "model.source=null",
+          "model.tokenizer={kind: word}"], "of which there are 1 or 4 or 8"),
+    ],
+)  # fmt: skip
+def test_a_tp_that_cannot_be_is_refused_in_one_line(run_file, capsys, asked, words):
+    assert run(["plan", run_file(), *asked]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["local", "gke"])
+def test_nor_is_it_submitted_though_only_the_catalogue_knows_the_model(run_file, capsys, backend, tmp_path):
+    on_gke = [
+        "run_dir=gs://bucket/runs/x", "resources.image=r/i:1", "resources.project=project-1",
+        "resources.locations=[us-central1-a]",
+    ]  # fmt: skip
+    words = ["submit", run_file(backend=backend), *KV_HEADS, *(on_gke if backend == "gke" else [])]
+    for each in ([*words, "--dry-run"], words):
+        assert run(each) == 2
+        assert "num_key_value_heads = 2 does not divide into tp = 4" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("resolved.json"))
+
+
 def test_reasons_speak_of_chips(run_file):
     told = "\n".join(plan(run_file(), reasons=True).plan.why)
     assert "a chip at its fullest" in told and "NVLink" not in told and "its network" not in told

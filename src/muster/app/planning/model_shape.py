@@ -10,8 +10,20 @@ from muster.app.inspect.status import spec_of
 from muster.app.planning.source_run import source_run
 from muster.catalog import rows
 from muster.config.spec import RunSpec, TrainedTokenizer
-from muster.core.errors import UsageError
+from muster.config.validation import heads_problems
+from muster.core.errors import Problem, UsageError
 from muster.core.flops import ModelShape
+
+
+def tensor_problems(spec: RunSpec) -> list[Problem]:
+    """Why ``parallelism.tp`` cannot be: heads that it does not divide, of a model whose shape is known here."""
+    if spec.parallelism.tp == 1:
+        return []
+    try:
+        shape = shape_of(spec)
+    except UsageError:  # unknown here; its hosts will see
+        return []
+    return list(heads_problems(spec.parallelism.tp, shape.heads, shape.kv_heads))
 
 
 def shape_of(spec: RunSpec) -> ModelShape:

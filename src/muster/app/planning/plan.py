@@ -17,13 +17,14 @@ from typing import TypeVar
 from muster import backends
 from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.hardware import Hardware, hardware
-from muster.app.planning.model_shape import shape_of
+from muster.app.planning.model_shape import shape_of, tensor_problems
 from muster.catalog import rows
 from muster.config import load
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.config.tpu_rules import not_submitted, tpu_rules
 from muster.core.errors import NoPlanError, RunFileError, UsageError
+from muster.core.errors import Problem as RunFileProblem
 from muster.core.typed_json import JsonObject, child, text, texts
 from muster.plan import bucket, plan_file
 from muster.plan import format as format
@@ -88,8 +89,9 @@ def plan(
     loaded, impossible = _load(run_file, overrides, environment)
     loaded = loaded if device is None else on_device(loaded, device)
     spec = loaded.spec
-    if (unable := not_submitted(spec)) is not None:  # nothing is planned that cannot be started
-        raise loaded.placed(RunFileError([unable]))
+    unable = not_submitted(spec)  # nothing is planned that cannot be started
+    if wrong := [unable] if unable is not None else tensor_problems(spec) or _chips(spec):
+        raise loaded.placed(RunFileError(wrong))
     work = workload(spec, shape_of(spec))
     found = hardware(spec, home)
     problem = _problem(loaded, work, now, home, found)
@@ -242,6 +244,19 @@ def on_device(loaded: Loaded, device: str) -> Loaded:
     keys = {path: ".".join(map(str, path)) for path in loaded.origins}
     kept = {path: origin for path, origin in loaded.origins.items() if not keys[path].startswith(left)}
     return replace(loaded, spec=spec, origins=kept)
+
+
+def _chips(spec: RunSpec) -> list[RunFileProblem]:
+    """Hosts whose chips ``parallelism.tp`` does not divide: all that are TPUs, or that the file names."""
+    tp, asked = spec.parallelism.tp, spec.resources
+    if asked.device != "tpu":
+        return []
+    named = {asked.machine or "": rows.machines().get(asked.machine or "")} if asked.machine else rows.machines()
+    chips = sorted({each.count for each in named.values() if each is not None and each.topologies})
+    if not chips or any(count % tp == 0 for count in chips):
+        return []
+    message = f"does not divide the chips of a host, of which there are {' or '.join(map(str, chips))}"
+    return [RunFileProblem("parallelism.tp", message, value=tp, hint="tp is within a host")]
 
 
 def _works(candidate: Candidate) -> str:

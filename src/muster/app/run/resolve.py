@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from muster import backends
 from muster.app.planning.auto_layout import laid_out
+from muster.app.planning.model_shape import tensor_problems
 from muster.app.planning.prices import priced
 from muster.app.planning.source_run import located
 from muster.backends.protocols import Launcher
@@ -22,8 +23,9 @@ def resolved(spec: RunSpec, launcher: Launcher) -> tuple[RunSpec, str | None]:
         UsageError: ``recovery.policy`` is not a policy, or no layout can be chosen.
         NoPlanError: no layout fits.
     """
-    if (problem := not_submitted(spec)) is not None:
-        raise RunFileError([problem])
+    unable = not_submitted(spec)
+    if problems := [unable] if unable is not None else tensor_problems(spec):
+        raise RunFileError(problems)
     here = backends.get(spec.backend).capabilities.uses_this_machine
     if here:
         load_policy(spec.recovery.policy)  # an unusable file is reported now, not by a supervisor in the background

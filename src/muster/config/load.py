@@ -100,9 +100,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, environment: bool =
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{source} is not UTF-8 text (byte {error.start})", hint="is it the right file? save it as UTF-8"
-        ) from error
+        message = f"{source} is not UTF-8 text (byte {error.start})"
+        raise UsageError(message, hint="is it the right file? save it as UTF-8") from error
     return loads(text, overrides, source=source, environment=environment, to_plan=to_plan)
 
 
@@ -252,9 +251,6 @@ def _override(reading: _Reading, text: str) -> None:
 
 def _takes_text_alone(annotation: object) -> bool:
     return {schema_keys.bare(leaf) for leaf in schema_keys.leaves(annotation)} == {str}
-
-
-# ---------------------------------------------------------------- values
 
 
 def _check_values(reading: _Reading) -> tuple[RunSpec | None, set[str]]:

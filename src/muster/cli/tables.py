@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from muster.app.api import RunDir, RunView
-from muster.app.inspect.checkpoints import Catalogue, Version
-from muster.app.inspect.compare import Compared
 from muster.app.inspect.event_format import eval_figures, sample_lines
-from muster.app.inspect.status import RunStatus
-from muster.app.inspect.sweeps import SweepView, TrialView
 from muster.cli import output
+
+if TYPE_CHECKING:  # `train` prints one of these tables, and starts without what the others are made of
+    from muster.app.api import RunDir, RunView
+    from muster.app.inspect.checkpoints import Catalogue, Version
+    from muster.app.inspect.compare import Compared
+    from muster.app.inspect.status import RunStatus
+    from muster.app.inspect.sweeps import SweepView, TrialView
 
 SHOWN_SAMPLES = 5
 

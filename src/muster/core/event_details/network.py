@@ -42,7 +42,9 @@ class NetworkMeasured(Detail):
     ranks: Annotated[int, "that took part"]
     library: Annotated[str, "NCCL and its version, or gloo"]
     figures: Annotated[tuple[NetworkFigure, ...], "in the order in which they were taken"] = ()
-    ends: Annotated[tuple[NetworkEnd, ...], "of each collective's sizes"] = ()
+    ends: Annotated[
+        tuple[NetworkEnd, ...], "why each collective was measured at no larger size: all, memory, time"
+    ] = ()
 
 
 DETAILS: tuple[type[Detail], ...] = (NetworkMeasured,)

@@ -66,6 +66,7 @@ SLOW = {
     "test_step.py::test_adapters_are_trained_and_nothing_else": 9,
     "test_home_contract.py::test_hosts_ship_and_others_read_them": 8,
     "test_add_a_back_end.py::test_submit_status_logs_and_down_through_a_back_end_of_another_package": 9,
+    "test_submit_lost_answers.py": 70,
     "test_network_search.py::test_a_thousand_clusters_with_none_to_three_slow_hosts": 20,
 }
 

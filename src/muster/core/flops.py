@@ -178,12 +178,7 @@ class ModelShape:
         Raises:
             UsageError: there are fewer layers than stages.
         """
-        try:
-            ranges = cut_layers(self.layers, number * chunks, last=self.head_parameters / self.layer_matmul_parameters)
-        except ValueError as error:
-            raise UsageError(
-                f"parallelism.pp {number}: {error}", hint=f"pp: at most {self.layers // chunks}"
-            ) from error
+        ranges = self.parts(number, chunks)
         held = [{part_of(place, chunk, number, v=v) for chunk in range(chunks)} for place in range(number)]
         return [
             replace(
@@ -194,6 +189,15 @@ class ModelShape:
             )
             for parts in held
         ]
+
+    def parts(self, stages: int, chunks: int = 1) -> list[range]:
+        """The layers of each part that the trainer cuts for a pipeline, in order. Raises UsageError."""
+        try:
+            return cut_layers(self.layers, stages * chunks, last=self.head_parameters / self.layer_matmul_parameters)
+        except ValueError as error:
+            raise UsageError(
+                f"parallelism.pp {stages}: {error}", hint=f"pp: at most {self.layers // chunks}"
+            ) from error
 
     def with_vocab(self, vocab: int) -> ModelShape:
         """The same model with another vocabulary (a tokenizer trained on the run's data)."""

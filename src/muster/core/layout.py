@@ -196,6 +196,18 @@ def forwards_ahead(stage: int, stages: int, chunks: int, micro_batches: int) -> 
     return (chunks - 1) * group + 2 * (stages - 1 - stage)
 
 
+def kept_in_v(stage: int, stages: int, micro_batches: int, layers: tuple[int, int]) -> tuple[int, int]:
+    """Layers of a stage of a V whose activations it keeps at most, once for each micro-batch, until it has their
+    matrices' gradients: behind a forward pass through its first chunk, and behind one through its second. ``layers``:
+    of these. Qi et al. 2023, section 6."""
+    first, second = layers
+    ahead = 2 * stages - stage
+    return (
+        min(ahead, micro_batches) * first + min(stage, micro_batches) * second,
+        min(ahead - 1, micro_batches) * first + min(stage + 1, micro_batches) * second,
+    )
+
+
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
     """Positions of each of a chip's ``rows`` whose logits exist at once: at most ``chunk_tokens`` (0: all) in total.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from muster.core.layout import forwards_ahead
+from muster.core.layout import forwards_ahead, kept_in_v, part_of
 from muster.core.types import Layout
 from muster.plan.activations import kept_per_token, working_per_token
 from muster.plan.workload import Setting, Workload
@@ -79,34 +79,51 @@ def memory(work: Workload, setting: Setting, device: DeviceOverhead = CUDA) -> M
     pp = setting.layout.pp
     chunks = work.pipeline_chunks if pp > 1 else 1
     of_each = [
-        _memory_of(replace(work, shape=shape), setting, device, under_way=_under_way(place, pp, chunks, setting, work))
+        _memory_of(
+            replace(work, shape=shape),
+            setting,
+            device,
+            under_way=_under_way(place, pp, chunks, setting, work),
+            at_the_loss=_under_way(place, pp, chunks, setting, work, at_the_loss=True),
+        )
         for place, shape in enumerate(work.shape.stages(pp, chunks, v=work.pipeline_v))
     ]
     return max(of_each, key=lambda estimate: estimate.total_bytes)
 
 
-def _under_way(place: int, stages: int, chunks: int, setting: Setting, work: Workload) -> float:
+def _under_way(
+    place: int, stages: int, chunks: int, setting: Setting, work: Workload, *, at_the_loss: bool = False
+) -> float:
     """Micro-batches whose activations a stage keeps at most; those of one of its ``chunks`` count as a part.
 
     1F1B: as many as there are stages from it on (Narayanan et al. 2019). Interleaved: ``2 (stages - place - 1) +
     (chunks - 1) stages + 1`` passes through a chunk (Narayanan et al. 2021, section 2.2). With gradients of weights
-    apart as many everywhere as on the first stage of 1F1B (Qi et al. 2023, ZB-H1 and ZB-V); all counted whole, though
-    of some only the matrices' inputs and output gradients are left.
+    apart as many everywhere as on the first stage of 1F1B (Qi et al. 2023, ZB-H1; in a V mostly of its first chunk);
+    all counted whole, though of some only the matrices' inputs and output gradients are left.
     """
     rounds = setting.rounds(work)
+    if work.pipeline_v and stages > 1:
+        parts = work.shape.parts(stages, chunks)
+        layers = len(parts[place]), len(parts[part_of(place, 1, stages, v=True)])
+        kept = kept_in_v(place, stages, rounds, layers)
+        return (kept[1] if at_the_loss else max(kept)) / sum(layers)
     if work.weights_apart:
         return min(stages, rounds)
     return min(forwards_ahead(place, stages, chunks, rounds) + 1, chunks * rounds) / chunks
 
 
-def _memory_of(work: Workload, setting: Setting, device: DeviceOverhead, *, under_way: float) -> MemoryEstimate:
-    """Peak of a rank of a stage whose part of the model is ``work.shape``. ``under_way``: see ``_under_way``."""
+def _memory_of(
+    work: Workload, setting: Setting, device: DeviceOverhead, *, under_way: float, at_the_loss: float
+) -> MemoryEstimate:
+    """Peak of a rank of a stage whose part of the model is ``work.shape``. ``under_way``, ``at_the_loss``: see
+    ``_under_way``."""
     units = _units(work, setting.layout.tp)
     static = _static(work, setting, device)
     gathered = _gathered(work, units, setting.layout.shards, streams=device.streams)
     tokens = setting.micro_batch_size * work.sequence_length // setting.layout.cp
     waiting = tokens * _kept(work, setting, device) * (under_way - 1)
     kept = tokens * _kept(work, setting, device) + waiting
+    before_loss = tokens * _kept(work, setting, device) * at_the_loss
     working = tokens * _working(work, setting, device) + _workspace(work, setting, tokens, device)
     if setting.layout.cp > 1:  # keys and values of whole sequences, gathered and in order; never measured
         heads = work.shape.kv_heads * work.shape.head_dim
@@ -121,9 +138,9 @@ def _memory_of(work: Workload, setting: Setting, device: DeviceOverhead, *, unde
         before_root = before_first = static["gradients"]
     moments: dict[str, dict[str, float]] = {
         "forward": {"gradients": held, "activations": kept, "gathered parameters": gathered.root + gathered.forward},
-        "loss": {"gradients": held, "activations": kept, "logits and loss": loss.forward,
+        "loss": {"gradients": held, "activations": before_loss, "logits and loss": loss.forward,
                  "gathered parameters": gathered.root + gathered.between},
-        "backward of the loss": {"gradients": held, "activations": kept, "logits and loss": loss.backward,
+        "backward of the loss": {"gradients": held, "activations": before_loss, "logits and loss": loss.backward,
                                  "gathered parameters": gathered.root + gathered.between},
         "backward": {"gradients": held + loss.head_gradient, "activations": kept + working,
                      "gathered parameters": gathered.root + gathered.backward},

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from muster.core.flops import ModelShape
-from muster.core.layout import cut_layers, forwards_ahead
+from muster.core.layout import cut_layers, forwards_ahead, kept_in_v
 from muster.train.distributed.pipeline_order import Action, Kind, Schedule, finished, turns
 from muster.train.distributed.stage_link import sends_under_way
 
@@ -223,6 +223,21 @@ def test_kept_micro_batches_are_bounded(schedule, micro_batches):
         ahead = forwards_ahead(stage, schedule.stages, schedule.chunks, micro_batches)
         assert most == min(ahead + 1, schedule.chunks * micro_batches)
         assert schedule.chunks > 1 or most <= schedule.stages - stage
+
+
+@pytest.mark.parametrize("layers", [(5, 1), (1, 5), (3, 3)], ids=str)
+def test_a_v_keeps_as_many_layers_as_the_formula_says(layers):
+    for stages, micro_batches in itertools.product((2, 3, 4), range(1, 10)):
+        schedule = Schedule(stages, chunks=2, split_backward=True, v=True)
+        for stage, order in enumerate(orders_of(schedule, micro_batches)):
+            kept, most = 0, [0, 0]
+            for action in order:
+                kept += {Kind.FORWARD: 1, Kind.BACKWARD: 0, Kind.WEIGHTS: -1}[action.kind] * layers[action.chunk]
+                if action.forward:
+                    most[action.chunk] = max(most[action.chunk], kept)
+            planned = kept_in_v(stage, stages, micro_batches, layers)
+            assert max(most) == max(planned), (stages, micro_batches, stage)
+            assert stage or most[1] == planned[1], "where the loss is"
 
 
 def test_stages_that_wait_for_each_other_are_found():

@@ -133,7 +133,8 @@ def weights_apart(order: Iterable[Action], stage: int, micro_batches: int) -> It
 
 def zero_bubble_v(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
     """ZB-V (Qi et al. 2023, section 6): no stage waits between its first and its last pass where forward passes,
-    backward passes and gradients of weights take the same time; none keeps more than the first stage of 1F1B does.
+    backward passes and gradients of weights take the same time; with chunks of one size none keeps more than the first
+    stage of 1F1B does.
 
     The order is that of ``2 stages - 1`` micro-batches at least, and those that there are not are left out.
     """

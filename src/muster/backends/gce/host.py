@@ -29,9 +29,10 @@ from muster.backends.gce import teardown
 from muster.backends.gce.compute import Compute
 from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.machine import HOST, SUPERVISOR, Machine
-from muster.backends.gce.placement import RUNS, place, supervisor_of
+from muster.backends.gce.placement import RUNS, place, stem_of, supervisor_of
 from muster.backends.gce.provision import Hosts
 from muster.backends.gce.reason import Useless
+from muster.backends.google import metadata
 from muster.backends.google.metadata import MachineHttp
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
@@ -52,6 +53,7 @@ PROVISION_S = 10.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 LIVED_S = 600.0
 """A program that lived this long before it ended starts again without a pause."""
+PROJECT = "project/project-id"
 AGAIN = 75
 """The run saved itself because its machines were about to go, and wants to go on."""
 LINGER_S = 45.0
@@ -207,6 +209,28 @@ def provisioned(machine: Machine, store: Store, session: Session) -> tuple[Hosts
     return Hosts(placement=placement, compute=compute, file=file, log=_say), clear
 
 
+def removed_as_late(
+    machine: Machine, store: Store, session: Session, project: Callable[[], str] = lambda: metadata.read(PROJECT)
+) -> bool:
+    """Remove this machine where its run is no more, and whatever else of the run is there; False: the run may live.
+
+    A request whose answer was lost may be carried out minutes after the run was taken back; and a machine that is
+    killed while it clears up after its run finds no secret any more.
+
+    Raises:
+        AccessError, Unreachable: the store or Google does not say, or does not let us.
+    """
+    journal, _ = JournalFile(store=store, home=machine.home).read()
+    if journal is not None and not (journal.closed and journal.submission == machine.submission):
+        return False
+    _say("the run of this machine was taken back, or is over: everything of it is removed")
+    compute = Compute(session=session, project=project().strip())
+    stem, own = stem_of(machine.run_id), machine.name
+    for left in teardown.remove(compute, stem, session.clock, patience_s=GONE_WITHIN_S, spared=own):
+        _say(f"still there: {left}")
+    return True
+
+
 def keep_hosts(hosts: Hosts, pause_s: float = PROVISION_S) -> None:
     """Step after step, in a thread; it never ends."""
     said = ""
@@ -255,6 +279,8 @@ def main() -> int:
     except MusterError as error:
         print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         with contextlib.suppress(MusterError):
+            if role == SUPERVISOR and removed_as_late(machine, store, session):
+                return 0
             machine.tell(store, "failed", str(error))
         return error.exit_code
     machine.tell(store, "checked", f"the files and secrets of submission {machine.submission}")

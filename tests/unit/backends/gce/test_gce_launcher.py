@@ -417,10 +417,7 @@ def test_what_a_machine_is_told_is_what_was_submitted(stage, tmp_path):
     values = {row["key"]: row["value"] for row in body["metadata"]["items"]}
     placement = submission_of(request).placement
     assert values["muster-files"] == placement.files_sha256
-    machine = host.Machine(
-        name=body["name"], zone=ZONES[0], address="10.0.0.3", boot="b", role="supervisor", run_id=request.run_id,
-        home=placement.home, files=values["muster-files"], submission="1", token_secret=placement.token_secret,
-    )  # fmt: skip
+    machine = supervisors_machine(at, request, body)
     hosts, _ = host.provisioned(machine, at.bucket, Session(http=at.google, clock=at.clock))
     hosts.wall_s = lambda: at.clock.wall_ns() / 1e9
     at.until_hosts(request, hosts)
@@ -431,6 +428,39 @@ def test_what_a_machine_is_told_is_what_was_submitted(stage, tmp_path):
     files = requests.run_files(placement.spec, placement)
     assert base64.b64encode(files.encoded())  # without the code it is another digest
     assert host.run_folder.digest(files.encoded()) != values["muster-files"]
+
+
+def supervisors_machine(at, request, body):
+    of = submission_of(request).placement
+    return host.Machine(
+        name=body["name"], zone=ZONES[0], address="10.0.0.3", boot="b", role="supervisor", run_id=request.run_id,
+        home=of.home, files=of.files_sha256, submission="1", token_secret=of.token_secret,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("home_is_gone", [True, False])
+def test_a_supervisors_machine_that_comes_after_its_run_was_taken_back_goes_by_itself(stage, home_is_gone):
+    at = stage()
+    request = at.request()
+    handle = at.launcher.submit(request)
+    body = next(one for key, one in at.google.cloud.store.items() if "/instances/" in key)
+    machine = supervisors_machine(at, request, body)
+    session, project = Session(http=at.google, clock=at.clock), lambda: "example-project\n"
+    assert not host.removed_as_late(machine, at.bucket, session, project), "the run lives"
+    at.launcher.cancel(handle)
+    assert at.names() == []
+    if home_is_gone:
+        for uri in at.bucket.list(machine.home):
+            at.bucket.delete(uri)
+    late = requests.supervisor(submission_of(request).placement, ZONES[0], attempt=9)
+    Compute(session=session, project="example-project").ok("POST", late.url, late.body)
+    at.clock.sleep(120)
+    assert at.names() == [machine.name]
+    other = dataclasses.replace(machine, submission="2")
+    assert home_is_gone or not host.removed_as_late(other, at.bucket, session, project), "of a later submission"
+    assert host.removed_as_late(machine, at.bucket, session, project)
+    at.clock.sleep(300)
+    assert at.names() == []
 
 
 @pytest.mark.parametrize("key", ["secrets", "gce"])

@@ -209,26 +209,31 @@ def provisioned(machine: Machine, store: Store, session: Session) -> tuple[Hosts
     return Hosts(placement=placement, compute=compute, file=file, log=_say), clear
 
 
-def removed_as_late(
-    machine: Machine, store: Store, session: Session, project: Callable[[], str] = lambda: metadata.read(PROJECT)
-) -> bool:
-    """Remove this machine where its run is no more, and whatever else of the run is there; False: the run may live.
+def is_over(machine: Machine, store: Store) -> bool:
+    """Whether this machine's run was taken back, or is over.
 
-    A request whose answer was lost may be carried out minutes after the run was taken back; and a machine that is
-    killed while it clears up after its run finds no secret any more.
-
-    Raises:
-        AccessError, Unreachable: the store or Google does not say, or does not let us.
+    A request whose answer was lost may be carried out minutes after that; and a supervisor's machine that is killed
+    while it clears up after its run finds no secret any more. Raises as the store.
     """
     journal, _ = JournalFile(store=store, home=machine.home).read()
-    if journal is not None and not (journal.closed and journal.submission == machine.submission):
-        return False
-    _say("the run of this machine was taken back, or is over: everything of it is removed")
+    return journal is None or (journal.closed and journal.submission == machine.submission)
+
+
+def leave(machine: Machine, session: Session, project: Callable[[], str] = lambda: metadata.read(PROJECT)) -> None:
+    """Of a run that is over: the supervisor's machine removes everything, itself last; a host, which may not, shuts
+    down, and costs its disk alone.
+
+    Raises:
+        AccessError, Unreachable: Google does not say what there is, or does not let us.
+    """
+    _say("the run of this machine was taken back, or is over: it goes")
+    if machine.role == HOST:
+        subprocess.run(["systemctl", "poweroff"], stdin=subprocess.DEVNULL, check=False)
+        return
     compute = Compute(session=session, project=project().strip())
     stem, own = stem_of(machine.run_id), machine.name
     for left in teardown.remove(compute, stem, session.clock, patience_s=GONE_WITHIN_S, spared=own):
         _say(f"still there: {left}")
-    return True
 
 
 def keep_hosts(hosts: Hosts, pause_s: float = PROVISION_S) -> None:
@@ -279,7 +284,8 @@ def main() -> int:
     except MusterError as error:
         print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         with contextlib.suppress(MusterError):
-            if role == SUPERVISOR and removed_as_late(machine, store, session):
+            if is_over(machine, store):
+                leave(machine, session)
                 return 0
             machine.tell(store, "failed", str(error))
         return error.exit_code

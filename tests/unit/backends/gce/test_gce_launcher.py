@@ -439,14 +439,14 @@ def supervisors_machine(at, request, body):
 
 
 @pytest.mark.parametrize("home_is_gone", [True, False])
-def test_a_supervisors_machine_that_comes_after_its_run_was_taken_back_goes_by_itself(stage, home_is_gone):
+def test_a_machine_that_comes_after_its_run_was_taken_back_goes_by_itself(stage, home_is_gone, monkeypatch):
     at = stage()
     request = at.request()
     handle = at.launcher.submit(request)
     body = next(one for key, one in at.google.cloud.store.items() if "/instances/" in key)
     machine = supervisors_machine(at, request, body)
     session, project = Session(http=at.google, clock=at.clock), lambda: "example-project\n"
-    assert not host.removed_as_late(machine, at.bucket, session, project), "the run lives"
+    assert not host.is_over(machine, at.bucket)
     at.launcher.cancel(handle)
     assert at.names() == []
     if home_is_gone:
@@ -457,10 +457,15 @@ def test_a_supervisors_machine_that_comes_after_its_run_was_taken_back_goes_by_i
     at.clock.sleep(120)
     assert at.names() == [machine.name]
     other = dataclasses.replace(machine, submission="2")
-    assert home_is_gone or not host.removed_as_late(other, at.bucket, session, project), "of a later submission"
-    assert host.removed_as_late(machine, at.bucket, session, project)
+    assert host.is_over(other, at.bucket) == home_is_gone, "the journal is another submission's"
+    assert host.is_over(machine, at.bucket)
+    asked = []
+    monkeypatch.setattr(host.subprocess, "run", lambda argv, **_: asked.append(argv))
+    host.leave(dataclasses.replace(machine, role="host"), session, project)
+    assert asked == [["systemctl", "poweroff"]] and at.names() == [machine.name], "a host has no right to remove"
+    host.leave(machine, session, project)
     at.clock.sleep(300)
-    assert at.names() == []
+    assert at.names() == [] and len(asked) == 1
 
 
 @pytest.mark.parametrize("key", ["secrets", "gce"])

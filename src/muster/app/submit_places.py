@@ -17,7 +17,7 @@ from muster.app.run import remove, stop
 from muster.app.run.submit import Submitted, Tell, submit
 from muster.config import load
 from muster.core.clock import SystemClock
-from muster.core.errors import AccessError, CapacityError, RunFileError, UsageError
+from muster.core.errors import AccessError, CapacityError, NoPlanError, RunFileError, UsageError
 from muster.core.protocols import Clock
 from muster.core.types import JobState, JobStatus
 from muster.plan import plan_file
@@ -52,13 +52,16 @@ def ways(
     that are faster for more money.
 
     Raises:
-        UsageError: there is no back end of that name.
+        UsageError: there is no back end of that name, or the run file is wrong for each.
+        NoPlanError: no place has a plan.
     """
     found: list[Way] = []
     without: list[str] = []
+    wrong = True
     for each in places(run_file, overrides, names=names, now=now, home=home):
         if each.planned is None:
             without.append(f"{each.name}: {each.reason}")
+            wrong = wrong and each.wrong
             continue
         possible = _ways(each.name, each.planned)
         try:  # a plan does without names that a request needs
@@ -67,6 +70,8 @@ def ways(
             without.append(f"{each.name}: {error.in_one_line()} (muster show {run_file} backend={each.name})")
         else:
             found += possible
+    if not found:
+        raise (UsageError if wrong else NoPlanError)("no place can be asked: " + "; ".join(without))
     return sorted(found, key=lambda way: (way.usd is None, way.usd or 0.0)), without
 
 
@@ -104,14 +109,14 @@ def submit_to_first(
     one is waited for by nobody); None: return as soon as a place has taken it, into a queue too.
 
     Raises:
-        UsageError: no such back end, the run file is wrong, or all would use one ``run_dir`` and leave it half used.
+        NoPlanError: no place has a plan.
+        UsageError: no such back end, the run file is wrong for each, or all would use one ``run_dir`` and leave it half
+            used.
         CapacityError: no place takes it; every reason.
         ConflictError, BackendError: a place's; it may hold something, so nobody else was asked.
     """
     clock = clock or SystemClock()
     asked, refused = ways(run_file, overrides, names=names)
-    if not asked:
-        raise UsageError("no place can be asked: " + "; ".join(refused))
     for reason in refused:
         tell(f"left out: {reason}")
     if patience_s is not None and asked and load.load(run_file, asked[0].overrides).spec.run_dir is not None:

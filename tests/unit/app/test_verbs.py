@@ -21,7 +21,7 @@ from muster.config import load
 from muster.config.spec import RunSpec
 from muster.core import event_log, resolved_file
 from muster.core.clock import SystemClock
-from muster.core.errors import AccessError, BackendError, ConflictError, RunFileError, UsageError
+from muster.core.errors import AccessError, BackendError, ConflictError, Problem, RunFileError, UsageError
 from muster.core.event_details.training import Step
 from muster.core.event_log import EventLog
 from muster.core.events import Event
@@ -600,6 +600,19 @@ def test_recover_says_what_its_supervisor_would_stumble_over(paper: Paper):
     assert len(paper.told) == 1, "nothing was started"
     run.token.write_text(token)
     run.token.chmod(0o600)
+    recover.recover(run.run_id)
+    assert len(paper.told) == 2
+
+
+def test_recover_with_changes_refuses_what_submit_would(paper: Paper, monkeypatch: pytest.MonkeyPatch):
+    run = submitted().run
+    paper.state = JobState.STOPPED
+    monkeypatch.setattr(
+        "muster.app.run.resolve.not_submitted", lambda _spec: Problem("resources.device", "no machines")
+    )
+    with pytest.raises(RunFileError, match="no machines"):
+        recover.recover(run.run_id, ["training.steps=9"])
+    assert len(paper.told) == 1, "nothing was started"
     recover.recover(run.run_id)
     assert len(paper.told) == 2
 

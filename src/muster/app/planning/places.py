@@ -31,6 +31,8 @@ class Place:
     planned: Planned | None
     reason: str
     """In a sentence: what it costs beside the cheapest, or why there is no plan."""
+    wrong: bool = False
+    """Because of the run file."""
 
     @property
     def usd(self) -> float | None:
@@ -75,7 +77,7 @@ def places(
         try:
             planned = plan(run_file, own, fastest=fastest, now=now, home=home, environment=False, device=device)
         except RunFileError as error:
-            found.append(Place(name=name, by=by, planned=None, reason=error.in_one_line()))
+            found.append(Place(name=name, by=by, planned=None, reason=error.in_one_line(), wrong=True))
         except MusterError as error:
             found.append(Place(name=name, by=by, planned=None, reason=str(error)))
         else:

@@ -40,7 +40,7 @@ from muster.plan.search import Candidate, Limits, Outcome, Problem, search
 from muster.plan.workload import Workload, workload
 
 #: Settings that name hardware to be got from somewhere.
-_ELSEWHERE = tuple(
+_ELSEWHERE = frozenset(
     f"resources.{name}" for name in ("machine", "accelerator", "provisioning_model", "locations", "usd_per_host_hour")
 )
 Setting = TypeVar("Setting")
@@ -319,7 +319,10 @@ def _settings(spec: RunSpec, work: Workload, chosen: Candidate) -> JsonObject:
     every = chosen.goodput.checkpoint_every_steps if work.checkpoint_every is None else None
     result = plan_file.settings_of(chosen, every_steps=every)
     able = backends.get(spec.backend).capabilities
-    left_out = _ELSEWHERE if able.uses_this_machine else {"resources.locations"} if able.in_zones else frozenset[str]()
+    left_out = _ELSEWHERE if able.uses_this_machine else frozenset()
+    if able.in_zones:  # the file's own are asked in its order; the price is theirs if they are of one region
+        regions = {zone.rpartition("-")[0] for zone in spec.resources.locations}
+        left_out = frozenset({"resources.locations", *(["resources.usd_per_host_hour"] if len(regions) > 1 else [])})
     return {key: value for key, value in result.items() if key not in left_out}
 
 

@@ -85,6 +85,7 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
     if overrides:
         spec = load.loads(resolved_file.read(run.path), overrides, source=str(run.resolved)).spec
         submit.check_same_run(run, spec)
+        resolve.refuse(spec)
         if spec.workdir is not None and spec.workdir != spec_of(run).workdir and launcher.remote is None:
             spec, code = code_bundle.pack(spec, str(run.path), limit_bytes=code_bundle.SHARED_LIMIT_BYTES)
             code_bundle.unpack(code or b"", run.path)

@@ -23,14 +23,19 @@ def resolved(spec: RunSpec, launcher: Launcher) -> tuple[RunSpec, str | None]:
         UsageError: ``recovery.policy`` is not a policy, or no layout can be chosen.
         NoPlanError: no layout fits.
     """
-    unable = not_submitted(spec)
-    if problems := [unable] if unable is not None else tensor_problems(spec):
-        raise RunFileError(problems)
+    refuse(spec)
     here = backends.get(spec.backend).capabilities.uses_this_machine
     if here:
         load_policy(spec.recovery.policy)  # an unusable file is reported now, not by a supervisor in the background
     spec, why = laid_out(launcher.resolve(spec))
     return (spec if here else priced(spec)), why
+
+
+def refuse(spec: RunSpec) -> None:
+    """Raises RunFileError: the spec is of TPUs where none are made, or its model cannot be split as it asks for."""
+    unable = not_submitted(spec)
+    if problems := [unable] if unable is not None else tensor_problems(spec):
+        raise RunFileError(problems)
 
 
 def again(spec: RunSpec) -> RunSpec:

@@ -37,13 +37,14 @@ from muster.backends.google.metadata import MachineHttp
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
 from muster.backends.letters import Letters
+from muster.backends.run_home import RUN_ID
 from muster.backends.run_state import RunState
 from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
-from muster.storage import run_secrets
+from muster.storage import run_secrets, uris
 from muster.storage.store import open_store
 
 MEMORY = Path("/run/muster")
@@ -210,18 +211,24 @@ def provisioned(machine: Machine, store: Store, session: Session) -> tuple[Hosts
 
 
 def is_over(machine: Machine, store: Store) -> bool:
-    """Whether this machine's run was taken back, or is over.
+    """Whether this machine's run was taken back, or is over; False where the home does not say.
 
     A request whose answer was lost may be carried out minutes after that; and a supervisor's machine that is killed
-    while it clears up after its run finds no secret any more. Raises as the store.
+    while it clears up after its run finds no secret any more. A journal is there, and open, before any machine is asked
+    for. Where a run has its home by name, that may be another run's by now.
     """
-    journal, _ = JournalFile(store=store, home=machine.home).read()
-    return journal is None or (journal.closed and journal.submission == machine.submission)
+    try:
+        journal, _ = JournalFile(store=store, home=machine.home).read()
+        if journal is None or (journal.closed and journal.submission == machine.submission):
+            return True
+        return store.get(uris.join(machine.home, RUN_ID)).data.decode().strip() != machine.run_id
+    except (MusterError, OSError, ValueError):
+        return False
 
 
-def leave(machine: Machine, session: Session, project: Callable[[], str] = lambda: metadata.read(PROJECT)) -> None:
+def leave(machine: Machine, session: Session, project: Callable[[], str] = lambda: metadata.read(PROJECT)) -> int:
     """Of a run that is over: the supervisor's machine removes everything, itself last; a host, which may not, shuts
-    down, and costs its disk alone.
+    down, and costs its disk alone. An exit code: a host's is 1, so that it is asked to shut down until it does.
 
     Raises:
         AccessError, Unreachable: Google does not say what there is, or does not let us.
@@ -229,11 +236,12 @@ def leave(machine: Machine, session: Session, project: Callable[[], str] = lambd
     _say("the run of this machine was taken back, or is over: it goes")
     if machine.role == HOST:
         subprocess.run(["systemctl", "poweroff"], stdin=subprocess.DEVNULL, check=False)
-        return
+        return 1
     compute = Compute(session=session, project=project().strip())
     stem, own = stem_of(machine.run_id), machine.name
     for left in teardown.remove(compute, stem, session.clock, patience_s=GONE_WITHIN_S, spared=own):
         _say(f"still there: {left}")
+    return 0
 
 
 def keep_hosts(hosts: Hosts, pause_s: float = PROVISION_S) -> None:
@@ -280,13 +288,12 @@ def main() -> int:
         print(f"error: this machine is the run's {machine.role}, not its {role}", file=sys.stderr)
         return 2
     try:
+        if is_over(machine, store):
+            return leave(machine, session)
         environ = prepare(machine, store, session)
     except MusterError as error:
         print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         with contextlib.suppress(MusterError):
-            if is_over(machine, store):
-                leave(machine, session)
-                return 0
             machine.tell(store, "failed", str(error))
         return error.exit_code
     machine.tell(store, "checked", f"the files and secrets of submission {machine.submission}")

@@ -205,7 +205,7 @@ def _slices(placement: Placement, zone: str, turn: int) -> list[Request]:
 
     found = [request(f"instanceTemplates/{name}", "global/instanceTemplates", template)]
     for number in range(slices.count):
-        one = name if slices.count == 1 else f"{name}-{number}"
+        one = name if slices.count == 1 else f"{name}s{number}"  # no other run's name, and found by ``teardown``
         group: Body = {
             "name": one,
             "instanceTemplate": f"projects/{project}/global/instanceTemplates/{name}",

@@ -120,7 +120,7 @@ class Start:
             if left := teardown.remove(self.compute, stem, self.clock, patience_s=within_s):
                 raise ConflictError(f"still being removed: {left[0]}", hint="submit again in a minute")
             there = []
-        if any(one.name == self.placement.supervisor for one in there):
+        if any(one.name == self.placement.supervisor and one.status not in teardown.GOING for one in there):
             return
         zones = self.placement.zones
         if journal.supervisor_zone in zones:  # a request there may be under way

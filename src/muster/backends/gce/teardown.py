@@ -125,7 +125,7 @@ def _disks(compute: Compute, stem: str) -> list[tuple[str, JsonObject]]:
 
 def _unlabelled(compute: Compute, stem: str) -> Iterator[tuple[str, str, JsonObject]]:
     """(kind, place, row). Groups, templates and policies have no labels: their names are those of the run's turns."""
-    named = re.compile(rf"{re.escape(stem)}-\d+")
+    named = re.compile(rf"{re.escape(stem)}-\d+(s\d+)?")
     for kind in ("instanceGroupManagers", "resourcePolicies"):
         for place, row in compute.everywhere(kind, f'name eq "{stem}-.*"'):
             if named.fullmatch(text(row, "name")):

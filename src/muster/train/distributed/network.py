@@ -104,14 +104,14 @@ class Ring:
                 self.wait(self.group.allreduce([whole], dist.AllreduceOptions()))
 
             whole.fill_(self.rank + 1)
-            return reduce, lambda: int(torch.count_nonzero(whole != total))
+            return reduce, lambda: int((whole != total).sum())
         part = torch.full((share,), float(self.rank + 1), device=self.device)
         right = torch.arange(1, self.world + 1, device=self.device, dtype=torch.float32).unsqueeze(1)
 
         def gather() -> None:
             self.wait(self.group._allgather_base(whole, part, AllgatherOptions()))
 
-        return gather, lambda: int(torch.count_nonzero(whole.view(self.world, share) != right))
+        return gather, lambda: int((whole.view(self.world, share) != right).sum())
 
 
 def _measured(ring: Ring, progress: Callable[[], None]) -> tuple[tuple[NetworkFigure, ...], tuple[NetworkEnd, ...]]:

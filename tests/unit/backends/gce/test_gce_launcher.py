@@ -447,6 +447,9 @@ def test_a_machine_that_comes_after_its_run_was_taken_back_goes_by_itself(stage,
     machine = supervisors_machine(at, request, body)
     session, project = Session(http=at.google, clock=at.clock), lambda: "example-project\n"
     assert not host.is_over(machine, at.bucket)
+    assert host.is_over(dataclasses.replace(machine, run_id="another"), at.bucket), (
+        "of the run that had this home before"
+    )
     at.launcher.cancel(handle)
     assert at.names() == []
     if home_is_gone:
@@ -459,11 +462,13 @@ def test_a_machine_that_comes_after_its_run_was_taken_back_goes_by_itself(stage,
     other = dataclasses.replace(machine, submission="2")
     assert host.is_over(other, at.bucket) == home_is_gone, "the journal is another submission's"
     assert host.is_over(machine, at.bucket)
+    at.bucket.put(f"{machine.home}/gce.json", b"no journal")
+    assert not host.is_over(machine, at.bucket), "what cannot be read says nothing"
     asked = []
     monkeypatch.setattr(host.subprocess, "run", lambda argv, **_: asked.append(argv))
-    host.leave(dataclasses.replace(machine, role="host"), session, project)
+    assert host.leave(dataclasses.replace(machine, role="host"), session, project) == 1, "again, until it is off"
     assert asked == [["systemctl", "poweroff"]] and at.names() == [machine.name], "a host has no right to remove"
-    host.leave(machine, session, project)
+    assert host.leave(machine, session, project) == 0
     at.clock.sleep(300)
     assert at.names() == [] and len(asked) == 1
 

@@ -220,6 +220,18 @@ def test_what_is_left_says_what_it_costs():
     assert rows["disks"].usd_per_day > 0
 
 
+def test_groups_of_several_slices_are_the_runs_and_those_of_a_run_with_a_longer_name_are_not():
+    from muster.backends.gce import teardown
+
+    run = RunOfHosts(on_demand(hosts=1))
+    run.drive(run.program())
+    folder = f"compute/v1/projects/example-project/zones/{ZONES[1]}/instanceGroupManagers"
+    for name in (f"{STEM}-1s0", f"{STEM}-1s1", f"{STEM}-1-2", f"{STEM}-1s0-2"):
+        run.user.cloud.store[f"{folder}/{name}"] = {"name": name, "zone": f"projects/example-project/zones/{ZONES[1]}"}
+    found = {one.name for one in teardown.leftovers(run.compute(), STEM) if one.kind == "instanceGroupManagers"}
+    assert found == {f"{STEM}-1s0", f"{STEM}-1s1"}
+
+
 def test_an_orphan_disk_and_another_runs_machines():
     run = RunOfHosts(on_demand(hosts=1))
     run.drive(run.program())

@@ -123,7 +123,7 @@ def test_slices_of_tpus_are_groups_that_come_whole_and_are_wired():
     assert template.body["properties"]["scheduling"]["maxRunDuration"] == {"seconds": "45000"}, "12 hours and the lead"
     for number, (policy, group) in enumerate(zip(rest[::2], rest[1::2], strict=True)):
         assert policy.body["workloadPolicy"] == {"type": "HIGH_THROUGHPUT", "acceleratorTopology": "2x2x2"}
-        assert group.body["name"] == policy.body["name"] == f"{RUN_ID}-1-{number}"
+        assert group.body["name"] == policy.body["name"] == f"{RUN_ID}-1s{number}"
         assert group.body["resourcePolicies"]["workloadPolicy"].endswith(f"/resourcePolicies/{policy.body['name']}")
         assert (group.body["targetSize"], group.body["targetSizePolicy"]) == (2, {"mode": "BULK"})
         assert group.body["instanceLifecyclePolicy"]["defaultActionOnFailure"] == "DO_NOTHING"

@@ -15,6 +15,8 @@ from muster.core.errors import BackendError, CapacityError
 
 WHERE = placement(spec("a4-highgpu-8g", "flex_start_queued"))
 
+OWNER = {"apiVersion": "v1", "kind": "Secret", "name": "llama-token", "uid": "s"}
+
 
 def admitted(where=WHERE):
     """The JobSet as the server holds it after Kueue has let it run: what 0.19.2 injects, flavour by flavour."""
@@ -52,8 +54,11 @@ def cluster():
 @pytest.mark.parametrize("mode", ["flex_start_queued", "reservation", "spot"])
 def test_it_is_what_was_submitted_under_the_next_name(definitions, mode):
     where = placement(spec("a4-highgpu-8g", mode))
-    found, first = continuation(admitted(where)), jobset(where, mode_of(where))
+    first, there = jobset(where, mode_of(where)), admitted(where)
+    there["metadata"]["ownerReferences"] = [OWNER]
+    found = continuation(there)
     assert found["spec"]["suspend"] is True and "status" not in found
+    assert found["metadata"].pop("ownerReferences") == [OWNER], "one that comes after `down` goes with the run's Secret"
     assert set(found["metadata"]) == set(first["metadata"]) and refusals(found) == []
     assert found["metadata"]["labels"] == first["metadata"]["labels"]
     assert found["metadata"]["name"] != where.name and len(found["metadata"]["name"]) <= LONGEST_JOBSET_NAME

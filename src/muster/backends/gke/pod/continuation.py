@@ -17,7 +17,8 @@ API = "jobset.x-k8s.io/v1alpha2"
 NUMBER = "muster/allocation"
 """Annotation of a continuation: which allocation of the run it is."""
 INSTANCE = "app.kubernetes.io/instance"
-_SERVERS_OWN = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "ownerReferences",
+#: But for the owner, the Secret of the run's token: one that arrives after `down` goes with it, too.
+_SERVERS_OWN = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields",
                 "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers", "selfLink")  # fmt: skip
 _ASKED = ("kueue.x-k8s.io/safe-to-forcefully-delete",)
 """The annotations of Kueue's own that manifests have: it puts others of this form there by itself."""

@@ -27,7 +27,10 @@ from fakes.metadata import token
 from fakes.secrets import ACCESSOR, FakeSecrets
 
 from muster.backends.gce import requests
+from muster.backends.gce.journal import FILE as JOURNAL
+from muster.backends.gce.journal import Journal
 from muster.backends.gce.placement import Placement
+from muster.core.typed_json import encode
 
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGES = Path(pydantic.__file__).parents[1]
@@ -113,6 +116,8 @@ class Place:
         home = placement.home.removeprefix("gs://example-bucket/")
         self.put(f"{home}/run-files/{hashlib.sha256(data).hexdigest()}", data)
         self.secret(placement.token_secret, SECRET_TOKEN.encode())
+        self.put(f"{home}/{JOURNAL}", encode(Journal(submission=placement.submission)))
+        self.put(f"{home}/run_id", placement.run_id.encode())
 
     def machine(self, body, name, *, hidden=(), address="127.0.0.1", account=ACCOUNT, plug=None, compute=None):
         """Powered off; ``body`` is what was asked for at Compute Engine. ``plug``: what connects it to others, inside;

@@ -1,4 +1,4 @@
-"""``systemctl`` on a machine of namespaces, whose process 1 is no systemd: two verbs, and one unit as its file says.
+"""``systemctl`` on a machine of namespaces, whose process 1 is no systemd: three verbs, and one unit as its file says.
 
 It keeps to what the unit of ``startup.sh`` rests on: Environment=, ExecStart=, Restart=on-failure with RestartSec=, and
 ``restart``, which ends the program and everything it started (KillMode=mixed: SIGTERM to the first, SIGKILL to all).
@@ -81,6 +81,11 @@ def keep(name: str) -> None:
 def main() -> None:
     words = sys.argv[1:]
     if words == ["daemon-reload"]:
+        return
+    if words == ["poweroff"]:
+        with JOURNAL.open("a") as journal:
+            print("systemd: powering off", file=journal, flush=True)
+        stop()  # whoever asks is among them
         return
     if len(words) != 2 or words[0] != "restart":
         raise SystemExit(f"this stand-in does not know: systemctl {words}")

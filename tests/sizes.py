@@ -143,6 +143,13 @@ NIGHTLY = {
         "test_step.py::test_fifty_steps_are_the_torch_trainers, and two processes in "
         "test_tpu_live.py::test_a_run_moves_by_its_checkpoint[to torch from tensor parallel]"
     ),
+    "test_watch_page_live.py::test_it_shows_what_the_terminal_shows_and_grows": (
+        "test_watch_page_live.py::test_the_address_leaves_the_history_and_opens_no_second_page"
+    ),
+    "test_chaos_hosts_live.py::test_a_preemption_notice_swaps_the_host_before_it_goes": (
+        "test_vertex_run_live.py::test_a_spot_run_is_taken_away_and_goes_on_from_its_bucket_to_its_end, "
+        "test_preempted_hosts.py"
+    ),
     "test_network_check_live.py::test_of_four_sound_hosts_none_is_named": (
         "test_network_check_live.py::test_a_host_behind_a_slow_link_is_named"
     ),

@@ -8,7 +8,6 @@ is right where its layout's step is within 5 % of the best one's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -84,11 +83,7 @@ def planned_steps(spec: dict[str, Any], ranks: int, home: Path) -> tuple[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, one round: does it run?")
-    arguments = parser.parse_args()
+    arguments = jobs.arguments(__doc__)
     model, rounds, steps = (TINY, 1, 6) if arguments.smoke else (SMALL, arguments.rounds, 14)
     result: dict[str, Any] = {"machine": jobs.machine()}
     with tempfile.TemporaryDirectory(prefix="muster-layouts-") as folder:

@@ -8,7 +8,6 @@ as ``plan_memory.py`` does, by its model, in the first round: of the fuller rank
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -59,11 +58,7 @@ def memory(order: str, *, smoke: bool) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, one round: does it run?")
-    arguments = parser.parse_args()
+    arguments = jobs.arguments(__doc__)
     rounds = 1 if arguments.smoke else arguments.rounds
     seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
     bytes_: dict[str, tuple[int, int]] = {}

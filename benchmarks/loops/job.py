@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -233,6 +234,15 @@ def steps_of(events: list[Any]) -> dict[str, Any]:
         "losses": [event.detail["loss"] for event in steps],
         "peak_bytes": max((event.detail.get("memory_bytes") or 0 for event in steps), default=None),
     }
+
+
+def arguments(doc: str | None) -> argparse.Namespace:
+    """``--json FILE``, ``--rounds N`` and ``--smoke``, as a program with ``doc`` was given them."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0] if doc else None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, one round: does it run?")
+    return parser.parse_args()
 
 
 def machine() -> dict[str, Any]:

@@ -53,6 +53,22 @@ from muster.storage.home.bucket import BucketHome
 DOCUMENTS = Discovery(found, (*APIS, API)) if (found := discovery_folder()) else None
 REGION = "us-central1"
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
+#: Of a run file that GKE, Vertex AI and Compute Engine can be asked with, but for what each has of its own.
+PLACES = """\
+checkpoint: {dir: gs://example-bucket/checkpoints}
+resources:
+  project: example-project
+  machine: g2-standard-48
+  provisioning_model: on_demand
+  hosts: 1
+  locations: [us-central1-a]
+  image: us-docker.pkg.dev/example-project/muster/train:1
+gce:
+  service_account: hosts@example-project.iam.gserviceaccount.com
+  supervisor_service_account: supervisor@example-project.iam.gserviceaccount.com
+  bundle: gs://example-bucket/bundles/0000000000000000000000000000000000000000000000000000000000000000.tar.gz
+vertex: {service_account: trainer@example-project.iam.gserviceaccount.com}
+"""
 #: What sbatch says before the reason.
 FAILED = "sbatch: error: Batch job submission failed: "
 

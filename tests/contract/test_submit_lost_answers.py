@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "golden" / "gke"))
 from fakes.clock import VirtualClock
 from fakes.google_wire import LATE_S, PATIENCE_S, Fault, refuse
 from fakes.project import cloud_with_cluster
-from launcher_cases import SLEEP, Bucket, GceCase, VertexCase
+from launcher_cases import PLACES, SLEEP, Bucket, GceCase, VertexCase
 from thorough import THOROUGH
 
 from muster.app import submit_places
@@ -34,23 +34,13 @@ from muster.core.errors import MusterError
 from muster.core.typed_json import decode
 from muster.storage import run_registry
 
-TEXT = """\
+TEXT = (
+    PLACES
+    + """\
 name: llama
 command: ["-m", "this"]
-checkpoint: {dir: gs://example-bucket/checkpoints}
-resources:
-  project: example-project
-  machine: g2-standard-48
-  provisioning_model: on_demand
-  hosts: 1
-  locations: [us-central1-a]
-  image: us-docker.pkg.dev/example-project/muster/train:1
-gce:
-  service_account: hosts@example-project.iam.gserviceaccount.com
-  supervisor_service_account: supervisor@example-project.iam.gserviceaccount.com
-  bundle: gs://example-bucket/bundles/0000000000000000000000000000000000000000000000000000000000000000.tar.gz
-vertex: {service_account: trainer@example-project.iam.gserviceaccount.com}
 """
+)
 OVERRIDES = {
     "gke": ("backend=gke", "resources.cluster=muster"),
     "vertex": ("backend=vertex", "resources.locations=[us-central1]"),

@@ -6,7 +6,7 @@ The launchers are real, Vertex AI and Compute Engine are the played services of 
 import signal
 
 import pytest
-from launcher_cases import SLEEP, GceCase, VertexCase
+from launcher_cases import PLACES, SLEEP, GceCase, VertexCase
 
 from muster.app import submit_places
 from muster.app.submit_places import Way, submit_to_first, ways
@@ -16,27 +16,17 @@ from muster.core import processes
 from muster.core.errors import AccessError, BackendError, CapacityError, UsageError
 from muster.storage import run_registry
 
-TEXT = """\
+TEXT = (
+    PLACES
+    + """\
 name: llama
 model:
   config: {model_type: llama, hidden_size: 256, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 512}
   tokenizer: {kind: word, vocab_size: 256}
 data: {sources: [{type: text2sql, rows: 1000}]}
 training: {steps: 200, sequence_length: 512, global_batch_size: 64}
-checkpoint: {dir: gs://example-bucket/checkpoints}
-resources:
-  project: example-project
-  machine: g2-standard-48
-  provisioning_model: on_demand
-  hosts: 1
-  locations: [us-central1-a]
-  image: us-docker.pkg.dev/example-project/muster/train:1
-gce:
-  service_account: hosts@example-project.iam.gserviceaccount.com
-  supervisor_service_account: supervisor@example-project.iam.gserviceaccount.com
-  bundle: gs://example-bucket/bundles/0000000000000000000000000000000000000000000000000000000000000000.tar.gz
-vertex: {service_account: trainer@example-project.iam.gserviceaccount.com}
 """
+)
 BOTH = ["vertex", "gce"]
 REGION = ("resources.locations=[us-central1]",)
 GKE = Way(place="gke", title="gke", usd=1.0, overrides=("backend=gke", "resources.cluster=train"))

@@ -119,7 +119,7 @@ def submit_to_first(
     asked, refused = ways(run_file, overrides, names=names)
     for reason in refused:
         tell(f"left out: {reason}")
-    if patience_s is not None and asked and load.load(run_file, asked[0].overrides).spec.run_dir is not None:
+    if patience_s is not None and load.load(run_file, asked[0].overrides).spec.run_dir is not None:
         raise UsageError("run_dir names one folder, and each place that is left needs another", hint="leave it out")
     for number, way in enumerate(asked, 1):
         tell(f"asking {way.title}")

@@ -608,7 +608,7 @@ def test_recover_with_changes_refuses_what_submit_would(paper: Paper, monkeypatc
     run = submitted().run
     paper.state = JobState.STOPPED
     monkeypatch.setattr(
-        "muster.app.run.resolve.not_submitted", lambda _spec: Problem("resources.device", "no machines")
+        "muster.app.planning.model_shape.not_submitted", lambda _spec: Problem("resources.device", "no machines")
     )
     with pytest.raises(RunFileError, match="no machines"):
         recover.recover(run.run_id, ["training.steps=9"])

@@ -10,9 +10,17 @@ from muster.app.inspect.status import spec_of
 from muster.app.planning.source_run import source_run
 from muster.catalog import rows
 from muster.config.spec import RunSpec, TrainedTokenizer
+from muster.config.tpu_rules import not_submitted
 from muster.config.validation import heads_problems
 from muster.core.errors import Problem, UsageError
 from muster.core.flops import ModelShape
+
+
+def unfit(spec: RunSpec) -> list[Problem]:
+    """Why ``spec`` is neither planned nor submitted: TPUs where none are made, or a model that cannot be split as it
+    asks for."""
+    unable = not_submitted(spec)
+    return [unable] if unable is not None else tensor_problems(spec)
 
 
 def tensor_problems(spec: RunSpec) -> list[Problem]:

@@ -17,12 +17,12 @@ from typing import TypeVar
 from muster import backends
 from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.hardware import Hardware, hardware
-from muster.app.planning.model_shape import shape_of, tensor_problems
+from muster.app.planning.model_shape import shape_of, unfit
 from muster.catalog import rows
 from muster.config import load
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
-from muster.config.tpu_rules import not_submitted, tpu_rules
+from muster.config.tpu_rules import tpu_rules
 from muster.core.errors import NoPlanError, RunFileError, UsageError
 from muster.core.errors import Problem as RunFileProblem
 from muster.core.typed_json import JsonObject, child, text, texts
@@ -89,8 +89,7 @@ def plan(
     loaded, impossible = _load(run_file, overrides, environment)
     loaded = loaded if device is None else on_device(loaded, device)
     spec = loaded.spec
-    unable = not_submitted(spec)  # nothing is planned that cannot be started
-    if wrong := [unable] if unable is not None else tensor_problems(spec) or _chips(spec):
+    if wrong := unfit(spec) or _chips(spec):  # nothing is planned that cannot be started
         raise loaded.placed(RunFileError(wrong))
     work = workload(spec, shape_of(spec))
     found = hardware(spec, home)
@@ -251,8 +250,8 @@ def _chips(spec: RunSpec) -> list[RunFileProblem]:
     tp, asked = spec.parallelism.tp, spec.resources
     if asked.device != "tpu":
         return []
-    named = {asked.machine or "": rows.machines().get(asked.machine or "")} if asked.machine else rows.machines()
-    chips = sorted({each.count for each in named.values() if each is not None and each.topologies})
+    named = (machine for name, machine in rows.machines().items() if not asked.machine or asked.machine == name)
+    chips = sorted({each.count for each in named if each.topologies})
     if not chips or any(count % tp == 0 for count in chips):
         return []
     message = f"does not divide the chips of a host, of which there are {' or '.join(map(str, chips))}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from muster import backends
 from muster.app.planning.auto_layout import laid_out
-from muster.app.planning.model_shape import tensor_problems
+from muster.app.planning.model_shape import unfit
 from muster.app.planning.prices import priced
 from muster.app.planning.source_run import located
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
-from muster.config.tpu_rules import not_submitted
 from muster.core.errors import RunFileError
 from muster.policy.load import load_policy
 
@@ -32,9 +31,8 @@ def resolved(spec: RunSpec, launcher: Launcher) -> tuple[RunSpec, str | None]:
 
 
 def refuse(spec: RunSpec) -> None:
-    """Raises RunFileError: the spec is of TPUs where none are made, or its model cannot be split as it asks for."""
-    unable = not_submitted(spec)
-    if problems := [unable] if unable is not None else tensor_problems(spec):
+    """Raises RunFileError: ``unfit``."""
+    if problems := unfit(spec):
         raise RunFileError(problems)
 
 

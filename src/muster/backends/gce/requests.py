@@ -192,11 +192,8 @@ def _queued(placement: Placement, zone: str, turn: int, number: int, policy: Req
 def _slices(placement: Placement, zone: str, turn: int) -> list[Request]:
     """A template, and for each slice of TPUs a group of as many machines; of several hosts with a policy that wires
     them. A slice is replaced as a whole, so that a group heals nothing."""
-    name, project, slices = (
-        f"{placement.stem}-{turn}",
-        placement.project,
-        slices_of(placement.spec, placement.machine.name),
-    )
+    name, project = f"{placement.stem}-{turn}", placement.project
+    slices = slices_of(placement.spec, placement.machine.name)
     template: JsonObject = {"name": name, "properties": _properties(placement, zone, None)}
 
     def request(what: str, base: str, body: JsonObject) -> Request:

@@ -62,24 +62,29 @@ def test_stages_in_turn_are_the_model_bit_for_bit(family):
     assert torch.equal(logits, expected)
 
 
+def pass_through(whole, parts, places):
+    """Rows through ``places`` (stage, chunk) come out as they do of the whole model."""
+    tokens = torch.arange(3, 23).reshape(2, 10)
+    given = {"input_ids": tokens}
+    with torch.no_grad():
+        expected = whole(input_ids=tokens, use_cache=False).logits
+        for place, chunk in places:
+            model, stage = parts[place]
+            with stage.only(model, chunk):
+                if stage.ends(chunk):
+                    logits = model.eval()(**given, use_cache=False).logits
+                else:
+                    given = {"inputs_embeds": model.eval().base_model(**given, use_cache=False)[0]}
+    assert torch.equal(logits, expected)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_chunks_in_turn_are_the_model_bit_for_bit(tied):
     whole, parts = whole_and_stages({**CONFIG, "num_hidden_layers": 5, "tie_word_embeddings": tied}, 2, chunks=2)
     assert [stage.chunks for _, stage in parts] == [(range(0, 2), range(3, 4)), (range(2, 3), range(4, 5))]
     assert [stage.layers for _, stage in parts] == [[0, 1, 3], [2, 4]]
     held = [{name for name, _ in model.named_parameters()} for model, _ in parts]
-    tokens = torch.arange(3, 23).reshape(2, 10)
-    given = {"input_ids": tokens}
-    with torch.no_grad():
-        expected = whole(input_ids=tokens, use_cache=False).logits
-        for chunk in range(2):
-            for model, stage in parts:
-                with stage.only(model, chunk):
-                    if stage.ends(chunk):
-                        logits = model.eval()(**given, use_cache=False).logits
-                    else:
-                        given = {"inputs_embeds": model.eval().base_model(**given, use_cache=False)[0]}
-    assert torch.equal(logits, expected)
+    pass_through(whole, parts, [(0, 0), (1, 0), (0, 1), (1, 1)])
     assert [{name for name, _ in model.named_parameters()} for model, _ in parts] == held, "all layers are back"
 
 
@@ -92,18 +97,7 @@ def test_chunks_in_a_v_are_the_model_bit_for_bit(tied):
     assert names == [ends, set()], "the first stage has both ends of the model"
     assert all(stage.counted_elsewhere == frozenset() for _, stage in parts)
     assert all(tied_gradient(model, stage) is None for model, stage in parts), "it is added to where it is"
-    tokens = torch.arange(3, 23).reshape(2, 10)
-    given = {"input_ids": tokens}
-    with torch.no_grad():
-        expected = whole(input_ids=tokens, use_cache=False).logits
-        for place, chunk in [(0, 0), (1, 0), (1, 1), (0, 1)]:
-            model, stage = parts[place]
-            with stage.only(model, chunk):
-                if stage.ends(chunk):
-                    logits = model.eval()(**given, use_cache=False).logits
-                else:
-                    given = {"inputs_embeds": model.eval().base_model(**given, use_cache=False)[0]}
-    assert torch.equal(logits, expected)
+    pass_through(whole, parts, [(0, 0), (1, 0), (1, 1), (0, 1)])
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,6 +2,9 @@
 
 It answers what ours ask, in their format, from a queue in a file; it knows nothing of nodes. ``trouble`` makes the next
 call of a program fail, or lose its answer. The real one is in ``tests/live/slurm_cluster.py``.
+
+As there, ``scancel`` returns at once: a running job gets SIGTERM, is shown as COMPLETING until its processes are gone
+and the nodes have cleared up, and what is left after ``KillWait`` gets SIGKILL (scancel(1), slurm.conf(5)).
 """
 
 from __future__ import annotations
@@ -35,6 +38,12 @@ PARTITION = (
 """A line of ``scontrol show partition --oneliner`` of 22.05."""
 
 
+#: So long nodes clear up after a job's processes (the epilog).
+EPILOG_S = 0.3
+#: What ``scancel`` has been taken for.
+LEAVING = ("COMPLETING", "CANCELLED")
+
+
 @dataclass
 class FakeJob:
     id: str
@@ -45,6 +54,8 @@ class FakeJob:
     reason: str = "None"
     end_s: int | None = None
     start_s: int = field(default_factory=lambda: int(time.time()))
+    cancelled_s: float = 0.0
+    """When ``scancel`` was taken, on the monotonic clock."""
 
 
 @dataclass
@@ -136,8 +147,7 @@ class FakeSlurm:
         return "".join(_filled(wanted, self._row(job)) + "\n" for job in self.jobs.values())
 
     def _row(self, job: FakeJob) -> dict[str, str]:
-        if job.process is not None and job.process.poll() is not None and job.state == "RUNNING":
-            job.state = "COMPLETED" if job.process.returncode == 0 else "FAILED"
+        self._settle(job)
         start = str(job.start_s) if job.state != "PENDING" else "N/A"
         return {
             "%A": job.id, "%j": job.name, "%T": job.state, "%r": job.reason, "%N": "n1", "%D": "1", "%S": start,
@@ -148,14 +158,29 @@ class FakeSlurm:
         job = self.jobs[words[-1]]
         if self.immortal:
             return ""
-        if job.process is not None:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(job.process.pid, number)
-                time.sleep(0.05)
-            job.process.wait()
-        job.state = "CANCELLED"
+        if job.state == "PENDING":
+            job.state = "CANCELLED"
+        elif job.state == "RUNNING":
+            job.state, job.cancelled_s = "COMPLETING", time.monotonic()
+            _signal(job, signal.SIGTERM)
         return ""
+
+    def _settle(self, job: FakeJob) -> None:
+        """What has become of a job since somebody looked."""
+        ended = job.process is None or job.process.poll() is not None
+        if job.state == "RUNNING" and job.process is not None and ended:
+            job.state = "COMPLETED" if job.process.returncode == 0 else "FAILED"
+        elif job.state == "COMPLETING" and job.cancelled_s:
+            waited_s = time.monotonic() - job.cancelled_s
+            if ended and waited_s > EPILOG_S:
+                _signal(job, signal.SIGKILL)  # the cgroup's rest
+                job.state = "CANCELLED"
+            elif not ended and waited_s > self._kill_wait_s():
+                _signal(job, signal.SIGKILL)
+
+    def _kill_wait_s(self) -> float:
+        found = re.search(r"^KillWait\s*= (\d+)", self.configuration, re.M)
+        return float(found[1]) if found else 30.0
 
     def _scontrol(self, words: list[str]) -> str:
         if words[:2] == ["show", "hostnames"]:
@@ -179,6 +204,13 @@ class FakeSlurm:
         wanted = next(word.partition("=")[2] for word in words if word.startswith("--format="))
         codes = ("%n", "%R", "%T", "%G", "%c", "%m", "%f", "%l", "%a", "%s")
         return "".join(_filled(wanted, dict(zip(codes, row, strict=True))) + "\n" for row in self.nodes)
+
+
+def _signal(job: FakeJob, number: int) -> None:
+    """To all processes of a job."""
+    if job.process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.process.pid, number)
 
 
 def _filled(wanted: str, values: Mapping[str, str]) -> str:

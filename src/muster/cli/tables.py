@@ -129,7 +129,8 @@ def sweep_line(found: SweepView) -> str:
     counts = ", ".join(f"{count} {state}" for state, count in found.counts.items())
     best = f", best {found.best.trial.loss:.4f} (trial {found.best.trial.number})" if found.best else ""
     cost = f", {money(found.usd)}" if found.usd else ""
-    return f"sweep {found.record.name}: {len(found.trials)} trials ({counts}){best}{cost}  {short_path(found.folder)}"
+    trials = "1 trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
+    return f"sweep {found.record.name}: {trials} ({counts}){best}{cost}  {short_path(found.folder)}"
 
 
 def _trial_row(each: TrialView, keys: Sequence[str]) -> tuple[str, ...]:

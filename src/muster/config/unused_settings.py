@@ -12,7 +12,7 @@ from muster.core.errors import Problem
 
 def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
     """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
-    rules = (_training, _parallelism, _model, _data, _evaluation, _checkpoint, _resources, _recovery)
+    rules = (_training, _parallelism, _model, _data, _evaluation, _checkpoint, _resources, _recovery, _check)
     unused = [result for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for result in rule(spec)]
     return [Problem(key, f"has no effect: {reason}") for key, reason in unused if key in given]
 
@@ -113,3 +113,8 @@ def _recovery(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "recovery.on_nonfinite_step", "`command` trains, not Muster's trainer"
         for section in ("evaluation", "training", "parallelism"):
             yield section, "`command` trains, not Muster's trainer"
+
+
+def _check(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    if spec.check.network and spec.unmeasured_network:
+        yield "check.network", spec.unmeasured_network

@@ -188,6 +188,7 @@ NO_EFFECT = {
     "training.optimizer.min_lr_fraction=0.5": ["training.optimizer.schedule=constant"],
     "training.deterministic=false": ["training.exact=true"],
     "training.compile=true": ["training.steps=10"],
+    "check.network=true": ["resources.device=tpu", "resources.ranks_per_host=null"],
     "training.outer.learning_rate=0.5": [],
     "training.profile.memory_step=5": [],
     "training.optimizer.name=adamw_8bit": ["model.lora={}"],

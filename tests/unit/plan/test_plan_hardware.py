@@ -1,5 +1,9 @@
 """Prices of the run file, and the machine that ``muster`` runs on, as a plan takes them."""
 
+import os
+import re
+import subprocess
+import sys
 from datetime import UTC, datetime
 
 import pytest
@@ -126,7 +130,7 @@ def test_a_machine_that_cannot_be_planned_is_left_out_with_the_reason(planned, m
 
 
 def test_a_run_on_this_cpu_is_planned_for_this_cpu(planned, monkeypatch):
-    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (100e9, "measured here"))
+    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (100e9, 0.0, "measured here"))
     found = planned(text=SMALL)
     chosen = found.plan.chosen
     assert (chosen.machine, chosen.accelerator, chosen.gpus) == ("this machine", "CPU", 2)
@@ -138,8 +142,9 @@ def test_a_run_on_this_cpu_is_planned_for_this_cpu(planned, monkeypatch):
 
 
 def test_this_cpu_is_measured_once_so_that_a_file_has_one_step_time(planned, monkeypatch, tmp_path):
+    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (100e9, 0.0, "measured here"))
     first = planned(text=SMALL)
-    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (1e6, "measured again"))
+    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (1e6, 0.0, "measured again"))
     again, kept = planned(text=SMALL), tmp_path / "home" / "matmul.json"
     assert again.plan.chosen.step_s == first.plan.chosen.step_s
     assert any(str(kept) in line for line in again.plan.assumptions)
@@ -148,9 +153,37 @@ def test_this_cpu_is_measured_once_so_that_a_file_has_one_step_time(planned, mon
         assert planned(text=SMALL).plan.chosen.step_s > first.plan.chosen.step_s, "another machine's, or nothing"
 
 
+def test_a_busy_machine_is_said_and_measured_again_after_a_while(planned, monkeypatch, tmp_path):
+    kept = tmp_path / "home" / "matmul.json"
+    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (10e9, 0.45, "measured now"))
+    busy = planned(text=SMALL)
+    monkeypatch.setattr(use_case, "_matmul_flops", lambda: (100e9, 0.0, "measured now"))
+    again = planned(text=SMALL)
+    assert again.plan.chosen.step_s == busy.plan.chosen.step_s, "typed a moment later"
+    for found in (busy, again):
+        assert any("while other programs used 45% of them" in line for line in found.plan.assumptions)
+    kept.write_text(re.sub(r'"made":"[^"]*"', '"made":"2026-11-21T12:00:00+00:00"', kept.read_text()))
+    quiet = planned(text=SMALL)
+    assert quiet.plan.chosen.step_s < busy.plan.chosen.step_s
+    assert not any("other programs" in line for line in quiet.plan.assumptions)
+    for made in ("", "yesterday", "2026-11-21"):  # a hand has been in it
+        kept.write_text(f'{{"flops": 1e9, "cores": {os.cpu_count()}, "made": "{made}", "others": 0.9}}')
+        assert planned(text=SMALL).plan.chosen.step_s == quiet.plan.chosen.step_s
+
+
 def test_the_matmul_is_really_measured():
-    flops, origin = use_case._matmul_flops()
-    assert 1e8 < flops < 1e14 and "measured now" in origin
+    flops, others, origin = use_case._matmul_flops()
+    assert 1e8 < flops < 1e14 and 0 <= others <= 1 and "measured now" in origin
+
+
+def test_what_others_use_meanwhile_is_seen():
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        assert max(use_case._matmul_flops()[1] for _ in range(5)) > use_case.BUSY
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
 
 
 def _spec(backend="gke", **resources):

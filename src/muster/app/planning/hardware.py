@@ -8,7 +8,7 @@ import math
 import os
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from muster import backends
@@ -30,6 +30,9 @@ CPU = DeviceOverhead(
     context_bytes=40 << 20, communicator_bytes=0, fragmentation=0.0, expanded_kv=True, stages_here=True, streams=False
 )
 MATMUL_SIZE, MATMUL_S, MATMUL_FILE = 768, 0.15, "matmul.json"
+#: A matmul measured while others use more of the cores than this says too little of them, and is
+#: kept only so that commands typed one after the other agree.
+BUSY, BUSY_KEPT = 0.15, timedelta(minutes=10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class Matmul(Record):
     flops: float
     cores: int
     made: str
+    others: float = 0.0
+    """The share of the cores that other programs used meanwhile."""
 
 
 def hardware(spec: RunSpec, home: Path | None) -> Hardware:
@@ -126,31 +131,53 @@ def _price_here(spec: RunSpec) -> tuple[float, str]:
 
 
 def _kept_matmul_flops(home: Path) -> tuple[float, str]:
-    """``_matmul_flops``, once a machine: two plans of one file, or a plan and a rehearsal, have one step time."""
-    path, cores = home / MATMUL_FILE, os.cpu_count() or 0
-    with contextlib.suppress(OSError, Unreadable):  # none yet, or nothing that can be read: measured again
+    """``_matmul_flops``, once a machine: two plans of one file, or a plan and a rehearsal, have one step time. What was
+    measured while others used the cores is measured again after a while."""
+    path, cores, now = home / MATMUL_FILE, os.cpu_count() or 0, datetime.now(UTC)
+    with contextlib.suppress(OSError, Unreadable, ValueError, TypeError):  # none yet, or nothing that can be read
         kept = decode(Matmul, path.read_bytes())
-        if kept.cores == cores and 0 < kept.flops < math.inf:
-            return kept.flops, f"a matmul of this machine's cores, measured {kept.made}, kept in {path}"
-    flops, origin = _matmul_flops()
-    made = datetime.now(UTC).isoformat(timespec="seconds")
+        stale = kept.others > BUSY and now - datetime.fromisoformat(kept.made) > BUSY_KEPT
+        if kept.cores == cores and 0 < kept.flops < math.inf and not stale:
+            origin = f"a matmul of this machine's cores, measured {kept.made}, kept in {path}"
+            return kept.flops, origin + _disturbed(kept.others)
+    flops, others, origin = _matmul_flops()
+    made = now.isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         run_registry.make_folder(home)
-        run_registry.replace_text(path, encode(Matmul(flops=flops, cores=cores, made=made)).decode() + "\n")
-    return flops, origin
+        measured = Matmul(flops=flops, cores=cores, made=made, others=others)
+        run_registry.replace_text(path, encode(measured).decode() + "\n")
+    return flops, origin + _disturbed(others)
 
 
-def _matmul_flops() -> tuple[float, str]:
-    """(FLOP/s of all cores together, where that is from): the best float32 matmul within a moment."""
+def _disturbed(others: float) -> str:
+    return f", while other programs used {others:.0%} of them: it may be much faster" if others > BUSY else ""
+
+
+def _matmul_flops() -> tuple[float, float, str]:
+    """(FLOP/s of all cores together, the share of them that other programs used meanwhile, where the figure is from):
+    the best float32 matmul within a moment."""
     try:
         import numpy
     except ImportError:
         cores = os.cpu_count() or 1
-        return cores * 30e9, "30 GFLOP/s a core, a guess (numpy is not installed: nothing was measured)"
+        return cores * 30e9, 0.0, "30 GFLOP/s a core, a guess (numpy is not installed: nothing was measured)"
     left = numpy.random.default_rng(0).random((MATMUL_SIZE, MATMUL_SIZE), dtype=numpy.float32)
-    best, end = 0.0, time.perf_counter() + MATMUL_S
+    best, begun, end = 0.0, _processor_s(), time.perf_counter() + MATMUL_S
     while time.perf_counter() < end:
         began = time.perf_counter()
         left @ left
         best = max(best, 2 * MATMUL_SIZE**3 / (time.perf_counter() - began))
-    return best, "a matmul of this machine's cores, measured now"
+    mine, all_busy, there = (now - then for now, then in zip(_processor_s(), begun, strict=True))
+    others = max(0.0, all_busy - mine) / there if there > 0 else 0.0
+    return best, others, "a matmul of this machine's cores, measured now"
+
+
+def _processor_s() -> tuple[float, float, float]:
+    """Seconds of processors so far: this process's, all programs', all there were (proc(5), /proc/stat); zeros for the
+    last two where the system does not say."""
+    try:
+        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:9]]
+    except (OSError, ValueError):
+        return time.process_time(), 0.0, 0.0
+    return time.process_time(), sum(ticks) - ticks[3] - ticks[4], sum(ticks)

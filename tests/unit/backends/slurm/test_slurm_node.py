@@ -171,7 +171,7 @@ def test_whoever_stands_in_for_the_batch_node_knows_the_time_limit_and_ends_the_
     (run_dir / SCRIPT).write_text("#!/bin/bash\ntrue\n")
     shell.held = node.noticed = True
     node._replace_batch(75)
-    assert shell.jobs["1"].state == "CANCELLED" and shell.jobs["2"].state == "PENDING", "a further job goes on"
+    assert shell.jobs["1"].state == "COMPLETING" and shell.jobs["2"].state == "PENDING", "a further job goes on"
 
 
 def test_nobody_to_tell_is_no_error(run_dir):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import os
 import signal
 import subprocess
@@ -210,8 +211,19 @@ def provisioned(machine: Machine, store: Store, session: Session) -> tuple[Hosts
     return Hosts(placement=placement, compute=compute, file=file, log=_say), clear
 
 
-def is_over(machine: Machine, store: Store) -> bool:
-    """Whether this machine's run was taken back, or is over; False where the home does not say.
+class Fate(enum.Enum):
+    """What a machine that starts finds of its run."""
+
+    NEEDED = enum.auto()
+    """As far as the home says."""
+    SUPERSEDED = enum.auto()
+    """The run lives in a later submission."""
+    OVER = enum.auto()
+    """It was taken back, or has ended."""
+
+
+def fate(machine: Machine, store: Store) -> Fate:
+    """What has become of this machine's run; NEEDED where the home does not say.
 
     A request whose answer was lost may be carried out minutes after that; and a supervisor's machine that is killed
     while it clears up after its run finds no secret any more. A journal is there, and open, before any machine is asked
@@ -220,25 +232,34 @@ def is_over(machine: Machine, store: Store) -> bool:
     try:
         journal, _ = JournalFile(store=store, home=machine.home).read()
         if journal is None or (journal.closed and journal.submission == machine.submission):
-            return True
-        return store.get(uris.join(machine.home, RUN_ID)).data.decode().strip() != machine.run_id
+            return Fate.OVER
+        if store.get(uris.join(machine.home, RUN_ID)).data.decode().strip() != machine.run_id:
+            return Fate.OVER
+        return Fate.SUPERSEDED if int(journal.submission) > int(machine.submission) else Fate.NEEDED
     except (MusterError, OSError, ValueError):
-        return False
+        return Fate.NEEDED
 
 
-def leave(machine: Machine, session: Session, project: Callable[[], str] = lambda: metadata.read(PROJECT)) -> int:
-    """Of a run that is over: the supervisor's machine removes everything, itself last; a host, which may not, shuts
-    down, and costs its disk alone. An exit code: a host's is 1, so that it is asked to shut down until it does.
+def leave(
+    machine: Machine, found: Fate, session: Session, project: Callable[[], str] = lambda: metadata.read(PROJECT)
+) -> int:
+    """Go, as a run that is over or superseded has it. The supervisor's machine removes itself, and before that what is
+    left of a run that is over; a host, which may not, shuts down, and costs its disk alone. An exit code: a host's is
+    1, so that it is asked to shut down until it does.
 
     Raises:
         AccessError, Unreachable: Google does not say what there is, or does not let us.
     """
-    _say("the run of this machine was taken back, or is over: it goes")
+    superseded = found is Fate.SUPERSEDED
+    _say(f"the run of this machine {'has a later submission' if superseded else 'was taken back, or is over'}: it goes")
     if machine.role == HOST:
         subprocess.run(["systemctl", "poweroff"], stdin=subprocess.DEVNULL, check=False)
         return 1
     compute = Compute(session=session, project=project().strip())
     stem, own = stem_of(machine.run_id), machine.name
+    if superseded:  # by zone, too: the later submission's has the same name
+        compute.ok("DELETE", compute.url(f"zones/{machine.zone}/instances/{own}"))
+        return 0
     for left in teardown.remove(compute, stem, session.clock, patience_s=GONE_WITHIN_S, spared=own):
         _say(f"still there: {left}")
     return 0
@@ -288,8 +309,8 @@ def main() -> int:
         print(f"error: this machine is the run's {machine.role}, not its {role}", file=sys.stderr)
         return 2
     try:
-        if is_over(machine, store):
-            return leave(machine, session)
+        if (found := fate(machine, store)) is not Fate.NEEDED:
+            return leave(machine, found, session)
         environ = prepare(machine, store, session)
     except MusterError as error:
         print(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)

@@ -23,7 +23,7 @@ from muster.backends.gce import host, requests
 from muster.backends.gce.compute import Compute
 from muster.backends.gce.launcher import GceLauncher
 from muster.backends.gce.provision import Hosts
-from muster.backends.gce.submission import submission_of
+from muster.backends.gce.submission import SUBMISSION, submission_of
 from muster.backends.google.session import Session
 from muster.backends.letters import Letters
 from muster.backends.protocols import Terminal
@@ -38,6 +38,7 @@ from muster.protocol.version import MINE
 from muster.storage import run_registry
 
 ZONES = ["us-central1-a", "us-central1-b"]
+NEEDED, OVER = host.Fate.NEEDED, host.Fate.OVER
 
 
 class Google:
@@ -446,8 +447,8 @@ def test_a_machine_that_comes_after_its_run_was_taken_back_goes_by_itself(stage,
     body = next(one for key, one in at.google.cloud.store.items() if "/instances/" in key)
     machine = supervisors_machine(at, request, body)
     session, project = Session(http=at.google, clock=at.clock), lambda: "example-project\n"
-    assert not host.is_over(machine, at.bucket)
-    assert host.is_over(dataclasses.replace(machine, run_id="another"), at.bucket), (
+    assert host.fate(machine, at.bucket) is NEEDED
+    assert host.fate(dataclasses.replace(machine, run_id="another"), at.bucket) is OVER, (
         "of the run that had this home before"
     )
     at.launcher.cancel(handle)
@@ -460,17 +461,42 @@ def test_a_machine_that_comes_after_its_run_was_taken_back_goes_by_itself(stage,
     at.clock.sleep(120)
     assert at.names() == [machine.name]
     other = dataclasses.replace(machine, submission="2")
-    assert host.is_over(other, at.bucket) == home_is_gone, "the journal is another submission's"
-    assert host.is_over(machine, at.bucket)
+    assert (host.fate(other, at.bucket) is OVER) == home_is_gone, "the journal is another submission's"
+    assert host.fate(machine, at.bucket) is OVER
     at.bucket.put(f"{machine.home}/gce.json", b"no journal")
-    assert not host.is_over(machine, at.bucket), "what cannot be read says nothing"
+    assert host.fate(machine, at.bucket) is NEEDED, "what cannot be read says nothing"
     asked = []
     monkeypatch.setattr(host.subprocess, "run", lambda argv, **_: asked.append(argv))
-    assert host.leave(dataclasses.replace(machine, role="host"), session, project) == 1, "again, until it is off"
+    assert host.leave(dataclasses.replace(machine, role="host"), OVER, session, project) == 1, "again, until it is off"
     assert asked == [["systemctl", "poweroff"]] and at.names() == [machine.name], "a host has no right to remove"
-    assert host.leave(machine, session, project) == 0
+    assert host.leave(machine, OVER, session, project) == 0
     at.clock.sleep(300)
     assert at.names() == [] and len(asked) == 1
+
+
+def test_a_supervisor_that_comes_after_a_later_submission_removes_itself_alone(stage):
+    """Both have one name, in two zones: the first request, of zone a, was carried out after the run was given up there,
+    taken back and submitted again."""
+    at = stage()
+    request = at.request()
+    at.launcher.cancel(at.launcher.submit(request))
+    again = dataclasses.replace(request, labels={**request.labels, SUBMISSION: "2"})
+    at.launcher.submit(again)
+    body = next(one for key, one in at.google.cloud.store.items() if "/instances/" in key)
+    machine = supervisors_machine(at, request, body)
+    assert host.fate(machine, at.bucket) is host.Fate.SUPERSEDED
+    assert host.fate(dataclasses.replace(machine, submission="2"), at.bucket) is NEEDED
+    assert host.fate(dataclasses.replace(machine, submission="3"), at.bucket) is NEEDED, "its own journal comes"
+    session = Session(http=at.google, clock=at.clock)
+    late = requests.supervisor(submission_of(request).placement, ZONES[1], attempt=9)
+    Compute(session=session, project="example-project").ok("POST", late.url, late.body)
+    at.clock.sleep(120)
+    assert at.names() == [machine.name, machine.name]
+    there = dataclasses.replace(machine, zone=ZONES[1])
+    assert host.leave(there, host.Fate.SUPERSEDED, session, lambda: "example-project\n") == 0
+    at.clock.sleep(300)
+    [left] = [key for key in at.google.cloud.store if "/instances/" in key]
+    assert f"/{ZONES[0]}/" in left
 
 
 @pytest.mark.parametrize("key", ["secrets", "gce"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -20,8 +21,12 @@ from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion
 from muster.transport.listening import HELLO_S
 from muster.transport.secure_session import Session
+from muster.transport.stream import write
 
 BEAT = encode(Beat())
+#: So many beats are authenticated at once. One at a time, that costs as much as sending it: the ranks' work has put the
+#: code of it out of the processor's caches meanwhile.
+AHEAD = 64
 
 
 def supervisor_address(run_dir: Path, *, me: str) -> Address | None:
@@ -60,12 +65,15 @@ class HeartbeatSender:
     every_s: float
     _sock: socket.socket | None = field(default=None, init=False)
     _session: Session | None = field(default=None, init=False)
+    _ahead: list[bytes] = field(default_factory=list, init=False)
+    """The session's next beats, the first one last."""
     _proof_until_s: float = field(default=0.0, init=False)
     """Who listens there has proved by then that it is this run's supervisor, or the connection is given up."""
 
     def send_until(self, fd: int) -> None:
         """Send heartbeats until ``fd`` (a pidfd) is readable."""
         next_beat = time.monotonic()
+        poll, polled = _poll(fd, None), None
         while True:
             if self._sock is None:
                 self._connect()
@@ -73,11 +81,13 @@ class HeartbeatSender:
             if now >= next_beat:
                 self._beat()
                 next_beat = now + self.every_s
-            watched: list[int | socket.socket] = [fd, self._sock] if self._sock else [fd]
-            ready, _, _ = select.select(watched, [], [], max(0.0, next_beat - time.monotonic()))
-            if fd in ready:
+            if self._sock is not polled:
+                poll, polled = _poll(fd, self._sock), self._sock
+            # In milliseconds, rounded up: woken too early it would only wait again.
+            ready = poll.poll(math.ceil(1e3 * max(0.0, next_beat - time.monotonic())))
+            if any(each == fd for each, _ in ready):
                 return  # the connection stays open: the host lives, only its agent died
-            if self._sock in ready:
+            if ready:
                 self._read()
 
     def _connect(self) -> None:
@@ -98,7 +108,7 @@ class HeartbeatSender:
             self._session = Session(self.token, server=False)
             self._proof_until_s = time.monotonic() + HELLO_S
             hello = BeatHello(version=MINE, host=self.host, pid=os.getpid(), every_s=self.every_s)
-            self._send(encode(hello))
+            self._session.send(encode(hello))  # once who listens has proved the token
         except OSError:
             self._drop()
 
@@ -108,15 +118,15 @@ class HeartbeatSender:
         if not self._session.ready and time.monotonic() > self._proof_until_s:
             self._drop()  # a dead supervisor's port may be anybody's by now
             return
+        if not self._ahead:
+            for _ in range(AHEAD if self._session.ready else 1):
+                self._session.send(BEAT)
+                self._ahead.append(self._session.outgoing())
+            self._ahead.reverse()
         try:
-            self._send(BEAT)
+            write(self._sock, self._ahead.pop())
         except OSError:
             self._drop()
-
-    def _send(self, frame: bytes) -> None:
-        assert self._sock is not None and self._session is not None
-        self._session.send(frame)
-        self._sock.sendall(self._session.outgoing())
 
     def _read(self) -> None:
         assert self._sock is not None and self._session is not None
@@ -126,7 +136,7 @@ class HeartbeatSender:
                 raise ConnectionError("closed")
             if self._session.frames(data):
                 raise ConnectionError("refused")  # nothing else is said to a watchdog
-            self._sock.sendall(self._session.outgoing())
+            write(self._sock, self._session.outgoing())
         except (OSError, AccessError, ValueError):
             self._drop()
 
@@ -135,3 +145,12 @@ class HeartbeatSender:
             with contextlib.suppress(OSError):
                 self._sock.close()
         self._sock = self._session = None
+        self._ahead.clear()
+
+
+def _poll(fd: int, sock: socket.socket | None) -> select.poll:
+    result = select.poll()
+    result.register(fd, select.POLLIN)
+    if sock is not None:
+        result.register(sock, select.POLLIN)
+    return result

@@ -41,6 +41,7 @@ from muster.protocol.values import CommandRanks, LastWords, RankEvent, TraceStep
 from muster.rank.capture import captured
 from muster.rank.sent_events import EventFrame, SentEvents
 from muster.transport.secure_session import Session
+from muster.transport.stream import write
 
 Message = TypeVar("Message")
 
@@ -107,14 +108,7 @@ class AgentConnection(Generic[Message]):
         return frames
 
     def _flush(self) -> None:
-        out = self.session.outgoing()
-        if not out:
-            return
-        sent = 0
-        with contextlib.suppress(BlockingIOError):
-            sent = os.write(self.sock.fileno(), out)  # sendall would poll before: twice without the interpreter's lock
-        if sent < len(out):
-            self.sock.sendall(out[sent:])
+        write(self.sock, self.session.outgoing())
 
 
 @dataclass(frozen=True)

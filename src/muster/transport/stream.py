@@ -7,6 +7,7 @@ between: reading a frame may include what follows it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -23,6 +24,20 @@ CHUNK_BYTES = 4 * 1024 * 1024
 TIMEOUT_S = 30.0
 #: The replicator's socket in its host's memory folder (``storage.memory_dir``), where ranks hand their shares over.
 REPLICATOR_SOCKET = "replicator.sock"
+
+
+def write(sock: socket.socket, data: bytes) -> None:
+    """As ``sendall`` on a socket with a timeout, which polls before it sends: here only where there is no room yet. A
+    call to the system gives the interpreter's lock away.
+
+    Raises:
+        OSError: as ``sendall``.
+    """
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        sent = os.write(sock.fileno(), data) if data else 0
+    if sent < len(data):
+        sock.sendall(data[sent:])
 
 
 class Stream(Generic[Message]):

@@ -12,7 +12,7 @@ from muster.core.typed_json import encode
 from muster.protocol.codec import reader_of
 from muster.protocol.hello import BeatHello
 from muster.protocol.lease import LeaseRecord
-from muster.protocol.to_supervisor import GREETING
+from muster.protocol.to_supervisor import FROM_WATCHDOG, GREETING
 from muster.protocol.version import MINE
 from muster.transport.connections import ConnectionPool
 
@@ -37,7 +37,7 @@ def test_a_stranger_on_a_dead_supervisors_port_does_not_keep_the_heartbeat(tmp_p
     sender = HeartbeatSender(run_dir=tmp_path, host="host-0", token=TOKEN, every_s=0.05)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         write_lease(tmp_path, stranger.getsockname())
-        thread = threading.Thread(target=sender.send_until, args=(read,))
+        thread = threading.Thread(target=sender.send_until, args=(read,), daemon=True)
         thread.start()
         kept, _ = stranger.accept()
         write_lease(tmp_path, pool.listen("127.0.0.1"))
@@ -53,3 +53,39 @@ def test_a_stranger_on_a_dead_supervisors_port_does_not_keep_the_heartbeat(tmp_p
     os.close(read)
     pool.shutdown()
     assert isinstance(heard[0], BeatHello) and heard[0].host == "host-0"
+
+
+def test_beats_made_ahead_are_of_the_connection_that_they_are_sent_by(tmp_path, monkeypatch):
+    """A supervisor's successor gets none that was authenticated for its predecessor."""
+    monkeypatch.setattr(heartbeat, "AHEAD", 20)
+    read, write = os.pipe()
+    sender = HeartbeatSender(run_dir=tmp_path, host="host-0", token=TOKEN, every_s=0.01)
+    thread = threading.Thread(target=sender.send_until, args=(read,), daemon=True)
+    for term in range(2):
+        heard, refused = [], []
+        pool = ConnectionPool(
+            token=TOKEN,
+            on_accept=lambda peer, heard=heard: peer.expect(reader_of(GREETING), on_hello(heard)),
+            on_gone=lambda _, reason, refused=refused: refused.append(reason),
+        )
+        write_lease(tmp_path, pool.listen("127.0.0.1"))
+        if not term:
+            thread.start()
+
+        def has_heard(pool=pool, heard=heard):
+            pool.run_once(0.05)
+            return len(heard) >= 30
+
+        eventually(has_heard)
+        assert not refused
+        pool.shutdown()
+    os.close(write)
+    thread.join()
+    os.close(read)
+
+
+def on_hello(heard):
+    def act(peer, _hello):
+        peer.expect(reader_of(FROM_WATCHDOG), lambda _, beat: heard.append(beat))
+
+    return act

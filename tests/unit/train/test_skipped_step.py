@@ -151,3 +151,19 @@ def test_every_step_but_the_left_out_one_changes_the_hash_by_more_than_its_numbe
     run, agent = a_run(BAD)
     loop.train(run)
     assert len({event["state_hash"] for event in agent.steps}) == STEPS
+
+
+def test_an_agent_that_is_woken_for_the_snapshots_copy_finds_the_steps_event_there() -> None:
+    """One wake for both: the event first, which takes some time to make, then at once that the copy may start."""
+    run, agent = a_run(BAD)
+    told: list[tuple[str, int | None]] = []
+    agent.emit = lambda kind, *, step=None, **_: told.append((kind, step))  # type: ignore[method-assign]
+    agent.beat = lambda step: told.append(("beat", step))  # type: ignore[method-assign]
+    run.snapshots = SimpleNamespace(
+        save=nothing, before_change=nothing, copy_is_pending=lambda: False, newest_steps=dict,
+        beside_s=0.0, waited_s=0.0, takes_s=0.0,
+    )  # fmt: skip
+    run.consensus.snapshot_every = lambda: 1
+    loop.train(run)
+    for step in range(2, STEPS):  # a phase begins with the first one
+        assert told.index(("beat", step + 1)) == told.index(("step", step)) + 1

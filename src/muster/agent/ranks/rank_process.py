@@ -96,7 +96,7 @@ def parent_of(pid: int) -> int:
 
 def is_stopped(pid: int) -> bool:
     """Whether the kernel holds the process stopped (SIGSTOP, a debugger, a freezer)."""
-    return _stat(pid)[0] in ("T", "t")
+    return _stat(pid, 1)[0] in (b"T", b"t")
 
 
 def is_exiting(pid: int) -> bool:
@@ -106,15 +106,15 @@ def is_exiting(pid: int) -> bool:
     return len(found) <= 6 or bool(int(found[6]) & 0x4)
 
 
-def _stat(pid: int) -> list[str]:
-    """The kernel's words about a process after its name: its state, its parent, and more."""
+def _stat(pid: int, most: int = -1) -> list[bytes]:
+    """The kernel's words about a process after its name: its state, its parent, and more; ``most`` and the rest."""
     with contextlib.suppress(OSError, IndexError):
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return os.read(fd, 4096).decode(errors="replace").rsplit(")", 1)[1].split()
+            return os.read(fd, 4096).rsplit(b")", 1)[1].split(None, most)
         finally:
             os.close(fd)
-    return ["", "0"]
+    return [b"", b"0"]
 
 
 def kill(pid: int) -> None:

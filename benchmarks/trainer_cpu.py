@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "src")]
 from loops import job as jobs  # noqa: E402
+from loops.meeting import WARMUP  # noqa: E402
 
 SMALL = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
@@ -32,7 +32,16 @@ SMALL = {
 #: 25 M parameters, 300 MB of training state: enough for a save to take a while.
 MIDDLE = {**SMALL, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 7}
 TINY = {**SMALL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-WARMUP = 3
+#: ``units`` of ``bare_loop.py``.
+BARE = ("layers", "whole", "replicated")
+
+
+def layouts(ranks: int) -> dict[str, dict[str, Any]]:
+    """Muster's layouts that are measured beside the bare loops': the default, and on several ranks what
+    ``parallelism: auto`` takes. The keys of each."""
+    if ranks == 1:
+        return {"default": {}}
+    return {"default": {}, "auto": {"parallelism": "auto"}}
 
 
 class Bench:
@@ -60,6 +69,15 @@ class Bench:
         seen, began = jobs.run_loop(name, found, ranks=ranks, folder=self.place(), python=python)
         return jobs.measured(seen, began, warmup=WARMUP)
 
+    def muster_alone(self, found: dict[str, Any], ranks: int, **changes: Any) -> jobs.Started:
+        spec = jobs.muster_spec(found, self.folder / "cache", ranks=ranks, **changes)
+        return jobs.muster_alone(spec, ranks=ranks, folder=self.place())
+
+    def loop_alone(self, name: str, found: dict[str, Any], ranks: int) -> jobs.Started:
+        trl = name == "trl_loop" and found["kind"] == "trl"
+        python = str(self.trl) if trl else sys.executable
+        return jobs.loop(name, found, ranks=ranks, folder=self.place(), python=python)
+
     def turns(self, systems: dict[str, Callable[[], Any]]) -> dict[str, list[Any]]:
         """Every system once a round, in turned order; a system that fails is left out, and why is printed."""
         found: dict[str, list[Any]] = {name: [] for name in systems}
@@ -79,12 +97,12 @@ def tokens(bench: Bench) -> dict[str, Any]:
     for ranks in (1, 2):
         one = bench.job(batch=4, micro=2, sequence_length=64 if bench.smoke else 256)
         systems = {
-            "muster": lambda one=one, ranks=ranks: bench.muster(one, ranks),
-            "bare": lambda one=one, ranks=ranks: bench.loop("bare_loop", one, ranks),
+            f"muster {name}": lambda one=one, ranks=ranks, keys=keys: bench.muster(one, ranks, **keys)
+            for name, keys in layouts(ranks).items()
         }
-        if ranks > 1:
-            systems["bare_one_unit"] = lambda one=one, ranks=ranks: bench.loop(
-                "bare_loop", {**one, "units": "whole"}, ranks
+        for name in BARE:
+            systems[f"bare {name}"] = lambda one=one, ranks=ranks, name=name: bench.loop(
+                "bare_loop", {**one, "units": name}, ranks
             )
         systems.update(trl_of(bench, one, ranks, random_tokenizer(bench)))
         seen = bench.turns(systems)
@@ -95,50 +113,68 @@ def tokens(bench: Bench) -> dict[str, Any]:
 
 
 def cpu(bench: Bench) -> dict[str, Any]:
-    """Processor seconds of 1000 tokens, 1 rank: what a busy machine's clock on the wall cannot tell.
+    """Processor seconds of 1000 tokens: what a busy machine's clock on the wall cannot tell.
 
-    The difference between a long and a short training of everything the command used, so that imports and the
-    building of the model drop out. Muster's rank runs without agents here: theirs are not its children.
+    All systems train at the same time, so that whatever disturbs one disturbs the others; counted are rank 0's steps
+    within the time in which all of them train, times the ranks. Muster's ranks run without agents and snapshots here.
     """
-    short, long = (2, 6) if bench.smoke else (4, 44)
-    one = bench.job(batch=4, micro=2, sequence_length=64 if bench.smoke else 256)
+    full = {"batch": 4, "micro": 2, "sequence_length": 64 if bench.smoke else 256, "steps": 12 if bench.smoke else 40}
     path, tokenizer = text2sql_rows(bench, 400 if bench.smoke else 6000)
-    packed = {**one, "sequence_length": 256, "rows": str(path), "tokenizer": str(tokenizer)}
-
-    def used(play: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, Any], counted: str) -> float:
-        spent, done = [], []
-        for steps in (short, long):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            done.append(sum(play({**settings, "steps": steps})[counted]))
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        return (spent[1] - spent[0]) / (done[1] - done[0]) * 1000
-
-    def muster(settings: dict[str, Any]) -> dict[str, Any]:
-        spec = jobs.muster_spec(settings, bench.folder / "cache", ranks=1)
-        return jobs.steps_of(jobs.run_muster(spec, bench.place(), ranks=1, how="worker")[0])
-
-    def loop(name: str, python: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        return lambda settings: jobs.run_loop(name, settings, ranks=1, folder=bench.place(), python=python)[0]
-
-    bare = loop("bare_loop", sys.executable)
-    full = {"muster": lambda: used(muster, one, "tokens"), "bare": lambda: used(bare, one, "tokens")}
-    short_rows = {"muster": lambda: used(muster, packed, "supervised")}
-    if bench.trl:
-        trl = loop("trl_loop", str(bench.trl))
-        rows_a_step = round(one["batch"] * rows_per_sequence(bench, packed))
-        padded = {**packed, "packing": False, "batch": rows_a_step, "micro": rows_a_step}
-        full["trl"] = lambda: used(trl, {**one, "tokenizer": str(tokenizer)}, "tokens")
-        short_rows["trl_padded"] = lambda: used(trl, padded, "supervised")
-        short_rows["trl_packed"] = lambda: used(trl, {**packed, "micro": 4}, "supervised")
     found: dict[str, Any] = {}
-    for what, systems in (("random tokens", full), ("supervised tokens of text2sql rows", short_rows)):
-        found[what] = part = {
-            name: {"cpu_s": round(statistics.median(values), 4), "rounds": [round(value, 4) for value in values]}
-            for name, values in bench.turns(systems).items()
-            if values
+    for ranks in (1, 2):
+        one = bench.job(**full)
+        systems: dict[str, Callable[[], jobs.Started]] = {
+            f"muster {name}": lambda ranks=ranks, one=one, keys=keys: bench.muster_alone(one, ranks, **keys)
+            for name, keys in layouts(ranks).items()
         }
-        table(f"processor seconds of 1000 {what}, 1 rank (less is better)", part, "cpu_s")
+        for name in BARE:
+            systems[f"bare {name}"] = lambda ranks=ranks, one=one, name=name: bench.loop_alone(
+                "bare_loop", {**one, "units": name}, ranks
+            )
+        kind = "trl" if bench.trl else "hf"
+        systems[kind] = lambda ranks=ranks, one=one, kind=kind: bench.loop_alone(
+            "trl_loop", {**one, "kind": kind, "tokenizer": str(tokenizer)}, ranks
+        )
+        found[f"ranks_{ranks}"] = together(bench, systems, ranks, "tokens", f"random tokens, {ranks} rank(s)")
+    one = bench.job(**full | {"sequence_length": 256}, rows=str(path), tokenizer=str(tokenizer))
+    if bench.trl:
+        rows_a_step = round(one["batch"] * rows_per_sequence(bench, one))
+        padded = {**one, "packing": False, "batch": rows_a_step, "micro": rows_a_step}
+        systems = {
+            "muster": lambda: bench.muster_alone(one, 1),
+            "trl_padded": lambda: bench.loop_alone("trl_loop", padded, 1),
+            "trl_packed": lambda: bench.loop_alone("trl_loop", {**one, "micro": 4}, 1),
+        }
+        found["rows"] = together(bench, systems, 1, "supervised", "supervised tokens of text2sql rows, 1 rank")
+    return found
+
+
+def together(
+    bench: Bench, systems: dict[str, Callable[[], jobs.Started]], ranks: int, counted: str, title: str
+) -> dict[str, Any]:
+    """Every system at the same time, once a round."""
+    rounds: dict[str, list[float]] = {name: [] for name in systems}
+    for _ in range(bench.rounds):
+        meeting = bench.place()
+        meeting.mkdir(parents=True)
+        started = {name: make().meeting(meeting, len(systems)) for name, make in systems.items()}
+        jobs.run_together(list(started.values()), 600)
+        seen = {name: json.loads((one.log.parent / "out.json").read_text()) for name, one in started.items()}
+        begin = max(values["ends_ns"][WARMUP - 1] for values in seen.values())
+        end = min(values["ends_ns"][-1] for values in seen.values())
+        for name, values in seen.items():
+            inside = [number for number, at in enumerate(values["ends_ns"]) if begin <= at <= end]
+            if len(inside) < 2:
+                print(f"  {name} made no step while all the others trained: left out", flush=True)
+                continue
+            spent = (values["cpu_ns"][inside[-1]] - values["cpu_ns"][inside[0]]) / 1e9 * ranks
+            rounds[name].append(1000 * spent / sum(values[counted][number] for number in inside[1:]))
+    found = {
+        name: {"cpu_s": round(statistics.median(values), 4), "rounds": [round(value, 4) for value in values]}
+        for name, values in rounds.items()
+        if values
+    }
+    table(f"processor seconds of 1000 {title} (less is better)", found, "cpu_s")
     return found
 
 
@@ -304,11 +340,16 @@ def summary(values: list[jobs.Measured]) -> dict[str, Any]:
 
 
 def table(title: str, found: dict[str, Any], key: str) -> None:
+    """Each system's figure, its lowest and highest round, and how many times the figure of each of Muster's it is."""
     print(f"\n{title}")
-    reference = found.get("muster", {}).get(key)
+    rounds = {"tokens_per_s": "rounds", "cpu_s": "rounds", "start_s": "starts"}.get(key)
+    own = {name: values[key] for name, values in found.items() if name.startswith("muster")}
     for name, values in found.items():
-        ratio = f"  muster is {reference / values[key]:.2f} x" if reference and name != "muster" else ""
-        print(f"  {name:14s} {values[key]:>12,.2f}{ratio}", flush=True)
+        every = values[rounds] if rounds else [values[key]]
+        text = f"  {name:20s} {values[key]:>10,.4g} ({min(every):,.4g}-{max(every):,.4g})"
+        if name not in own:
+            text += "".join(f"  {muster} is {figure / values[key]:.3f} x" for muster, figure in own.items())
+        print(text, flush=True)
 
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""The loop that a skilled user would write by hand: FSDP2, AdamW, clipping, packed random tokens, nothing else.
+"""The loop that a skilled user would write by hand: FSDP2 or DDP, AdamW, clipping, packed random tokens, nothing else.
 
     torchrun --nproc-per-node 2 bare_loop.py JOB.json        (or with torchrun's variables set by hand)
 
@@ -11,6 +11,8 @@ import os
 import sys
 import time
 from pathlib import Path
+
+from meeting import meet
 
 
 def main() -> None:
@@ -29,12 +31,12 @@ def main() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     batches = Batches(job, rank, world, "cuda" if cuda else "cpu")
-    ends, losses = [], []
+    ends, losses, spent = [], [], []
     for step in range(job["steps"]):
         rounds = batches.of(step)
         total = torch.zeros((), device=rounds[0].device)
         for number, tokens in enumerate(rounds):
-            model.set_requires_gradient_sync(number == len(rounds) - 1)
+            sync_gradients(model, number == len(rounds) - 1)
             loss = loss_of(model, tokens) / len(rounds)
             loss.backward()
             total += loss.detach()
@@ -42,10 +44,13 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(total))  # waits for the device: the step is over
+        if rank == 0:
+            meet(step + 1)
         ends.append(time.monotonic_ns())
+        spent.append(time.process_time_ns())
     if rank == 0:
         peak = torch.cuda.max_memory_allocated() if cuda else None
-        found = {"ends_ns": ends, "losses": losses, "peak_bytes": peak}
+        found = {"ends_ns": ends, "cpu_ns": spent, "losses": losses, "peak_bytes": peak}
         per_step = job["batch"] * job["sequence_length"]
         found["tokens"] = found["supervised"] = [per_step] * job["steps"]
         with open(job["out"], "w") as file:
@@ -54,7 +59,8 @@ def main() -> None:
 
 
 def build(job, cuda):
-    """The model, its layers wrapped one by one (``units: layers``, what tutorials do) or as one unit (``whole``)."""
+    """The model, cut by FSDP layer by layer (``units: layers``, what tutorials do) or as one unit (``whole``); or held
+    whole by each rank (``replicated``): DDP, and on one rank nothing around it."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -77,6 +83,9 @@ def build(job, cuda):
     if job["compile"]:
         for layer in layers:
             layer.compile()
+    if job["units"] == "replicated":
+        world = torch.distributed.get_world_size()
+        return (model if world == 1 else torch.nn.parallel.DistributedDataParallel(model)).train()
     half = job["dtype"] == "bfloat16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     mesh = init_device_mesh("cuda" if cuda else "cpu", (torch.distributed.get_world_size(),))
@@ -85,6 +94,14 @@ def build(job, cuda):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model.train()
+
+
+def sync_gradients(model, sync):
+    """Whether the next backward pass sums gradients over the ranks: that of a step's last micro-batch does."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(sync)
+    else:
+        model.require_backward_grad_sync = sync  # as DDP's no_sync() does
 
 
 def loss_of(model, tokens):

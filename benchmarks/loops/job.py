@@ -14,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from loops import meeting
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
@@ -94,48 +96,100 @@ def told_to_end() -> Iterator[None]:
         yield
         return
 
-    def end(number: int, _frame: object) -> None:
+    def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def run(command: list[str], env: dict[str, str], log: Path, timeout_s: float) -> int:
-    """Run to the end; the moment it began, in nanoseconds.
+@dataclass(frozen=True)
+class Started:
+    """What is to be run."""
 
-    Its whole session is killed at the limit, and when this process is told to end (`timeout` sends SIGTERM): a training
-    that outlives its benchmark holds the GPU that the next one measures on.
+    command: list[str]
+    env: dict[str, str]
+    log: Path
+
+    def meeting(self, folder: Path, count: int) -> Started:
+        """The same, begun together with others."""
+        return replace(self, env={**self.env, meeting.FOLDER: str(folder), meeting.COUNT: str(count)})
+
+
+def run(command: list[str], env: dict[str, str], log: Path, timeout_s: float) -> int:
+    """Run to the end; the moment it began, in nanoseconds. As ``run_together``."""
+    return run_together([Started(command, env, log)], timeout_s)
+
+
+def run_together(every: Sequence[Started], timeout_s: float) -> int:
+    """Run all at once to their ends; the moment the first began, in nanoseconds.
+
+    Their whole sessions are ended at the limit, when one fails, and when this process is told to end (`timeout` sends
+    SIGTERM): a training that outlives its benchmark holds the GPU or the cores that the next one measures on.
     """
-    began = time.monotonic_ns()
-    with log.open("w") as file, told_to_end():
-        process = subprocess.Popen(
-            command, env=env, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+    began, processes = time.monotonic_ns(), []
+    with told_to_end():
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = -9
+            for one in every:
+                with one.log.open("w") as file:
+                    places = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+                    processes.append(subprocess.Popen(one.command, env=one.env, start_new_session=True, **places))
+            while any(process.poll() is None for process in processes):
+                late = time.monotonic_ns() - began > timeout_s * 1e9
+                if late or any(process.poll() for process in processes):
+                    break
+                time.sleep(0.05)
+            for one, process in zip(every, processes, strict=True):
+                if process.poll():
+                    said = one.log.read_text()[-2000:]
+                    raise RuntimeError(f"{' '.join(one.command[:6])} ... ended with {process.returncode}:\n{said}")
+            if any(process.poll() is None for process in processes):
+                raise RuntimeError(f"{' '.join(every[0].command[:6])} ... did not end within {timeout_s:g} s")
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if code != 0:
-        raise RuntimeError(f"{' '.join(command[:6])} ... ended with {code}:\n{log.read_text()[-2000:]}")
+            end([process for process in processes if process.poll() is None])
     return began
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End these and all that they started: torchrun's ranks are in sessions of their own; it ends them when told."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, how)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
 
 
 def run_loop(name: str, found: dict[str, Any], *, ranks: int, folder: Path, python: str, timeout_s: float = 300) -> Any:
     """Run ``bare_loop.py`` or ``trl_loop.py``; (what it wrote, moment of its start in nanoseconds)."""
+    began = run_together([loop(name, found, ranks=ranks, folder=folder, python=python)], timeout_s)
+    return json.loads((folder / "out.json").read_text()), began
+
+
+def loop(name: str, found: dict[str, Any], *, ranks: int, folder: Path, python: str = sys.executable) -> Started:
+    """``bare_loop.py`` or ``trl_loop.py``, which writes ``folder / "out.json"``."""
     folder.mkdir(parents=True, exist_ok=True)
-    out = folder / "out.json"
-    (folder / "job.json").write_text(json.dumps({**found, "out": str(out)}))
+    (folder / "job.json").write_text(json.dumps({**found, "out": str(folder / "out.json")}))
     command, more = start_command(python, ranks, [str(HERE / f"{name}.py"), str(folder / "job.json")])
-    began = run(command, {**environment(ranks, found["device"]), **more}, folder / "log", timeout_s)
-    return json.loads(out.read_text()), began
+    return Started(command, {**environment(ranks, found["device"]), **more}, folder / "log")
+
+
+def muster_alone(spec: dict[str, Any], *, ranks: int, folder: Path) -> Started:
+    """Muster's ranks without agents and snapshots (``muster_loop.py``), which write ``folder / "out.json"``."""
+    from muster.app.planning.auto_layout import laid_out
+    from muster.config.spec import RunSpec
+
+    run_dir = folder / "run"
+    run_dir.mkdir(parents=True)
+    resolved, _ = laid_out(RunSpec.model_validate(spec), folder)
+    (run_dir / "resolved.json").write_text(resolved.model_dump_json())
+    program = [str(HERE / "muster_loop.py"), str(folder / "out.json"), "--run-dir", str(run_dir)]
+    command, more = start_command(sys.executable, ranks, program)
+    return Started(command, {**environment(ranks, spec["resources"]["device"]), **more}, folder / "log")
 
 
 def measured(found: dict[str, Any], began_ns: int, *, warmup: int) -> Measured:

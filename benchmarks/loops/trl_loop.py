@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from meeting import meet
+
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -92,7 +94,7 @@ def counting(trainer_class):
 
         def training_step(self, model, inputs, *rest, **more):
             if self.seen is None:
-                self.seen = {"ends_ns": [], "tokens": [], "supervised": [], "losses": []}
+                self.seen = {"ends_ns": [], "cpu_ns": [], "tokens": [], "supervised": [], "losses": []}
                 self.add_callback(Clock(self.seen))
                 self.seen.update(_tokens=0, _supervised=0)
             mask, labels = inputs.get("attention_mask"), inputs["labels"]
@@ -112,7 +114,10 @@ def Clock(seen):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             world = int(os.environ.get("WORLD_SIZE", "1"))
+            if state.is_world_process_zero:
+                meet(state.global_step)
             seen["ends_ns"].append(time.monotonic_ns())
+            seen["cpu_ns"].append(time.process_time_ns())
             seen["tokens"].append(seen.pop("_tokens") * world)
             seen["supervised"].append(seen.pop("_supervised") * world)
             seen.update(_tokens=0, _supervised=0)

@@ -62,4 +62,8 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
 
     An odd multiplier keeps neighbouring steps apart; 2**63 - 1 is the largest seed torch takes.
     """
-    torch.manual_seed((seed * 1_000_003 + step * 65_537 + micro_batch + 1) % (2**63 - 1))
+    number = (seed * 1_000_003 + step * 65_537 + micro_batch + 1) % (2**63 - 1)
+    # torch.manual_seed would format this thread's stack for each kind of device that is not in use.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)

@@ -356,6 +356,17 @@ def test_dropout_follows_from_the_place_of_a_micro_batch() -> None:
     assert len(seen) == 4
 
 
+def test_a_micro_batch_is_seeded_as_torch_seeds_and_formats_no_stack_for_devices_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(3 * 1_000_003 + 2 * 65_537 + 1 + 1)
+    expected = torch.rand(4)
+    formatted: list[None] = []
+    monkeypatch.setattr("traceback.format_stack", lambda *_: formatted.append(None) or [])
+    seed_micro_batch(3, 2, 1)
+    assert torch.equal(torch.rand(4), expected) and not formatted
+
+
 def test_a_step_asks_every_rank_whether_a_copy_is_pending_before_it_sums() -> None:
     """Without the question the snapshots run away from the copies, and a lost host leaves no common step."""
     said: list[Any] = []

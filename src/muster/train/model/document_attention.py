@@ -4,12 +4,14 @@ Legend: T tokens of all sequences one after the other, H heads, D head dimension
 
 The kernel is PyTorch's own flash attention for CPU, which does not know document bounds. Short documents are
 copied into batches of similar length, padded at the end, one kernel call each: under a causal mask no token attends to
-later ones, so padding needs no mask. Long documents are not copied. The bounds are a tensor, so a compiled model has
+later ones, so padding needs no mask. Long documents are not copied, nor are those that lie one behind the other and
+need no padding (a document a sequence, mostly). The bounds are a tensor, so a compiled model has
 one graph for all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -34,14 +36,17 @@ def document_attention(
 class Bucket:
     """Documents that share a kernel call."""
 
+    count: int
     length: int
-    rows: Tensor | None
-    """int64[count * length]: the token at each padded position (in padding the document's last one); None: one document
-    at ``start``, used in place."""
-    real: Tensor | None
-    """int64[real tokens]: padded positions that hold a token, in the order of ``tokens``."""
-    tokens: Tensor | None
     start: int = 0
+    rows: Tensor | None = None
+    """int64[count * length]: the token at each padded position (in padding the document's last one); None: the
+    documents lie one behind the other from ``start`` on, and are used in place."""
+    real: Tensor | None = None
+    """int64[real tokens]: padded positions that hold a token, in the order of ``tokens``."""
+    tokens: Tensor | None = None
+    padding: Tensor | None = None
+    """bool[count, 1, length, 1]: positions that hold none."""
 
 
 def padded_length(length: int) -> int:
@@ -58,53 +63,65 @@ def buckets(bounds: tuple[int, ...]) -> tuple[Bucket, ...]:
     for start, end in pairwise(bounds):
         length = end - start
         if length > COPIED_UP_TO:
-            groups.append(Bucket(length, None, None, None, start))
+            groups.append(Bucket(1, length, start))
         elif length:
             padded = padded_length(length)
             short.setdefault(padded, []).append((start, length))
     for padded, documents in short.items():
+        first = documents[0][0]
+        if documents == [(first + number * padded, padded) for number in range(len(documents))]:
+            groups.append(Bucket(len(documents), padded, first))
+            continue
         starts = torch.tensor([start for start, _ in documents])
         lengths = torch.tensor([length for _, length in documents])
         places = torch.arange(padded).expand(len(documents), padded)
         rows = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
-        real = (places < lengths[:, None]).reshape(-1).nonzero().squeeze(1)
-        groups.append(Bucket(padded, rows.reshape(-1), real, rows.reshape(-1)[real]))
+        held = places < lengths[:, None]
+        real = held.reshape(-1).nonzero().squeeze(1)
+        rows = rows.reshape(-1)
+        groups.append(Bucket(len(documents), padded, first, rows, real, rows[real], ~held[:, None, :, None]))
     return tuple(groups)
 
 
 def _gather(tensor: Tensor, bucket: Bucket) -> Tensor:
     """[T, H, ...] -> [documents, H, length, ...]"""
     if bucket.rows is None:
-        part = tensor[bucket.start : bucket.start + bucket.length].unsqueeze(0)
+        part = tensor[bucket.start : bucket.start + bucket.count * bucket.length]
     else:
-        part = torch.unflatten(tensor.index_select(0, bucket.rows), 0, (-1, bucket.length))
-    return part.transpose(1, 2)
+        part = tensor.index_select(0, bucket.rows)
+    return torch.unflatten(part, 0, (bucket.count, bucket.length)).transpose(1, 2)
 
 
-def _scatter(into: Tensor, part: Tensor, bucket: Bucket) -> None:
-    """The inverse of ``_gather``; values in padding are dropped."""
-    flat = part.transpose(1, 2).flatten(0, 1)
-    if bucket.rows is None:
-        into[bucket.start : bucket.start + bucket.length] = flat
-    else:
-        assert bucket.tokens is not None and bucket.real is not None
-        into.index_copy_(0, bucket.tokens, flat.index_select(0, bucket.real))
+def _scattered(parts: Sequence[Tensor], groups: Sequence[Bucket], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The inverse of ``_gather``, of all buckets: [T, H, ...] of ``shape``; values in padding are dropped. Zeros at
+    tokens of no document."""
+    flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    if len(groups) == 1 and groups[0].rows is None and len(flat[0]) == shape[0]:
+        return flat[0].contiguous()
+    tokens = sum(bucket.count * bucket.length if bucket.tokens is None else len(bucket.tokens) for bucket in groups)
+    result = torch.empty(*shape, dtype=dtype) if tokens == shape[0] else torch.zeros(*shape, dtype=dtype)
+    for part, bucket in zip(flat, groups, strict=True):
+        if bucket.rows is None:
+            result[bucket.start : bucket.start + len(part)] = part
+        else:
+            assert bucket.tokens is not None and bucket.real is not None
+            result.index_copy_(0, bucket.tokens, part.index_select(0, bucket.real))
+    return result
 
 
 @torch.library.custom_op("muster::document_attention", mutates_args=(), device_types="cpu")
 def _forward(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    output_THD = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
-    lse_TH = torch.zeros(query_THD.shape[:2], dtype=torch.float32)
-    for bucket in buckets(tuple(cu_seqlens.tolist())):
+    groups = buckets(tuple(cu_seqlens.tolist()))
+    parts = []
+    for bucket in groups:
         query, key, value = (_gather(tensor, bucket) for tensor in (query_THD, key_THD, value_THD))
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, True, scale=scale
+        parts.append(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scale)
         )
-        _scatter(output_THD, output, bucket)
-        _scatter(lse_TH, lse, bucket)
-    return output_THD, lse_TH
+    output_THD = _scattered([output for output, _ in parts], groups, query_THD.shape, query_THD.dtype)
+    return output_THD, _scattered([lse for _, lse in parts], groups, query_THD.shape[:2], torch.float32)
 
 
 @_forward.register_fake
@@ -124,30 +141,23 @@ def _backward(
     cu_seqlens: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = [
-        torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query_THD, key_THD, value_THD)
-    ]
-    for bucket in buckets(tuple(cu_seqlens.tolist())):
+    groups = buckets(tuple(cu_seqlens.tolist()))
+    parts = []
+    for bucket in groups:
         grad = _gather(grad_THD, bucket)
-        if bucket.rows is not None:
-            grad = _only_real(grad, bucket)
+        if bucket.padding is not None:  # which repeats the last token: its copies must not add to keys and values
+            grad = grad.masked_fill(bucket.padding, 0.0)
         query, key, value, output, lse = (
             _gather(tensor, bucket) for tensor in (query_THD, key_THD, value_THD, output_THD, lse_TH)
         )
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, lse, 0.0, True, scale=scale
+        parts.append(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, query, key, value, output, lse, 0.0, True, scale=scale
+            )
         )
-        for into, part in zip(grads, parts, strict=True):
-            _scatter(into, part, bucket)
-    return grads[0], grads[1], grads[2]
-
-
-def _only_real(grad: Tensor, bucket: Bucket) -> Tensor:
-    """Zero the gradient in padding, which repeats the last token: its copies must not add to keys and values."""
-    assert bucket.real is not None and bucket.rows is not None
-    mask = torch.zeros(bucket.rows.numel(), dtype=torch.bool)
-    mask[bucket.real] = True
-    return grad.masked_fill(~mask.view(grad.shape[0], 1, bucket.length, 1), 0.0)
+    shape, dtype = query_THD.shape, query_THD.dtype
+    query, key, value = (_scattered([part[place] for part in parts], groups, shape, dtype) for place in range(3))
+    return query, key, value
 
 
 @_backward.register_fake

@@ -24,6 +24,9 @@ def dense(query, key, value, lengths, scale):
         [40, 2, 40],
         [COPIED_UP_TO + 3, 9, COPIED_UP_TO],
         [30, 0, 0],
+        [16, 16, 16],
+        [5, 16, 16, 3],
+        [16, 5, 16],
     ],
     ids=str,
 )
@@ -72,7 +75,32 @@ def test_padding_of_a_document_depends_on_its_own_length_alone():
         assert length <= padded_length(length) < length + max(8, length / 4 + 1)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "in_place"),
+    [
+        ((0, 64, 128), [(0, 2)]),
+        ((0, 5, 21, 37), [(5, 2)]),
+        ((0, 16, 21, 37), []),
+        ((0, 15, 31), []),
+        ((0, COPIED_UP_TO + 1, 2 * COPIED_UP_TO + 2), [(0, 1), (COPIED_UP_TO + 1, 1)]),
+    ],
+    ids=str,
+)
+def test_documents_one_behind_the_other_without_padding_are_not_copied(bounds, in_place):
+    assert [(bucket.start, bucket.count) for bucket in buckets(bounds) if bucket.rows is None] == in_place
+
+
+@pytest.mark.parametrize("lengths", [[16, 16], [16, 5], [5]], ids=str)
+def test_a_token_of_no_document_has_zeros(lengths):
+    tensors = [torch.randn(sum(lengths) + 3, 2, 8, requires_grad=True) for _ in range(3)]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    output = document_attention(*tensors, bounds, 0.3)
+    gradients = torch.autograd.grad(output.sum(), tensors)
+    assert all(torch.equal(found[-3:], torch.zeros(3, 2, 8)) for found in (output, *gradients))
+
+
 def test_the_operator_is_registered_whole():
-    tensors = [torch.randn(12, 2, 4, requires_grad=True) for _ in range(3)]
-    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.muster.document_attention.default, (*tensors, bounds, 0.5))
+    tensors = [torch.randn(16, 2, 4, requires_grad=True) for _ in range(3)]
+    for inner in (5, 8):
+        bounds = torch.tensor([0, inner, 16], dtype=torch.int32)
+        torch.library.opcheck(torch.ops.muster.document_attention.default, (*tensors, bounds, 0.5))

@@ -1,11 +1,13 @@
 """Requests that arrive after their answer was given up, after ``down`` and after another submission of the same run."""
 
+# ruff: noqa: F401, F811
+
 import copy
 import json
 
 import msgspec
 import pytest
-from test_gke_launcher import JOBSETS, google, launcher, request_  # noqa: F401
+from test_gke_launcher import JOBSETS, google, launcher, request_
 
 from muster.backends.gke.kubernetes import connection
 from muster.backends.google.http import Unreachable
@@ -13,7 +15,7 @@ from muster.core.errors import ConflictError
 
 
 @pytest.fixture
-def writes(google, monkeypatch):  # noqa: F811
+def writes(google, monkeypatch):
     """Every request but reads and dry runs, as it was sent."""
     sent, plain = [], google.kubernetes.handle
 
@@ -26,13 +28,13 @@ def writes(google, monkeypatch):  # noqa: F811
     return sent
 
 
-def settled(google):  # noqa: F811
+def settled(google):
     for _ in range(5):
         google.kubernetes.handle("GET", "/api/v1/namespaces/default/pods")
     return copy.deepcopy(google.kubernetes.objects)
 
 
-def test_what_comes_after_the_next_submission_changes_nothing(launcher, google, request_, writes):  # noqa: F811
+def test_what_comes_after_the_next_submission_changes_nothing(launcher, google, request_, writes):
     launcher.cancel(launcher.submit(request_))
     late = list(writes)
     assert {method for method, *_ in late} == {"POST", "DELETE"} and not google.kubernetes.of_kind("JobSet")
@@ -48,7 +50,7 @@ def test_a_jobset_that_comes_after_down_is_not_taken_for_the_next_submissions(
     google,
     request_,
     writes,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     launcher.cancel(launcher.submit(request_))
     (late,) = [row for row in writes if row[0] == "POST" and "/jobsets" in row[1]]
@@ -67,7 +69,7 @@ def test_a_jobset_that_comes_in_the_middle_of_a_submission_is_said_and_left(
     google,
     request_,
     writes,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     launcher.cancel(launcher.submit(request_))
     (late,) = [row for row in writes if row[0] == "POST" and "/jobsets" in row[1]]
@@ -85,7 +87,7 @@ def test_a_jobset_that_comes_in_the_middle_of_a_submission_is_said_and_left(
     assert "submit again" in refused.value.hint
 
 
-def test_what_an_earlier_submission_left_is_replaced(launcher, google, request_):  # noqa: F811
+def test_what_an_earlier_submission_left_is_replaced(launcher, google, request_):
     launcher.submit(request_)
     (path,) = [path for path, one in google.kubernetes.objects.items() if one.get("kind") == "JobSet"]
     google.kubernetes.objects.pop(path)  # as its time to live has it

@@ -237,7 +237,6 @@ def test_tensor_groups_divide_a_hosts_chips_heads_and_kv_heads():
     shape = replace(job("8B").shape, kv_heads=2)
     assert tensor_groups(job(shape=shape), eight, Pins()) == [1, 2]
     assert tensor_groups(job("8B"), option("ct6e-standard-4t", "spot"), Pins()) == [1, 2, 4]
-    assert tensor_groups(job("8B", lora_rank=8, lora_embeddings=True), eight, Pins()) == [1]
 
 
 def test_a_chosen_tp_is_set_in_the_run_file_and_said_with_its_reason(run_file):
@@ -266,16 +265,13 @@ def test_auto_takes_the_fastest_mesh_of_a_named_machine(run_file):
         laid_out(load(run_file(), [*small, "model.source=Qwen/Qwen2.5-0.5B", "training.micro_batch_size=1"]).spec)
 
 
-def test_adapters_with_a_trained_vocabulary_get_no_tp(run_file):
-    slice_ = ["resources.machine=ct5lp-hightpu-4t", "resources.hosts=4", "model.lora.rank=8"]
+@pytest.mark.parametrize("more", [[], ["model.lora.train_embeddings=true"]])
+def test_adapters_may_have_tp_with_a_trained_vocabulary_too(run_file, more):
+    slice_ = ["resources.machine=ct5lp-hightpu-4t", "resources.hosts=4", "model.lora.rank=8", *more]
     told = "\n".join(plan(run_file(), slice_, reasons=True).plan.why)
-    assert re.search(r"Mesh: tp 1, .* tp 2 takes", told), "adapters alone may have it"
-    trained = [*slice_, "model.lora.train_embeddings=true"]
-    found = plan(run_file(), trained, reasons=True)
-    assert "parallelism.tp" not in found.plan.settings and "tp 2" not in "\n".join(found.plan.why)
+    assert re.search(r"Mesh: tp 1, .* tp 2 takes", told), told
     few = ["training.global_batch_size=8", "training.sequence_length=512"]  # half of the chips would have no sequence
     assert plan(run_file(), [*slice_, *few]).plan.settings["parallelism.tp"] > 1
-    assert "parallelism.tp" not in plan(run_file(), [*trained, *few]).plan.settings
 
 
 KV_HEADS = ["model.source=Qwen/Qwen2.5-0.5B", "parallelism.tp=4", "resources.machine=ct5lp-hightpu-4t"]

@@ -74,12 +74,9 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
 
 
 def tensor_groups(work: Workload, option: Option, pins: Pins) -> list[int]:
-    """Sizes of ``tp`` that a slice of TPUs can have, rising: the run file's alone where it gives one.
-
-    Adapters with a trained vocabulary are not tried with it: the trainer was never seen to compute that.
-    """
+    """Sizes of ``tp`` that a slice of TPUs can have, rising: the run file's alone where it gives one."""
     chips, shape, given = option.offer.gpus_per_node, work.shape, pins.axes.get("tp")
-    tried = [given] if given is not None else [1] if work.lora_embeddings else _divisors(chips)
+    tried = [given] if given is not None else _divisors(chips)
     return [tp for tp in tried if not (chips % tp or shape.heads % tp or shape.kv_heads % tp)]
 
 

@@ -91,8 +91,7 @@ def test_tensor_parallel_is_the_run_files_and_a_chip_holds_its_part():
     assert not list(settings(work, v6e, 4, Pins(axes={"tp": 3})))
     split = Setting(layout=Layout(dp_shard=8, tp=2), micro_batch_size=2, activation_checkpointing="full")
     one, two = (tpu_memory(work, each).items for each in (setting(16), split))
-    assert one["weights"] == two["weights"] and two["gathered layers"] * 2 == one["gathered layers"]
-    assert two["logits and loss"] < 2 * one["logits and loss"]
+    assert one["weights"] == two["weights"] and two["embedding and head"] < one["embedding and head"]
     apart, together = (step_time(work, each, v6e, 4) for each in (setting(16), split))
     assert together.parts["matrices"] == pytest.approx(apart.parts["matrices"])
     assert together.seconds > apart.seconds, "sums inside layers are not hidden"
@@ -115,35 +114,69 @@ def test_few_tokens_a_chip_expose_the_gathers():
 
 
 def test_memory_is_what_the_trainer_holds():
-    work = job("8B")
-    eight, whole = (tpu_memory(work, setting(chips)).items for chips in (8, 64))
-    count = work.shape.parameters
-    assert eight["weights"] == round(4 * count / 8) and eight["optimizer state"] == round(8 * count / 8)
-    assert eight["gradients"] == round(2 * 4 * count / 8), "several rounds are added up"
-    assert whole["gradients"] == round(4 * count / 64)
-    assert whole["gathered layers"] == eight["gathered layers"] and whole["embedding and head"] == 4 * 2 * 128256 * 4096
+    work, once = job("8B", global_batch_size=128), job("8B", global_batch_size=64)
+    eight, whole, single = (tpu_memory(of, setting(n)) for of, n in ((work, 8), (work, 64), (once, 64)))
+    assert setting(64).rounds(work) > 1 == setting(64).rounds(once)
+    count, layers = work.shape.parameters, work.shape.layers * work.shape.layer_parameters
+    assert eight.items["weights"] == pytest.approx(4 * count / 8 + 2 * layers / 8), "and layers in the compute type"
+    assert eight.items["optimizer state"] == round(8 * count / 8)
+    assert whole.items["gradients"] - single.items["gradients"] == round(4 * count / 64), "several rounds are added up"
     kinds = [tpu_memory(work, setting(64, kind=kind)).items["activations"] for kind in ("none", "selective", "full")]
     assert kinds == sorted(kinds, reverse=True) and kinds[0] > 2 * kinds[2]
     lora = tpu_memory(job("8B", lora_rank=16), setting(8)).items
-    assert eight["logits and loss"] == whole["logits and loss"], "a chip's chunk is of its own rows"
-    assert lora["optimizer state"] < eight["optimizer state"] / 50 and lora["weights"] < eight["weights"] * 0.6
+    assert lora["optimizer state"] < eight.items["optimizer state"] / 50
+    assert lora["weights"] < eight.items["weights"] / 2
+
+
+def test_the_peak_is_where_most_is_held():
+    """Many chips: the vocabulary's gradients; long sequences: a layer; a large vocabulary on few chips: the logits."""
+    table = 2 * 128256 * 4096
+    many = tpu_memory(job("8B", global_batch_size=64, sequence_length=2048), setting(64))
+    assert many.moment == "end of backward" and many.items["embedding and head"] >= 4 * table
+    long = tpu_memory(job("8B", global_batch_size=64, sequence_length=16384), setting(64))
+    assert long.moment == "backward" and long.items["embedding and head"] == 2 * table
+    small = job(shape=rows.models()["meta-llama/Llama-3.2-1B"].shape, sequence_length=2048, global_batch_size=8)
+    assert tpu_memory(small, setting(8)).moment == "loss"
 
 
 @pytest.mark.parametrize(
-    ("model", "chips", "arguments_gb", "temporary_gb"),
+    ("model", "chips", "length", "more", "allocated_gb"),
     [
-        ("meta-llama/Llama-3.2-1B", 8, 1.85, 3.48),  # v5e 2x4
-        ("meta-llama/Llama-3.1-8B", 64, 1.51, 7.32),  # v5e 8x8
-        ("meta-llama/Llama-3.1-8B", 32, 3.01, 8.03),  # v6e 4x8
-        ("meta-llama/Llama-3.1-70B", 64, 13.23, 23.57),  # v5p 4x4x4
+        ("meta-llama/Llama-3.2-1B", 8, 2048, {}, 4.32),  # v5e 2x4
+        ("meta-llama/Llama-3.1-8B", 64, 2048, {}, 7.33),  # v5e 8x8
+        ("meta-llama/Llama-3.1-8B", 32, 2048, {}, 9.14),  # v6e 4x8
+        ("meta-llama/Llama-3.1-70B", 64, 2048, {}, 29.31),  # v5p 4x4x4
+        ("meta-llama/Llama-3.1-70B", 256, 2048, {}, 15.04),  # v6e 16x16
+        ("meta-llama/Llama-3.2-1B", 8, 2048, {"tp": 2}, 3.52),  # v5e 2x4
+        ("meta-llama/Llama-3.1-8B", 64, 2048, {"rounds": 2}, 8.16),  # v5e 8x8
+        ("Qwen/Qwen2.5-7B", 32, 2048, {}, 9.33),  # v5e 4x8
+        ("mistralai/Mistral-7B-v0.3", 16, 4096, {}, 10.68),  # v6e 4x4
+        ("mistralai/Mistral-Small-24B-Base-2501", 32, 8192, {}, 23.18),  # v5p 2x4x4
+        ("meta-llama/Llama-3.2-3B", 8, 2048, {"kind": "selective"}, 11.95),  # v6e 2x4
+        ("meta-llama/Llama-3.2-3B", 8, 2048, {"kind": "none"}, 19.01),  # v6e 2x4
+        ("Qwen/Qwen3-14B", 32, 4096, {}, 14.63),  # v6e 4x8
+        ("mistralai/Mistral-Nemo-Base-2407", 128, 1024, {}, 6.15),  # v5e 8x16
+        ("meta-llama/Llama-3.1-70B", 64, 2048, {}, 29.10),  # v6e 8x8
+        ("Qwen/Qwen2.5-3B", 16, 8192, {"tp": 2}, 6.02),  # v5e 4x4
+        ("meta-llama/Llama-3.1-8B", 32, 8192, {"rounds": 2}, 14.05),  # v5e 4x8
+        ("meta-llama/Llama-3.1-8B", 16, 2048, {"rounds": 4}, 15.97),  # v5e 4x4
+        ("meta-llama/Llama-3.1-8B", 8, 8192, {"rounds": 8}, 29.03),  # v6e 2x4
+        ("Qwen/Qwen3-1.7B", 16, 4096, {"rounds": 3}, 5.26),  # v6e 4x4
+        ("meta-llama/Llama-3.2-1B", 64, 2048, {}, 3.23),  # v5e 8x8
+        ("meta-llama/Llama-3.2-1B", 16, 4096, {"rounds": 2}, 4.04),  # v6e 4x4
+        ("Qwen/Qwen2.5-14B", 128, 2048, {}, 10.57),  # v5p 4x4x8
+        ("Qwen/Qwen2.5-1.5B", 64, 8192, {"rounds": 4, "kind": "selective"}, 12.87),  # v5e 8x8
     ],
 )
-def test_memory_is_that_of_the_compiled_step_within_a_tenth(model, chips, arguments_gb, temporary_gb):
-    """As ``benchmarks/tpu_aot.py`` saw it, 2,048 tokens a chip."""
-    work = job(shape=rows.models()[model].shape, sequence_length=2048, global_batch_size=chips)
-    planned = tpu_memory(work, setting(chips))
+def test_memory_is_what_xla_allocates_for_the_compiled_step_within_a_tenth(model, chips, length, more, allocated_gb):
+    """As ``benchmarks/tpu_aot.py`` saw it, one row a group of chips and round."""
+    tp, rounds = more.get("tp", 1), more.get("rounds", 1)
+    groups = chips // tp
+    work = job(shape=rows.models()[model].shape, sequence_length=length, global_batch_size=groups * rounds)
+    chosen = replace(setting(groups, kind=more.get("kind", "full")), layout=Layout(dp_shard=groups, tp=tp))
+    planned = tpu_memory(work, chosen)
     without_runtime = (planned.total_bytes - planned.items["runtime"]) / 1e9
-    assert without_runtime == pytest.approx(arguments_gb + temporary_gb, rel=0.1)
+    assert without_runtime == pytest.approx(allocated_gb, rel=0.1)
 
 
 def test_a_plan_for_tpus_says_slice_mesh_memory_rate_and_that_it_is_modelled(run_file):
@@ -180,10 +213,11 @@ def mesh(model, machine, hosts, **changes):
         ("Llama-3.1-8B", "ct5lp-hightpu-4t", 16, 2048, 64, 1),
         ("Llama-3.1-8B", "ct6e-standard-4t", 8, 4096, 64, 1),
         ("Llama-3.1-70B", "ct5p-hightpu-4t", 16, 4096, 64, 1),
-        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 4, 2048, 64, 2),  # 4x4: by fsdp alone a layer and the head do not fit
-        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 8, 8192, 64, 2),  # 4x8: nor do activations of 8,192 tokens
+        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 8, 8192, 64, 1),  # 4x8
+        ("Llama-3.1-70B", "ct6e-standard-4t", 16, 2048, 64, 1),  # 8x8
+        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 4, 2048, 64, 2),  # 4x4: by fsdp alone the vocabulary's tables do not fit
+        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 8, 16384, 64, 2),  # 4x8: nor do activations of 16,384 tokens
         ("Llama-3.1-8B", "ct6e-standard-8t", 1, 8192, 64, 2),
-        ("Llama-3.1-70B", "ct6e-standard-4t", 16, 2048, 64, 4),
         ("Llama-3.1-8B", "ct5p-hightpu-4t", 32, 4096, 64, 2),  # more chips than sequences
     ],
 )
@@ -203,7 +237,6 @@ def test_tensor_groups_divide_a_hosts_chips_heads_and_kv_heads():
     shape = replace(job("8B").shape, kv_heads=2)
     assert tensor_groups(job(shape=shape), eight, Pins()) == [1, 2]
     assert tensor_groups(job("8B"), option("ct6e-standard-4t", "spot"), Pins()) == [1, 2, 4]
-    assert tensor_groups(job("8B", lora_rank=8, lora_embeddings=True), eight, Pins()) == [1]
 
 
 def test_a_chosen_tp_is_set_in_the_run_file_and_said_with_its_reason(run_file):
@@ -212,7 +245,7 @@ def test_a_chosen_tp_is_set_in_the_run_file_and_said_with_its_reason(run_file):
     assert found.plan.settings["parallelism.tp"] == 2 and found.plan.settings["training.micro_batch_size"] == 2
     assert "slice 4x4, mesh data 1 x fsdp 8 x tp 2" in "\n".join(plan_table.lines(found))
     told = next(line for line in found.plan.why if line.startswith("Mesh: tp 2,"))
-    assert re.search(r"tp 1 needs 18 GB of 16 GB a chip, tp 4 takes 5\.\d+ s a step", told), told
+    assert re.search(r"tp 1 needs 1[67] GB of 16 GB a chip, tp 4 takes 5\.\d+ s a step", told), told
     loaded = load(run_file(), [*small, *settings_as_overrides(found.plan.settings)])
     assert loaded.spec.parallelism.tp == 2
 
@@ -232,16 +265,13 @@ def test_auto_takes_the_fastest_mesh_of_a_named_machine(run_file):
         laid_out(load(run_file(), [*small, "model.source=Qwen/Qwen2.5-0.5B", "training.micro_batch_size=1"]).spec)
 
 
-def test_adapters_with_a_trained_vocabulary_get_no_tp(run_file):
-    slice_ = ["resources.machine=ct5lp-hightpu-4t", "resources.hosts=4", "model.lora.rank=8"]
+@pytest.mark.parametrize("more", [[], ["model.lora.train_embeddings=true"]])
+def test_adapters_may_have_tp_with_a_trained_vocabulary_too(run_file, more):
+    slice_ = ["resources.machine=ct5lp-hightpu-4t", "resources.hosts=4", "model.lora.rank=8", *more]
     told = "\n".join(plan(run_file(), slice_, reasons=True).plan.why)
-    assert re.search(r"Mesh: tp 1, .* tp 2 takes", told), "adapters alone may have it"
-    trained = [*slice_, "model.lora.train_embeddings=true"]
-    found = plan(run_file(), trained, reasons=True)
-    assert "parallelism.tp" not in found.plan.settings and "tp 2" not in "\n".join(found.plan.why)
+    assert re.search(r"Mesh: tp 1, .* tp 2 takes", told), told
     few = ["training.global_batch_size=8", "training.sequence_length=512"]  # half of the chips would have no sequence
     assert plan(run_file(), [*slice_, *few]).plan.settings["parallelism.tp"] > 1
-    assert "parallelism.tp" not in plan(run_file(), [*trained, *few]).plan.settings
 
 
 KV_HEADS = ["model.source=Qwen/Qwen2.5-0.5B", "parallelism.tp=4", "resources.machine=ct5lp-hightpu-4t"]
@@ -283,7 +313,7 @@ def test_what_does_not_fit_is_refused_in_one_line(run_file):
     with pytest.raises(NoPlanError) as refused:
         plan(run_file(), ["model.source=meta-llama/Llama-3.1-405B", "resources.accelerator=TPU-v5e"])
     told = str(refused.value)
-    assert "needs 55 GB a chip even on 256, a TPU-v5e has 16 GB" in told and "\n" not in told
+    assert "needs 51 GB a chip even on 256, a TPU-v5e has 16 GB" in told and "\n" not in told
 
 
 def test_a_tpu_without_a_price_is_planned_where_it_is_named(run_file):

@@ -241,6 +241,18 @@ def test_adapters_are_trained_and_nothing_else():
         assert all("lora_" in name for name in found.state)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_trained_beside_adapters_is_the_same_with_tensor_parallel(tied):
+    spec = spec_of(lora={"rank": 4, "alpha": 8.0, "targets": "all-linear", "dropout": 0.0, "train_embeddings": True})
+    config = {**spec.model.config, "tie_word_embeddings": tied}
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})})
+    found = by_jax(spec, 4, chips=4, tp=2, vocabulary=64)
+    losses, norms, values = differ(found, by_torch(spec, 4, vocabulary=64))
+    assert losses <= 1e-5 and norms <= 1e-3 and values <= 1e-3, (losses, norms, values)
+    whole = [name for name in found.state if "lora_" not in name]
+    assert any("embed_tokens" in name for name in whole) and any("lm_head" in name for name in whole) is not tied
+
+
 @pytest.mark.slow
 def test_bfloat16_stays_near_the_torch_trainer():
     """Two implementations round differently; the state is float32 on both."""

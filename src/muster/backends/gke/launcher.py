@@ -24,7 +24,14 @@ from muster.backends.gke.operate.cluster_snapshot import KUEUE_API, exit_code, l
 from muster.backends.gke.operate.exec_stream import attach
 from muster.backends.gke.operate.log_follow import Follower
 from muster.backends.gke.operate.status_reason import condition, explain
-from muster.backends.gke.operate.submission import ANNOTATION, SUBMISSION, kept_workloads, submission_of, token_of
+from muster.backends.gke.operate.submission import (
+    ANNOTATION,
+    SUBMISSION,
+    kept_workloads,
+    submission_of,
+    taken_back,
+    token_of,
+)
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import newest
 from muster.backends.google.http import GoogleHttp, Http
@@ -106,11 +113,12 @@ class GkeLauncher:
         try:
             cluster = locate.needed(submission.spec, request.run_id, self.options, self._session())
             there = self._jobset(cluster, request.run_id)
+            going = there is not None and taken_back(cluster, there)
         except MusterError as error:
             error.asked = False
             raise
         submitted = text(there, "metadata", "annotations", ANNOTATION)
-        if there is not None and _ended(there) and submitted != submission.number:
+        if there is not None and (going or (_ended(there) and submitted != submission.number)):
             self._clear(cluster, request.run_id)
             there = None
         if there is None:

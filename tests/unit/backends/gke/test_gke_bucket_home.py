@@ -109,7 +109,7 @@ def test_the_beginning_is_in_the_bucket_before_anything_can_act_on_it(launcher, 
     plain, sealed = google.kubernetes.handle, bucket.put_if_absent
 
     def handle(method, target, body=b""):
-        if method == "PATCH" and "/jobsets/" in target and "dryRun" not in target:
+        if method == "POST" and "/jobsets" in target:
             order.append("jobset")
         return plain(method, target, body)
 

@@ -80,10 +80,11 @@ def test_submitting_twice_is_one_jobset(launcher, google, request_):
 
 def test_the_server_is_asked_before_anything_is_created(launcher, google, request_):
     launcher.submit(request_)
-    patches = [url for method, url in google.log if method == "PATCH"]
-    assert all("fieldValidation=Strict" in url for url in patches)
-    dry = [index for index, url in enumerate(patches) if "dryRun=All" in url]
-    assert len(dry) == 3 and max(dry) < min(set(range(len(patches))) - set(dry))
+    writes = [(method, url) for method, url in google.log if method in ("PATCH", "POST") and "fieldManager" in url]
+    assert all("fieldValidation=Strict" in url for _, url in writes)
+    dry = [index for index, (method, url) in enumerate(writes) if "dryRun=All" in url]
+    assert len(dry) == 3 and max(dry) < min(set(range(len(writes))) - set(dry))
+    assert {method for method, url in writes if "dryRun=All" not in url} == {"POST"}
 
 
 def test_run_folder_of_the_pods_is_in_the_bucket(launcher, request_):

@@ -95,9 +95,7 @@ def test_without_a_page_nothing_of_it_is_rendered():
 @pytest.fixture
 def cluster():
     applied = []
-    return SimpleNamespace(
-        apply=lambda row, dry_run=False: applied.append(row), applied=applied, serves=lambda api: False
-    )
+    return SimpleNamespace(create=lambda row: applied.append(row) or row, applied=applied, serves=lambda api: False)
 
 
 def submission(of):

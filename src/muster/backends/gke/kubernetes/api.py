@@ -32,15 +32,17 @@ class Cluster:
 
     def apply(self, manifest: JsonObject, *, dry_run: bool = False) -> JsonObject:
         """Server-side apply with strict field checks; the same object twice is one. A dry run is the server's own."""
-        self._wait_for_kind(manifest)
-        kind = self._kind(manifest)
-        if kind is None:
-            raise BackendError(
-                f"the cluster does not know {manifest['kind']} of {manifest['apiVersion']}",
-                hint="its controller is not installed, or another version",
-            )
-        send = partial(self.connection.apply, kind, manifest, dry_run=dry_run)
+        send = partial(self.connection.apply, self._served(manifest), manifest, dry_run=dry_run)
         return twice(lambda: self._ok("PATCH", manifest, send)).body
+
+    def create(self, manifest: JsonObject) -> JsonObject | None:
+        """A new object; None where one of its name is there, which may be this one: of a request whose answer was lost.
+        However late a request arrives, it changes no object that is there."""
+        send = partial(self.connection.create, self._served(manifest), manifest)
+        try:
+            return twice(lambda: self._ok("POST", manifest, send)).body
+        except ConflictError:
+            return None
 
     def get(self, manifest: JsonObject) -> JsonObject | None:
         """The object on the server; None where it, or its kind, is absent."""
@@ -63,12 +65,17 @@ class Cluster:
         return children(reply.body, "items") if reply.status != 404 else []
 
     def delete(self, manifest: JsonObject) -> None:
-        """Remove it with everything it owns; absent is success."""
-        kind = self._kind(manifest)
+        """Remove it with everything it owns; absent is success. As it was read (with its uid): no later one of its
+        name, however late the request arrives."""
+        kind, uid = self._kind(manifest), text(manifest, "metadata", "uid")
         if kind is None:
             return
-        send = partial(self.connection.delete, kind, *_name(manifest))
-        twice(lambda: self._ok("DELETE", manifest, send, absent=True))
+        send = partial(self.connection.delete, kind, *_name(manifest), uid)
+        try:
+            twice(lambda: self._ok("DELETE", manifest, send, absent=True))
+        except ConflictError:
+            if not uid:
+                raise
 
     def pod_log(self, namespace: str, pod: str, container: str) -> str:
         """All of a container's output so far; empty while it has not started."""
@@ -128,13 +135,19 @@ class Cluster:
             raise Unreachable(f"{path}: {lines.message}")
         return None
 
-    def _wait_for_kind(self, manifest: JsonObject) -> None:
+    def _served(self, manifest: JsonObject) -> Kind:
         """A kind that was defined a moment ago is served a little later."""
         waited_s = 0.0
-        while self._kind(manifest) is None and waited_s < SERVED_WITHIN_S:
+        while (kind := self._kind(manifest)) is None and waited_s < SERVED_WITHIN_S:
             self._kinds.pop(text(manifest, "apiVersion"), None)
             self.clock.sleep(3.0)
             waited_s += 3.0
+        if kind is None:
+            raise BackendError(
+                f"the cluster does not know {manifest['kind']} of {manifest['apiVersion']}",
+                hint="its controller is not installed, or another version",
+            )
+        return kind
 
     def serves(self, api: str) -> bool:
         """Whether the server has kinds of this API (``GROUP/VERSION``)."""

@@ -1,9 +1,10 @@
 """One API server through lightkube: kubeconfigs, credentials, TLS, objects. Imported once a cluster is contacted.
 
-Three requests go over lightkube's HTTP library directly, with the same credentials. Discovery: lightkube has none, and
-a pod's service account may not list CustomResourceDefinitions. Watches and followed logs: lightkube's cannot be closed
-from another thread, never time out on a connection that a load balancer dropped, split lines at ``\\r``, and resume
-by seconds instead of by a time. Commands in pods: lightkube sends all input before it reads any output.
+Some requests go over lightkube's HTTP library directly, with the same credentials. Creation and deletion: see there.
+Discovery: lightkube has none, and a pod's service account may not list CustomResourceDefinitions. Watches and followed
+logs: lightkube's cannot be closed from another thread, never time out on a connection that a load balancer dropped,
+split lines at ``\\r``, and resume by seconds instead of by a time. Commands in pods: lightkube sends all input before
+it reads any output.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
+import msgspec
 from httpx2.websockets import WebSocketUpgradeError
 from lightkube.config.client_adapter import user_auth, verify_cluster
 from lightkube.config.kubeconfig import SingleConfig
@@ -24,15 +26,15 @@ from lightkube.core.client import Client
 from lightkube.core.decoders import decode_list
 from lightkube.core.exceptions import ConfigError
 from lightkube.generic_resource import GenericGlobalResource, GenericNamespacedResource, create_api_info
-from lightkube.types import CascadeType, PatchType
+from lightkube.types import PatchType
 
 from muster.backends.gke.kubernetes import streams
-from muster.backends.gke.kubernetes.kind import Kind
+from muster.backends.gke.kubernetes.kind import Kind, root_of
 from muster.backends.gke.kubernetes.streams import Lines, Stream
 from muster.backends.google.api_server_transport import network
 from muster.backends.google.http import Reply, Unreachable, parse_reply
 from muster.core.errors import AccessError, BackendError
-from muster.core.typed_json import JsonObject, text
+from muster.core.typed_json import Json, JsonObject, child, text
 
 _TYPES: dict[Kind, type[Any]] = {}
 _TYPES_LOCK = threading.Lock()
@@ -88,14 +90,33 @@ class Connection:
             )
         )
 
+    def create(self, kind: Kind, manifest: JsonObject) -> Reply:
+        """POST: an object that is there stays as it is (409). lightkube's would need a type for each kind."""
+        metadata, root = child(manifest, "metadata"), root_of(kind.api)
+        where = f"namespaces/{text(metadata, 'namespace', default='default')}/" if kind.namespaced else ""
+        query = {"fieldManager": "muster", "fieldValidation": "Strict"}
+        with _translated("the API server"):
+            response = self._http.post(f"{root}/{where}{kind.plural}", json=dict(manifest), params=query)
+        reply = parse_reply(response.status_code, response.content)
+        if reply.status < 300 and not text(reply.body, "metadata", "uid"):
+            raise Unreachable("no answer from the API server that can be read")
+        return reply
+
     def list(self, kind: Kind, namespace: str, labels: Mapping[str, str]) -> Reply:
         """All pages, under ``items``."""
         where = _within(kind, namespace)
         return _reply(lambda: {"items": list(self._client.list(_resource(kind), labels=dict(labels), **where))})
 
-    def delete(self, kind: Kind, name: str, namespace: str) -> Reply:
-        where = _within(kind, namespace)
-        return _reply(lambda: self._client.delete(_resource(kind), name, cascade=CascadeType.BACKGROUND, **where) or {})
+    def delete(self, kind: Kind, name: str, namespace: str, uid: str = "") -> Reply:
+        """``uid``: that object alone, and no later one of its name (409); lightkube has no such condition."""
+        where = f"namespaces/{namespace}/" if kind.namespaced else ""
+        options: dict[str, Json] = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        with _translated("the API server"):
+            path = f"{root_of(kind.api)}/{where}{kind.plural}/{name}"
+            response = self._http.request("DELETE", path, json=options)
+        return parse_reply(response.status_code, response.content)
 
     def read(self, path: str, query: Mapping[str, str] | None = None) -> Reply:
         """GET of a path that is no object: discovery, a log."""
@@ -159,7 +180,7 @@ def _reply(send: Callable[[], Any]) -> Reply:
             return Reply(status=200, body=send())
     except httpx2.HTTPStatusError as error:
         return parse_reply(error.response.status_code, error.response.content)
-    except ValueError as error:  # half a document, or a proxy's page
+    except msgspec.DecodeError as error:  # half a document, or a proxy's page
         raise Unreachable(f"no answer from the API server that can be read: {error}") from error
 
 

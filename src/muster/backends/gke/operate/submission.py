@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from muster.backends.gke.operate.kueue_check import kueue_warnings
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.pod.init_container import CODE
 from muster.config.spec import RunSpec
-from muster.core.errors import AccessError, UsageError
+from muster.core.errors import AccessError, ConflictError, UsageError
 from muster.core.typed_json import JsonObject, at, changed, child, children, text, texts
 from muster.core.types import JobRequest
 from muster.transport.secure_session import token_for_pages
@@ -23,6 +24,9 @@ from muster.transport.secure_session import token_for_pages
 SUBMISSION = "submission"
 """Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
 ANNOTATION = "muster/submission"
+ANNOTATIONS = ("metadata", "annotations")
+REQUEST = "muster/request"
+"""Annotation of the token's Secret: which request made it."""
 PRIORITY_API = "scheduling.k8s.io/v1"
 
 
@@ -66,27 +70,28 @@ class Submission:
     def create(self, cluster: Cluster, token: str, values: Mapping[str, str]) -> None:
         """The Secrets of the tokens and of the run file's ``secrets`` (``values``), then the objects.
 
-        The JobSet belongs to this token's Secret: a request that was taken for lost, and arrives after the run was
-        taken back, makes a JobSet whose owner is gone, and Kubernetes removes it.
+        All belong to this request's Secret of the token: what arrives after the run was taken back has an owner that is
+        gone, and Kubernetes removes it. All are created, not applied: what arrives after the run was submitted again
+        changes nothing.
 
         Raises:
             UsageError: a value is not there.
+            ConflictError: the JobSet of another submission is there.
         """
         name = text(self.jobset, "metadata", "name")
         if missing := self.spec.secrets.keys() - values.keys():
             raise UsageError(f"the value of secrets.{min(missing)} is not here", hint="submit the run file again")
-        secrets = [self._secret(f"{name}-token", token=token)]
-        if self.spec.secrets:
-            secrets.append(self._secret(secret_name(name), **values))
-        if self.spec.metrics.port is not None:
-            secrets.append(self._secret(monitoring.secret_name(name), token=token_for_pages(token.encode())))
-        token_secret, *_ = [cluster.apply(manifest) for manifest in secrets]
+        mine = changed(self._secret(f"{name}-token", token=token), {REQUEST: secrets.token_hex(8)}, *ANNOTATIONS)
+        made = _made(cluster, mine, lambda there: at(there, *ANNOTATIONS, REQUEST) == at(mine, *ANNOTATIONS, REQUEST))
         owner: JsonObject = {
-            "apiVersion": "v1", "kind": "Secret", "name": f"{name}-token", "uid": text(token_secret, "metadata", "uid"),
+            "apiVersion": "v1", "kind": "Secret", "name": f"{name}-token", "uid": text(made, "metadata", "uid"),
         }  # fmt: skip
-        for manifest in self.documents:
-            owned = text(manifest, "kind") == "JobSet"
-            cluster.apply(changed(manifest, [owner], "metadata", "ownerReferences") if owned else manifest)
+        rest = [self._secret(secret_name(name), **values)] if self.spec.secrets else []
+        if self.spec.metrics.port is not None:
+            rest.append(self._secret(monitoring.secret_name(name), token=token_for_pages(token.encode())))
+        for manifest in [*rest, *self.documents]:
+            owned = changed(manifest, [owner], "metadata", "ownerReferences")
+            _made(cluster, owned, lambda there: owner["uid"] in [row["uid"] for row in _owners(there)])
 
     def _secret(self, name: str, **values: str) -> JsonObject:
         metadata: JsonObject = {
@@ -119,6 +124,38 @@ class Submission:
         if roles != at(jobset, "spec", "replicatedJobs"):
             without = changed(jobset, roles, "spec", "replicatedJobs")
             self.documents = [without if row is jobset else row for row in self.documents]
+
+
+def taken_back(cluster: Cluster, jobset: JsonObject) -> bool:
+    """Whether it is going, or will: its submission was taken back, and with it the Secret that it belongs to."""
+    if text(jobset, "metadata", "deletionTimestamp"):
+        return True
+    for owner in _owners(jobset):
+        metadata = {"name": text(owner, "name"), "namespace": text(jobset, "metadata", "namespace")}
+        secret = cluster.get({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})
+        if text(secret, "metadata", "uid") != text(owner, "uid"):
+            return True
+    return False
+
+
+def _owners(there: JsonObject) -> list[JsonObject]:
+    return [row for row in children(there, "metadata", "ownerReferences") if text(row, "kind") == "Secret"]
+
+
+def _made(cluster: Cluster, manifest: JsonObject, mine: Callable[[JsonObject], bool]) -> JsonObject:
+    """The object, created; what an earlier submission left under its name goes, but for a JobSet."""
+    for _ in range(2):
+        if (new := cluster.create(manifest)) is not None:
+            return new
+        there = cluster.get(manifest)
+        if there is not None and mine(there):
+            return there
+        if text(manifest, "kind") == "JobSet":
+            break
+        if there is not None:
+            cluster.delete(changed(manifest, text(there, "metadata", "uid"), "metadata", "uid"))
+    name = f"{text(manifest, 'kind')}/{text(manifest, 'metadata', 'name')}"
+    raise ConflictError(f"{name} of another submission is there, or just going", hint="submit again in a minute")
 
 
 def submission_of(request: JobRequest) -> Submission:

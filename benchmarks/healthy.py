@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of the pairs' runs")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each run whose processor time is read")
     parser.add_argument("--limits", type=float, nargs="*", default=[3.0, 0.3], help="heartbeat limits of those runs")
+    parser.add_argument("--length", type=int, help="tokens of a sequence there: the goal is stated for steps of 0.4 s")
     parser.add_argument("--only", nargs="*", choices=MODES, default=MODES)
     given = parser.parse_args()
     pairs, steps, minutes = (3, 20, 1.0) if given.quick else (12, 100, 30.0)
@@ -291,7 +292,8 @@ def main() -> None:
     if "alarms" in given.only:
         found["alarms"] = measure_alarms(given.minutes or minutes, found["machine"]["cpus"])
     if "processes" in given.only:
-        found["processes"] = measure_processes(given.seconds, given.limits, given.ranks)
+        changes = {"training.sequence_length": given.length} if given.length else {}
+        found["processes"] = measure_processes(given.seconds, given.limits, given.ranks, **changes)
     found["load_at_the_end"] = job.machine()["load"]
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -157,11 +157,13 @@ class TrainingRun:
             self.times.stall_ns = self.clock.end_stall()
             held_s = self.times.stall_ns / 1e9 + self.snapshots.beside_s
             self.pace.took(held_s, waited_s=self.snapshots.waited_s, takes_s=self.snapshots.takes_s)
-        self.flush_pending_metrics()
-        if snapshot_due and work.step < self.last_step:
-            # The copy starts now, not at the next step's first micro-batch; and with the step's event just before, this
-            # wakes the agent once.
-            self.agent.beat(work.step + 1)
+        try:
+            self.flush_pending_metrics()
+        finally:
+            if snapshot_due and work.step < self.last_step:
+                # The copy starts now, not at the next step's first micro-batch; and with the step's event just before,
+                # this wakes the agent once.
+                self.agent.beat(work.step + 1)
 
     def flush_pending_metrics(self) -> None:
         """Read the last update's numbers and emit its event, if that is still to be done.

@@ -169,7 +169,8 @@ def test_the_peak_is_where_most_is_held():
     ],
 )
 def test_memory_is_what_xla_allocates_for_the_compiled_step_within_a_tenth(model, chips, length, more, allocated_gb):
-    """As ``benchmarks/tpu_aot.py`` saw it, one row a group of chips and round."""
+    """As ``benchmarks/tpu_aot.py`` saw it, one row a group of chips and round. Qwen3-4B on v5e 4x8 is
+    left out: XLA takes 15 % more (docs/tpu.md)."""
     tp, rounds = more.get("tp", 1), more.get("rounds", 1)
     groups = chips // tp
     work = job(shape=rows.models()[model].shape, sequence_length=length, global_batch_size=groups * rounds)
@@ -215,7 +216,14 @@ def mesh(model, machine, hosts, **changes):
         ("Llama-3.1-70B", "ct5p-hightpu-4t", 16, 4096, 64, 1),
         ("Llama-3.1-8B", "ct5lp-hightpu-4t", 8, 8192, 64, 1),  # 4x8
         ("Llama-3.1-70B", "ct6e-standard-4t", 16, 2048, 64, 1),  # 8x8
-        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 4, 2048, 64, 2),  # 4x4: by fsdp alone the vocabulary's tables do not fit
+        (
+            "Llama-3.1-8B",
+            "ct5lp-hightpu-4t",
+            4,
+            2048,
+            64,
+            2,
+        ),  # 4x4: by fsdp alone it is over what the plan gives a chip
         ("Llama-3.1-8B", "ct5lp-hightpu-4t", 8, 16384, 64, 2),  # 4x8: nor do activations of 16,384 tokens
         ("Llama-3.1-8B", "ct6e-standard-8t", 1, 8192, 64, 2),
         ("Llama-3.1-8B", "ct5p-hightpu-4t", 32, 4096, 64, 2),  # more chips than sequences

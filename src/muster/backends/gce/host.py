@@ -217,7 +217,7 @@ class Fate(enum.Enum):
     NEEDED = enum.auto()
     """As far as the home says."""
     SUPERSEDED = enum.auto()
-    """The run lives in a later submission."""
+    """The run lives in a later submission, which has asked for machines."""
     OVER = enum.auto()
     """It was taken back, or has ended."""
 
@@ -235,7 +235,9 @@ def fate(machine: Machine, store: Store) -> Fate:
             return Fate.OVER
         if store.get(uris.join(machine.home, RUN_ID)).data.decode().strip() != machine.run_id:
             return Fate.OVER
-        return Fate.SUPERSEDED if int(journal.submission) > int(machine.submission) else Fate.NEEDED
+        later = int(journal.submission) > int(machine.submission)
+        asked = bool(journal.supervisor_zone or journal.turns)  # one that failed before lets this run heal
+        return Fate.SUPERSEDED if later and asked else Fate.NEEDED
     except (MusterError, OSError, ValueError):
         return Fate.NEEDED
 
@@ -244,8 +246,8 @@ def leave(
     machine: Machine, found: Fate, session: Session, project: Callable[[], str] = lambda: metadata.read(PROJECT)
 ) -> int:
     """Go, as a run that is over or superseded has it. The supervisor's machine removes itself, and before that what is
-    left of a run that is over; a host, which may not, shuts down, and costs its disk alone. An exit code: a host's is
-    1, so that it is asked to shut down until it does.
+    left of a run that is over; a host, which may not, shuts down, and costs its disk alone. An exit code: 1 where it is
+    asked again until it goes.
 
     Raises:
         AccessError, Unreachable: Google does not say what there is, or does not let us.
@@ -259,7 +261,7 @@ def leave(
     stem, own = stem_of(machine.run_id), machine.name
     if superseded:  # by zone, too: the later submission's has the same name
         compute.ok("DELETE", compute.url(f"zones/{machine.zone}/instances/{own}"))
-        return 0
+        return 1
     for left in teardown.remove(compute, stem, session.clock, patience_s=GONE_WITHIN_S, spared=own):
         _say(f"still there: {left}")
     return 0

@@ -112,15 +112,20 @@ class GkeLauncher:
         submission, local = submission_of(request), _local_dir(request.run_id)
         try:
             cluster = locate.needed(submission.spec, request.run_id, self.options, self._session())
-            there = self._jobset(cluster, request.run_id)
-            going = there is not None and taken_back(cluster, there)
+            jobsets = list(self._jobsets(cluster, request.run_id))
+            going = [row for row in jobsets if taken_back(cluster, row)]
         except MusterError as error:
             error.asked = False
             raise
-        submitted = text(there, "metadata", "annotations", ANNOTATION)
-        if there is not None and (going or (_ended(there) and submitted != submission.number)):
-            self._clear(cluster, request.run_id)
-            there = None
+        there = newest([row for row in jobsets if row not in going])
+        if (
+            there is not None
+            and _ended(there)
+            and text(there, "metadata", "annotations", ANNOTATION) != submission.number
+        ):
+            going, there = jobsets, None
+        if going:
+            self._clear(cluster, request.run_id, going)
         if there is None:
             submission.check(cluster)
             if local is not None and (uri := submission.home):
@@ -289,16 +294,20 @@ class GkeLauncher:
         return cluster.list("v1", "pods", namespace=self.options.namespace, labels=label(run_id))
 
     def _jobset(self, cluster: Cluster, run_id: str) -> JsonObject | None:
-        return newest(cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id)))
+        return newest(self._jobsets(cluster, run_id))
 
-    def _clear(self, cluster: Cluster, run_id: str) -> None:
+    def _jobsets(self, cluster: Cluster, run_id: str) -> Sequence[JsonObject]:
+        return cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id))
+
+    def _clear(self, cluster: Cluster, run_id: str, going: Sequence[JsonObject]) -> None:
         """Remove what an ended submission left: a JobSet of the same name can come only after it."""
         waited_s = 0.0
-        while there := cluster.list(JOBSET_API, "jobsets", namespace=self.options.namespace, labels=label(run_id)):
-            for row in there if waited_s == 0 else ():
-                cluster.delete({**row, "apiVersion": JOBSET_API, "kind": "JobSet"})
+        uids = {text(row, "metadata", "uid") for row in going}
+        for row in going:
+            cluster.delete({**row, "apiVersion": JOBSET_API, "kind": "JobSet"})
+        while left := [row for row in self._jobsets(cluster, run_id) if text(row, "metadata", "uid") in uids]:
             if waited_s >= GONE_WITHIN_S:
-                name = text(there[0], "metadata", "name")
+                name = text(left[0], "metadata", "name")
                 raise ConflictError(f"the ended JobSet {name} is still being removed", hint="submit again in a minute")
             self.clock.sleep(2.0)
             waited_s += 2.0

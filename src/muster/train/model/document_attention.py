@@ -92,21 +92,27 @@ def _gather(tensor: Tensor, bucket: Bucket) -> Tensor:
     return torch.unflatten(part, 0, (bucket.count, bucket.length)).transpose(1, 2)
 
 
-def _scattered(parts: Sequence[Tensor], groups: Sequence[Bucket], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The inverse of ``_gather``, of all buckets: [T, H, ...] of ``shape``; values in padding are dropped. Zeros at
-    tokens of no document."""
-    flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
-    if len(groups) == 1 and groups[0].rows is None and len(flat[0]) == shape[0]:
-        return flat[0].contiguous()
+def _results(groups: Sequence[Bucket], shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Tensor | None]:
+    """Where the buckets' results go: [T, H, ...] of ``shape`` each, zeros at tokens of no document. None: one bucket
+    holds all tokens in place, and its result is the whole."""
     tokens = sum(bucket.count * bucket.length if bucket.tokens is None else len(bucket.tokens) for bucket in groups)
-    result = torch.empty(*shape, dtype=dtype) if tokens == shape[0] else torch.zeros(*shape, dtype=dtype)
-    for part, bucket in zip(flat, groups, strict=True):
-        if bucket.rows is None:
-            result[bucket.start : bucket.start + len(part)] = part
-        else:
-            assert bucket.tokens is not None and bucket.real is not None
-            result.index_copy_(0, bucket.tokens, part.index_select(0, bucket.real))
-    return result
+    if len(groups) == 1 and groups[0].rows is None and tokens == shape[0]:
+        return [None] * count
+    new = torch.empty if tokens == shape[0] else torch.zeros
+    return [new(*shape, dtype=dtype) for _ in range(count)]
+
+
+def _scatter(into: Tensor | None, part: Tensor, bucket: Bucket) -> Tensor:
+    """The inverse of ``_gather``; values in padding are dropped. Returns ``into``, or what stands for it."""
+    flat = part.transpose(1, 2).flatten(0, 1)
+    if into is None:
+        return flat.contiguous()
+    if bucket.rows is None:
+        into[bucket.start : bucket.start + len(flat)] = flat
+    else:
+        assert bucket.tokens is not None and bucket.real is not None
+        into.index_copy_(0, bucket.tokens, flat.index_select(0, bucket.real))
+    return into
 
 
 @torch.library.custom_op("muster::document_attention", mutates_args=(), device_types="cpu")
@@ -114,14 +120,16 @@ def _forward(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     groups = buckets(tuple(cu_seqlens.tolist()))
-    parts = []
+    [output_THD] = _results(groups, query_THD.shape, query_THD.dtype, 1)
+    [lse_TH] = _results(groups, query_THD.shape[:2], torch.float32, 1)
     for bucket in groups:
         query, key, value = (_gather(tensor, bucket) for tensor in (query_THD, key_THD, value_THD))
-        parts.append(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scale)
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, True, scale=scale
         )
-    output_THD = _scattered([output for output, _ in parts], groups, query_THD.shape, query_THD.dtype)
-    return output_THD, _scattered([lse for _, lse in parts], groups, query_THD.shape[:2], torch.float32)
+        output_THD, lse_TH = _scatter(output_THD, output, bucket), _scatter(lse_TH, lse, bucket)
+    assert output_THD is not None and lse_TH is not None
+    return output_THD, lse_TH
 
 
 @_forward.register_fake
@@ -142,7 +150,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = buckets(tuple(cu_seqlens.tolist()))
-    parts = []
+    grads = _results(groups, query_THD.shape, query_THD.dtype, 3)
     for bucket in groups:
         grad = _gather(grad_THD, bucket)
         if bucket.padding is not None:  # which repeats the last token: its copies must not add to keys and values
@@ -150,14 +158,13 @@ def _backward(
         query, key, value, output, lse = (
             _gather(tensor, bucket) for tensor in (query_THD, key_THD, value_THD, output_THD, lse_TH)
         )
-        parts.append(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, output, lse, 0.0, True, scale=scale
-            )
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, lse, 0.0, True, scale=scale
         )
-    shape, dtype = query_THD.shape, query_THD.dtype
-    query, key, value = (_scattered([part[place] for part in parts], groups, shape, dtype) for place in range(3))
-    return query, key, value
+        grads[:] = [_scatter(into, part, bucket) for into, part in zip(grads, parts, strict=True)]
+    query_grad, key_grad, value_grad = grads
+    assert query_grad is not None and key_grad is not None and value_grad is not None
+    return query_grad, key_grad, value_grad
 
 
 @_backward.register_fake

@@ -21,6 +21,7 @@ from muster.app.run import submit as submit_app
 from muster.backends.children import Finished
 from muster.backends.gce import host, requests
 from muster.backends.gce.compute import Compute
+from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.launcher import GceLauncher
 from muster.backends.gce.provision import Hosts
 from muster.backends.gce.submission import SUBMISSION, submission_of
@@ -487,13 +488,17 @@ def test_a_supervisor_that_comes_after_a_later_submission_removes_itself_alone(s
     assert host.fate(machine, at.bucket) is host.Fate.SUPERSEDED
     assert host.fate(dataclasses.replace(machine, submission="2"), at.bucket) is NEEDED
     assert host.fate(dataclasses.replace(machine, submission="3"), at.bucket) is NEEDED, "its own journal comes"
+    journal, generation = (file := JournalFile(store=at.bucket, home=machine.home)).read()
+    generation = file.write(dataclasses.replace(journal, supervisor_zone="", turns=()), generation)
+    assert host.fate(machine, at.bucket) is NEEDED, "the later submission failed before it asked for anything"
+    file.write(journal, generation)
     session = Session(http=at.google, clock=at.clock)
     late = requests.supervisor(submission_of(request).placement, ZONES[1], attempt=9)
     Compute(session=session, project="example-project").ok("POST", late.url, late.body)
     at.clock.sleep(120)
     assert at.names() == [machine.name, machine.name]
     there = dataclasses.replace(machine, zone=ZONES[1])
-    assert host.leave(there, host.Fate.SUPERSEDED, session, lambda: "example-project\n") == 0
+    assert host.leave(there, host.Fate.SUPERSEDED, session, lambda: "example-project\n") == 1
     at.clock.sleep(300)
     [left] = [key for key in at.google.cloud.store if "/instances/" in key]
     assert f"/{ZONES[0]}/" in left

@@ -95,7 +95,9 @@ def test_without_a_page_nothing_of_it_is_rendered():
 @pytest.fixture
 def cluster():
     applied = []
-    return SimpleNamespace(create=lambda row: applied.append(row) or row, applied=applied, serves=lambda api: False)
+    return SimpleNamespace(
+        create=lambda row: applied.append(row) or row, get=lambda row: row, applied=applied, serves=lambda api: False
+    )
 
 
 def submission(of):

@@ -17,7 +17,7 @@ VALUES = {"MY_KEY": "a value", "HF_TOKEN": "another"}
 
 def created(values):
     applied = []
-    cluster = SimpleNamespace(create=lambda row: applied.append(row) or row)
+    cluster = SimpleNamespace(create=lambda row: applied.append(row) or row, get=lambda row: row)
     Submission(spec=ASKED.spec, number="1", documents=run_manifests(ASKED)).create(cluster, "t" * 64, values)
     return applied
 

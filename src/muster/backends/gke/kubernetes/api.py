@@ -1,4 +1,4 @@
-"""A cluster's own API: objects applied by the server's own merge, read, watched and deleted."""
+"""A cluster's own API: objects created, applied by the server's own merge, read, watched and deleted."""
 
 from __future__ import annotations
 

@@ -116,7 +116,10 @@ class Connection:
         with _translated("the API server"):
             path = f"{root_of(kind.api)}/{where}{kind.plural}/{name}"
             response = self._http.request("DELETE", path, json=options)
-        return parse_reply(response.status_code, response.content)
+        reply = parse_reply(response.status_code, response.content)
+        if reply.status < 300 and not text(reply.body, "kind"):  # the object, or a Status
+            raise Unreachable("no answer from the API server that can be read")
+        return reply
 
     def read(self, path: str, query: Mapping[str, str] | None = None) -> Reply:
         """GET of a path that is no object: discovery, a log."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
-import secrets
+import contextlib
+import functools
+import hmac
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,8 @@ from muster.backends.gke.manifests import monitoring
 from muster.backends.gke.manifests.pods import secret_name
 from muster.backends.gke.operate.kueue_check import kueue_warnings
 from muster.backends.gke.operate.queue_check import refuse_unknown_queue
+from muster.backends.gke.pod.continuation import API as JOBSET_API
+from muster.backends.gke.pod.continuation import INSTANCE
 from muster.backends.gke.pod.init_container import CODE
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, ConflictError, UsageError
@@ -70,28 +75,41 @@ class Submission:
     def create(self, cluster: Cluster, token: str, values: Mapping[str, str]) -> None:
         """The Secrets of the tokens and of the run file's ``secrets`` (``values``), then the objects.
 
-        All belong to this request's Secret of the token: what arrives after the run was taken back has an owner that is
-        gone, and Kubernetes removes it. All are created, not applied: what arrives after the run was submitted again
-        changes nothing.
+        The token's Secret is marked with a digest of the request, and owns the rest. So the same request twice is one
+        job; what arrives after the run was taken back has an owner that is gone, and Kubernetes removes it (but for a
+        Secret of the token itself, which stays until the next submission or ``down``); and what arrives after the run
+        was submitted again changes nothing, since all are created, not applied.
 
         Raises:
             UsageError: a value is not there.
-            ConflictError: the JobSet of another submission is there.
+            ConflictError: another submission of the run is there, or under way.
         """
         name = text(self.jobset, "metadata", "name")
         if missing := self.spec.secrets.keys() - values.keys():
             raise UsageError(f"the value of secrets.{min(missing)} is not here", hint="submit the run file again")
-        mine = changed(self._secret(f"{name}-token", token=token), {REQUEST: secrets.token_hex(8)}, *ANNOTATIONS)
-        made = _made(cluster, mine, lambda there: at(there, *ANNOTATIONS, REQUEST) == at(mine, *ANNOTATIONS, REQUEST))
-        owner: JsonObject = {
-            "apiVersion": "v1", "kind": "Secret", "name": f"{name}-token", "uid": text(made, "metadata", "uid"),
-        }  # fmt: skip
         rest = [self._secret(secret_name(name), **values)] if self.spec.secrets else []
         if self.spec.metrics.port is not None:
             rest.append(self._secret(monitoring.secret_name(name), token=token_for_pages(token.encode())))
-        for manifest in [*rest, *self.documents]:
-            owned = changed(manifest, [owner], "metadata", "ownerReferences")
-            _made(cluster, owned, lambda there: owner["uid"] in [row["uid"] for row in _owners(there)])
+        rest += self.documents
+        # Keyed: a digest of secrets in the open would let them be guessed.
+        digest = hmac.digest(token.encode(), json.dumps([self.number, rest], sort_keys=True).encode(), "sha256").hex()
+        first = changed(self._secret(f"{name}-token", token=token), {REQUEST: digest[:32]}, *ANNOTATIONS)
+        made = _made(
+            cluster, first,
+            mine=lambda there: at(there, *ANNOTATIONS, REQUEST) == digest[:32],
+            lives=lambda there: _owns_a_jobset(cluster, there, self.jobset),
+        )  # fmt: skip
+        uid = text(made, "metadata", "uid")
+        owner: JsonObject = {"apiVersion": "v1", "kind": "Secret", "name": f"{name}-token", "uid": uid}
+        for manifest in rest:
+            _made(
+                cluster, changed(manifest, [owner], "metadata", "ownerReferences"),
+                mine=lambda there: uid in [row["uid"] for row in _owners(there)],
+                lives=functools.partial(_lives, cluster),
+            )  # fmt: skip
+        with contextlib.suppress(AccessError):  # who may make Secrets and not read them is not told
+            if text(cluster.get(first), "metadata", "uid") != uid:
+                raise ConflictError(f"another submission of {name} came between", hint="muster status shows it")
 
     def _secret(self, name: str, **values: str) -> JsonObject:
         metadata: JsonObject = {
@@ -127,11 +145,23 @@ class Submission:
 
 
 def taken_back(cluster: Cluster, jobset: JsonObject) -> bool:
-    """Whether it is going, or will: its submission was taken back, and with it the Secret that it belongs to."""
-    if text(jobset, "metadata", "deletionTimestamp"):
-        return True
-    for owner in _owners(jobset):
-        metadata = {"name": text(owner, "name"), "namespace": text(jobset, "metadata", "namespace")}
+    """Whether it is going, or will: its submission was taken back, and with it the Secret that it belongs to. Who may
+    not read Secrets is told that it stays."""
+    try:
+        return bool(text(jobset, "metadata", "deletionTimestamp")) or _orphaned(cluster, jobset)
+    except AccessError:
+        return False
+
+
+def _lives(cluster: Cluster, there: JsonObject) -> bool:
+    """Whether it is another submission's that is there, or under way. A JobSet is not looked into: ``submit`` has."""
+    return text(there, "kind") == "JobSet" or (bool(_owners(there)) and not _orphaned(cluster, there))
+
+
+def _orphaned(cluster: Cluster, there: JsonObject) -> bool:
+    """Whether the Secret that it belongs to is gone."""
+    for owner in _owners(there):
+        metadata = {"name": text(owner, "name"), "namespace": text(there, "metadata", "namespace")}
         secret = cluster.get({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})
         if text(secret, "metadata", "uid") != text(owner, "uid"):
             return True
@@ -142,18 +172,30 @@ def _owners(there: JsonObject) -> list[JsonObject]:
     return [row for row in children(there, "metadata", "ownerReferences") if text(row, "kind") == "Secret"]
 
 
-def _made(cluster: Cluster, manifest: JsonObject, mine: Callable[[JsonObject], bool]) -> JsonObject:
-    """The object, created; what an earlier submission left under its name goes, but for a JobSet."""
-    for _ in range(2):
+def _owns_a_jobset(cluster: Cluster, secret: JsonObject, jobset: JsonObject) -> bool:
+    """Whether a run that is there belongs to this Secret of its token."""
+    namespace, labels = text(jobset, "metadata", "namespace"), {INSTANCE: text(jobset, "metadata", "labels", INSTANCE)}
+    uid = text(secret, "metadata", "uid")
+    there = cluster.list(JOBSET_API, "jobsets", namespace=namespace, labels=labels)
+    return any(uid in [row["uid"] for row in _owners(one)] for one in there)
+
+
+def _made(
+    cluster: Cluster, manifest: JsonObject, *, mine: Callable[[JsonObject], bool], lives: Callable[[JsonObject], bool]
+) -> JsonObject:
+    """The object, created; under its name, what is ``mine`` is taken, and what an earlier submission left goes unless
+    it ``lives``."""
+    for _ in range(3):  # a quota's own races are answered with 409, too, and nothing is there
         if (new := cluster.create(manifest)) is not None:
             return new
         there = cluster.get(manifest)
-        if there is not None and mine(there):
+        if there is None:
+            continue
+        if mine(there):
             return there
-        if text(manifest, "kind") == "JobSet":
+        if lives(there):
             break
-        if there is not None:
-            cluster.delete(changed(manifest, text(there, "metadata", "uid"), "metadata", "uid"))
+        cluster.delete(changed(manifest, text(there, "metadata", "uid"), "metadata", "uid"))
     name = f"{text(manifest, 'kind')}/{text(manifest, 'metadata', 'name')}"
     raise ConflictError(f"{name} of another submission is there, or just going", hint="submit again in a minute")
 

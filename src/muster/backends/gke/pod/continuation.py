@@ -83,7 +83,7 @@ def queue_continuation(cluster: Cluster, namespace: str, name: str, *, at_most: 
             hint="muster submit RUN.yaml limits.max_hours=... continues it",
         )
     following = continuation(there)
-    cluster.apply(following)
+    cluster.create(following)
     return f"{namespace}/{text(following, 'metadata', 'name')}"
 
 

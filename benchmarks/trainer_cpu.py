@@ -50,7 +50,8 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.rounds, self.smoke, self.folder, self.count = arguments.rounds, arguments.smoke, folder, 0
         self.model = TINY if self.smoke else SMALL
-        self.steps = 6 if self.smoke else 14
+        # Standbys begin after the first step, and share two cores with two ranks for the steps after it.
+        self.steps = 6 if self.smoke else 40
         self.trl = jobs.peer_python("trl")
 
     def place(self) -> Path:
@@ -96,9 +97,14 @@ def tokens(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for ranks in (1, 2):
         one = bench.job(batch=4, micro=2, sequence_length=64 if bench.smoke else 256)
+        every = layouts(ranks)
+        without = {"checkpoint__snapshot_every_steps": 0}
         systems = {
             f"muster {name}": lambda one=one, ranks=ranks, keys=keys: bench.muster(one, ranks, **keys)
-            for name, keys in layouts(ranks).items()
+            for name, keys in {
+                **every,
+                **{f"{name}, no snapshots": keys | without for name, keys in every.items()},
+            }.items()
         }
         for name in BARE:
             systems[f"bare {name}"] = lambda one=one, ranks=ranks, name=name: bench.loop(

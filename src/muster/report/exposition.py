@@ -14,7 +14,7 @@ from muster.core.event_details.checkpoints import CheckpointCommitted, Checkpoin
 from muster.core.event_details.hosts import HostAllocated, HostHealth, HostReadmitted, HostReleased, HostUsage
 from muster.core.event_details.incidents import IncidentDetected, IncidentResolved
 from muster.core.event_details.run import RunFinished
-from muster.core.event_details.training import Step
+from muster.core.event_details.training import ChipsUsage, Step
 from muster.core.events import Event
 from muster.report.running_goodput import RunningGoodput
 
@@ -62,6 +62,8 @@ NETWORK = Family(
 )
 GPU_BUSY = Family("muster_gpu_utilization_ratio", "gauge", "Share of the time in which the GPU computed, lately.")
 GPU_MEMORY = Family("muster_gpu_memory_bytes", "gauge", "Memory of the GPU that is in use.")
+TPU_BUSY = Family("muster_tpu_utilization_ratio", "gauge", "Share of the time in which the chip computed, lately.")
+TPU_MEMORY = Family("muster_tpu_memory_bytes", "gauge", "Memory of the chip that is in use.")
 USD = Family("muster_usd_total", "counter", "Dollars spent on hosts whose price is known.")
 GOODPUT = Family(
     "muster_goodput_ratio", "gauge", "Tokens that count over what these hosts could have trained in their time, so far."
@@ -93,6 +95,8 @@ class RunMetrics:
     _faults: dict[str, HostHealth] = field(default_factory=dict)
     """By host, until it is readmitted."""
     _usage: dict[str, HostUsage] = field(default_factory=dict)
+    """Each host's newest."""
+    _chips: dict[str, ChipsUsage] = field(default_factory=dict)
     """Each host's newest."""
     _network: dict[tuple[str, str], int] = field(default_factory=dict)
     """(Host, direction) -> bytes so far."""
@@ -127,6 +131,8 @@ class RunMetrics:
     def _on_host(self, event: Event) -> None:
         if event.kind == HostUsage.kind:
             self._on_usage(event.host, event.read(HostUsage))
+        elif event.kind == ChipsUsage.kind:
+            self._chips[event.host] = event.read(ChipsUsage)
         elif event.kind == HostHealth.kind:
             self._faults[event.host] = event.read(HostHealth)
         elif event.kind == HostReadmitted.kind:
@@ -135,6 +141,7 @@ class RunMetrics:
             self._held[event.host] = (event.wall_ns, event.read(HostAllocated).usd_per_hour or 0.0)
         elif event.kind == HostReleased.kind and event.host in self._held:
             self._usage.pop(event.host, None)
+            self._chips.pop(event.host, None)
             bought_ns, price = self._held.pop(event.host)
             self._usd += price * max(0, event.wall_ns - bought_ns) / HOUR_NS
 
@@ -214,6 +221,12 @@ class RunMetrics:
         for host, found in usage:
             for number, size in enumerate(found.gpu_memory_bytes):
                 yield GPU_MEMORY, {"host": host, "gpu": str(number)}, size
+        for host, chips in sorted(self._chips.items()):
+            for number, share in enumerate(chips.busy):
+                yield TPU_BUSY, {"host": host, "chip": str(number)}, share
+        for host, chips in sorted(self._chips.items()):
+            for number, size in enumerate(chips.memory_bytes):
+                yield TPU_MEMORY, {"host": host, "chip": str(number)}, size
 
     def _lags(self, detail: Step) -> Iterator[Sample]:
         """How ``health.stragglers`` counts: against the others' median, so that one that is early is no lag of all."""

@@ -34,6 +34,7 @@ from muster.train.state.training_state import TrainingState
 from muster.train_jax.architecture import architecture_of, check_tp
 from muster.train_jax.arrays import Leaf, leaves_of, to_device
 from muster.train_jax.batches import check_rows
+from muster.train_jax.chips import watch_chips
 from muster.train_jax.engine import Engine, JaxModel
 from muster.train_jax.host_model import HostModel, build_host_model, rotary_of
 from muster.train_jax.layout import FSDP, ROWS, TP, mesh_of
@@ -89,9 +90,9 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
             leaves, {name: decays_weight(value, spec.training.optimizer) for name, value in trained.items()}
         ),
         group=world.control,
+        watch=watch_chips(agent),
     )
     groups = reduce_groups_of(meshes, world)
-    built = described(spec, host, mesh)
     return TrainerComponents(
         spec=spec,
         device=CPU,
@@ -100,7 +101,7 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
         batch_schedule=batch_schedule,
         meshes=meshes,
         groups=groups,
-        built=built,
+        built=(built := described(spec, host, mesh)),
         reducer=FloatReducer(built.module, groups, accumulate_locally=False),
         optimizer=optimizer,
         state=TrainingState(trained, optimizer, mirrored=engine),

@@ -27,6 +27,7 @@ from muster.train.state.training_state import placed_like
 from muster.train.training_run import TrainingRun
 from muster.train_jax.arrays import Leaf, to_device, to_host, zeros_like
 from muster.train_jax.batches import batch_arrays, groups_of_host, own_rows, rows_over_all, step_arrays
+from muster.train_jax.chips import ChipsWatch
 from muster.train_jax.generate import complete
 from muster.train_jax.model import Model, Parameters, merged, row_losses
 from muster.train_jax.step import Scalars, State, StepFunction, make_step
@@ -57,6 +58,7 @@ class Engine:
     """Whether weight decay acts on each trained parameter."""
     group: dist.ProcessGroup | None
     """gloo over all hosts; None: one."""
+    watch: ChipsWatch
     _state: State | None = None
     _fetched: int = -1
     """The step of the host's copy."""
@@ -128,6 +130,7 @@ class Engine:
         run.sums_ended()
         self._fetched = -1
         run.record_step(work, losses, total, torch.tensor(float(norm.addressable_data(0))), torch.zeros(()), rate)
+        self.watch.at_step(work.step)
 
     def over_hosts(self, number: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce a number in place over all hosts."""

@@ -148,3 +148,21 @@ def test_names_are_read_back_whatever_is_in_them():
     family = Family("muster_x", "gauge", "a \\ and\na line")
     (read_back,) = parser.text_string_to_metric_families(text_format([(family, {"run": name}, 1.5)]))
     assert read_back.samples[0].labels == {"run": name} and read_back.samples[0].value == 1.5
+
+
+def test_chips_are_told_by_host_until_it_is_released():
+    chips = {"memory_bytes": [7, 8], "busy": [0.5, 0.25]}
+    told = [
+        event("host.allocated", 1, host="host-1", gpus=0, role="active", usd_per_hour=1.0),
+        event("chips.usage", 2, step=3, host="host-1", **chips),
+        event("chips.usage", 2, step=3, host="host-0", memory_bytes=[9]),
+    ]
+    found = {key: value for key, value in read(folded(*told), 3.0).items() if "_tpu_" in key[0]}
+    first, second = (("chip", "0"), ("host", "host-1")), (("chip", "1"), ("host", "host-1"))
+    other = (("chip", "0"), ("host", "host-0"))
+    busy, memory = "muster_tpu_utilization_ratio", "muster_tpu_memory_bytes"
+    assert found == {
+        (busy, first): 0.5, (busy, second): 0.25, (memory, first): 7, (memory, second): 8, (memory, other): 9,
+    }  # fmt: skip
+    gone = event("host.released", 4, host="host-1", reason="done")
+    assert {key[1] for key in read(folded(*told, gone), 5.0) if "_tpu_" in key[0]} == {other}

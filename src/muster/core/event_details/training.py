@@ -160,6 +160,17 @@ class Generation(Detail):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChipsUsage(Detail):
+    kind: ClassVar = "chips.usage"
+    doc: ClassVar = "What the TPUs of a rank's host do, where a step ends: every 10 s at most. From every rank."
+    memory_bytes: Annotated[tuple[int, ...], "of each chip, in use (JAX)"] = ()
+    memory_peak_bytes: Annotated[tuple[int, ...], "of each chip, the most so far"] = ()
+    memory_limit_bytes: Annotated[tuple[int, ...], "of each chip, what programs may use"] = ()
+    busy: Annotated[tuple[float, ...], "of each chip: share of the time in which it computed (libtpu)"] = ()
+    tensorcore: Annotated[tuple[float, ...], "of each TensorCore: share of what it can do (libtpu)"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceWritten(Detail):
     kind: ClassVar = "trace.written"
     doc: ClassVar = "A rank's answer to `muster profile`: a trace of some steps; `step` is the last. From any rank."
@@ -172,5 +183,5 @@ class TraceWritten(Detail):
 
 
 DETAILS: tuple[type[Detail], ...] = (
-    DataPrepared, ModelReady, Step, StragglerNamed, BaselineRate, Eval, Generation, TraceWritten,
+    DataPrepared, ModelReady, Step, StragglerNamed, BaselineRate, Eval, Generation, ChipsUsage, TraceWritten,
 )  # fmt: skip

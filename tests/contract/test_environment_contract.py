@@ -128,7 +128,7 @@ def on_gke(tmp_path):
     of = spec("gke", files_of(tmp_path))
     placement = gke_place(of, run_id=RUN_ID, run_dir=HOME, options=Options())
     manifests, applied = run_manifests(placement), []
-    cluster = SimpleNamespace(apply=lambda row, dry_run=False: applied.append(row))
+    cluster = SimpleNamespace(create=lambda row: applied.append(row) or row, get=lambda row: row)
     Submission(spec=of, number="1", documents=manifests).create(cluster, "t" * 64, read_secrets(of.secrets, {}))
     held = {row["metadata"]["name"]: row["data"] for row in applied if row["kind"] == "Secret"}
     (jobset,) = [row for row in manifests if row["kind"] == "JobSet"]

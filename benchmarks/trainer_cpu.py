@@ -220,7 +220,7 @@ def prepare(bench: Bench) -> dict[str, Any]:
                 "tokens": values[0][0],
                 "seconds": round(statistics.median(s for _, s in values), 3),
                 "tokens_per_s": round(statistics.median(t / s for t, s in values)),
-                "all": [round(t / s) for t, s in values],
+                "rounds": [round(t / s) for t, s in values],
             }
             for name, values in seen.items()
         }

@@ -320,3 +320,15 @@ def program(name: str) -> str | None:
     """A tool that is installed beside this Python, else on the path; None: nowhere."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else shutil.which(name)
+
+
+def processor_ticks(proc: Path = Path("/proc")) -> tuple[int | None, int | None]:
+    """(of processors that worked, of all) since the machine began; None where the system does not say. Guests' ticks
+    are in the users' already."""
+    try:
+        with open(proc / "stat") as file:
+            user, nice, system, idle, wait, interrupt, soft, steal = map(int, file.readline().split()[1:9])
+    except (OSError, ValueError):
+        return None, None
+    busy = user + nice + system + interrupt + soft + steal
+    return busy, busy + idle + wait

@@ -216,14 +216,7 @@ def mesh(model, machine, hosts, **changes):
         ("Llama-3.1-70B", "ct5p-hightpu-4t", 16, 4096, 64, 1),
         ("Llama-3.1-8B", "ct5lp-hightpu-4t", 8, 8192, 64, 1),  # 4x8
         ("Llama-3.1-70B", "ct6e-standard-4t", 16, 2048, 64, 1),  # 8x8
-        (
-            "Llama-3.1-8B",
-            "ct5lp-hightpu-4t",
-            4,
-            2048,
-            64,
-            2,
-        ),  # 4x4: by fsdp alone it is over what the plan gives a chip
+        ("Llama-3.1-8B", "ct5lp-hightpu-4t", 4, 2048, 64, 2),  # 4x4: fsdp alone is over what the plan gives a chip
         ("Llama-3.1-8B", "ct5lp-hightpu-4t", 8, 16384, 64, 2),  # 4x8: nor do activations of 16,384 tokens
         ("Llama-3.1-8B", "ct6e-standard-8t", 1, 8192, 64, 2),
         ("Llama-3.1-8B", "ct5p-hightpu-4t", 32, 4096, 64, 2),  # more chips than sequences

@@ -19,7 +19,7 @@ from muster.agent.evidence.proc import process_state
 from muster.agent.hardware.host_check import PORTS
 from muster.agent.ranks.rank_process import Worker, kill, on_exit
 from muster.core.event_details.hosts import HostUsage
-from muster.core.processes import program
+from muster.core.processes import processor_ticks, program
 from muster.core.typed_json import Json
 from muster.health.hardware.kernel_log import pci_address
 from muster.health.hardware.own_gpus import GPUS, own_gpus
@@ -194,7 +194,7 @@ class UsageMeter:
 
 def counters(pids: list[int], *, proc: Path = Path("/proc"), ports: Path = PORTS) -> Counters:
     """Now. Ports of RDMA count beside the interfaces of the network, loopback does not."""
-    busy, everything = _ticks(proc)
+    busy, everything = processor_ticks(proc)
     received, sent = _interfaces(proc)
     for port in ports.glob("*/ports/*/counters"):
         with contextlib.suppress(OSError, ValueError):
@@ -230,17 +230,6 @@ def used(first: int, before: Counters, step: int, now: Counters) -> dict[str, Js
 
 def _grown(before: int | None, now: int | None) -> int | None:
     return now - before if before is not None and now is not None and now >= before else None
-
-
-def _ticks(proc: Path) -> tuple[int | None, int | None]:
-    """(of processors that worked, of all) since the machine began. Guests' ticks are in the users' already."""
-    try:
-        with open(proc / "stat") as file:
-            user, nice, system, idle, wait, interrupt, soft, steal = map(int, file.readline().split()[1:9])
-    except (OSError, ValueError):
-        return None, None
-    busy = user + nice + system + interrupt + soft + steal
-    return busy, busy + idle + wait
 
 
 def _interfaces(proc: Path) -> tuple[int | None, int | None]:

@@ -19,6 +19,7 @@ from muster.catalog.devices import accelerator_of
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
+from muster.core.processes import processor_ticks
 from muster.core.typed_json import Record, Unreadable, decode, encode
 from muster.plan.memory import CUDA, DeviceOverhead
 from muster.storage import run_registry
@@ -173,11 +174,8 @@ def _matmul_flops() -> tuple[float, float, str]:
 
 
 def _processor_s() -> tuple[float, float, float]:
-    """Seconds of processors so far: this process's, all programs', all there were (proc(5), /proc/stat); zeros for the
-    last two where the system does not say."""
-    try:
-        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-        ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:9]]
-    except (OSError, ValueError):
-        return time.process_time(), 0.0, 0.0
-    return time.process_time(), sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+    """Seconds of processors so far: this process's, all programs', all there were; zeros for the last two where the
+    system does not say."""
+    busy, everything = processor_ticks()
+    a_second = os.sysconf("SC_CLK_TCK")
+    return time.process_time(), (busy or 0) / a_second, (everything or 0) / a_second

@@ -48,6 +48,13 @@ def test_what_comes_after_the_next_submission_changes_nothing(launcher, google, 
         assert settled(google) == before, f"{method} {target}"
 
 
+def late_jobset(launcher, request_, writes):
+    """The request for the JobSet of a submission that was taken back."""
+    launcher.cancel(launcher.submit(request_))
+    (late,) = [row for row in writes if row[0] == "POST" and "/jobsets" in row[1]]
+    return late
+
+
 def test_a_jobset_that_comes_after_down_is_not_taken_for_the_next_submissions(
     launcher,
     google,
@@ -55,8 +62,7 @@ def test_a_jobset_that_comes_after_down_is_not_taken_for_the_next_submissions(
     writes,
     monkeypatch,
 ):
-    launcher.cancel(launcher.submit(request_))
-    (late,) = [row for row in writes if row[0] == "POST" and "/jobsets" in row[1]]
+    late = late_jobset(launcher, request_, writes)
     monkeypatch.setattr(google.kubernetes, "_collect", lambda: None)  # Kubernetes takes its time
     google.kubernetes.handle(*late)
     monkeypatch.setattr(launcher.clock, "sleep", lambda _seconds: None, raising=False)
@@ -74,8 +80,7 @@ def test_a_jobset_that_comes_in_the_middle_of_a_submission_is_said_and_left(
     writes,
     monkeypatch,
 ):
-    launcher.cancel(launcher.submit(request_))
-    (late,) = [row for row in writes if row[0] == "POST" and "/jobsets" in row[1]]
+    late = late_jobset(launcher, request_, writes)
     plain = google.kubernetes.handle
 
     def handle(method, target, body=b""):

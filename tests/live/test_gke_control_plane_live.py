@@ -147,12 +147,21 @@ def test_a_pods_account_reads_its_nodes_xids_once_it_may(plane, tmp_path):
         [sys.executable, "-m", WATCHER, "node1", "--every-s", "0.2", "--account", str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **where},
     )  # fmt: skip
+    decode = reader_of(NODE_CONDITIONS)
+    passing = []
+
+    def told(wanted):
+        """The next message that says something of the node: a server of a loaded machine may fail one look in between."""
+        while (found := decode(child.stdout.readline())).problem:
+            passing.append(found.problem)
+            assert len(passing) < 20, passing
+        assert found == wanted, (found, passing)
+
     try:
-        decode = reader_of(NODE_CONDITIONS)
         refused = decode(child.stdout.readline())
         assert "cannot get resource" in refused.problem and "default:muster" in refused.problem
         plane.apply(path, bound)
-        assert decode(child.stdout.readline()) == NodeCondition(), "the node has none"
+        told(NodeCondition())  # the node has none
         for reason in ('{"48":true}', '{"48":true,"79":true}'):
             row = {"type": CONDITION, "status": "True", "reason": reason, "lastTransitionTime": "2026-11-24T04:00:00Z"}
             status, said = plane.call(
@@ -160,8 +169,7 @@ def test_a_pods_account_reads_its_nodes_xids_once_it_may(plane, tmp_path):
                 "application/strategic-merge-patch+json",
             )  # fmt: skip
             assert status == 200, said
-            found = decode(child.stdout.readline())
-            assert (found.status, found.reason, found.since) == ("True", reason, "2026-11-24T04:00:00Z")
+            told(NodeCondition(status="True", reason=reason, since="2026-11-24T04:00:00Z"))
         child.communicate(timeout=60)
         assert child.returncode == 0, "it ends with its standard input"
     finally:

@@ -204,8 +204,8 @@ class HostAgent:
     def _start(self) -> None:
         self.home.start(self.log.writer)
         self.kernel_log.start()
+        self.programs.start()  # ranks' imports take the longest, and the replicator is waited for
         self.replicator.start()
-        self.programs.start()
         typed_json.prepare(*to_agent.TO_AGENT.messages, *to_supervisor.FROM_AGENT.messages, *TO_RANK.messages)
 
     def _on_set_up(self) -> None:

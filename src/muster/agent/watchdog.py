@@ -13,27 +13,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from muster.agent.heartbeat import HeartbeatSender
-from muster.agent.host_event_log import writer_of
-from muster.agent.host_home import ship_rest
-from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
-from muster.core.errors import MusterError
-from muster.protocol.hello import MAX_BEAT_S
-from muster.protocol.version import OtherVersion
-from muster.storage.home import open_home
+from muster.core.errors import MusterError, UsageError
 from muster.transport.listening import raise_soft_limit
-from muster.transport.secure_session import run_token
+
+# Imports that an agent's start does not need wait until it is started: they take as long as half of the agent's own.
+if TYPE_CHECKING:
+    from muster.agent.heartbeat import HeartbeatSender
 
 #: Heartbeats in a heartbeat timeout. One wakes this process, and costs a tenth of a millisecond on busy cores; a host
 #: counts as silent once three are missing and most of the time of a fourth has gone by.
 BEATS = 4
-#: Exit codes of an agent that has come to its own end.
-GRACEFUL = (0, OtherVersion.exit_code, 75, 130)
+#: Exit codes of an agent that has come to its own end; a ``UsageError`` is ``protocol.version.OtherVersion``.
+GRACEFUL = (0, UsageError.exit_code, 75, 130)
 
 
 def main() -> None:
@@ -47,24 +44,41 @@ def main() -> None:
     except (MusterError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    spec = RunSpec.model_validate_json(held)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, nice - 10)  # a heartbeat must not wait for the ranks' work
-    heartbeat = HeartbeatSender(
-        run_dir=run_dir,
-        host=arguments.host,
-        token=run_token(run_dir),
-        every_s=min(spec.recovery.heartbeat_timeout_s / BEATS, MAX_BEAT_S),
-    )
     argv = [sys.executable, "-P", "-m", "muster.agent.host_agent", *sys.argv[1:]]
     # MUSTER_NICE: the user's own niceness, to which the programs below return.
     environ = {**environment.inherited(), "MUSTER_NICE": str(nice), "MUSTER_WATCHDOG": str(os.getpid())}
-    code = keep_running(argv, environ, heartbeat)
+    heartbeat = functools.cache(lambda: _heartbeat(arguments, held))
+    code = keep_running(argv, environ, lambda fd: heartbeat().send_until(fd))
     if code not in GRACEFUL:
-        home = open_home(run_dir)
-        ship_rest(home, writer_of(home, host=arguments.host, pod=environment.current().pod))
+        _ship_rest(arguments)
     sys.exit(code)
+
+
+def _heartbeat(arguments: argparse.Namespace, resolved: str) -> HeartbeatSender:
+    from muster.agent.heartbeat import HeartbeatSender
+    from muster.config.spec import RunSpec
+    from muster.protocol.hello import MAX_BEAT_S
+    from muster.transport.secure_session import run_token
+
+    limit_s = RunSpec.model_validate_json(resolved).recovery.heartbeat_timeout_s
+    return HeartbeatSender(
+        run_dir=arguments.run_dir,
+        host=arguments.host,
+        token=run_token(arguments.run_dir),
+        every_s=min(limit_s / BEATS, MAX_BEAT_S),
+    )
+
+
+def _ship_rest(arguments: argparse.Namespace) -> None:
+    from muster.agent.host_event_log import writer_of
+    from muster.agent.host_home import ship_rest
+    from muster.storage.home import open_home
+
+    home = open_home(arguments.run_dir)
+    ship_rest(home, writer_of(home, host=arguments.host, pod=environment.current().pod))
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
@@ -81,8 +95,10 @@ def parse_arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: HeartbeatSender) -> int:
+def keep_running(argv: list[str], environ: Mapping[str, str], beat_until: Callable[[int], None]) -> int:
     """Start ``argv``; restart it when it dies by a signal or a fault; return its code when it ends normally.
+
+    ``beat_until`` sends heartbeats until a descriptor, the child's pidfd, is readable.
 
     So it does where the supervisor is of another version.
     A child that dies young three times in a row will die again: give up with its code.
@@ -99,7 +115,11 @@ def keep_running(argv: list[str], environ: Mapping[str, str], heartbeat: Heartbe
         if environment.read(environ).term_ignored:  # the supervisor gets it and saves on all hosts (Slurm)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fd = os.pidfd_open(pid)
-        heartbeat.send_until(fd)
+        try:
+            beat_until(fd)
+        except BaseException:  # an agent that comes up after this process has gone would not know that it was there
+            os.kill(pid, signal.SIGKILL)
+            raise
         os.close(fd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)

@@ -15,6 +15,8 @@ from waiting import eventually
 from muster.agent.fork_server_process import AGAIN_S, DEATHS
 from muster.agent.host_identity import LIMITED, HostIdentity
 from muster.agent.watchdog import GRACEFUL, keep_running
+from muster.core.errors import AccessError
+from muster.protocol.version import OtherVersion
 
 AGENT = """
 import os, resource, sys
@@ -34,9 +36,8 @@ print("an agent with", "all" if hard == int(sys.argv[2]) else hard)
 """
 
 
-class NoHeartbeat:
-    def send_until(self, fd: int) -> None:
-        select.select([fd], [], [])
+def no_beat_until(fd: int) -> None:
+    select.select([fd], [], [])
 
 
 def test_it_ends_and_its_keeper_starts_one_with_limits_of_its_own(tmp_path, capfd):
@@ -44,14 +45,31 @@ def test_it_ends_and_its_keeper_starts_one_with_limits_of_its_own(tmp_path, capf
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     argv = [sys.executable, "-c", AGENT, str(tmp_path), str(hard)]
     try:
-        assert keep_running(argv, dict(os.environ), NoHeartbeat()) == 0
+        assert keep_running(argv, dict(os.environ), no_beat_until) == 0
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     said = capfd.readouterr()
     assert len(list(tmp_path.iterdir())) == 2, "two agents, and nothing started by the first"
     assert "an agent with all" in said.out and "was lowered from" in said.err and "keeper starts another" in said.err
-    assert LIMITED not in GRACEFUL
+    assert LIMITED not in GRACEFUL and OtherVersion.exit_code in GRACEFUL
+
+
+def test_an_agent_does_not_outlive_a_keeper_that_cannot_send_a_beat(tmp_path):
+    argv, began = [sys.executable, "-c", "import time; time.sleep(300)"], time.monotonic()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def beat_until(_fd: int) -> None:
+        raise AccessError("no token")
+
+    try:
+        with pytest.raises(AccessError):
+            keep_running(argv, dict(os.environ), beat_until)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    _, status = os.wait()
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL and time.monotonic() - began < 200
 
 
 SOFT = """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from muster import backends
-from muster.app.planning.auto_layout import laid_out
 from muster.app.planning.model_shape import unfit
-from muster.app.planning.prices import priced
-from muster.app.planning.source_run import located
+from muster.app.planning.source_run import located, weights_of
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core.errors import RunFileError
@@ -26,8 +26,25 @@ def resolved(spec: RunSpec, launcher: Launcher) -> tuple[RunSpec, str | None]:
     here = backends.get(spec.backend).capabilities.uses_this_machine
     if here:
         load_policy(spec.recovery.policy)  # an unusable file is reported now, not by a supervisor in the background
-    spec, why = laid_out(launcher.resolve(spec))
-    return (spec if here else priced(spec)), why
+    spec, why = launcher.resolve(spec), None
+    if spec.parallelism.auto:  # the plan and the prices are imported by runs that need them, the example starts without
+        from muster.app.planning.auto_layout import laid_out
+
+        spec, why = laid_out(spec)
+    if not here:
+        from muster.app.planning.prices import priced
+
+        spec = priced(spec)
+    return spec, why
+
+
+def with_weights(spec: RunSpec, tell: Callable[[str], None]) -> RunSpec:
+    """As ``export.with_weights``, which is imported where ``model.source`` names a run: it brings reports and cards."""
+    if weights_of(spec) is None:
+        return spec
+    from muster.app.run import export
+
+    return export.with_weights(spec, tell)
 
 
 def refuse(spec: RunSpec) -> None:

@@ -15,7 +15,7 @@ from muster import __version__, backends
 from muster.app.inspect.home_view import home_of
 from muster.app.inspect.status import spec_of
 from muster.app.planning.source_run import located
-from muster.app.run import export, resolve
+from muster.app.run import resolve
 from muster.app.run.mend import as_submitted
 from muster.backends import code_bundle
 from muster.backends.protocols import Launcher
@@ -116,7 +116,7 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _text
     """
     launcher = backends.load(loaded.spec.backend)
     with _placing(loaded):
-        spec, layout_reason = resolve.resolved(export.with_weights(loaded.spec, tell), launcher)
+        spec, layout_reason = resolve.resolved(resolve.with_weights(loaded.spec, tell), launcher)
     path, held = _own_folder(spec, launcher)
     if path is not None and held is not None:
         check_same_run(RunDir(path=path, run_id=held), spec)

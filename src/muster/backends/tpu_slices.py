@@ -1,11 +1,11 @@
-"""Slices of TPUs as a run file asks for them, wherever their machines are. Pure."""
+"""Ranks, devices and slices of TPUs that a run file asks for, held against a machine, wherever that is. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from muster.catalog import rows
+from muster.catalog import gke, rows, vertex
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 
@@ -37,6 +37,18 @@ def device_problems(spec: RunSpec, machine: str, chips: int) -> Iterator[Problem
         hint = "resources.device: tpu" if chips else "resources.accelerator: TPU-v5e, TPU-v5p or TPU-v6e"
         message = f"{machine} {has}, and a run is of GPUs or of TPUs"
         yield Problem("resources.device", message, value=device, hint=hint)
+
+
+def machine_problems(spec: RunSpec, machine: gke.Machine | vertex.Machine) -> Iterator[Problem]:
+    """More ranks than ``machine`` has GPUs, or a device that it is not for."""
+    ranks, device = spec.resources.ranks_per_host, spec.resources.device
+    if machine.gpus and ranks and ranks > machine.gpus:
+        message = f"more ranks than GPUs on {machine.name}: it has {machine.gpus}"
+        yield Problem("resources.ranks_per_host", message, value=ranks)
+    if wrong := next(device_problems(spec, machine.name, machine.chips), None):
+        yield wrong
+    elif (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
+        yield Problem("resources.device", f"{machine.name} has {machine.gpus} GPUs", value=device)
 
 
 def slice_problems(spec: RunSpec, machine: str, chips: int) -> Iterator[Problem]:

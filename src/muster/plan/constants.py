@@ -30,12 +30,17 @@ class Constants:
     """A machine's rate to and from a bucket (modelled)."""
     host_s_per_layer: float = 0.6e-3
     """Python and launch time of a layer's forward and backward; compiled half of it (modelled)."""
+    split_matrix_s: float = 0.0
+    """A rank's time around each matrix that tensor parallel splits, in a round, beside its all-reduce's bytes. On a GPU
+    kernels hide it."""
     precision: str = "bf16"
 
 
 DEFAULT = Constants()
-#: Ranks on a CPU move their bytes with the cores that compute: nothing is hidden.
-ON_CPU = Constants(efficiency=0.65, overlap=0.0, copies_beside=False)
+#: Ranks on a CPU move their bytes with the cores that compute: nothing is hidden. A split matrix: 14 operations through
+#: DTensor and autograd around it 1.2 ms, copies for its all-reduce 0.7 ms, gloo's latency 0.3 ms (two ranks on two
+#: shared cores, taken apart on a busy machine and scaled to a quiet one by one rank: benchmarks/RESULTS.md).
+ON_CPU = Constants(efficiency=0.65, overlap=0.0, copies_beside=False, split_matrix_s=2.2e-3)
 #: Tokens of a document at which a kernel reaches half of its rate at long ones: within 6 % for Flash Attention 2 at 1k
 #: to 16k tokens in the source of the table.
 ATTENTION_HALF_TOKENS = 300

@@ -8,7 +8,8 @@ Model FLOP utilisation is an outcome, never an input. What is modelled:
 * the rest of a layer is memory traffic: passes over its activations, fewer where compiled;
 * FSDP: each round gathers every unit for the forward pass, again for the backward pass (if resharded), and
   reduce-scatters float32 gradients; the share ``overlap`` of arithmetic can hide it, the rest is exposed;
-* tensor parallel: four all-reduces of the stream a layer and round (two more where layers run again), not hidden;
+* tensor parallel: an all-reduce of the stream for each matrix of a layer and round, since DTensor sums the gradient of
+  each one's input by itself (other stacks and XLA: four in all; two more where layers run again), not hidden;
 * replicas: one all-reduce of float32 gradient shards in the last round, which the same share of its backward pass hides
   (the trainer begins a unit's when its gradient is final).
 
@@ -102,7 +103,7 @@ def step_time(
     weights = matrices / arithmetic / (3.0 + again) if work.trains_all else 0.0  # the head counts along: it is small
     links = Links(option.fabric, option.offer.gpus_per_node, num_nodes, layout.tp, layout.shards)
     exposed = _sharding(work, setting, links, rounds, arithmetic, forward_share, constants)
-    tensor = _tensor(work, setting, links, rounds) * (1 - work.hidden_tensor_parallel)
+    tensor = _tensor(work, setting, option, links, rounds, constants) * (1 - work.hidden_tensor_parallel)
     useful = work.useful_flops_per_token() * work.tokens_per_step * work.fill
     padding = setting.padding(work)
     parts = {
@@ -280,15 +281,16 @@ def _sharding(
     return rounds * (unhidden + ends)
 
 
-def _tensor(work: Workload, setting: Setting, links: Links, rounds: int) -> float:
-    """Seconds of the all-reduces inside layers."""
-    tp = setting.layout.tp
+def _tensor(work: Workload, setting: Setting, option: Option, links: Links, rounds: int, constants: Constants) -> float:
+    """Seconds of the all-reduces inside layers, and of what a rank on a CPU spends around each."""
+    tp, shape = setting.layout.tp, work.shape
     if tp == 1:
         return 0.0
-    stream = setting.micro_batch_size * work.sequence_length * work.shape.hidden * work.compute_bytes
-    calls = 4 + (2 if setting.activation_checkpointing == "full" else 0)
-    call_s = 2 * (tp - 1) / tp * stream / links.tensor() + ALLREDUCE_LATENCY_S
-    return rounds * work.shape.layers / setting.layout.pp * calls * call_s
+    stream = setting.micro_batch_size * work.sequence_length * shape.hidden * work.compute_bytes
+    calls = 4 if work.inputs_summed or option.is_tpu else len(shape.linears())
+    calls += 2 if setting.activation_checkpointing == "full" else 0
+    call_s = 2 * (tp - 1) / tp * stream / links.tensor() + ALLREDUCE_LATENCY_S + constants.split_matrix_s
+    return rounds * shape.layers / setting.layout.pp * calls * call_s
 
 
 def _context(work: Workload, setting: Setting, links: Links, rounds: int) -> float:

@@ -8,10 +8,10 @@ from planning import job, option
 from muster.core.errors import NoPlanError
 from muster.core.layout import kept_in_v
 from muster.core.types import Layout
-from muster.plan.constants import DEFAULT
+from muster.plan.constants import DEFAULT, ON_CPU
 from muster.plan.layouts import Pins, layouts
 from muster.plan.memory import memory
-from muster.plan.step_time import step_time, tokens_per_second_per_gpu
+from muster.plan.step_time import ALLREDUCE_LATENCY_S, step_time, tokens_per_second_per_gpu
 from muster.plan.workload import Setting
 
 
@@ -110,7 +110,20 @@ def test_tensor_parallel_costs_reductions():
     time = step_time(job(), at(1, tp=8), option(), 1)
     stream = 4096 * 4096 * 2
     one = 2 * 7 / 8 * stream / (450e9 * 0.8) + 30e-6
-    assert time.parts["tensor parallel"] == pytest.approx(64 * 32 * 4 * one, rel=1e-6)
+    assert time.parts["tensor parallel"] == pytest.approx(64 * 32 * 7 * one, rel=1e-6), "one for each matrix"
+    summed = step_time(job(inputs_summed=True), at(1, tp=8), option(), 1)
+    assert summed.parts["tensor parallel"] == pytest.approx(64 * 32 * 4 * one, rel=1e-6)
+
+
+def test_on_a_cpu_each_split_matrix_costs_its_dispatch_beside_its_bytes():
+    """Nothing runs ahead there, as kernels of a GPU do: the rank that dispatches is the one that computes."""
+    two = at(1, tp=2)
+    dear, free = (
+        step_time(job(), two, option(), 1, replace(ON_CPU, split_matrix_s=seconds)).parts["tensor parallel"]
+        for seconds in (ON_CPU.split_matrix_s, 0.0)
+    )
+    assert dear - free == pytest.approx(64 * 32 * 7 * ON_CPU.split_matrix_s)
+    assert ON_CPU.split_matrix_s > 10 * ALLREDUCE_LATENCY_S and DEFAULT.split_matrix_s == 0
 
 
 def test_fp8_is_faster_but_not_for_attention():

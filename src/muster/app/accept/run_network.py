@@ -84,8 +84,8 @@ def judged(measured: NetworkMeasured, *, family: str) -> str:
     said = f"{' and '.join(measured.hosts)}, {measured.library}, {measured.ranks} ranks: {said}{more}"
     if why := _ended(measured):
         said += f"; {why}"
-    if unjudged(findings, family=family):
-        raise MusterError(f"{said}; not judged, so not passed")
+    if why := unjudged(findings, family=family):
+        raise MusterError(f"{said}; {why}")
     if any(one.verdict.faulty for one in findings):
         raise MusterError(said)
     return said

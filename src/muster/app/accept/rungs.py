@@ -174,9 +174,9 @@ class Trial:
         wrong = [one.message for one in checked.findings if one.verdict.faulty or one.verdict is Verdict.INCOMPLETE]
         if wrong:
             raise MusterError("; ".join(wrong))
-        if unjudged(checked.findings, family=test.family):
+        if why := unjudged(checked.findings, family=test.family):
             said = [one.message for one in checked.findings if one.check == "net.busbw"]
-            raise MusterError("; ".join([*said, "not judged, so not passed"]))
+            raise MusterError("; ".join([*said, why]))
         return f"{' and '.join(hosts)}: {checked.assessment.level:.3g} GB/s"
 
     def _network_of_run(self, meter: Meter) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from muster.backends.bucket_paths import as_uri, home_of
 from muster.backends.gce.placement import LONGEST_S, SEVEN_DAYS_S, Placement, machine_of, place, region_of
-from muster.backends.tpu_slices import device_problems, slice_problems
+from muster.backends.tpu_slices import machine_problems, slice_problems
 from muster.catalog import gce
 from muster.catalog.gce import CALENDAR, FLEX_START, RESERVATION, SPOT
 from muster.config.spec import RunSpec
@@ -189,18 +189,10 @@ def _inputs(placement: Placement) -> Iterator[Problem]:
 
 
 def _ranks_and_device(placement: Placement) -> Iterator[Problem]:
-    resources, machine = placement.spec.resources, placement.machine
-    ranks, device = resources.ranks_per_host, resources.device
-    if machine.gpus and ranks and ranks > machine.gpus:
-        message = f"more ranks than GPUs on {machine.name}: it has {machine.gpus}"
-        yield Problem("resources.ranks_per_host", message, value=ranks)
-    wrong = next(device_problems(placement.spec, machine.name, machine.chips), None)
-    if wrong is not None:
-        yield wrong
-    elif (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
-        yield Problem("resources.device", f"{machine.name} has {machine.gpus} GPUs", value=device)
+    spec, machine = placement.spec, placement.machine
+    yield from machine_problems(spec, machine)
     if machine.chips:
-        yield from slice_problems(placement.spec, machine.name, machine.chips)
+        yield from slice_problems(spec, machine.name, machine.chips)
 
 
 def _reducers(placement: Placement) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from muster.backends.bucket_paths import as_uri, home_of
-from muster.backends.tpu_slices import device_problems, slice_problems
+from muster.backends.tpu_slices import machine_problems, slice_problems
 from muster.backends.vertex import reducers
 from muster.backends.vertex.placement import SEVEN_DAYS_S, Placement, machine_of, place
 from muster.catalog import rows, vertex
@@ -185,16 +185,7 @@ def _home(placement: Placement) -> Iterator[Problem]:
 
 
 def _ranks_and_device(placement: Placement) -> Iterator[Problem]:
-    resources, machine = placement.spec.resources, placement.machine
-    ranks, device = resources.ranks_per_host, resources.device
-    if machine.gpus and ranks and ranks > machine.gpus:
-        message = f"more ranks than GPUs on {machine.name}: it has {machine.gpus}"
-        yield Problem("resources.ranks_per_host", message, value=ranks)
-    wrong = next(device_problems(placement.spec, machine.name, machine.chips), None)
-    if wrong is not None:
-        yield wrong
-    elif (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
-        yield Problem("resources.device", f"{machine.name} has {machine.gpus} GPUs", value=device)
+    yield from machine_problems(placement.spec, placement.machine)
 
 
 def _slice(placement: Placement) -> Iterator[Problem]:

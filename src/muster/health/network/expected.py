@@ -88,11 +88,10 @@ def judge_level(rung: Rung, *, hosts: int, family: str) -> Finding:
     )  # fmt: skip
 
 
-def unjudged(findings: Iterable[Finding], *, family: str) -> bool:
-    """The family's figure is known, and no level was held against it."""
-    return expected_bandwidth(family) is not None and not any(
-        one.check == "net.busbw" and one.expected for one in findings
-    )
+def unjudged(findings: Iterable[Finding], *, family: str) -> str:
+    """What is to be said where the family's figure is known and no level was held against it; else empty."""
+    held = any(one.check == "net.busbw" and one.expected for one in findings)
+    return "" if held or expected_bandwidth(family) is None else "not judged, so not passed"
 
 
 def judge_history(now: Past, past: Iterable[Past]) -> Finding | None:

@@ -162,15 +162,16 @@ def rank_fails(found, name, rng, _):
         )
 
 
-def peers_words_come_first(found, name, rng, _):
-    host, last = found.hosts[name], rng.choice(LAST_WORDS)
+def two_ranks_end(found, name, rng, _):
+    """The second is the cause of the first one's end, or each has its own."""
+    host, first, last = found.hosts[name], rng.choice((LOST_PEER, LOST_PEER, None)), rng.choice((*LAST_WORDS, None))
     victims = list(found.machine.state.ranks)
-    if len(victims) < 2 or not found.kill_rank(victims[0], code=1, last=LOST_PEER):
+    if len(victims) < 2 or not found.kill_rank(victims[0], code=1 if first else -9, last=first):
         return
-    cause = found.running(victims[1])
-    if cause is not None:
-        message = found.exit_of(host, victims[1], 1, last)
-        found.after(found.stages.detect_exit_s + 0.001, lambda: found.receive_from(cause, message))
+    other = found.running(victims[1])
+    if other is not None:
+        message = found.exit_of(host, victims[1], 1 if last else -9, last)
+        found.after(found.stages.detect_exit_s + 0.001, lambda: found.receive_from(other, message))
 
 
 def rank_hangs(found, name, rng, _):
@@ -270,7 +271,7 @@ def everything_is_lost(found, name, rng, supervisor):
 
 
 FAULTS = (
-    rank_is_killed, rank_is_killed, rank_fails, rank_fails, rank_fails, peers_words_come_first, rank_hangs, false_alarm,
+    rank_is_killed, rank_is_killed, rank_fails, rank_fails, rank_fails, two_ranks_end, rank_hangs, false_alarm,
     snapshot_rots, snapshot_rots,
     host_is_lost, host_is_lost, host_gets_notice, detector_reports, detector_reports, host_cannot_start, save_fails,
     checkpoint_is_committed, user_stops, supervisor_is_lost, supervisor_is_lost,

@@ -4,8 +4,6 @@ Link delay, loss, throttling and bit flips (20, 21, 25, 27, 29, 30): here a dete
 the answer is tested.
 """
 
-import signal
-
 import pytest
 from fakes import incident_kinds
 from fakes.virtual_run import actions
@@ -19,7 +17,7 @@ from muster.policy.builtin import SHIPPED
 from muster.policy.load import complete
 from muster.protocol.client import HealthReport
 from muster.protocol.hello import AgentHello
-from muster.protocol.to_supervisor import RankExit, StartFailed
+from muster.protocol.to_supervisor import StartFailed
 from muster.protocol.values import LastWords
 from muster.protocol.version import MINE
 from muster.simulate.cluster import Cluster
@@ -174,45 +172,6 @@ def test_a_policy_that_wants_nonsense_ends_the_run_with_its_word():
 
 
 # ---------------------------------------------------------------- ranks
-
-
-def test_a_cause_that_arrives_after_its_consequence_is_the_one_that_is_judged():
-    """7: rank 0 reports the broken connection first; the exception of rank 1 comes a moment later."""
-    cluster = cluster_of(spec_of(hosts=2))
-    gloo = LastWords(exception="RuntimeError", message="Connection reset by peer")
-    own = LastWords(exception="ValueError", message="bad row 17")
-
-    def fail():
-        host = cluster.machine.state.ranks[1]
-        attempt = cluster.machine.state.attempt
-        cluster.kill_rank(0, code=1, last=gloo)
-        message = RankExit(attempt=attempt, rank=1, pid=2, code=1, step=-1, last=own)
-        cluster.after(cluster.stages.detect_exit_s + 0.001, lambda: from_host(cluster, host, message))
-
-    cluster.at(10.0, fail)
-    cluster.at(10.3, fail)
-    end = cluster.run()
-    assert actions(cluster) == ["restart", "restart", "restart", "stop"]
-    assert end.exit_code == 1 and "bad row 17" in end.reason
-    assert len(logged(cluster, "attempt.started")) == 2, "each failure was carried out once"
-
-
-@pytest.mark.parametrize("code", [-9, -11])
-def test_a_killed_rank_is_named_where_its_peers_broken_connection_is_told_first(code):
-    """One restart, which counts once; whoever reads the log learns of the signal."""
-    cluster = cluster_of(spec_of(hosts=2))
-
-    def fail():
-        host, attempt = cluster.machine.state.ranks[1], cluster.machine.state.attempt
-        cluster.kill_rank(0, code=1, last=LastWords(exception="RuntimeError", message="Connection reset by peer"))
-        message = RankExit(attempt=attempt, rank=1, pid=2, code=code, step=-1)
-        cluster.after(cluster.stages.detect_exit_s + 0.001, lambda: from_host(cluster, host, message))
-
-    cluster.at(10.0, fail)
-    assert cluster.run().exit_code == 0
-    told = [(event.rank, event.detail["evidence"]) for event in logged(cluster, "incident.detected")]
-    assert [rank for rank, _ in told] == [0, 1] and f"was killed by {signal.Signals(-code).name}" in told[1][1]
-    assert len(logged(cluster, "attempt.started")) == 2, "it was carried out once"
 
 
 def test_an_error_at_once_after_the_restart_counts_as_the_same_step():

@@ -16,14 +16,13 @@ from muster.core.typed_json import Unreadable
 from muster.protocol.codec import encode
 from muster.protocol.hello import BeatHello
 from muster.protocol.lease import LeaseRecord, read_lease
-from muster.protocol.to_supervisor import Beat
+from muster.protocol.to_supervisor import BEAT_FRAME
 from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion
 from muster.transport.listening import HELLO_S
 from muster.transport.secure_session import Session
 from muster.transport.stream import write
 
-BEAT = encode(Beat())
 #: So many beats are authenticated at once. One at a time, that costs as much as sending it: the ranks' work has put the
 #: code of it out of the processor's caches meanwhile.
 AHEAD = 64
@@ -120,7 +119,7 @@ class HeartbeatSender:
             return
         if not self._ahead:
             for _ in range(AHEAD if self._session.ready else 1):
-                self._session.send(BEAT)
+                self._session.send(BEAT_FRAME)
                 self._ahead.append(self._session.outgoing())
             self._ahead.reverse()
         try:

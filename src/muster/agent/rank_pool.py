@@ -123,13 +123,12 @@ class RankPool:
             self._send(StartFailed(reason=f"{host} cannot start attempt {order.attempt}: {reason}"))
 
     def _start(self, order: StartAttempt) -> None:
-        attempt = order.attempt
         retained = self._retained.assigned(self.living(), order.contexts)
-        self._kill(attempt - 1, spared=retained)
+        self._kill(order.attempt - 1, spared=retained)
         self.orphans.kill()
-        self.attempt, self._ending = attempt, None
+        self.attempt, self._ending = order.attempt, None
         self.exits.clear()
-        self._log.open(attempt)
+        self._log.open(order.attempt)
         moves: list[tuple[Worker, RankContext]] = []
         for context in self._snapshots.begin(order):
             worker = next((worker for worker in retained if worker.rank == context.kept_rank), None)
@@ -230,8 +229,8 @@ class RankPool:
         if worker.peer is not None:
             self._hub.drain(worker.peer)  # its last message may still be in the socket
         last = worker.last = last_words(worker, self._identity.run_dir)
-        if last is not None and worker.orphaned:  # a rank that sent its last message was not killed
-            worker.exit_code = 1 if last.left is None else last.left
+        if last is not None and (worker.orphaned or worker.was_killed):  # it ended by itself: it had said so before
+            worker.exit_code, worker.was_killed = 1 if last.left is None else last.left, False
         self._log.write("rank.exited", {"exit_code": worker.exit_code, **last_reasons(last)}, rank=worker.rank)
         if last is not None:
             self._snapshots.drop(last.rejected)
@@ -242,14 +241,15 @@ class RankPool:
         self._report_drained()
 
     def _report_drained(self) -> None:
-        """Report once every rank of the ended attempt is gone or paused, and the GPUs are reset."""
+        """Report once every rank of the ended attempt is gone and told, or paused, and the GPUs are reset."""
         ending, living = self._ending, self.living()
         if ending is None or self.orphans.ending:
             return
-        ended = [worker for worker in living if worker.attempt <= ending]
-        if any(worker.paused is None for worker in ended) or not self.gpu_reset.is_done():
+        # One that is gone and not told may be the cause, and once the next attempt has started nobody listens to it.
+        owed = any(worker.paused is None for worker in self.workers.values() if worker.attempt <= ending)
+        if owed or not self.gpu_reset.is_done():
             return
-        kept = {worker.rank: worker.paused for worker in ended if worker.paused is not None}
+        kept = {one.rank: one.paused for one in living if one.attempt <= ending and one.paused is not None}
         self._send(RanksEnded(attempt=ending, snapshots=self._snapshots.held(), kept=kept, reset=self._reset_result))
         self._reset_result = None
         self._ending = None

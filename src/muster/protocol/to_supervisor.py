@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import Count, Int64, Record, Seconds, Step
 from muster.protocol.channel import Channel
+from muster.protocol.codec import encode
 from muster.protocol.hello import AgentHello, BeatHello, ClientHello, Refused
 from muster.protocol.to_agent import FlushedFile
 from muster.protocol.values import Address, HostLook, LastWords, RankEvent, StoreAddress
@@ -181,6 +182,10 @@ class Pong(Record):
 @dataclass(frozen=True, kw_only=True)
 class Beat(Record):
     """The host lives."""
+
+
+#: The only frame that a watchdog sends after its hello. It is not encoded for each beat, nor decoded.
+BEAT_FRAME = encode(Beat())
 
 
 Greeting: TypeAlias = AgentHello | BeatHello | ClientHello

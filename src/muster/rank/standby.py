@@ -104,8 +104,9 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
 def last_words(error: BaseException) -> LastWords:
     """What the agent and the supervisor are told about the exception that ends a rank."""
     from muster.rank.user_script import traceback_of
-    from muster.train.optim.nonfinite import NotFinite
 
+    # Whoever raised one has imported it. An import takes memory, which may be what there is none of.
+    nonfinite = sys.modules.get("muster.train.optim.nonfinite")
     name, message = type(error).__name__, _sendable(str(error))
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         message = f"the script left with exit code {error.code}"
@@ -116,7 +117,7 @@ def last_words(error: BaseException) -> LastWords:
         message=message,
         hint=error.hint and _sendable(error.hint),
         exit_code=error.exit_code,
-        not_finite=isinstance(error, NotFinite),
+        not_finite=nonfinite is not None and isinstance(error, nonfinite.NotFinite),
         rejected=error.copies if isinstance(error, SnapshotNotIntact) else (),
     )
 

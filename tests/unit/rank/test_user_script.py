@@ -47,6 +47,13 @@ def test_the_words_that_it_leaves_with_are_its_last_ones(tmp_path, monkeypatch, 
     assert kind is RANK_EXCEPTION and evidence == f"rank 0 on host-0: {message}"
 
 
+def test_last_words_need_no_import(monkeypatch):
+    """Where memory has run out, an import fails, too."""
+    monkeypatch.setitem(sys.modules, "muster.train.optim.nonfinite", None)  # to import it would raise
+    words = last_words(RuntimeError("can't allocate memory"))
+    assert (words.message, words.not_finite) == ("can't allocate memory", False)
+
+
 @pytest.mark.parametrize(("ends", "code"), [("sys.exit()", 0), ("sys.exit(0)", 0), ("sys.exit(75)", 75)])
 def test_an_end_as_expected_has_no_words(tmp_path, monkeypatch, ends, code):
     (tmp_path / "train.py").write_text(f"import sys\n{ends}\n")

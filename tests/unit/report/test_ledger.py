@@ -88,20 +88,44 @@ def test_unknown_prices_stay_unknown(tmp_path):
     assert "unknown" in api.render_table(api.load(tmp_path))
 
 
-def test_a_cause_that_is_told_after_its_consequence_is_the_same_interruption(tmp_path):
+def two_ends(tmp_path, second, *, first, secondary):
+    """Incident i1 of rank 0, and ``second`` of rank 3 a moment later; an attempt because of i1."""
     hosts = {"host-0": [0, 1], "host-1": [2, 3]}
     w = faulty_run.Writer(tmp_path / "events", offsets_ns=dict.fromkeys((*hosts, "host-2"), 0))
     faulty_run._begin(w, None)
     faulty_run._attempt(w, 1, hosts, start=40.0, first_step=1, last_step=25, warm=True)
-    lost, killed = "rank 0 on host-0 lost a peer: Connection reset", "rank 3 on host-1 was killed by SIGKILL"
-    faulty_run._incident(w, "i1", "rank_exit", 107.0, 1, "host-0", 0, lost, 106.9, "restart", secondary=True)
-    told = {"incident_id": "i2", "incident": "rank_exit", "evidence": killed}
-    w.add("supervisor", 107.1, "incident.detected", attempt=1, host="host-1", rank=3, detail=told)
-    decided = {"incident_id": "i2", "action": "restart", "reason": "the cause"}
-    w.add("supervisor", 107.1, "incident.decided", attempt=1, detail=decided)
+    faulty_run._incident(w, "i1", "rank_exit", 107.0, 1, "host-0", 0, first, 106.9, "restart", secondary=secondary)
+    w.add("supervisor", 107.1, "incident.detected", attempt=1, host="host-1", rank=3, detail=second)
     faulty_run._attempt(w, 2, hosts, start=108.0, first_step=26, last_step=60, cause="i1")
+    return w
+
+
+LOST, KILLED = "rank 0 on host-0 lost a peer: Connection reset", "rank 3 on host-1 was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("decided_too", [True, False])
+def test_a_cause_that_is_told_after_its_consequence_is_the_same_interruption(tmp_path, decided_too):
+    """Earlier versions decided twice, and did not say whose part it is."""
+    memory = "rank 3 on host-1 ran out of memory: can't allocate"
+    second = {"incident_id": "i2", "incident": "rank_oom", "evidence": memory}
+    w = two_ends(tmp_path, second if decided_too else {**second, "part_of": "i1"}, first=LOST, secondary=True)
+    if decided_too:
+        decided = {"incident_id": "i2", "action": "restart", "reason": "the cause"}
+        w.add("supervisor", 107.1, "incident.decided", attempt=1, detail=decided)
     w.close()
-    first, second = api.load(tmp_path).to_json()["incidents"]
+    found = api.load(tmp_path).to_json()
+    first, second = found["incidents"]
     assert (first["stopped_training"], second["stopped_training"]) == (True, False)
-    assert f"lost a peer: Connection reset; the cause: {killed}" in first["sentence"] and "It cost" in first["sentence"]
-    assert killed.removeprefix("r") in second["sentence"] and "It cost" not in second["sentence"]
+    assert f"{LOST[1:]}; the cause: {memory}" in first["sentence"] and "It cost" in first["sentence"]
+    assert memory[1:] in second["sentence"] and "It cost" not in second["sentence"]
+    assert found["incident_kinds"].keys() == {"rank_oom", "all"}, "of what it was"
+
+
+def test_two_ranks_that_are_killed_in_the_same_moment_are_one_interruption(tmp_path):
+    first = "rank 0 on host-0 was killed by SIGKILL"
+    second = {"incident_id": "i2", "incident": "rank_exit", "evidence": KILLED, "part_of": "i1"}
+    two_ends(tmp_path, second, first=first, secondary=False).close()
+    found = api.load(tmp_path).to_json()
+    assert [one["stopped_training"] for one in found["incidents"]] == [True, False]
+    assert f"{first[1:]}; also: {KILLED}" in found["incidents"][0]["sentence"]
+    assert found["incident_kinds"]["all"]["count"] == 1

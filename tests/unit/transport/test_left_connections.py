@@ -6,10 +6,9 @@ import time
 import pytest
 from waiting import eventually
 
-from muster.agent.heartbeat import BEAT
 from muster.protocol.codec import encode, reader_of
 from muster.protocol.hello import BeatHello
-from muster.protocol.to_supervisor import FROM_WATCHDOG, GREETING
+from muster.protocol.to_supervisor import BEAT_FRAME, FROM_WATCHDOG, GREETING
 from muster.protocol.version import MINE
 from muster.supervise.process.heartbeats import Heartbeats
 from muster.supervise.process.liveness import SECOND_NS, HostLiveness
@@ -74,7 +73,7 @@ def asleep_s(pool, for_s):
 
 
 def test_a_beat_wakes_nobody_and_counts_from_when_it_came(watched):
-    watched.say(BEAT)
+    watched.say(BEAT_FRAME)
     assert asleep_s(watched.pool, 0.3) >= 0.29
     watched.heartbeats.listen()
     assert 0.25 < watched.silent_s() < 0.45, "when it came, not when it was read"
@@ -85,7 +84,7 @@ def test_a_beat_wakes_nobody_and_counts_from_when_it_came(watched):
 def test_a_host_that_beats_is_listened_to_before_it_is_judged_and_a_silent_one_is_lost_at_its_limit(watched):
     until = time.monotonic() + 2.5
     while time.monotonic() < until:
-        watched.say(BEAT)
+        watched.say(BEAT_FRAME)
         time.sleep(0.1)
         if time.monotonic_ns() >= watched.liveness.deadline_ns():
             watched.heartbeats.listen_to_silent(time.monotonic_ns())
@@ -100,7 +99,7 @@ def test_a_host_that_beats_is_listened_to_before_it_is_judged_and_a_silent_one_i
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
 def test_its_end_is_seen_at_once(watched, how):
-    watched.say(BEAT)
+    watched.say(BEAT_FRAME)
     if how == "reset":
         watched.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     watched.sock.close()
@@ -117,6 +116,6 @@ def test_what_is_no_beat_ends_it(watched):
 
 def test_a_forged_frame_is_no_sign_of_life(watched):
     before = watched.liveness.hosts["a"].heartbeat_ns
-    watched.sock.sendall(b"\0\0\0\x0b" + b"x" * 16 + BEAT)
+    watched.sock.sendall(b"\0\0\0\x0b" + b"x" * 16 + BEAT_FRAME)
     eventually(lambda: (watched.heartbeats.listen(), watched.gone)[1])
     assert watched.liveness.hosts["a"].heartbeat_ns == before

@@ -218,7 +218,8 @@ def _message(event: Event) -> str:
 
 def _detected(event: Event) -> str:
     detail = event.read(incidents.IncidentDetected)
-    return f"incident {detail.incident_id}: {detail.incident}: {detail.evidence}"
+    part_of = f" (part of {detail.part_of})" if detail.part_of else ""
+    return f"incident {detail.incident_id}{part_of}: {detail.incident}: {detail.evidence}"
 
 
 def _decided(event: Event) -> str:

@@ -19,6 +19,11 @@ class IncidentDetected(OpenDetail):
     evidence: Annotated[str, "one sentence with values"]
     since_ns: Annotated[int | None, "earliest moment (supervisor's mono_ns) it can have begun"] = None
     secondary: Annotated[bool, "the consequence of another rank's end"] = False
+    part_of: Annotated[
+        str | None,
+        "the incident that was being answered by then: this is its cause, where that is secondary, else what came with "
+        "it; it is decided on only as a cause, and only where that changes what is done",
+    ] = None
     signature: Annotated[str | None, "a rank's last words, numbers left out: the same error has the same"] = None
     exception: Annotated[str | None, "class name"] = None
     message: Annotated[str | None, "a rank's last words"] = None

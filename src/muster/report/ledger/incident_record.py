@@ -46,8 +46,10 @@ class IncidentRecord:
     """Hosts that were training when it happened."""
     secondary: bool = False
     """The consequence of another rank's end, which was told first."""
+    part_of: str | None = None
+    """The incident that was being answered by then."""
     explains: str | None = None
-    """The consequence that had stopped training before this one, its cause, was told."""
+    """The one that had stopped training before this one, its cause or what came with it, was told."""
 
     @property
     def stopped_training(self) -> bool:
@@ -80,6 +82,7 @@ def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[
                 attempt=event.attempt,
                 evidence=detail.evidence,
                 secondary=detail.secondary,
+                part_of=detail.part_of,
                 fault_ns=fault,
                 detected_ns=timed.t_ns,
             )
@@ -88,6 +91,7 @@ def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[
         elif event.kind == IncidentResolved.kind:
             _add_cost(records, event.read(IncidentResolved))
     _join_causes(list(records.values()))
+    _join_company(records)
     exits = [t for t in events if t.event.kind == RankExited.kind and t.event.read(RankExited).exit_code != 0]
     for incident in records.values():
         _add_surroundings(incident, exits, lineage)
@@ -102,7 +106,17 @@ def _join_causes(records: Sequence[IncidentRecord]) -> None:
             if within and cause.rank is not None and not cause.secondary:
                 cause.explains = consequence.incident_id
                 consequence.evidence += f"; the cause: {cause.evidence}"
+                consequence.kind = cause.kind
                 break
+
+
+def _join_company(records: Mapping[str, IncidentRecord]) -> None:
+    """What came with an incident and is no cause of it is a part of its evidence."""
+    for incident in records.values():
+        first = records.get(incident.part_of or "")
+        if first is not None and incident.explains is None:
+            incident.explains = first.incident_id
+            first.evidence += f"; also: {incident.evidence}"
 
 
 def _add_decision(records: Mapping[str, IncidentRecord], detail: IncidentDecided, at_ns: int) -> None:

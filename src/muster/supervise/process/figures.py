@@ -51,7 +51,7 @@ class Figures:
         elif event.kind == CheckpointRestored.kind and event.step is not None:
             self._discard(event.step + 1)
         elif event.kind == IncidentDetected.kind:
-            self.incidents += 1
+            self.incidents += event.read(IncidentDetected).part_of is None
 
     def _step(self, number: int, detail: Step) -> None:
         self._discard(number)

@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from muster.protocol.codec import encode
-from muster.protocol.to_supervisor import Beat
+from muster.protocol.to_supervisor import BEAT_FRAME, Beat
 from muster.supervise.process.liveness import SECOND_NS, HostLiveness
 from muster.transport.connections import Connection, ConnectionPool
 
@@ -24,8 +23,8 @@ class Heartbeats:
 
     def add(self, host: str, peer: Connection, *, every_s: float, decode: Callable[[bytes], Beat]) -> None:
         """A watchdog has connected, and beats from now on."""
-        beat, frame = Beat(), encode(Beat())
-        peer.expect(lambda data: beat if data == frame else decode(data), functools.partial(self._on_beat, host))
+        beat = Beat()
+        peer.expect(lambda data: beat if data == BEAT_FRAME else decode(data), functools.partial(self._on_beat, host))
         self.peers[host] = peer
         self.liveness.watchdog_connected(host, self.clock_ns(), every_s=every_s)
         self.pool.leave(peer)

@@ -68,12 +68,15 @@ def report_incident(
             host=name,
         )
     decision = decide(ctx, incident, key)
+    if "part_of" in detail and _changes_nothing(decision):
+        return
     hosts = hosts_after(ctx, decision)
     _log_decision(ctx, decision, hosts)
     if decision.action is Action.IGNORE and detail.get("sound_step") is not None:
         state.distrusted.pop(state.attempt, None)  # the ranks go on from what they have
     if decision.action is not Action.IGNORE:
-        state.open_incident(opened_by(traits.kind, incident.incident_id, detail, ctx.now_ns, state.last_applied_step))
+        told = {**identity, **detail}
+        state.open_incident(opened_by(told, host=host, at_ns=ctx.now_ns, step=state.last_applied_step))
     apply_decision(ctx, decision, incident, hosts, key)
 
 
@@ -101,15 +104,21 @@ def start_unless_faulty(ctx: SupervisorContext) -> None:
     start_when_drained(ctx)
 
 
-def opened_by(kind: str, incident_id: str, detail: Mapping[str, object], at_ns: int, step: int) -> OpenIncident:
-    """From the fields of ``incident.detected``."""
+def _changes_nothing(decision: Decision) -> bool:
+    """Whether it is being carried out already, where the ranks are being replaced."""
+    return decision.action in (Action.RESTART, Action.IGNORE) and not skipped_by(decision)
+
+
+def opened_by(told: JsonObject, *, host: str | None, at_ns: int, step: int) -> OpenIncident:
+    """``told``: the details of ``incident.detected``; ``step``: the last that was applied."""
     return OpenIncident(
-        incident_id=incident_id,
-        kind=kind,
+        incident_id=str(told["incident_id"]),
+        kind=str(told["incident"]),
         detected_ns=at_ns,
         last_applied_step=step,
-        secondary=bool(detail.get("secondary")),
-        counts=not detail.get("snapshot_rejected"),
+        secondary=bool(told.get("secondary")),
+        host=host,
+        counts=not told.get("snapshot_rejected"),
     )
 
 

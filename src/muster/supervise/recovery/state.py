@@ -137,6 +137,8 @@ class OpenIncident:
     last_applied_step: int
     secondary: bool = False
     """The report was a consequence (a lost peer); its cause may follow."""
+    host: str | None = None
+    """Where it was reported."""
     counts: bool = True
     """The attempt after it counts as one without progress. Not where a snapshot was rejected: the next one has fewer
     to choose from, so that ends."""
@@ -261,6 +263,17 @@ class State:
         """A decision other than to ignore it: what it costs counts from here, unless an earlier one is still open."""
         if self.open is None or isinstance(self.phase, Running):
             self.open = incident
+
+    def find_cause(self) -> bool:
+        """What is told now, while ranks are replaced, is no consequence. True: it is the cause of the open incident, so
+        that the host where that was told has not failed."""
+        if self.open is None or not self.open.secondary:
+            return False
+        self.open.secondary = False
+        host = self.hosts.get(self.open.host or "")
+        if host is not None and self.open.detected_ns in host.failures_ns:
+            host.failures_ns.remove(self.open.detected_ns)
+        return True
 
     def reset_host(self, name: str) -> None:
         """A reset of its GPUs was decided, for when its ranks are ended."""

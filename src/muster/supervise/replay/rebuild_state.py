@@ -259,8 +259,8 @@ class _Replay:
         self._count_incident(detail.incident_id)
         if event.rank is not None:
             state.progress.blamed.add(event.rank)
-            if isinstance(state.phase, Draining) and state.open is not None:
-                state.open.secondary = False  # this is the cause
+            if isinstance(state.phase, Draining) and not state.find_cause() and detail.part_of is not None:
+                return  # it came with what is being answered, and counts as that
         elif event.step is not None:
             state.advance(event.step)  # the last one that was applied, perhaps known from a host's hello alone
         try:
@@ -284,10 +284,9 @@ class _Replay:
                 state.distrusted.pop(state.attempt, None)
             return
         if detected is not None:
-            named = detected.read(IncidentDetected)
             found_ns = detected.wall_ns - self.now_ns
-            incident = opened_by(named.incident, named.incident_id, detected.detail, found_ns, state.last_applied_step)
-            state.open_incident(incident)
+            opened = opened_by(detected.detail, host=detected.host, at_ns=found_ns, step=state.last_applied_step)
+            state.open_incident(opened)
         if detail.action is Action.RESET:
             state.reset_host(event.host)
         if detail.action is Action.WAIT and self.waiting_since_ns is None:

@@ -13,11 +13,15 @@ from muster.agent.ranks.pool_calls import Forks
 from muster.agent.ranks.rank_process import Worker, is_exiting, open_pidfd
 from muster.protocol.to_agent import EndAttempt
 from muster.protocol.to_supervisor import RankExit, RanksEnded
+from muster.protocol.values import LastWords
+
+MEMORY = LastWords(exception="RuntimeError", message="DefaultCPUAllocator: can't allocate memory")
+
+END = EndAttempt(attempt=1, why="i1")
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_rank_that_somebody_killed_before_the_agent_did_is_told(first):
-    """Its memory is freed before its exit code is known; a peer's broken connection ends the attempt meanwhile."""
+def host_and_pool():
+    """Of one whose fork server will tell every exit code."""
     spec = SimpleNamespace(recovery=SimpleNamespace(warm_standby=False), resources=SimpleNamespace(ranks_per_host=1))
     host = RecordingHost(spec=spec)
     forks = Forks(
@@ -27,7 +31,13 @@ def test_a_rank_that_somebody_killed_before_the_agent_did_is_told(first):
         give_up_contexts=lambda: None,
         order_store=lambda: None,
     )
-    pool = host.rank_pool(forks=forks)
+    return host, host.rank_pool(forks=forks)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_that_somebody_killed_before_the_agent_did_is_told(first):
+    """Its memory is freed before its exit code is known; a peer's broken connection ends the attempt meanwhile."""
+    host, pool = host_and_pool()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as rank:
         worker = Worker(pid=rank.pid, rank=1, attempt=1, peer=None, pidfd=open_pidfd(rank.pid))
         pool.workers[rank.pid] = worker
@@ -35,8 +45,8 @@ def test_a_rank_that_somebody_killed_before_the_agent_did_is_told(first):
         if first:
             rank.kill()
             eventually(lambda: is_exiting(rank.pid))
-        pool.end(EndAttempt(attempt=1, why="i1"))
-        pool.end(EndAttempt(attempt=1, why="i1"))  # again, from a supervisor that took over
+        pool.end(END)
+        pool.end(END)  # again, from a supervisor that took over
         assert host.sent == []
         rank.wait()
         pool._on_exit(worker)
@@ -45,3 +55,37 @@ def test_a_rank_that_somebody_killed_before_the_agent_did_is_told(first):
     assert [(one.rank, one.code) for one in told] == ([(1, -9)] if first else [])
     assert isinstance(host.sent[-1], RanksEnded)
     assert is_exiting(rank.pid), "gone"
+
+
+@pytest.mark.parametrize("known", ["its end", "its code"])
+def test_the_ranks_have_ended_only_once_the_exit_of_each_is_told(known, monkeypatch):
+    """An exit is known from a pidfd and from the fork server, in any order, and the order to end the ranks comes
+    between the two: told after the answer it would be of an old attempt, and nobody would hear the cause."""
+    monkeypatch.setattr("muster.agent.rank_pool.os.close", lambda fd: None)
+    host, pool = host_and_pool()
+    worker = pool.workers[99] = Worker(pid=99, rank=1, attempt=1, peer=object(), pidfd=5, last=MEMORY)
+    events = [lambda: pool._on_exit(worker), lambda: pool.on_exit_code(99, 1)]
+    one, other = events if known == "its end" else reversed(events)
+    one()
+    pool.end(END)
+    assert host.sent == []
+    other()
+    exited, ended = host.sent
+    assert (exited.rank, exited.code, exited.last) == (1, 1, MEMORY) and isinstance(ended, RanksEnded)
+
+
+@pytest.mark.parametrize("said", [MEMORY, LastWords(left=75), None])
+def test_a_rank_that_had_said_why_it_ends_was_not_ended_by_the_agent(said):
+    """Python takes a while from there to the end of the process, and peers may meet its broken connection meanwhile."""
+    host, pool = host_and_pool()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as rank:
+        worker = Worker(pid=rank.pid, rank=1, attempt=1, peer=object(), pidfd=open_pidfd(rank.pid))
+        pool.workers[rank.pid] = worker
+        host.hub.drain = lambda peer: pool.handle(worker, said) if said is not None else None
+        pool.end(END)
+        rank.wait()
+        pool._on_exit(worker)
+        pool.on_exit_code(rank.pid, -signal.SIGKILL)
+    told = [(message.code, message.last) for message in host.sent if isinstance(message, RankExit)]
+    assert told == ([] if said is None else [(75 if said.left else 1, said)])
+    assert isinstance(host.sent[-1], RanksEnded)

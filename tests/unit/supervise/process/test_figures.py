@@ -44,3 +44,13 @@ def test_speed_is_a_median_without_the_first_step_of_an_attempt():
         figures.add(each)
     assert figures.tokens_per_s == 100.0
     assert figures.incidents == 0
+
+
+def test_a_trouble_of_several_ranks_is_one_incident():
+    figures, told = Figures(), {"incident": "rank_exit", "evidence": "a rank was killed"}
+    for each in [
+        event("incident.detected", 1, incident_id="i1", **told),
+        event("incident.detected", 2, incident_id="i2", part_of="i1", **told),
+    ]:
+        figures.add(each)
+    assert figures.incidents == 1

@@ -44,8 +44,9 @@ class DyingRanks:
         threading.Thread(target=wait, name=f"rank-{worker.pid}", daemon=True).start()
 
     def _look(self, worker: Worker) -> None:
-        """Unless its exit has been noticed, or this agent itself ends it: nobody waits for that news."""
-        if worker.pidfd < 0 or worker.exit_code is not None or worker.was_killed:
+        """Unless its exit has been noticed, or this agent itself ends it: nobody waits for that news. One that is to
+        continue may be given a place until it is gone, and its exit is one of that attempt then."""
+        if worker.pidfd < 0 or worker.exit_code is not None or worker.was_killed or worker.retained:
             return
         number = fatal_signal(worker.pid)
         if number is not None:

@@ -149,6 +149,16 @@ def test_a_rank_that_its_agent_ends_is_not_told(host, start, stand_in, tmp_path)
     assert host.sent == [] and not pool.workers[rank.pid].is_dying
 
 
+def test_a_retained_rank_is_told_once_it_is_gone(host, start, stand_in, tmp_path):
+    """It may be given a place in the next attempt meanwhile, whose failure its end is then."""
+    rank = start()
+    pool = pool_with(host, rank.pid)
+    pool.workers[rank.pid].retained = True
+    rank.kill()
+    until(host.hub, lambda: not list(tmp_path.glob("*.lock")))
+    assert host.sent == [] and not pool.workers[rank.pid].is_dying
+
+
 def test_the_end_of_a_child_is_none_of_its_own(host, start, tmp_path):
     rank = start(FORKS)
     pool = pool_with(host, rank.pid)

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 from cluster import LiveRun, namespaces_work, spec_of
 
@@ -24,6 +25,22 @@ def test_a_killed_rank_costs_no_applied_step_and_no_bit(tmp_path, reference):
         # A kill between a rank's update and its snapshot (milliseconds) takes that one step again.
         assert len(recovered) == 3 and all(event.detail["redone_steps"] <= 1 for event in recovered), run.story()
         assert (run.final_hash(), run.losses()) == reference(1, 2)[:2]
+
+
+def test_the_agent_knows_by_what_a_rank_ends_before_that_is_gone(tmp_path, reference):
+    """Its exit status is for its parent alone, the fork server, which here stands still."""
+    with LiveRun(tmp_path, spec_of()) as run:
+        run.start()
+        run.wait_for_step(8)
+        pid = run.ranks()[1][0]
+        parent = psutil.Process(pid).ppid()
+        os.kill(parent, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        run.wait_until(lambda: run.events("incident.detected"), "the incident")
+        os.kill(parent, signal.SIGCONT)
+        assert run.wait() == 0, run.story()
+        assert "SIGKILL" in run.events("incident.detected")[0].detail["evidence"], run.story()
+        assert run.recoveries() == ["restart"] and run.final_hash() == reference(1, 2)[0], run.story()
 
 
 def test_a_crash_is_as_a_kill(tmp_path, reference):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from dataclasses import replace
 from muster.agent.gpu_reset import GpuReset
 from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
+from muster.agent.ranks.dying_ranks import DyingRanks
 from muster.agent.ranks.hang_detector import Limits, due_s, find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
 from muster.agent.ranks.pool_calls import Forks, Snapshots
@@ -95,6 +95,7 @@ class RankPool:
         self._ended = 0  # the newest attempt whose ranks were to be ended
         self.orphans = OrphanedProcesses(hub=hub, on_ended=self._report_drained)
         self._retained = RetainedRanks()
+        self._dying = DyingRanks(hub=hub, folder=lambda: identity.memory.folder, on_dying=self._tell_exit)
         self._steps = StepClock()
         self._progress_sent_s = 0.0
         self.gpu_reset = GpuReset(hub=hub, on_done=self._on_reset)
@@ -106,7 +107,7 @@ class RankPool:
 
     def living(self) -> list[Worker]:
         """Ranks whose processes exist."""
-        return [worker for worker in self.workers.values() if worker.exit_code is None and worker.pidfd >= 0]
+        return [worker for worker in self.workers.values() if worker.exists]
 
     # ------------------------------------------------------------ starting
 
@@ -200,17 +201,10 @@ class RankPool:
 
     def _on_exit(self, worker: Worker) -> None:
         """The pidfd fired: the process is gone; its exit code comes from the fork server, its parent."""
-        self._hub.unwatch(worker.pidfd)
-        os.close(worker.pidfd)
-        worker.pidfd = -1
+        worker.close_pidfd(self._hub)
         if not self._forks.reaps(worker.parent):
-            self._assume_killed(worker)
+            worker.assume_killed()
         self._report_exit(worker)
-
-    def _assume_killed(self, worker: Worker) -> None:
-        """Its parent died first, so its exit code cannot be known."""
-        if worker.exit_code is None:
-            worker.exit_code, worker.orphaned = -9, True
 
     def on_exit_code(self, pid: int, code: int) -> None:
         """The fork server reaped ``pid``."""
@@ -222,10 +216,16 @@ class RankPool:
             self._report_exit(worker)
 
     def _report_exit(self, worker: Worker) -> None:
-        """Once the process is gone and its code is known: log and report it, once."""
+        """Once the process is gone and its code is known."""
         if worker.pidfd >= 0 or worker.exit_code is None or worker.pid not in self.workers:
             return
         del self.workers[worker.pid]
+        if not worker.is_dying:
+            self._tell_exit(worker)
+        self._report_drained()
+
+    def _tell_exit(self, worker: Worker) -> None:
+        """Log and report it, once: of one that is dying, before it is gone. What has to wait for its end still does."""
         if worker.peer is not None:
             self._hub.drain(worker.peer)  # its last message may still be in the socket
         last = worker.last = last_words(worker, self._identity.run_dir)
@@ -238,7 +238,6 @@ class RankPool:
             report = self.exits[worker.rank] = exit_report(worker)
             self._send(report)
             self.standbys.look(self._hub)
-        self._report_drained()
 
     def _report_drained(self) -> None:
         """Report once every rank of the ended attempt is gone and told, or paused, and the GPUs are reset."""
@@ -277,6 +276,7 @@ class RankPool:
         """What a rank says."""
         now = time.monotonic()
         worker.heard(now)
+        self._dying.watch(worker)
         match message:
             case RankBeat():
                 if worker.beat(message.step, message.micro, now_s=now):
@@ -382,7 +382,7 @@ class RankPool:
     def on_fork_server_lost(self) -> None:
         """Exit codes that it has not reported will never be known."""
         for worker in [worker for worker in self.workers.values() if worker.pidfd < 0]:
-            self._assume_killed(worker)
+            worker.assume_killed()
             self._report_exit(worker)
 
     def on_standby_lost(self, peer: Connection, *, unusable: bool = False) -> None:

@@ -19,6 +19,7 @@ from muster.protocol.rank_agent import TO_RANK, RunRank, StandbyHello, StandbyUn
 from muster.protocol.ranks import EXPECTED_EXIT_CODES, RankContext
 from muster.protocol.values import LastWords
 from muster.rank.agent_connection import AgentAddress, AgentConnection, SocketAgentClient
+from muster.transport import robust_lock
 
 #: A standby without a rank after this time warms up; earlier it would delay the ranks of the first attempt.
 WARM_AFTER_S = 0.5
@@ -46,6 +47,8 @@ def run(agent: AgentAddress, spec: RunSpec, *, local_rank: int, context: bool, i
     _redirect(assignment.log)
     _set_environment(rank_context)
     redact.hide_values(environment.inherited().get(name, "") for name in spec.secrets)
+    if rank_context.host_memory is not None:
+        robust_lock.hold(robust_lock.path_of(Path(rank_context.host_memory), os.getpid()))
     client = SocketAgentClient(connection, agent, attempt=rank_context.attempt, rank=rank_context.rank)
     return _run(rank_context, client, inject_faults=inject_faults)
 

@@ -13,6 +13,9 @@ from muster.protocol.rank_agent import RankCaptured
 from muster.protocol.values import LastWords
 from muster.transport.connections import Connection, ConnectionPool
 
+#: They end no process.
+_STOP = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+
 
 @dataclass(kw_only=True)
 class Worker:
@@ -51,6 +54,21 @@ class Worker:
     """It has paused after this step, and waits for its next rank."""
     was_killed: bool = False
     """Its agent has ended it, and it was not on its way out by then."""
+    is_awaited: bool = False
+    """``DyingRanks`` has looked for its lock."""
+    is_dying: bool = False
+    """A signal ends it: its exit code was known, and told, before it was gone."""
+
+    @property
+    def exists(self) -> bool:
+        """Until its pidfd, or the fork server that reaps it, says that it is gone."""
+        return self.pidfd >= 0 and (self.exit_code is None or self.is_dying)
+
+    def close_pidfd(self, hub: ConnectionPool) -> None:
+        """It is gone."""
+        hub.unwatch(self.pidfd)
+        os.close(self.pidfd)
+        self.pidfd = -1
 
     def begin(self, rank: int, attempt: int, *, now_s: float) -> None:
         """Become ``rank`` of ``attempt``."""
@@ -64,6 +82,11 @@ class Worker:
         """SIGKILL; gone is success."""
         self.was_killed = self.was_killed or not is_exiting(self.pid)
         kill(self.pid)
+
+    def assume_killed(self) -> None:
+        """Its parent died first, so its exit code cannot be known."""
+        if self.exit_code is None:
+            self.exit_code, self.orphaned = -signal.SIGKILL, True
 
     def lose(self, peer: Connection) -> None:
         """``peer`` is gone; the rank may have connected again before that was seen."""
@@ -104,6 +127,20 @@ def is_exiting(pid: int) -> bool:
     (``PF_EXITING`` of include/linux/sched.h, among the flags of proc_pid_stat(5))."""
     found = _stat(pid)
     return len(found) <= 6 or bool(int(found[6]) & 0x4)
+
+
+def fatal_signal(pid: int) -> int | None:
+    """The signal that ends a process which has begun to go. None: none does, it is gone, or the kernel does not say
+    (field 52 of proc_pid_stat(5) is for those who may trace the process).
+
+    It is final: a fatal signal sets the code of the whole group before any thread goes (``SIGNAL_GROUP_EXIT``). Where
+    the main thread has gone alone, that field may hold the signal which stopped the others.
+    """
+    found = _stat(pid)
+    if len(found) <= 49 or not int(found[6]) & 0x4:
+        return None
+    number = int(found[49]) & 0x7F
+    return number if number and number not in _STOP else None
 
 
 def _stat(pid: int, most: int = -1) -> list[bytes]:

@@ -19,7 +19,7 @@ CASES = {
 
 @pytest.mark.parametrize(("parent", "last", "code"), CASES.values(), ids=list(CASES))
 def test_the_code_of_an_orphan(monkeypatch, parent, last, code):
-    monkeypatch.setattr("muster.agent.rank_pool.os.close", lambda fd: None)
+    monkeypatch.setattr("muster.agent.ranks.rank_process.os.close", lambda fd: None)
     host = RecordingHost()
     forks = Forks(
         spawn=lambda _: None,
@@ -39,7 +39,7 @@ def test_the_code_of_an_orphan(monkeypatch, parent, last, code):
 
 
 def test_a_new_step_that_is_read_after_the_last_ranks_exit_does_not_prevent_its_report(monkeypatch):
-    monkeypatch.setattr("muster.agent.rank_pool.os.close", lambda fd: None)
+    monkeypatch.setattr("muster.agent.ranks.rank_process.os.close", lambda fd: None)
     host = RecordingHost()
     pool = host.rank_pool()
     worker = Worker(pid=99, rank=0, attempt=1, peer=object(), pidfd=5, step=3, first_step=2)

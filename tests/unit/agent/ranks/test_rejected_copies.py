@@ -20,7 +20,7 @@ def test_only_an_error_about_copies_names_copies():
 
 
 def test_they_are_dropped_before_the_supervisor_hears_of_it(monkeypatch):
-    monkeypatch.setattr("muster.agent.rank_pool.os.close", lambda fd: None)
+    monkeypatch.setattr("muster.agent.ranks.rank_process.os.close", lambda fd: None)
     host = RecordingHost()
     done = host.sent
     pool = host.rank_pool(

@@ -1,0 +1,223 @@
+"""What an agent learns of a rank's process before that is gone. Real processes; the kernel takes the lock."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fakes.host import RecordingHost
+from waiting import eventually
+
+from muster.agent import rank_pool
+from muster.agent.ranks import rank_process
+from muster.agent.ranks.pool_calls import Forks
+from muster.agent.ranks.rank_process import fatal_signal
+from muster.protocol.rank_agent import RankBeat
+from muster.protocol.to_agent import EndAttempt
+from muster.protocol.to_supervisor import RankExit, RanksEnded
+from muster.transport import robust_lock
+from muster.transport.connections import ConnectionPool
+
+#: It holds its lock, has threads that run, says so, and then does ``end``.
+RANK = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from muster.transport import robust_lock
+robust_lock.hold(robust_lock.path_of(Path(sys.argv[1]), os.getpid()))
+def spin():
+    while True:
+        time.sleep(0.0005)
+for _ in range(3):
+    threading.Thread(target=spin, daemon=True).start()
+print("held", flush=True)
+sys.stdin.readline()
+{end}
+"""
+SLEEP = "time.sleep(600)"
+FORKS = f"child = os.fork()\nif child == 0: os._exit(0)\nos.waitpid(child, 0)\nprint('over', flush=True)\n{SLEEP}"
+#: What ends no process by a signal, though it takes the lock from its main thread.
+OTHERWISE = {
+    "its exit code is its own": "os._exit(9)",
+    "it is another program": "os.execv('/bin/sleep', ['sleep', '600'])",
+    # exit(2) of one thread: 60 on x86-64, 93 on arm64 (the syscall tables of Linux)
+    "its main thread has gone alone": "ctypes.CDLL(None).syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 9)",
+}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts processes that hold a lock; ``start(end)`` returns once it is held."""
+    started = []
+
+    def one(end=SLEEP):
+        argv = [sys.executable, "-c", RANK.format(end=end), str(tmp_path)]
+        child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        assert child.stdout.readline() == "held\n"
+        return child
+
+    yield one
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def host(tmp_path):
+    tmp_path.chmod(0o700)
+    hub = ConnectionPool(token=b"t" * 32, on_gone=lambda *_: None)
+    spec = SimpleNamespace(recovery=SimpleNamespace(warm_standby=False), resources=SimpleNamespace(ranks_per_host=1))
+    yield RecordingHost(tmp_path, spec=spec, hub=hub)
+    hub.shutdown()
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Its end is what the agent's pidfd of a rank sees: so the rank is not gone until a test says so."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        monkeypatch.setattr(rank_pool, "open_pidfd", lambda _: os.pidfd_open(child.pid))
+        yield child
+        child.kill()
+
+
+def pool_with(host, pid):
+    """A pool that has heard from this rank."""
+    forks = Forks(
+        spawn=lambda _: None,
+        reaps=lambda _: True,
+        opens_contexts=lambda: False,
+        give_up_contexts=lambda: None,
+        order_store=lambda: None,
+    )
+    pool = host.rank_pool(forks=forks)
+    pool.register_rank(pid, 1, 1, None, was_warm=True)
+    for step in (7, 7):  # it is waited for once
+        pool.handle(pool.workers[pid], RankBeat(step=step, micro=0))
+    return pool
+
+
+def until(hub, condition):
+    for _ in range(300):
+        if condition():
+            return
+        hub.run_once(0.1)
+    raise AssertionError("it did not happen")
+
+
+def exits(host):
+    return [(one.rank, one.code, one.step) for one in host.sent if isinstance(one, RankExit)]
+
+
+def test_a_killed_rank_is_told_at_once_and_its_attempt_ends_with_it(host, start, stand_in):
+    rank = start()
+    pool = pool_with(host, rank.pid)
+    assert [thread.name for thread in threading.enumerate()].count(f"rank-{rank.pid}") == 1
+    rank.kill()
+    until(host.hub, lambda: exits(host))
+    assert exits(host) == [(1, -9, 7)] and list(pool.exits) == [1]
+    pool.end(EndAttempt(attempt=1, why="i1"))
+    host.hub.run_once(0.1)
+    assert [worker.pid for worker in pool.living()] == [rank.pid], "nothing that its end precedes has begun"
+    assert not any(isinstance(one, RanksEnded) for one in host.sent)
+    stand_in.kill()
+    until(host.hub, lambda: not pool.living() or pool.workers[rank.pid].pidfd < 0)
+    pool.on_exit_code(rank.pid, -signal.SIGKILL)
+    assert isinstance(host.sent[-1], RanksEnded) and exits(host) == [(1, -9, 7)] and not pool.workers
+
+
+@pytest.mark.parametrize("end", OTHERWISE.values(), ids=OTHERWISE)
+def test_what_is_no_death_by_a_signal_is_told_when_it_is_over(host, start, stand_in, tmp_path, end):
+    rank = start(end)
+    pool = pool_with(host, rank.pid)
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    until(host.hub, lambda: not list(tmp_path.glob("*.lock")))  # it has been looked at
+    assert exits(host) == [] and not pool.workers[rank.pid].is_dying
+
+
+def test_a_rank_that_its_agent_ends_is_not_told(host, start, stand_in, tmp_path):
+    rank = start()
+    pool = pool_with(host, rank.pid)
+    pool.end(EndAttempt(attempt=1, why="i1"))
+    until(host.hub, lambda: not list(tmp_path.glob("*.lock")))
+    assert host.sent == [] and not pool.workers[rank.pid].is_dying
+
+
+def test_a_retained_rank_is_told_once_it_is_gone(host, start, stand_in, tmp_path):
+    """It may be given a place in the next attempt meanwhile, whose failure its end is then."""
+    rank = start()
+    pool = pool_with(host, rank.pid)
+    pool.workers[rank.pid].retained = True
+    rank.kill()
+    until(host.hub, lambda: not list(tmp_path.glob("*.lock")))
+    assert host.sent == [] and not pool.workers[rank.pid].is_dying
+
+
+def test_the_end_of_a_child_is_none_of_its_own(host, start, tmp_path):
+    rank = start(FORKS)
+    pool = pool_with(host, rank.pid)
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    assert rank.stdout.readline() == "over\n"
+    host.hub.run_once(0.1)
+    assert list(tmp_path.glob("*.lock")) and not pool.workers[rank.pid].is_dying
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
+def test_a_signal_that_is_told_early_is_the_one_of_the_exit_status(start, tmp_path, number):
+    """At random moments, each look from the first word on until the process is reaped."""
+    for _ in range(5):
+        rank = start()
+        lock = robust_lock.Lock(robust_lock.path_of(tmp_path, rank.pid))
+        assert fatal_signal(rank.pid) is None
+        time.sleep(random.random() / 100)
+        rank.send_signal(number)
+        lock.wait()
+        seen = [fatal_signal(rank.pid) for _ in range(20)]
+        eventually(lambda pid=rank.pid: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT))
+        seen.append(fatal_signal(rank.pid))
+        assert rank.wait() == -number and set(seen) == {number}
+        assert fatal_signal(rank.pid) is None, "it is gone"
+
+
+def test_a_stopped_process_is_not_dying(start):
+    rank = start()
+    rank.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+    assert fatal_signal(rank.pid) is None
+
+
+@pytest.mark.parametrize(("flags", "number"), [(0x4, 5), (0x400000, None)])
+def test_a_signal_at_which_a_debugger_holds_it_is_no_death(monkeypatch, flags, number):
+    """The kernel's words, of a thread that ``ptrace_stop`` of kernel/signal.c has stopped with SIGTRAP."""
+    fields = [b"t", *[b"1"] * 5, str(flags).encode(), *[b"0"] * 42, b"5"]
+    monkeypatch.setattr(rank_process, "_stat", lambda pid: fields)
+    assert fatal_signal(7) == number
+
+
+def test_the_signal_that_stops_what_a_main_thread_left_is_no_death(start, tmp_path):
+    rank = start(OTHERWISE["its main thread has gone alone"].replace(", 9)", ", 0)"))
+    lock = robust_lock.Lock(robust_lock.path_of(tmp_path, rank.pid))
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    lock.wait()
+    rank.send_signal(signal.SIGSTOP)
+    eventually(lambda: Path(f"/proc/{rank.pid}/stat").read_text().split()[51] == str(int(signal.SIGSTOP)))
+    assert fatal_signal(rank.pid) is None
+
+
+def test_where_there_is_no_room_for_a_lock_the_rank_goes_on_without(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    robust_lock.hold(robust_lock.path_of(tmp_path, 5))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError):
+        robust_lock.Lock(robust_lock.path_of(tmp_path, 5))

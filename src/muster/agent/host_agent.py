@@ -27,7 +27,7 @@ from muster.agent.preemption import Preemption
 from muster.agent.programs import Programs
 from muster.agent.rank_pool import RankPool
 from muster.agent.ranks.pool_calls import Forks, Snapshots
-from muster.agent.ranks.rank_process import Worker, open_pidfd
+from muster.agent.ranks.rank_process import Worker, on_exit
 from muster.agent.readiness import Readiness
 from muster.agent.replicator_process import FlushAnswer, ReplicatorProcess
 from muster.agent.snapshot_store import SnapshotStore
@@ -180,8 +180,8 @@ class HostAgent:
         """Serve until the supervisor ends the host, or the wait for one is over. ``watchdog``: exit with this pid."""
         self.hub.wake_on_signals()
         self.preemption.take_signals(ignore_term=ignore_term)
-        if watchdog and (fd := open_pidfd(watchdog)) is not None:
-            self.hub.watch(fd, lambda: self.request_exit("the watchdog is gone"))
+        if watchdog:
+            on_exit(self.hub, watchdog, lambda: self.request_exit("the watchdog is gone"))
         self._start()
         mine = (
             self.memory_watch, self.link, self.preemption, self.programs, self.pool, self.evidence, self.replicator,

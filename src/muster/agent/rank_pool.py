@@ -95,7 +95,7 @@ class RankPool:
         self._ended = 0  # the newest attempt whose ranks were to be ended
         self.orphans = OrphanedProcesses(hub=hub, on_ended=self._report_drained)
         self._retained = RetainedRanks()
-        self._dying = DyingRanks(hub=hub, folder=lambda: identity.memory.folder, on_dying=self._tell_exit)
+        self._dying = DyingRanks(hub=hub, memory=identity.memory, on_dying=self._tell_exit)
         self._steps = StepClock()
         self._progress_sent_s = 0.0
         self.gpu_reset = GpuReset(hub=hub, on_done=self._on_reset)
@@ -202,7 +202,7 @@ class RankPool:
     def _on_exit(self, worker: Worker) -> None:
         """The pidfd fired: the process is gone; its exit code comes from the fork server, its parent."""
         worker.close_pidfd(self._hub)
-        if not self._forks.reaps(worker.parent):
+        if worker.was_killed or not self._forks.reaps(worker.parent):  # a fork server that stands still tells no code
             worker.assume_killed()
         self._report_exit(worker)
 
@@ -210,8 +210,7 @@ class RankPool:
         """The fork server reaped ``pid``."""
         self.standbys.remove(pid)
         self.orphans.mark_registered(pid)
-        worker = self.workers.get(pid)
-        if worker is not None:
+        if (worker := self.workers.get(pid)) is not None:
             worker.exit_code = code
             self._report_exit(worker)
 
@@ -228,8 +227,9 @@ class RankPool:
         """Log and report it, once: of one that is dying, before it is gone. What has to wait for its end still does."""
         if worker.peer is not None:
             self._hub.drain(worker.peer)  # its last message may still be in the socket
-        last = worker.last = last_words(worker, self._identity.run_dir)
-        if last is not None and (worker.orphaned or worker.was_killed):  # it ended by itself: it had said so before
+        had_said, last = worker.last is not None, last_words(worker, self._identity.run_dir)
+        worker.last = last
+        if last is not None and (had_said if worker.was_killed else worker.orphaned):  # it ended by itself
             worker.exit_code, worker.was_killed = 1 if last.left is None else last.left, False
         self._log.write("rank.exited", {"exit_code": worker.exit_code, **last_reasons(last)}, rank=worker.rank)
         if last is not None:

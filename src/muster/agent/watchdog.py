@@ -98,10 +98,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
 def keep_running(argv: list[str], environ: Mapping[str, str], beat_until: Callable[[int], None]) -> int:
     """Start ``argv``; restart it when it dies by a signal or a fault; return its code when it ends normally.
 
-    ``beat_until`` sends heartbeats until a descriptor, the child's pidfd, is readable.
-
     So it does where the supervisor is of another version.
     A child that dies young three times in a row will die again: give up with its code.
+    ``beat_until`` sends heartbeats until a descriptor, the child's pidfd, is readable.
     """
     young_deaths, limits = 0, processes.limits()
     while True:
@@ -115,11 +114,7 @@ def keep_running(argv: list[str], environ: Mapping[str, str], beat_until: Callab
         if environment.read(environ).term_ignored:  # the supervisor gets it and saves on all hosts (Slurm)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fd = os.pidfd_open(pid)
-        try:
-            beat_until(fd)
-        except BaseException:  # an agent that comes up after this process has gone would not know that it was there
-            os.kill(pid, signal.SIGKILL)
-            raise
+        beat_until(fd)
         os.close(fd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)

@@ -48,7 +48,7 @@ def run(agent: AgentAddress, spec: RunSpec, *, local_rank: int, context: bool, i
     _set_environment(rank_context)
     redact.hide_values(environment.inherited().get(name, "") for name in spec.secrets)
     if rank_context.host_memory is not None:
-        robust_lock.hold(robust_lock.path_of(Path(rank_context.host_memory), os.getpid()))
+        robust_lock.hold(Path(rank_context.host_memory) / robust_lock.name_of(os.getpid()))
     client = SocketAgentClient(connection, agent, attempt=rank_context.attempt, rank=rank_context.rank)
     return _run(rank_context, client, inject_faults=inject_faults)
 

@@ -119,8 +119,9 @@ class RunMetrics:
         elif event.kind == CheckpointCommitted.kind and event.step is not None:
             self._version(event.read(CheckpointCommitted).tier, event.step, event.wall_ns)
         elif event.kind == IncidentDetected.kind:
-            kind = event.read(IncidentDetected).incident
-            self._incidents[kind] = self._incidents.get(kind, 0) + 1
+            found = event.read(IncidentDetected)
+            if found.part_of is None:  # what is part of another one is no trouble more
+                self._incidents[found.incident] = self._incidents.get(found.incident, 0) + 1
         elif event.kind == IncidentResolved.kind:
             self._lost_ns += event.read(IncidentResolved).lost_ns
         elif event.kind == RunFinished.kind:

@@ -219,7 +219,7 @@ class RunView:
                 known.append(detail)
 
     def _on_incident(self, event: Event) -> None:
-        self.incident_count += 1
+        self.incident_count += event.read(incidents.IncidentDetected).part_of is None
 
     def _on_host(self, event: Event) -> None:
         host = self._host(event.host)

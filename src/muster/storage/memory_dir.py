@@ -205,8 +205,8 @@ class MemoryDir:
             return False
         return True
 
-    def open_file(self, name: str) -> int:
-        """A descriptor, for reading, of an existing file.
+    def open_file(self, name: str, *, writable: bool = False) -> int:
+        """A descriptor, for reading (and writing), of an existing file.
 
         Raises:
             FileNotFoundError: it is not there.
@@ -214,7 +214,7 @@ class MemoryDir:
         """
         try:
             # O_NONBLOCK: a pipe under that name must not block before it is refused.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             fd = os.open(_plain(name), flags, dir_fd=self.fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):

@@ -26,9 +26,9 @@ ROOM_BYTES = 64
 _PROCESS_SHARED = _ROBUST = 1
 
 
-def path_of(folder: Path, pid: int) -> Path:
+def name_of(pid: int) -> str:
     """Of process ``pid``'s lock, in its host's folder in memory."""
-    return folder / f"rank-{pid}.lock"
+    return f"rank-{pid}.lock"
 
 
 def hold(path: Path) -> None:
@@ -50,9 +50,8 @@ def hold(path: Path) -> None:
             _do("pthread_mutex_lock", mutex)
             _held.append(mutex)  # the kernel reads it when this thread ends
             os.rename(new, path)
-        except OSError:
+        except (OSError, AttributeError):  # AttributeError: a C library without one of the functions
             new.unlink(missing_ok=True)
-            raise
         finally:
             os.close(fd)
 
@@ -60,9 +59,9 @@ def hold(path: Path) -> None:
 class Lock:
     """One that another process holds, or held."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError: there is none."""
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    def __init__(self, fd: int) -> None:
+        """In a file that is open for reading and writing: this user's, or whoever may write it has this process in
+        their hands. ``fd`` is closed. Raises OSError: the file has no lock."""
         try:
             self._mutex = _mutex(fd)
         finally:

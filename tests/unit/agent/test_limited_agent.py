@@ -15,7 +15,6 @@ from waiting import eventually
 from muster.agent.fork_server_process import AGAIN_S, DEATHS
 from muster.agent.host_identity import LIMITED, HostIdentity
 from muster.agent.watchdog import GRACEFUL, keep_running
-from muster.core.errors import AccessError
 from muster.protocol.version import OtherVersion
 
 AGENT = """
@@ -53,23 +52,6 @@ def test_it_ends_and_its_keeper_starts_one_with_limits_of_its_own(tmp_path, capf
     assert len(list(tmp_path.iterdir())) == 2, "two agents, and nothing started by the first"
     assert "an agent with all" in said.out and "was lowered from" in said.err and "keeper starts another" in said.err
     assert LIMITED not in GRACEFUL and OtherVersion.exit_code in GRACEFUL
-
-
-def test_an_agent_does_not_outlive_a_keeper_that_cannot_send_a_beat(tmp_path):
-    argv, began = [sys.executable, "-c", "import time; time.sleep(300)"], time.monotonic()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def beat_until(_fd: int) -> None:
-        raise AccessError("no token")
-
-    try:
-        with pytest.raises(AccessError):
-            keep_running(argv, dict(os.environ), beat_until)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    _, status = os.wait()
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL and time.monotonic() - began < 200
 
 
 SOFT = """

@@ -61,7 +61,7 @@ class Worker:
 
     @property
     def exists(self) -> bool:
-        """Until its pidfd, or the fork server that reaps it, says that it is gone."""
+        """Until its pidfd says that it is gone, or the fork server that reaped it has told the exit code."""
         return self.pidfd >= 0 and (self.exit_code is None or self.is_dying)
 
     def close_pidfd(self, hub: ConnectionPool) -> None:
@@ -169,8 +169,10 @@ def end_child(child: subprocess.Popen[bytes] | None) -> None:
 
 
 def on_exit(hub: ConnectionPool, pid: int, callback: Callable[[], None]) -> None:
-    """Call back once a child of this process is gone; its exit status is still to be read."""
-    fd = os.pidfd_open(pid)
+    """Call back once process ``pid`` is gone, now if it is; the exit status of a child is still to be read."""
+    fd = open_pidfd(pid)
+    if fd is None:
+        return callback()
 
     def gone() -> None:
         hub.unwatch(fd)

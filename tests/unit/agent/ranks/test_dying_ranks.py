@@ -29,7 +29,7 @@ RANK = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
 from muster.transport import robust_lock
-robust_lock.hold(robust_lock.path_of(Path(sys.argv[1]), os.getpid()))
+robust_lock.hold(Path(sys.argv[1]) / robust_lock.name_of(os.getpid()))
 def spin():
     while True:
         time.sleep(0.0005)
@@ -110,6 +110,10 @@ def until(hub, condition):
     raise AssertionError("it did not happen")
 
 
+def lock_of(folder, pid):
+    return robust_lock.Lock(os.open(folder / robust_lock.name_of(pid), os.O_RDWR))
+
+
 def exits(host):
     return [(one.rank, one.code, one.step) for one in host.sent if isinstance(one, RankExit)]
 
@@ -149,7 +153,7 @@ def test_a_rank_that_its_agent_ends_is_not_told(host, start, stand_in, tmp_path)
     assert host.sent == [] and not pool.workers[rank.pid].is_dying
 
 
-def test_a_retained_rank_is_told_once_it_is_gone(host, start, stand_in, tmp_path):
+def test_a_retained_rank_is_not_told_before_it_is_gone(host, start, stand_in, tmp_path):
     """It may be given a place in the next attempt meanwhile, whose failure its end is then."""
     rank = start()
     pool = pool_with(host, rank.pid)
@@ -174,7 +178,7 @@ def test_a_signal_that_is_told_early_is_the_one_of_the_exit_status(start, tmp_pa
     """At random moments, each look from the first word on until the process is reaped."""
     for _ in range(5):
         rank = start()
-        lock = robust_lock.Lock(robust_lock.path_of(tmp_path, rank.pid))
+        lock = lock_of(tmp_path, rank.pid)
         assert fatal_signal(rank.pid) is None
         time.sleep(random.random() / 100)
         rank.send_signal(number)
@@ -194,7 +198,7 @@ def test_a_stopped_process_is_not_dying(start):
 
 
 @pytest.mark.parametrize(("flags", "number"), [(0x4, 5), (0x400000, None)])
-def test_a_signal_at_which_a_debugger_holds_it_is_no_death(monkeypatch, flags, number):
+def test_a_signal_at_which_a_debugger_holds_it_is_a_death_only_once_it_is_exiting(monkeypatch, flags, number):
     """The kernel's words, of a thread that ``ptrace_stop`` of kernel/signal.c has stopped with SIGTRAP."""
     fields = [b"t", *[b"1"] * 5, str(flags).encode(), *[b"0"] * 42, b"5"]
     monkeypatch.setattr(rank_process, "_stat", lambda pid: fields)
@@ -203,7 +207,7 @@ def test_a_signal_at_which_a_debugger_holds_it_is_no_death(monkeypatch, flags, n
 
 def test_the_signal_that_stops_what_a_main_thread_left_is_no_death(start, tmp_path):
     rank = start(OTHERWISE["its main thread has gone alone"].replace(", 9)", ", 0)"))
-    lock = robust_lock.Lock(robust_lock.path_of(tmp_path, rank.pid))
+    lock = lock_of(tmp_path, rank.pid)
     rank.stdin.write("\n")
     rank.stdin.flush()
     lock.wait()
@@ -217,7 +221,33 @@ def test_where_there_is_no_room_for_a_lock_the_rank_goes_on_without(tmp_path, mo
         raise OSError(28, "no space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    robust_lock.hold(robust_lock.path_of(tmp_path, 5))
+    robust_lock.hold(tmp_path / robust_lock.name_of(5))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError):
-        robust_lock.Lock(robust_lock.path_of(tmp_path, 5))
+        lock_of(tmp_path, 5)
+
+
+def test_where_the_host_has_no_room_for_a_thread_only_the_pidfd_tells(host, start, tmp_path, monkeypatch):
+    def full(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    made = []
+    monkeypatch.setattr(os, "eventfd", lambda *given, make=os.eventfd: made.append(make(*given)) or made[-1])
+    rank = start()
+    pool = pool_with(host, rank.pid)
+    with pytest.raises(OSError):
+        os.fstat(made[0])  # it was given back
+    rank.kill()
+    until(host.hub, lambda: pool.workers[rank.pid].pidfd < 0)
+    pool.on_exit_code(rank.pid, -9)
+    assert exits(host) == [(1, -9, 7)]
+
+
+def test_a_lock_of_another_name_or_user_is_not_opened(host, start, tmp_path, monkeypatch):
+    """Whoever may write a lock has the process that waits for it in their hands."""
+    rank = start()
+    os.link(tmp_path / robust_lock.name_of(rank.pid), tmp_path / "second")
+    pool = pool_with(host, rank.pid)
+    assert f"rank-{rank.pid}" not in [thread.name for thread in threading.enumerate()]
+    assert not pool.workers[rank.pid].is_dying

@@ -147,7 +147,6 @@ def predict(anchor: Anchor, constants: Constants) -> tuple[float, StepTime]:
         snapshot_every=0,
         once_a_step=megatron,
         pipeline_chunks=anchor.chunks,
-        inputs_summed=True,
         hidden_tensor_parallel=HIDDEN_TENSOR_PARALLEL if megatron else 0.0,
     )
     setting = Setting(layout=layout, micro_batch_size=anchor.micro_batch, activation_checkpointing=anchor.checkpointing)

@@ -36,6 +36,8 @@ CASES: dict[str, dict] = {
     "two-lora": {"layout": {"dp_shard": 2}, "model": LORA},
     "two-tp": {"layout": {"tp": 2}, "generate": True},
     "two-tp-qwen": {"layout": {"tp": 2}, "config": QWEN},
+    "two-tp-full": {"layout": {"tp": 2}, "training": {"activation_checkpointing": "full"}},
+    "two-tp-compiled": {"layout": {"tp": 2}, "training": {"compile": True}, "generate": True},
     "two-replicas": {"layout": {"dp_replicate": 2}},
     "two-cp": {"layout": {"cp": 2}},
     "two-cp-qwen": {"layout": {"cp": 2}, "config": QWEN},
@@ -166,7 +168,7 @@ def test_only_adapters_are_trained_and_the_base_stays(results):
     assert all("lora_" in key for key in gradients)
 
 
-@pytest.mark.parametrize("name", ["two", "two-lock-step", "two-tp", "two-compiled"])
+@pytest.mark.parametrize("name", ["two", "two-lock-step", "two-tp", "two-compiled", "two-tp-compiled"])
 def test_generation_under_fsdp_is_that_of_one_rank_and_leaves_no_trace(name, results):
     assert torch.equal(results[name]["generated"], results["one"]["generated"])
     assert results["one"]["loss_after_generation"] > 0
@@ -176,14 +178,15 @@ def test_generation_under_fsdp_is_that_of_one_rank_and_leaves_no_trace(name, res
 
 
 def test_recomputation_changes_no_bit(results):
-    for name in ("two-selective", "two-full"):
-        for key, value in results["two"].items():
+    for name, plain in (("two-selective", "two"), ("two-full", "two"), ("two-tp-full", "two-tp")):
+        for key, value in results[plain].items():
             if key.startswith("gradient.") or key == "loss":
                 assert torch.equal(results[name][key], value), (name, key)
 
 
 def test_one_graph_serves_all_layers_and_all_document_bounds(results):
-    assert results["two-compiled"]["graphs"].tolist() == [1, 0], "graphs, graph breaks"
+    for name in ("two-compiled", "two-tp-compiled"):
+        assert results[name]["graphs"].tolist() == [1, 0], "graphs, graph breaks"
     assert results["two"]["graphs"].tolist() == [0, 0]
 
 

@@ -38,7 +38,7 @@ class Constants:
 
 DEFAULT = Constants()
 #: Ranks on a CPU move their bytes with the cores that compute: nothing is hidden. A split matrix: 14 operations through
-#: DTensor and autograd around it 1.2 ms, copies for its all-reduce 0.7 ms, gloo's latency 0.3 ms (two ranks on two
+#: DTensor and autograd around it 1.2 ms, copies for all-reduces 0.7 ms, gloo's latency 0.3 ms (two ranks on two
 #: shared cores, taken apart on a busy machine and scaled to a quiet one by one rank: benchmarks/RESULTS.md).
 ON_CPU = Constants(efficiency=0.65, overlap=0.0, copies_beside=False, split_matrix_s=2.2e-3)
 #: Tokens of a document at which a kernel reaches half of its rate at long ones: within 6 % for Flash Attention 2 at 1k

@@ -8,8 +8,8 @@ Model FLOP utilisation is an outcome, never an input. What is modelled:
 * the rest of a layer is memory traffic: passes over its activations, fewer where compiled;
 * FSDP: each round gathers every unit for the forward pass, again for the backward pass (if resharded), and
   reduce-scatters float32 gradients; the share ``overlap`` of arithmetic can hide it, the rest is exposed;
-* tensor parallel: an all-reduce of the stream for each matrix of a layer and round, since DTensor sums the gradient of
-  each one's input by itself (other stacks and XLA: four in all; two more where layers run again), not hidden;
+* tensor parallel: four all-reduces of the stream a layer and round, not hidden; one more where layers run again, since
+  torch stops there before the last one's (on TPUs two more, where they run again in full);
 * replicas: one all-reduce of float32 gradient shards in the last round, which the same share of its backward pass hides
   (the trainer begins a unit's when its gradient is final).
 
@@ -282,15 +282,17 @@ def _sharding(
 
 
 def _tensor(work: Workload, setting: Setting, option: Option, links: Links, rounds: int, constants: Constants) -> float:
-    """Seconds of the all-reduces inside layers, and of what a rank on a CPU spends around each."""
+    """Seconds of the all-reduces inside layers, and of what a rank on a CPU spends around each
+    matrix."""
     tp, shape = setting.layout.tp, work.shape
     if tp == 1:
         return 0.0
     stream = setting.micro_batch_size * work.sequence_length * shape.hidden * work.compute_bytes
-    calls = 4 if work.inputs_summed or option.is_tpu else len(shape.linears())
-    calls += 2 if setting.activation_checkpointing == "full" else 0
-    call_s = 2 * (tp - 1) / tp * stream / links.tensor() + ALLREDUCE_LATENCY_S + constants.split_matrix_s
-    return rounds * shape.layers / setting.layout.pp * calls * call_s
+    kind = setting.activation_checkpointing
+    again = 2 * (kind == "full") if option.is_tpu else int(kind != "none")
+    call_s = 2 * (tp - 1) / tp * stream / links.tensor() + ALLREDUCE_LATENCY_S
+    layer_s = (4 + again) * call_s + len(shape.linears()) * constants.split_matrix_s
+    return rounds * shape.layers / setting.layout.pp * layer_s
 
 
 def _context(work: Workload, setting: Setting, links: Links, rounds: int) -> float:

@@ -56,9 +56,6 @@ class Workload:
     """Stages of a pipeline compute gradients of weights where they would wait."""
     pipeline_v: bool = False
     """The pieces of a pipeline's stages are placed in a V."""
-    inputs_summed: bool = False
-    """Tensor parallel reduces the gradient of a block's input once (other stacks), not once for each matrix that reads
-    it."""
     hidden_tensor_parallel: float = 0.0
     """Share of tensor parallel's collectives that other stacks hide behind arithmetic."""
     whole_below: int = 16_000_000

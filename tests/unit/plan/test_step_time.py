@@ -110,9 +110,10 @@ def test_tensor_parallel_costs_reductions():
     time = step_time(job(), at(1, tp=8), option(), 1)
     stream = 4096 * 4096 * 2
     one = 2 * 7 / 8 * stream / (450e9 * 0.8) + 30e-6
-    assert time.parts["tensor parallel"] == pytest.approx(64 * 32 * 7 * one, rel=1e-6), "one for each matrix"
-    summed = step_time(job(inputs_summed=True), at(1, tp=8), option(), 1)
-    assert summed.parts["tensor parallel"] == pytest.approx(64 * 32 * 4 * one, rel=1e-6)
+    assert time.parts["tensor parallel"] == pytest.approx(64 * 32 * 4 * one, rel=1e-6)
+    for kind in ("selective", "full"):
+        again = step_time(job(), at(1, tp=8, kind=kind), option(), 1)
+        assert again.parts["tensor parallel"] == pytest.approx(64 * 32 * 5 * one, rel=1e-6)
 
 
 def test_on_a_cpu_each_split_matrix_costs_its_dispatch_beside_its_bytes():

@@ -8,13 +8,14 @@ are equal on all tp ranks.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -50,6 +51,38 @@ def split(model: PreTrainedModel, layers: list[nn.Module], mesh: DeviceMesh) -> 
         if type(module).__module__.startswith("peft."):
             raise UsageError("model.lora and parallelism.tp cannot be combined", hint="set parallelism.tp: 1")
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in styles.items()})
+    colwise = [name for name, style in styles.items() if style == "colwise"]
+    for block, readers in Counter(name.rpartition(".")[0] for name in colwise).items():
+        shared = SharedInput(mesh, readers)
+        for name in colwise:
+            if name.rpartition(".")[0] == block:
+                model.get_submodule(name).register_forward_pre_hook(shared, prepend=True)
+
+
+class SharedInput:
+    """Hook of the colwise matrices of a block: those that read one tensor read one replicated DTensor of it.
+
+    Its gradients are then summed on each rank and all-reduced once (as with torch's ``PrepareModuleInput``, which would
+    need a block that uses its input for nothing else). ``ColwiseParallel`` alone wraps the tensor, and reduces its
+    gradient, for each matrix. Matrices that read different tensors share nothing.
+    """
+
+    def __init__(self, mesh: DeviceMesh, readers: int) -> None:
+        self._mesh, self._readers = mesh, readers
+        self._left = 0
+        self._local: Tensor | None = None
+        self._shared: DTensor | None = None
+
+    def __call__(self, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor | None]:
+        (local,) = inputs
+        if local is not self._local:
+            self._local, self._left = local, self._readers
+            self._shared = DTensor.from_local(local, self._mesh, (Replicate(),), run_check=False)
+        shared = self._shared
+        self._left -= 1
+        if self._left == 0:  # else the last layer's activations would outlive it
+            self._local = self._shared = None
+        return (shared,)
 
 
 def plan_of(model: PreTrainedModel, layers: list[nn.Module]) -> dict[str, str]:

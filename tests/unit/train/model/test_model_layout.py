@@ -4,11 +4,15 @@ import pytest
 import torch
 from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from muster.core.errors import UsageError
 from muster.core.types import Layout
+from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.model.attention_isolation_check import Proof
+from muster.train.model.loss import loss_sum
+from muster.train.model.tensor_parallel import SharedInput
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +88,39 @@ def test_no_rank_holds_the_whole_model():
         assert built.num_parameters / 4 <= held < built.num_parameters / 3
         assert all(parameter.device == CPU for parameter in built.module.parameters())
         assert not torch.isnan(next(iter(built.module.parameters())).to_local()).any()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "calls"),
+    [
+        ("llama", "none", 4),
+        ("llama", "selective", 5),
+        ("llama", "full", 5),
+        ("gemma2", "none", 4),
+        ("gemma2", "full", 6),  # its norm of the last sum reads that sum again
+    ],
+)
+def test_the_gradient_of_an_input_that_several_matrices_read_is_reduced_once(model_type, kind, calls):
+    """As the plan counts (``plan/step_time.py``): a layer's two sums of outputs and two of inputs' gradients."""
+    config = {**LLAMA, "model_type": model_type, "head_dim": 8, "pad_token_id": 0}
+    with process_group(2):
+        module = build(spec_of(config, training={"activation_checkpointing": kind}), layout=Layout(tp=2)).module
+        ids = torch.arange(64).view(2, 32) % 50
+        batch = make_batch(ids, ids, torch.arange(32).expand(2, 32), [32, 32], CPU)
+        for _ in range(2):
+            with CommDebugMode() as seen:
+                loss_sum(module, batch, chunk_tokens=0, scale=1.0).backward()
+            assert seen.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 2 * calls
+        hooks = {hook for part in module.modules() for hook in part._forward_pre_hooks.values()}
+        shared = [hook for hook in hooks if isinstance(hook, SharedInput)]
+        assert len(shared) == 4 and all(hook._local is hook._shared is None for hook in shared), "it holds activations"
+
+
+def test_matrices_that_read_different_tensors_share_nothing():
+    with process_group(2):
+        meshes = make_meshes(Layout(tp=2), "cpu")
+        shared = SharedInput(meshes.tp, 3)
+        first, other = torch.ones(2), torch.zeros(2)
+        made = [shared(torch.nn.Identity(), (each,))[0] for each in (first, first, other, other, first)]
+        assert made[0] is made[1] and made[2] is made[3] and len({id(each) for each in made}) == 3
+        assert [float(each.to_local().sum()) for each in made] == [2, 2, 0, 0, 2]

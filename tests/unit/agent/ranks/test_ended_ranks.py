@@ -20,10 +20,10 @@ MEMORY = LastWords(exception="RuntimeError", message="DefaultCPUAllocator: can't
 END = EndAttempt(attempt=1, why="i1")
 
 
-def host_and_pool():
+def host_and_pool(run_dir=None):
     """Of one whose fork server will tell every exit code."""
     spec = SimpleNamespace(recovery=SimpleNamespace(warm_standby=False), resources=SimpleNamespace(ranks_per_host=1))
-    host = RecordingHost(spec=spec)
+    host = RecordingHost(run_dir=run_dir, spec=spec)
     forks = Forks(
         spawn=lambda _: None,
         reaps=lambda _: True,
@@ -92,9 +92,11 @@ def test_a_rank_that_had_said_why_it_ends_was_not_ended_by_the_agent(said):
 
 
 @pytest.mark.parametrize("code", [None, -signal.SIGABRT])
-def test_what_the_agent_has_killed_is_not_waited_for_where_the_fork_server_stands_still(code):
+def test_what_the_agent_has_killed_is_not_waited_for_where_the_fork_server_stands_still(code, tmp_path):
     """Or the supervisor would count the host as lost. A line in its log is nothing that the rank had said before."""
-    host, pool = host_and_pool()
+    host, pool = host_and_pool(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-1.a1.log").write_text("terminate called: CUDA error: unspecified launch failure\n")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as rank:
         worker = Worker(pid=rank.pid, rank=1, attempt=1, peer=None, pidfd=open_pidfd(rank.pid))
         pool.workers[rank.pid] = worker

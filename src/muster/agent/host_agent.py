@@ -203,9 +203,9 @@ class HostAgent:
 
     def _start(self) -> None:
         self.home.start(self.log.writer)
-        self.kernel_log.start()
-        self.programs.start()  # ranks' imports take the longest, and the replicator is waited for
-        self.replicator.start()
+        for part in (self.kernel_log, self.programs, self.replicator):  # the last is waited for: ranks' imports go on
+            part.start()
+        self._contact_after = time.monotonic() + ADOPTION_S * self.fork_server.follows  # from when they are listened to
         typed_json.prepare(*to_agent.TO_AGENT.messages, *to_supervisor.FROM_AGENT.messages, *TO_RANK.messages)
 
     def _on_set_up(self) -> None:

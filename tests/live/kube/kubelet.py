@@ -73,7 +73,8 @@ class Node:
                     "daemonEndpoints": {"kubeletEndpoint": {"Port": int(self.options.port)}},
                 }  # fmt: skip
                 path = f"/api/v1/nodes/{name}/status"
-                code, _ = self.api.call("PATCH", path, {"status": status}, "application/merge-patch+json")
+                # As the real one (PatchNodeStatus): others' conditions stay, GKE's of Xids too.
+                code, _ = self.api.call("PATCH", path, {"status": status}, "application/strategic-merge-patch+json")
                 if code == 404:
                     self.api.call("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
                     continue

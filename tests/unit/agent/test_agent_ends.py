@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -188,3 +189,14 @@ def test_a_restarted_agent_answers_no_supervisor_while_a_living_rank_is_missing(
         monkeypatch.setattr(host_agent, "MISSING_S", 0.0)
     agent._find_supervisor()
     assert tries
+
+
+def test_a_successor_listens_for_its_ranks_from_when_it_can_hear_them(agent, monkeypatch):
+    """Its replicator's start is waited for, beside ranks that fill the cores for longer than they are given to come."""
+    monkeypatch.setattr(agent.kernel_log, "start", lambda: None)
+    monkeypatch.setattr(agent.home, "start", lambda writer: None)
+    monkeypatch.setattr(agent.replicator, "start", lambda: time.sleep(2 * host_agent.ADOPTION_S))
+    monkeypatch.setattr(agent.fork_server, "start", lambda: False)
+    agent.fork_server.follows = True
+    agent._start()
+    assert agent._contact_after > time.monotonic() + host_agent.ADOPTION_S / 5

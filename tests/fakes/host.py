@@ -62,11 +62,11 @@ class RecordingHost:
             on_note=self.sent.append,
         )  # fmt: skip
 
-    def rank_pool(self, **changes: Any) -> RankPool:
-        """``changes``: other ``Forks``, ``Snapshots``."""
+    def rank_pool(self, *, reaps: bool = False, **changes: Any) -> RankPool:
+        """``reaps``: its fork server tells every exit code. ``changes``: other ``Forks``, ``Snapshots``."""
         forks = Forks(
             spawn=lambda _: None,
-            reaps=lambda _: False,
+            reaps=lambda _: reaps,
             opens_contexts=lambda: False,
             give_up_contexts=lambda: None,
             order_store=lambda: None,

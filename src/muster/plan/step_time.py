@@ -282,8 +282,7 @@ def _sharding(
 
 
 def _tensor(work: Workload, setting: Setting, option: Option, links: Links, rounds: int, constants: Constants) -> float:
-    """Seconds of the all-reduces inside layers, and of what a rank on a CPU spends around each
-    matrix."""
+    """Seconds of the all-reduces inside layers, and of what a rank on a CPU spends around each matrix."""
     tp, shape = setting.layout.tp, work.shape
     if tp == 1:
         return 0.0

@@ -52,11 +52,10 @@ def split(model: PreTrainedModel, layers: list[nn.Module], mesh: DeviceMesh) -> 
             raise UsageError("model.lora and parallelism.tp cannot be combined", hint="set parallelism.tp: 1")
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in styles.items()})
     colwise = [name for name, style in styles.items() if style == "colwise"]
-    for block, readers in Counter(name.rpartition(".")[0] for name in colwise).items():
-        shared = SharedInput(mesh, readers)
-        for name in colwise:
-            if name.rpartition(".")[0] == block:
-                model.get_submodule(name).register_forward_pre_hook(shared, prepend=True)
+    readers = Counter(name.rpartition(".")[0] for name in colwise)
+    shared = {block: SharedInput(mesh, number) for block, number in readers.items()}
+    for name in colwise:
+        model.get_submodule(name).register_forward_pre_hook(shared[name.rpartition(".")[0]], prepend=True)
 
 
 class SharedInput:

@@ -16,7 +16,6 @@ from waiting import eventually
 
 from muster.agent import rank_pool
 from muster.agent.ranks import rank_process
-from muster.agent.ranks.pool_calls import Forks
 from muster.agent.ranks.rank_process import fatal_signal
 from muster.protocol.rank_agent import RankBeat
 from muster.protocol.to_agent import EndAttempt
@@ -88,14 +87,7 @@ def stand_in(monkeypatch):
 
 def pool_with(host, pid):
     """A pool that has heard from this rank."""
-    forks = Forks(
-        spawn=lambda _: None,
-        reaps=lambda _: True,
-        opens_contexts=lambda: False,
-        give_up_contexts=lambda: None,
-        order_store=lambda: None,
-    )
-    pool = host.rank_pool(forks=forks)
+    pool = host.rank_pool(reaps=True)
     pool.register_rank(pid, 1, 1, None, was_warm=True)
     for step in (7, 7):  # it is waited for once
         pool.handle(pool.workers[pid], RankBeat(step=step, micro=0))

@@ -9,7 +9,6 @@ import pytest
 from fakes.host import RecordingHost
 from waiting import eventually
 
-from muster.agent.ranks.pool_calls import Forks
 from muster.agent.ranks.rank_process import Worker, is_exiting, on_exit, open_pidfd
 from muster.protocol.to_agent import EndAttempt
 from muster.protocol.to_supervisor import RankExit, RanksEnded
@@ -24,14 +23,7 @@ def host_and_pool(run_dir=None):
     """Of one whose fork server will tell every exit code."""
     spec = SimpleNamespace(recovery=SimpleNamespace(warm_standby=False), resources=SimpleNamespace(ranks_per_host=1))
     host = RecordingHost(run_dir=run_dir, spec=spec)
-    forks = Forks(
-        spawn=lambda _: None,
-        reaps=lambda _: True,
-        opens_contexts=lambda: False,
-        give_up_contexts=lambda: None,
-        order_store=lambda: None,
-    )
-    return host, host.rank_pool(forks=forks)
+    return host, host.rank_pool(reaps=True)
 
 
 @pytest.mark.parametrize("first", [True, False])

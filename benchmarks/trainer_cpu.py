@@ -49,6 +49,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.rounds, self.smoke, self.folder, self.count = arguments.rounds, arguments.smoke, folder, 0
+        self.ranks: list[int] = arguments.ranks
         self.model = TINY if self.smoke else SMALL
         # Standbys begin after the first step, and share two cores with two ranks for the steps after it.
         self.steps = 6 if self.smoke else 40
@@ -95,7 +96,7 @@ class Bench:
 def tokens(bench: Bench) -> dict[str, Any]:
     """Tokens/s on random tokens in full sequences, and seconds from the command to the first step's end."""
     found: dict[str, Any] = {}
-    for ranks in (1, 2):
+    for ranks in bench.ranks:
         one = bench.job(batch=4, micro=2, sequence_length=64 if bench.smoke else 256)
         every = layouts(ranks)
         without = {"checkpoint__snapshot_every_steps": 0}
@@ -127,7 +128,7 @@ def cpu(bench: Bench) -> dict[str, Any]:
     full = {"batch": 4, "micro": 2, "sequence_length": 64 if bench.smoke else 256, "steps": 12 if bench.smoke else 40}
     path, tokenizer = text2sql_rows(bench, 400 if bench.smoke else 6000)
     found: dict[str, Any] = {}
-    for ranks in (1, 2):
+    for ranks in bench.ranks:
         one = bench.job(**full)
         systems: dict[str, Callable[[], jobs.Started]] = {
             f"muster {name}": lambda ranks=ranks, one=one, keys=keys: bench.muster_alone(one, ranks, **keys)
@@ -371,6 +372,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", nargs="*", type=int, choices=(1, 2), default=[1, 2], help="of tokens and cpu")
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, one round: does it run?")
     arguments = parser.parse_args()

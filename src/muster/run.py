@@ -272,7 +272,7 @@ def _from_memory(rank: _Rank, restore: Restore, tensors: Mapping[str, Tensor]) -
     context = rank.context
     world_size = restore.layout.world_size
     held = {name: tensor for name, tensor in tensors.items() if (owner_of(name) or 0) < world_size}
-    copy_tensors(restored(context, restore, held)[0], held, step=restore.step)
+    copy_tensors(restored(context, restore, lambda: held)[0], held, step=restore.step)
     exchange.gather(None, rank.saving_group)
     return restore.step, restore.tier, context.snapshot_dir or ""
 

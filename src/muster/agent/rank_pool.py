@@ -90,14 +90,14 @@ class RankPool:
         self.step = 0  # the highest that a rank here reported
         self.exits: dict[int, RankExit] = {}
         """Rank -> its report, of the current attempt."""
-        self._ending: int | None = None
-        """Attempt whose ranks are being ended."""
+        self._ending: int | None = None  # attempt whose ranks are being ended
         self._ended = 0  # the newest attempt whose ranks were to be ended
         self.orphans = OrphanedProcesses(hub=hub, on_ended=self._report_drained)
         self._retained = RetainedRanks()
-        self._dying = DyingRanks(hub=hub, memory=identity.memory, on_dying=self._tell_exit)
-        self._steps = StepClock()
-        self._progress_sent_s = 0.0
+        self._dying = DyingRanks(
+            hub=hub, memory=identity.memory, spec=spec, on_dying=self._tell_exit, on_spent=self._report_drained
+        )
+        self._steps, self._progress_sent_s = StepClock(), 0.0
         self.gpu_reset = GpuReset(hub=hub, on_done=self._on_reset)
         self._reset_result: ResetResult | None = None
 
@@ -240,12 +240,12 @@ class RankPool:
             self.standbys.look(self._hub)
 
     def _report_drained(self) -> None:
-        """Report once every rank of the ended attempt is gone and told, or paused, and the GPUs are reset."""
+        """Report once every rank of the ended attempt is gone or spent, and told, or paused, and GPUs are reset."""
         ending, living = self._ending, self.living()
         if ending is None or self.orphans.ending:
             return
         # One that is gone and not told may be the cause, and once the next attempt has started nobody listens to it.
-        owed = any(worker.paused is None for worker in self.workers.values() if worker.attempt <= ending)
+        owed = any(one.paused is None and not one.is_spent for one in self.workers.values() if one.attempt <= ending)
         if owed or not self.gpu_reset.is_done():
             return
         kept = {one.rank: one.paused for one in living if one.attempt <= ending and one.paused is not None}

@@ -2,8 +2,8 @@
 
 Lazy imports, dispatch tables, custom operators, the first process group: training a tiny model of the run's family in a
 world of one initializes them and leaves nothing else in the process. On a GPU also the context, cuBLAS and the kernels
-that are loaded on first use. The run's own model is built too, on the meta device, where it takes no memory. Otherwise
-all this would be part of the time from a failure to the next step.
+that are loaded on first use. The run's own model is built and cut too, on the meta device, where it takes no memory.
+Otherwise all this would be part of the time from a failure to the next step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from muster.config.spec import RunSpec
+from muster.core.layout import layout_for
 from muster.core.types import Layout
 from muster.rank import heap, worker
 from muster.train.data_feed.batch import make_batch
@@ -80,7 +81,8 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
             torch.cuda.empty_cache()
         elif heap.keep_freed():
             heap.reserve()
-        _build_ahead(spec)
+        dist.destroy_process_group()
+        _build_ahead(spec, CPU if gpu is None else device_of(gpu))
     except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: a standby could not warm up: {error}", file=sys.stderr, flush=True)
         return False
@@ -90,9 +92,15 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
     return True
 
 
-def _build_ahead(spec: RunSpec) -> None:
+def _build_ahead(spec: RunSpec, device: torch.device) -> None:
+    """With the cut over the ranks that a replica is to have; where another attempt has others it costs what it did."""
+    ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
+    layout, mesh = layout_for(spec.rank_axes, ranks), None
     try:
-        build_ahead(spec)
+        if layout is not None and layout.ranks_per_replica > 1:
+            _join_alone(layout.ranks_per_replica)
+            mesh = make_meshes(layout, device.type, replica=0 if layout.dp_replicate > 1 else None)
+        build_ahead(spec, mesh, device)
     except Exception as error:  # noqa: BLE001 (as above; nothing is wrong with this process)
         print(f"note: a standby could not build the model: {error}", file=sys.stderr, flush=True)
 
@@ -146,11 +154,12 @@ def small_spec(spec: RunSpec) -> RunSpec | None:
     return small if fits else None
 
 
-def _join_alone() -> None:
-    """A world of one without sockets: gloo's device would keep listening after its group is destroyed."""
+def _join_alone(size: int = 1) -> None:
+    """Rank 0 of a world without sockets (gloo's device would keep listening after its group is destroyed), of which no
+    other rank is there: whatever it sums it has the sum of."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
 
 
 def _train(spec: RunSpec, device: torch.device) -> None:

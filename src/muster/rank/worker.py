@@ -41,6 +41,7 @@ from muster.train.distributed.process_setup import (
 )
 from muster.train.loop import train
 from muster.train.measurement.metrics import Phases
+from muster.train.state.snapshot_restore import prepare_reading
 from muster.train.training_run import Paused, TrainingRun
 
 
@@ -159,6 +160,7 @@ def preload(model: Model) -> None:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    prepare_reading()
     family = model_type_of(model.source, model.config)
     try:
         small = AutoConfig.for_model(family or "llama", num_hidden_layers=1)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from muster.config.spec import RunSpec
 from muster.core.types import Layout
@@ -221,8 +223,57 @@ def test_nobody_waits_for_the_hub_in_advance(monkeypatch):
     assert not models.build_ahead(named)
 
 
+@pytest.fixture
+def looked_up(monkeypatch):
+    """Operations whose result's placement DTensor has to find out, in their order."""
+    seen, find = [], ShardingPropagator.propagate_op_sharding_non_cached
+    monkeypatch.setattr(
+        ShardingPropagator,
+        "propagate_op_sharding_non_cached",
+        lambda self, schema: seen.append(str(schema.op)) or find(self, schema),
+    )
+    return seen
+
+
+#: Sizes that no test of this process has had, and that two ranks do not share evenly.
+ODD = {**LLAMA, "hidden_size": 40, "intermediate_size": 53, "vocab_size": 61}
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 1}])
+def test_a_standby_has_found_out_how_its_model_is_cut(looked_up, axes):
+    replicas, within = axes.get("dp_replicate", 1), {**axes, "dp_replicate": 1}
+    case = 10 * len(axes) + 2 * replicas  # no sizes twice
+    config = {**ODD, "intermediate_size": 53 + case, "vocab_size": 61 + case}
+    resources = {"hosts": replicas, "ranks_per_host": 2}
+    spec = RunSpec.model_validate(
+        {**spec_of(config).model_dump(mode="json"), "parallelism": axes, "resources": resources}
+    )
+    assert warmup.warm_up(spec) and not dist.is_initialized()
+    looked_up.clear()
+    with process_group(world=2):
+        models.build_ahead(
+            spec_of({**config, "vocab_size": 60 + case}), make_meshes(Layout(**within), "cpu", replica=0), CPU
+        )
+    assert set(looked_up) <= {"aten.detach.default", "aten.empty_like.default"}, "they take no shapes"
+    looked_up.clear()
+    with process_group(world=2, rank=1):
+        mesh, read = make_meshes(Layout(**within), "cpu", replica=0), models.read_config(spec, None, 61)
+        module = models.laid_out(spec, read, mesh, CPU)[0].to_empty(device=CPU)
+        assert looked_up == []
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor):  # this rank's part, of which the other one knew nothing
+                assert parameter.to_local().shape[0] == parameter.shape[0] // 2
+
+
+def test_with_tensor_parallelism_nothing_is_found_out_in_advance(looked_up):
+    """Its operations take shapes, each rank its own."""
+    with process_group(world=2):
+        assert models.build_ahead(spec_of(ODD), make_meshes(Layout(tp=2), "cpu"), CPU)
+    assert looked_up == []
+
+
 def test_a_model_that_cannot_be_built_in_advance_is_a_note(capsys, monkeypatch):
-    monkeypatch.setattr(warmup, "build_ahead", lambda _: 1 / 0)
+    monkeypatch.setattr(warmup, "build_ahead", lambda *_: 1 / 0)
     assert warmup.warm_up(spec_of())
     assert "could not build the model: division by zero" in capsys.readouterr().err
 

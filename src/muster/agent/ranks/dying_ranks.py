@@ -1,4 +1,7 @@
-"""Ranks that a signal ends: known as soon as they begin to go, which takes a while."""
+"""Ranks that a signal ends: known as soon as they begin to go, and as soon as nothing of them runs any more.
+
+Neither waits until the kernel has freed a rank's memory, which takes 20 ms or more of an exit.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,39 @@ import contextlib
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 
-from muster.agent.ranks.rank_process import Worker, fatal_signal
+from muster.agent.ranks.rank_environment import leaves_memory_alone
+from muster.agent.ranks.rank_process import Worker, fatal_signal, is_spent
+from muster.config.spec import RunSpec
 from muster.core.errors import AccessError
 from muster.storage.memory_dir import MemoryDir
 from muster.transport import robust_lock
 from muster.transport.connections import ConnectionPool
 
+#: Threads of a process that a signal ends are all on their way out within a millisecond, unless one is in the kernel
+#: for longer: then only the pidfd tells.
+SPENT_WITHIN_S = 0.05
+LOOK_S = 0.0005
+
 
 class DyingRanks:
     """A thread for each rank sleeps until the kernel takes the rank's lock; the agent's loop does the rest."""
 
-    def __init__(self, *, hub: ConnectionPool, memory: MemoryDir, on_dying: Callable[[Worker], None]) -> None:
-        """``memory``: the host's. ``on_dying``: the worker's exit code is known; it still exists."""
-        self._hub, self._memory, self._on_dying = hub, memory, on_dying
+    def __init__(
+        self,
+        *,
+        hub: ConnectionPool,
+        memory: MemoryDir,
+        spec: Callable[[], RunSpec],
+        on_dying: Callable[[Worker], None],
+        on_spent: Callable[[], None],
+    ) -> None:
+        """``memory``: the host's. ``on_dying``: the worker's exit code is known; it still exists. ``on_spent``: what
+        waits for the end of ranks may look again."""
+        self._hub, self._memory, self._spec = hub, memory, spec
+        self._on_dying, self._on_spent = on_dying, on_spent
 
     def watch(self, worker: Worker) -> None:
         """Call it once the rank has said something: by then it holds its lock. Without one, or where the host has no
@@ -31,21 +52,28 @@ class DyingRanks:
         name, woken = robust_lock.name_of(worker.pid), -1
         try:
             lock, woken = robust_lock.Lock(self._memory.open_file(name, writable=True)), os.eventfd(0, os.EFD_CLOEXEC)
-            wait = functools.partial(_wait, lock, woken)
+            wait = functools.partial(_wait, lock, woken, worker.pid)
             threading.Thread(target=wait, name=f"rank-{worker.pid}", daemon=True).start()
         except (OSError, AccessError, RuntimeError):  # RuntimeError: "can't start new thread"
             if woken >= 0:
                 os.close(woken)
             return
 
-        def ended() -> None:
-            self._hub.unwatch(woken)
-            os.close(woken)  # the thread has written, and does nothing more
-            with contextlib.suppress(OSError):
-                self._memory.unlink(name)
-            self._look(worker)
+        said = 0
 
-        self._hub.watch(woken, ended)
+        def look() -> None:
+            nonlocal said
+            said += os.eventfd_read(woken)
+            if said >= _OVER:
+                self._hub.unwatch(woken)
+                os.close(woken)  # the thread has written, and does nothing more
+                with contextlib.suppress(OSError):
+                    self._memory.unlink(name)
+            self._look(worker)
+            if said >= _OVER and worker.pidfd >= 0 and leaves_memory_alone(self._spec()) and is_spent(worker.pid):
+                self._spend(worker)
+
+        self._hub.watch(woken, look)
 
     def _look(self, worker: Worker) -> None:
         """Unless its exit has been noticed, or this agent itself ends it: nobody waits for that news. One that is to
@@ -57,7 +85,24 @@ class DyingRanks:
             worker.exit_code, worker.is_dying = -number, True
             self._on_dying(worker)
 
+    def _spend(self, worker: Worker) -> None:
+        """Nothing of it runs any more. One that left by itself is owed its exit code, which its parent alone learns."""
+        if worker.was_killed and worker.exit_code is None:
+            worker.assume_killed()
+            worker.is_dying = True
+            self._on_dying(worker)
+        worker.is_spent = worker.is_dying
+        self._on_spent()
 
-def _wait(lock: robust_lock.Lock, woken: int) -> None:
+
+#: What ``_wait`` writes in all: once as the rank begins to go, once as it is spent or that takes too long.
+_OVER = 2
+
+
+def _wait(lock: robust_lock.Lock, woken: int, pid: int) -> None:
     lock.wait()
+    os.eventfd_write(woken, 1)
+    until = time.monotonic() + SPENT_WITHIN_S
+    while not is_spent(pid) and time.monotonic() < until:
+        time.sleep(LOOK_S)
     os.eventfd_write(woken, 1)

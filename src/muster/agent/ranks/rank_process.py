@@ -57,7 +57,9 @@ class Worker:
     is_awaited: bool = False
     """``DyingRanks`` has looked for its lock."""
     is_dying: bool = False
-    """A signal ends it: its exit code was known, and told, before it was gone."""
+    """Its exit code was known, and told, before it was gone."""
+    is_spent: bool = False
+    """And nothing that follows waits until it is gone."""
 
     @property
     def exists(self) -> bool:
@@ -122,11 +124,28 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid, 1)[0] in (b"T", b"t")
 
 
-def is_exiting(pid: int) -> bool:
-    """Whether the process is gone or has begun to go: the kernel frees its memory before anybody learns its exit code
-    (``PF_EXITING`` of include/linux/sched.h, among the flags of proc_pid_stat(5))."""
+def is_exiting(pid: int | str) -> bool:
+    """Whether the process (or a thread, "PID/task/TID") is gone or has begun to go: the kernel frees its memory before
+    anybody learns its exit code (``PF_EXITING`` of include/linux/sched.h, among the flags of proc_pid_stat(5))."""
     found = _stat(pid)
     return len(found) <= 6 or bool(int(found[6]) & 0x4)
+
+
+def is_spent(pid: int) -> bool:
+    """Whether every thread of the process is gone or has begun to go, and so is in no system call and returns to none
+    of its program's code (``do_exit`` in kernel/exit.c). What it holds (memory, files, devices) may still be there.
+
+    A thread that is new at a second look was started by one before that began to go.
+    """
+    seen: set[str] = set()
+    try:
+        while (found := set(os.listdir(f"/proc/{pid}/task"))) - seen:
+            if not all(is_exiting(f"{pid}/task/{thread}") for thread in found - seen):
+                return False
+            seen |= found
+    except FileNotFoundError:
+        pass  # gone
+    return True
 
 
 def fatal_signal(pid: int) -> int | None:
@@ -143,7 +162,7 @@ def fatal_signal(pid: int) -> int | None:
     return number if number and number not in _STOP else None
 
 
-def _stat(pid: int, most: int = -1) -> list[bytes]:
+def _stat(pid: int | str, most: int = -1) -> list[bytes]:
     """The kernel's words about a process after its name: its state, its parent, and more; ``most`` and the rest."""
     with contextlib.suppress(OSError, IndexError):
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)

@@ -31,10 +31,7 @@ def restore(
     if context.kept_rank is not None and context.restore is not None and state.step == context.restore.step:
         return  # this process was retained and has it
     if context.restore is not None:
-        own = context.restore.layout == context.layout and context.rank in context.restore.sources
-        tensors, fetched = restored(
-            context, context.restore, state.sharded() if own else state.writable(), elsewhere=state.elsewhere
-        )
+        tensors, fetched = restored(context, context.restore, state.writable, elsewhere=state.elsewhere)
         state.load(context.restore.step, tensors)
         tier: str = context.restore.tier
         uri = context.snapshot_dir or ""

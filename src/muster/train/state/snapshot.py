@@ -359,16 +359,15 @@ def _give_way() -> None:
 def chunks_of(sharded: Mapping[str, Tensor]) -> tuple[tuple[Chunk, ...], int]:
     """(this rank's part of each tensor, empty ones included, and its place in a slot; bytes of a slot)."""
     chunks, at = [], 0
+    known: dict[tuple[object, ...], list[int]] = {}  # of equal shapes that are placed alike: layers, moments
     for name, tensor in sharded.items():
         part = local(tensor)
+        key = (tensor.shape, *((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()))
+        offsets = known.get(key) or known.setdefault(key, offsets_of(tensor))
         chunk = Chunk(
-            name=name,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            global_shape=tuple(tensor.shape),
-            offsets=tuple(offsets_of(tensor)),
-            shape=tuple(part.shape),
-            byte_offset=at,
-        )
+            name=name, dtype=str(tensor.dtype).removeprefix("torch."), global_shape=tuple(tensor.shape),
+            offsets=tuple(offsets), shape=tuple(part.shape), byte_offset=at,
+        )  # fmt: skip
         chunks.append(chunk)
         at += -(-part.numel() * part.element_size() // _ALIGN) * _ALIGN
     # Slots share no page, because CUDA pins whole pages.

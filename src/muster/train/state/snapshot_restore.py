@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from muster.checkpoint import shards
 from muster.checkpoint.peer_slices import PeerMemory
 from muster.checkpoint_format.decoding import damage_as
 from muster.checkpoint_format.reader import Shard
-from muster.checkpoint_format.shards import Chunk, ShardHeader
+from muster.checkpoint_format.shards import Chunk, ShardHeader, prepare_reading
 from muster.checkpoint_format.snapshot_ring import Ring, Version, refusal
 from muster.core.errors import BackendError, CheckpointError
 from muster.core.snapshots import SnapshotNotIntact
@@ -24,6 +24,7 @@ from muster.protocol.ranks import RankContext, Restore, ShardSource
 from muster.train.distributed.reduce import local
 from muster.train.state.snapshot import own_path, slot_tensors
 
+__all__ = ["open_shard", "prepare_reading", "restore_other_layout", "restored"]
 _FETCH_TIMEOUT_S = 60.0
 
 
@@ -135,12 +136,17 @@ def _slice(data: memoryview, start: int, stop: int) -> memoryview:
 
 
 def restored(
-    context: RankContext, restore: Restore, sharded: Mapping[str, Tensor], *, elsewhere: Set[str] = frozenset()
+    context: RankContext,
+    restore: Restore,
+    writable: Callable[[], Mapping[str, Tensor]],
+    *,
+    elsewhere: Set[str] = frozenset(),
 ) -> tuple[Mapping[str, Tensor], int]:
     """(this rank's parts of the version that ``restore`` names, from whichever layout took it; bytes that other hosts
     sent).
 
-    Where this layout did, they are views into the ring, not copies. ``elsewhere``: as in ``shards.restore``.
+    Where this layout did, they are views into the ring, not copies; else ``writable`` makes what is filled.
+    ``elsewhere``: as in ``shards.restore``.
 
     Raises:
         SnapshotNotIntact: as ``restore_other_layout``.
@@ -148,7 +154,7 @@ def restored(
     """
     source = restore.sources.get(context.rank)
     if restore.layout != context.layout or source is None:
-        return restore_other_layout(context, restore, sharded, elsewhere=elsewhere)
+        return restore_other_layout(context, restore, writable(), elsewhere=elsewhere)
     ring, chunks, slot = open_shard(source, restore, run_id=context.run_id)
     path, fetched = Path(source.path), 0
     if any(chunk.name in elsewhere for chunk in chunks):

@@ -185,6 +185,8 @@ def placed_like(parameter: Tensor, part: Tensor) -> Tensor:
     """``part`` (this rank's, shaped as the parameter's own part) with the parameter's mesh and placements."""
     if not isinstance(parameter, DTensor):
         return part
+    if part.dtype == parameter.dtype:  # the same spec: made without autograd and without checks, it takes a tenth
+        return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return DTensor.from_local(
         part,
         parameter.device_mesh,

@@ -16,9 +16,9 @@ from waiting import eventually
 
 from muster.agent import rank_pool
 from muster.agent.ranks import rank_process
-from muster.agent.ranks.rank_process import fatal_signal
+from muster.agent.ranks.rank_process import fatal_signal, is_spent
 from muster.protocol.rank_agent import RankBeat
-from muster.protocol.to_agent import EndAttempt
+from muster.protocol.to_agent import EndAttempt, StartAttempt
 from muster.protocol.to_supervisor import RankExit, RanksEnded
 from muster.transport import robust_lock
 from muster.transport.connections import ConnectionPool
@@ -71,9 +71,17 @@ def start(tmp_path):
 def host(tmp_path):
     tmp_path.chmod(0o700)
     hub = ConnectionPool(token=b"t" * 32, on_gone=lambda *_: None)
-    spec = SimpleNamespace(recovery=SimpleNamespace(warm_standby=False), resources=SimpleNamespace(ranks_per_host=1))
+    resources = SimpleNamespace(ranks_per_host=1, device="cuda", on_gpus=True)
+    spec = SimpleNamespace(recovery=SimpleNamespace(warm_standby=False), resources=resources, command=None)
     yield RecordingHost(tmp_path, spec=spec, hub=hub)
     hub.shutdown()
+
+
+@pytest.fixture
+def on_cpu(host):
+    """A host whose ranks hold no device."""
+    host.spec.resources.device, host.spec.resources.on_gpus = "cpu", False
+    return host
 
 
 @pytest.fixture
@@ -92,6 +100,10 @@ def pool_with(host, pid):
     for step in (7, 7):  # it is waited for once
         pool.handle(pool.workers[pid], RankBeat(step=step, micro=0))
     return pool
+
+
+def ends_of(host):
+    return [type(one).__name__ for one in host.sent if isinstance(one, RankExit | RanksEnded)]
 
 
 def until(hub, condition):
@@ -125,6 +137,109 @@ def test_a_killed_rank_is_told_at_once_and_its_attempt_ends_with_it(host, start,
     until(host.hub, lambda: not pool.living() or pool.workers[rank.pid].pidfd < 0)
     pool.on_exit_code(rank.pid, -signal.SIGKILL)
     assert isinstance(host.sent[-1], RanksEnded) and exits(host) == [(1, -9, 7)] and not pool.workers
+
+
+def test_on_the_cpu_an_attempt_ends_once_nothing_of_its_ranks_runs(on_cpu, start, stand_in):
+    rank = start()
+    pool = pool_with(on_cpu, rank.pid)
+    written = []
+    on_cpu.log.write = lambda kind, *_, **more: written.append((kind, more["rank"]))
+    pool.end(EndAttempt(attempt=1, why="i1"))
+    until(on_cpu.hub, lambda: ends_of(on_cpu))
+    assert ends_of(on_cpu) == ["RanksEnded"] and written == [("rank.exited", 1)]
+    assert [worker.pid for worker in pool.living()] == [rank.pid], "its memory is not free yet"
+    pool.start(StartAttempt(attempt=2, contexts=()))
+    stand_in.kill()
+    until(on_cpu.hub, lambda: not pool.workers)
+    assert ends_of(on_cpu) == ["RanksEnded"] and written == [("rank.exited", 1)] and not pool.exits
+
+
+def test_on_the_cpu_an_attempt_ends_after_a_killed_rank_is_told(on_cpu, start, stand_in):
+    rank = start()
+    pool = pool_with(on_cpu, rank.pid)
+    rank.kill()
+    until(on_cpu.hub, lambda: pool.workers[rank.pid].is_spent)
+    assert exits(on_cpu) == [(1, -9, 7)]
+    pool.end(EndAttempt(attempt=1, why="i1"))
+    assert ends_of(on_cpu) == ["RankExit", "RanksEnded"] and pool.living()
+
+
+@pytest.mark.parametrize("what", ["on a GPU", "a user's program"])
+def test_what_may_hold_more_than_memory_is_waited_for(on_cpu, start, stand_in, tmp_path, what):
+    """A GPU's memory is given up after the host's; of a user's program nobody knows what the next one needs."""
+    on_cpu.spec.resources.on_gpus, on_cpu.spec.command = what == "on a GPU", "train.py" if "user" in what else None
+    rank = start()
+    pool = pool_with(on_cpu, rank.pid)
+    pool.end(EndAttempt(attempt=1, why="i1"))
+    until(on_cpu.hub, lambda: not list(tmp_path.glob("*.lock")))  # the last look
+    assert ends_of(on_cpu) == []
+    stand_in.kill()
+    until(on_cpu.hub, lambda: ends_of(on_cpu))
+
+
+def test_one_that_left_by_itself_is_waited_for_because_its_code_says_why(on_cpu, start, stand_in, tmp_path):
+    rank = start(OTHERWISE["its exit code is its own"])
+    pool = pool_with(on_cpu, rank.pid)
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    until(on_cpu.hub, lambda: not list(tmp_path.glob("*.lock")))
+    pool.end(EndAttempt(attempt=1, why="i1"))
+    assert ends_of(on_cpu) == []
+
+
+def test_a_process_is_spent_once_its_last_thread_is(start, tmp_path):
+    alone = start(OTHERWISE["its main thread has gone alone"])
+    lock = lock_of(tmp_path, alone.pid)
+    alone.stdin.write("\n")
+    alone.stdin.flush()
+    lock.wait()
+    assert rank_process.is_exiting(alone.pid) and not is_spent(alone.pid)
+    alone.kill()
+    eventually(lambda: is_spent(alone.pid))
+    alone.wait()
+    assert is_spent(alone.pid), "gone"
+
+
+#: Threads that write to a file in shared memory, and threads that start others, without a pause.
+WRITES = """import mmap
+shared = mmap.mmap(os.open(sys.argv[1] + "/shared", os.O_RDWR), 8 * 4)
+def write(at):
+    number = 0
+    while True:
+        number += 1
+        shared[8 * at : 8 * at + 8] = number.to_bytes(8, "little")
+def more(at):
+    until = time.monotonic() + 0.002
+    while time.monotonic() < until:
+        shared[8 * at : 8 * at + 8] = os.urandom(8)
+def starts(at):
+    while True:
+        threading.Thread(target=more, args=(at,), daemon=True).start()
+        time.sleep(0.0005)
+for number in range(4):
+    threading.Thread(target=write if number < 2 else starts, args=(number,), daemon=True).start()
+time.sleep(0.05)
+print("over", flush=True)
+time.sleep(600)
+"""
+
+
+def test_once_a_process_is_spent_it_writes_nothing(start, tmp_path):
+    """At random moments: what is in memory that others share is the same from the first look on."""
+    shared = tmp_path / "shared"
+    shared.write_bytes(bytes(32))
+    for _ in range(5):
+        rank = start(WRITES)
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+        assert rank.stdout.readline() == "over\n"
+        time.sleep(random.random() / 100)
+        assert not is_spent(rank.pid)
+        rank.kill()
+        eventually(lambda pid=rank.pid: is_spent(pid))
+        found = shared.read_bytes()
+        rank.wait()
+        assert shared.read_bytes() == found
 
 
 @pytest.mark.parametrize("end", OTHERWISE.values(), ids=OTHERWISE)

@@ -57,7 +57,7 @@ def flip(ring: Ring) -> None:
 
 def test_what_was_taken_comes_back(tmp_path: Path) -> None:
     path, _ = taken(tmp_path)
-    found, _ = restored(context(tmp_path), restore(path), STATE)
+    found, _ = restored(context(tmp_path), restore(path), lambda: STATE)
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
 
 
@@ -92,7 +92,7 @@ def test_one_flipped_bit_is_refused_by_name_in_any_layout(tmp_path: Path, layout
     flip(ring)
     damaged = r"own\.r1s1t1p1c1e1\.0\.ring.* step 7 of attempt 3 of rank 0 does not match its checksum"
     with pytest.raises(SnapshotNotIntact, match=damaged) as caught:
-        restored(context(tmp_path, layout=layout), restore(path), STATE)
+        restored(context(tmp_path, layout=layout), restore(path), lambda: STATE)
     assert caught.value.copies == (source(path).copy,)
 
 
@@ -117,7 +117,7 @@ def test_a_whole_snapshot_of_another_run_layout_or_rank_is_refused(tmp_path: Pat
     other.commit(slot, step=7, attempt=3, rank=change.get("rank", 0))
     (tmp_path / "other").rename(path)
     with pytest.raises(SnapshotNotIntact, match="is another snapshot"):
-        restored(context(tmp_path), restore(path), STATE)
+        restored(context(tmp_path), restore(path), lambda: STATE)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -139,7 +139,7 @@ def test_ranks_of_a_host_share_the_comparing_where_all_of_them_restore(
     given = Restore(step=7, attempt=3, sources=sources, layout=layout, share_verification=share)
     for local_rank in range(3):
         here = context(tmp_path, layout=Layout(dp_shard=3), rank=local_rank, local_rank=local_rank, local_world_size=3)
-        restored(here, given, {})
+        restored(here, given, dict)
     assert sorted(checked) == sorted(path.name for path in paths.values() for _ in range(1 if share else 3))
 
 

@@ -8,7 +8,9 @@ Otherwise all this would be part of the time from a failure to the next step.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -23,7 +25,7 @@ from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.process_setup import fix_libraries
 from muster.train.distributed.reduce import FloatReducer, GradientReducer, ReduceGroups
-from muster.train.model.causal_lm import build_ahead, build_model, read_config
+from muster.train.model.causal_lm import build_ahead, build_model, cut_ahead, read_config
 from muster.train.model.compile import compiles, load_compiler
 from muster.train.model.loss import loss_sum
 from muster.train.optim.optimizer import clip_scale, make_optimizer
@@ -74,33 +76,30 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
             if compiles(spec.training, device_of(gpu)):
                 load_compiler(device_of(gpu))
             small = small.model_copy(update={"training": small.training.model_copy(update={"compile": False})})
-        _join_alone()
-        _train(small, CPU if gpu is None else device_of(gpu))
+        with _alone():
+            _train(small, CPU if gpu is None else device_of(gpu))
         if gpu is not None:
             torch.cuda.synchronize(gpu)
             torch.cuda.empty_cache()
         elif heap.keep_freed():
             heap.reserve()
-        dist.destroy_process_group()
         _build_ahead(spec, CPU if gpu is None else device_of(gpu))
     except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: a standby could not warm up: {error}", file=sys.stderr, flush=True)
         return False
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return True
 
 
 def _build_ahead(spec: RunSpec, device: torch.device) -> None:
     """With the cut over the ranks that a replica is to have; where another attempt has others it costs what it did."""
     ranks = (spec.resources.ranks_per_host or 1) * spec.resources.hosts
-    layout, mesh = layout_for(spec.rank_axes, ranks), None
+    layout = layout_for(spec.rank_axes, ranks)
     try:
         if layout is not None and layout.ranks_per_replica > 1:
-            _join_alone(layout.ranks_per_replica)
-            mesh = make_meshes(layout, device.type, replica=0 if layout.dp_replicate > 1 else None)
-        build_ahead(spec, mesh, device)
+            with _alone(layout.ranks_per_replica):
+                mesh = make_meshes(layout, device.type, replica=0 if layout.dp_replicate > 1 else None)
+                cut_ahead(spec, mesh, device)
+        build_ahead(spec)
     except Exception as error:  # noqa: BLE001 (as above; nothing is wrong with this process)
         print(f"note: a standby could not build the model: {error}", file=sys.stderr, flush=True)
 
@@ -154,12 +153,23 @@ def small_spec(spec: RunSpec) -> RunSpec | None:
     return small if fits else None
 
 
-def _join_alone(size: int = 1) -> None:
+@contextlib.contextmanager
+def _alone(size: int = 1) -> Iterator[None]:
     """Rank 0 of a world without sockets (gloo's device would keep listening after its group is destroyed), of which no
-    other rank is there: whatever it sums it has the sum of."""
+    other rank is there: whatever it sums it has the sum of.
+
+    DTensor forgets what it has found out there. It remembers a result with its mesh, which equals that of a real world
+    and is another one: in another place of it, with other groups. A rank would save its shard as rank 0's.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def _train(spec: RunSpec, device: torch.device) -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import transformers
 from fakes.small_model import CPU, LLAMA, build, process_group, spec_of
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from muster.config.spec import RunSpec
 from muster.core.types import Layout
@@ -19,6 +18,7 @@ from muster.rank import warmup
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.model import attention_isolation_check as proofs
 from muster.train.model import causal_lm as models
+from muster.train.state.snapshot import offsets_of
 
 
 @pytest.mark.parametrize(
@@ -223,53 +223,33 @@ def test_nobody_waits_for_the_hub_in_advance(monkeypatch):
     assert not models.build_ahead(named)
 
 
-@pytest.fixture
-def looked_up(monkeypatch):
-    """Operations whose result's placement DTensor has to find out, in their order."""
-    seen, find = [], ShardingPropagator.propagate_op_sharding_non_cached
-    monkeypatch.setattr(
-        ShardingPropagator,
-        "propagate_op_sharding_non_cached",
-        lambda self, schema: seen.append(str(schema.op)) or find(self, schema),
-    )
-    return seen
-
-
-#: Sizes that no test of this process has had, and that two ranks do not share evenly.
-ODD = {**LLAMA, "hidden_size": 40, "intermediate_size": 53, "vocab_size": 61}
-
-
-@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 1}])
-def test_a_standby_has_found_out_how_its_model_is_cut(looked_up, axes):
+@pytest.mark.parametrize(
+    "axes", [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 1}, {"tp": 2, "dp_shard": 1}]
+)
+def test_a_standby_has_cut_its_model_and_knows_its_own_place(axes, monkeypatch):
+    """What torch remembers of the world that was alone would be of rank 0 there."""
+    seen, cut = [], warmup.cut_ahead
+    monkeypatch.setattr(warmup, "cut_ahead", lambda *given: seen.append(given[1].layout) or cut(*given))
     replicas, within = axes.get("dp_replicate", 1), {**axes, "dp_replicate": 1}
-    case = 10 * len(axes) + 2 * replicas  # no sizes twice
-    config = {**ODD, "intermediate_size": 53 + case, "vocab_size": 61 + case}
-    resources = {"hosts": replicas, "ranks_per_host": 2}
     spec = RunSpec.model_validate(
-        {**spec_of(config).model_dump(mode="json"), "parallelism": axes, "resources": resources}
+        {
+            **spec_of({**LLAMA, "hidden_size": 40, "vocab_size": 61}).model_dump(mode="json"),
+            "parallelism": axes,
+            "resources": {"hosts": replicas, "ranks_per_host": 2},
+        }
     )
-    assert warmup.warm_up(spec) and not dist.is_initialized()
-    looked_up.clear()
-    with process_group(world=2):
-        models.build_ahead(
-            spec_of({**config, "vocab_size": 60 + case}), make_meshes(Layout(**within), "cpu", replica=0), CPU
-        )
-    assert set(looked_up) <= {"aten.detach.default", "aten.empty_like.default"}, "they take no shapes"
-    looked_up.clear()
+    assert warmup.warm_up(spec) and not dist.is_initialized() and [one.ranks_per_replica for one in seen] == [2]
     with process_group(world=2, rank=1):
-        mesh, read = make_meshes(Layout(**within), "cpu", replica=0), models.read_config(spec, None, 61)
-        module = models.laid_out(spec, read, mesh, CPU)[0].to_empty(device=CPU)
-        assert looked_up == []
-        for parameter in module.parameters():
-            if isinstance(parameter, DTensor):  # this rank's part, of which the other one knew nothing
-                assert parameter.to_local().shape[0] == parameter.shape[0] // 2
-
-
-def test_with_tensor_parallelism_nothing_is_found_out_in_advance(looked_up):
-    """Its operations take shapes, each rank its own."""
-    with process_group(world=2):
-        assert models.build_ahead(spec_of(ODD), make_meshes(Layout(tp=2), "cpu"), CPU)
-    assert looked_up == []
+        mesh = make_meshes(Layout(**within), "cpu", replica=0)
+        module = models.laid_out(spec, models.read_config(spec, None, 61), mesh, CPU)[0].to_empty(device=CPU)
+        cut = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+        assert cut or mesh.stages is not None, "a stage that one rank has stays whole"
+        for parameter in cut:
+            assert sum(parameter.device_mesh.get_coordinate()) == parameter.device_mesh.size() - 1
+            whole, own = parameter.shape[0], parameter.to_local().shape[0]
+            assert own == whole or (own == whole // 2 and offsets_of(parameter)[0] == whole - own)
+        if mesh.shard.size() > 1:
+            assert all(parameter.device_mesh is mesh.shard for parameter in cut)
 
 
 def test_a_model_that_cannot_be_built_in_advance_is_a_note(capsys, monkeypatch):

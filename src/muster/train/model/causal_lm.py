@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedConfig, PreTrainedModel
 
-META = torch.device("meta")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -294,25 +293,35 @@ def _unreadable(error: Exception) -> UsageError:
     return UsageError(f"model: its config cannot be read: {line}", hint="see model.config or config.json")
 
 
-def build_ahead(spec: RunSpec, mesh: Meshes | None = None, device: torch.device = META) -> bool:
+def build_ahead(spec: RunSpec) -> bool:
     """Build the run's model on the meta device now, for this process's first ``build_model``; whether it was built.
 
-    It takes no memory and no values yet. Not for one whose config would be asked of the hub. With ``mesh`` one is cut
-    over it first and discarded: DTensor finds out once in a process what becomes of a placement in each operation on
-    each shape, which takes half the time of a cut. What is found holds for any rank of an equal mesh, as long as the
-    operations take no shapes (``detach``, ``empty_like``): those of tensor parallelism do.
+    It takes no memory and no values yet. Not for one whose config would be asked of the hub.
     """
-    assert spec.model is not None
-    source, given = spec.model.source, spec.model.config
-    if any(isinstance(place, str) and not Path(place).exists() for place in (source, given)):
+    config = _config_ahead(spec)
+    if config is None or spec.model is None:
         return False
-    config = read_config(spec, Path(source) if source else None, 0)  # one without its own vocabulary fits no rank
-    if mesh is not None and mesh.layout.tp == 1:
-        laid_out(spec, config, mesh, device)[0].to_empty(device=META)
     dtype = dtype_on_meta(spec.model)
     key = _key(config, dtype)  # before transformers writes into the config
     _AHEAD[key] = on_meta(config, dtype)
     return True
+
+
+def cut_ahead(spec: RunSpec, mesh: Meshes, device: torch.device) -> None:
+    """Build the run's model on the meta device, cut it over ``mesh`` and discard it: what torch finds out once in a
+    process of each operation on each shape takes half the time of a cut."""
+    config = _config_ahead(spec)
+    if config is not None:
+        laid_out(spec, config, mesh, device)[0].to_empty(device="meta")
+
+
+def _config_ahead(spec: RunSpec) -> PreTrainedConfig | None:
+    """None: it would be asked of the hub. One without its own vocabulary is of no rank's model."""
+    assert spec.model is not None
+    source, given = spec.model.source, spec.model.config
+    if any(isinstance(place, str) and not Path(place).exists() for place in (source, given)):
+        return None
+    return read_config(spec, Path(source) if source else None, 0)
 
 
 #: What ``build_ahead`` built, until it is taken.

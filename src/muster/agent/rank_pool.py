@@ -315,7 +315,7 @@ class RankPool:
 
     def _on_step(self, worker: Worker) -> None:
         """The first rank's steps are the step watchdog's clock, and a sign that standbys may be forked undisturbed."""
-        if worker.rank == min((other.rank for other in self.workers.values()), default=None):  # None: it has exited
+        if worker.rank == min((other.rank for other in self.living()), default=None):  # None: it has exited
             self._steps.on_step(time.monotonic())
             self.replenish_standbys()
             self._snapshots.on_step(worker.attempt)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 RUN_ID = "MUSTER_RUN_ID"
 RUN_DIR = "MUSTER_RUN_DIR"
 
+_GROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
 #: What a run's processes get of the submitter's environment.
 KEPT = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED",
@@ -252,6 +254,38 @@ def memory_limit() -> int:
     """Bytes of addresses that this process may have (RLIMIT_AS); 0: no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return 0 if soft == resource.RLIM_INFINITY else soft
+
+
+def memory_groups() -> list[tuple[int, int]]:
+    """(bytes in use, bytes that are left) of this process's cgroup and of those above it that have a limit of memory.
+
+    Of version 1 where the memory controller is there, else of version 2. File pages that were not used lately are given
+    back before a limit is reached: they count as left.
+    """
+    try:
+        rows = [line.split(":", 2) for line in _GROUPS.read_text().splitlines()]
+    except OSError:
+        return []
+    paths = {name: path for _, names, path in rows for name in names.split(",")}
+    if "memory" in paths:
+        top, names = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    else:
+        top, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+    folder = top / paths.get("memory", paths.get("", "")).lstrip("/")
+    if not folder.is_dir():  # a container may see no more than its own
+        folder = top
+    found = [_memory_of(each, *names) for each in (folder, *folder.parents) if each.is_relative_to(top)]
+    return [group for group in found if group is not None]
+
+
+def _memory_of(folder: Path, limit: str, usage: str, unused: str) -> tuple[int, int] | None:
+    try:
+        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max"; the topmost group of version 2 has no such files
+        return None
+    used -= int(stat.get(unused, 0))
+    return used, max(0, most - used)
 
 
 def _height(limit: int) -> float:

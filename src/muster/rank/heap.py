@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
-from pathlib import Path
 
 import torch
 
+from muster.core import processes
 from muster.core.environment import allocator_is_set
 
 #: Parameters of mallopt(3), from glibc's malloc.h.
@@ -28,7 +27,6 @@ STANDBY_BYTES = 128 << 20
 #: And no more than this part of what the host has free, or its container where that is less.
 STANDBY_SHARE = 1 / 64
 _BLOCK_BYTES = 4 << 20
-_GROUPS, _LIMITS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def keep_freed() -> bool:
@@ -49,38 +47,8 @@ def keep_freed() -> bool:
 
 def reserve() -> None:
     """Have some of the heap touched in advance. After ``keep_freed``."""
-    free = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _cgroup_room())
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = min([pages, *(left for _, left in processes.memory_groups())])
     size = min(STANDBY_BYTES, int(free * STANDBY_SHARE))
     blocks = [torch.ones(_BLOCK_BYTES, dtype=torch.uint8) for _ in range(size // _BLOCK_BYTES)]
     del blocks
-
-
-def _cgroup_room() -> float:
-    """Bytes that the limits of this process's cgroup, and of those above it, leave; infinite where there are none.
-
-    Of version 1 where the memory controller is there, else of version 2. File pages that were not used lately are given
-    back before a limit is reached: they count as free.
-    """
-    try:
-        rows = [line.split(":", 2) for line in _GROUPS.read_text().splitlines()]
-    except OSError:
-        return math.inf
-    paths = {name: path for _, names, path in rows for name in names.split(",")}
-    if "memory" in paths:
-        top, names = _LIMITS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    else:
-        top, names = _LIMITS, ("memory.max", "memory.current", "inactive_file")
-    folder = top / paths.get("memory", paths.get("", "")).lstrip("/")
-    if not folder.is_dir():  # a container may see no more than its own
-        folder = top
-    within = [each for each in (folder, *folder.parents) if each.is_relative_to(top)]
-    return min((_room(each, *names) for each in within), default=math.inf)
-
-
-def _room(folder: Path, limit: str, usage: str, unused: str) -> float:
-    try:
-        room = int((folder / limit).read_text()) - int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, room + int(stat.get(unused, 0)))
-    except (OSError, ValueError):  # "max"; the topmost group of version 2 has no such files
-        return math.inf

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from muster.core import processes
 from muster.rank import heap
 
 PROGRAM = """
@@ -90,8 +91,8 @@ def test_no_more_is_reserved_than_the_container_has(monkeypatch, tmp_path, told,
         (at / "memory.stat").write_text(f"anon 7\n{names[2]} {unused}\n")
     made = []
     monkeypatch.setattr(heap, "torch", SimpleNamespace(ones=lambda size, dtype: made.append(size), uint8=None))
-    monkeypatch.setattr(heap, "_GROUPS", tmp_path / "cgroup", raising=False)
-    monkeypatch.setattr(heap, "_LIMITS", tmp_path / "fs", raising=False)
+    monkeypatch.setattr(processes, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(processes, "_CGROUPS", tmp_path / "fs")
     monkeypatch.setattr(heap, "STANDBY_SHARE", 1.0)
     monkeypatch.setattr(heap, "STANDBY_BYTES", 20 * MIB)
     heap.reserve()

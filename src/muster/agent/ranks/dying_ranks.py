@@ -11,10 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from muster.agent.ranks.rank_environment import leaves_memory_alone
 from muster.agent.ranks.rank_process import Worker, fatal_signal, is_spent
 from muster.config.spec import RunSpec
+from muster.core import processes
 from muster.core.errors import AccessError
 from muster.storage.memory_dir import MemoryDir
 from muster.transport import robust_lock
@@ -24,6 +26,7 @@ from muster.transport.connections import ConnectionPool
 #: for longer: then only the pidfd tells.
 SPENT_WITHIN_S = 0.05
 LOOK_S = 0.0005
+MEMORY = Path("/proc/meminfo")
 
 
 class DyingRanks:
@@ -70,7 +73,7 @@ class DyingRanks:
                 with contextlib.suppress(OSError):
                     self._memory.unlink(name)
             self._look(worker)
-            if said >= _OVER and worker.pidfd >= 0 and leaves_memory_alone(self._spec()) and is_spent(worker.pid):
+            if said >= _OVER and worker.pidfd >= 0 and is_spent(worker.pid) and self._may_be_passed_by():
                 self._spend(worker)
 
         self._hub.watch(woken, look)
@@ -85,8 +88,13 @@ class DyingRanks:
             worker.exit_code, worker.is_dying = -number, True
             self._on_dying(worker)
 
+    def _may_be_passed_by(self) -> bool:
+        return leaves_memory_alone(self._spec()) and _has_room()
+
     def _spend(self, worker: Worker) -> None:
         """Nothing of it runs any more. One that left by itself is owed its exit code, which its parent alone learns."""
+        if worker.peer is not None:
+            self._hub.drain(worker.peer)  # what its threads sent to the last
         if worker.was_killed and worker.exit_code is None:
             worker.assume_killed()
             worker.is_dying = True
@@ -103,6 +111,19 @@ def _wait(lock: robust_lock.Lock, woken: int, pid: int) -> None:
     lock.wait()
     os.eventfd_write(woken, 1)
     until = time.monotonic() + SPENT_WITHIN_S
-    while not is_spent(pid) and time.monotonic() < until:
-        time.sleep(LOOK_S)
-    os.eventfd_write(woken, 1)
+    try:
+        while not is_spent(pid) and time.monotonic() < until:
+            time.sleep(LOOK_S)
+    finally:
+        os.eventfd_write(woken, 1)
+
+
+def _has_room() -> bool:
+    """Whether all that is in use on this host, and in this container, has room there once more: the ranks that come
+    take theirs while that of the others is being freed, which takes a second or two of a process of 20 GB."""
+    try:
+        rows = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
+        total, free = (int(rows[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    except (OSError, ValueError, KeyError):
+        return False
+    return all(left >= used for used, left in [(total - free, free), *processes.memory_groups()])

@@ -59,12 +59,12 @@ class Worker:
     is_dying: bool = False
     """Its exit code was known, and told, before it was gone."""
     is_spent: bool = False
-    """And nothing that follows waits until it is gone."""
+    """And nothing of it runs any more: only its memory is still being freed, for which nobody waits."""
 
     @property
     def exists(self) -> bool:
-        """Until its pidfd says that it is gone, or the fork server that reaped it has told the exit code."""
-        return self.pidfd >= 0 and (self.exit_code is None or self.is_dying)
+        """Until its pidfd or the fork server that reaped it says that it is gone, or it is spent."""
+        return self.pidfd >= 0 and (self.exit_code is None or self.is_dying) and not self.is_spent
 
     def close_pidfd(self, hub: ConnectionPool) -> None:
         """It is gone."""
@@ -124,9 +124,9 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid, 1)[0] in (b"T", b"t")
 
 
-def is_exiting(pid: int | str) -> bool:
-    """Whether the process (or a thread, "PID/task/TID") is gone or has begun to go: the kernel frees its memory before
-    anybody learns its exit code (``PF_EXITING`` of include/linux/sched.h, among the flags of proc_pid_stat(5))."""
+def is_exiting(pid: int) -> bool:
+    """Whether the process is gone or has begun to go: the kernel frees its memory before anybody learns its exit code
+    (``PF_EXITING`` of include/linux/sched.h, among the flags of proc_pid_stat(5))."""
     found = _stat(pid)
     return len(found) <= 6 or bool(int(found[6]) & 0x4)
 
@@ -139,13 +139,26 @@ def is_spent(pid: int) -> bool:
     """
     seen: set[str] = set()
     try:
-        while (found := set(os.listdir(f"/proc/{pid}/task"))) - seen:
-            if not all(is_exiting(f"{pid}/task/{thread}") for thread in found - seen):
+        while True:
+            count, found = int(_told(pid)[17]), set(os.listdir(f"/proc/{pid}/task"))
+            if len(found) < count:  # one ended while the kernel listed them: the list may be short of others too
+                return False
+            if not found - seen:
+                return True
+            if not all(_thread_is_exiting(pid, thread) for thread in found - seen):
                 return False
             seen |= found
-    except FileNotFoundError:
-        pass  # gone
-    return True
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # gone
+    except (OSError, IndexError):  # nothing is known of it
+        return False
+
+
+def _thread_is_exiting(pid: int, thread: str) -> bool:
+    try:
+        return bool(int(_told(f"{pid}/task/{thread}")[6]) & 0x4)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def fatal_signal(pid: int) -> int | None:
@@ -162,15 +175,20 @@ def fatal_signal(pid: int) -> int | None:
     return number if number and number not in _STOP else None
 
 
-def _stat(pid: int | str, most: int = -1) -> list[bytes]:
+def _stat(pid: int, most: int = -1) -> list[bytes]:
     """The kernel's words about a process after its name: its state, its parent, and more; ``most`` and the rest."""
     with contextlib.suppress(OSError, IndexError):
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.read(fd, 4096).rsplit(b")", 1)[1].split(None, most)
-        finally:
-            os.close(fd)
+        return _told(pid, most)
     return [b"", b"0"]
+
+
+def _told(pid: int | str, most: int = -1) -> list[bytes]:
+    """The same. Raises FileNotFoundError or ProcessLookupError: it is gone; OSError, IndexError: nothing is known."""
+    fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096).rsplit(b")", 1)[1].split(None, most)
+    finally:
+        os.close(fd)
 
 
 def kill(pid: int) -> None:

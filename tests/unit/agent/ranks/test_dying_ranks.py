@@ -15,8 +15,9 @@ from fakes.host import RecordingHost
 from waiting import eventually
 
 from muster.agent import rank_pool
-from muster.agent.ranks import rank_process
+from muster.agent.ranks import dying_ranks, rank_process
 from muster.agent.ranks.rank_process import fatal_signal, is_spent
+from muster.core import processes
 from muster.protocol.rank_agent import RankBeat
 from muster.protocol.to_agent import EndAttempt, StartAttempt
 from muster.protocol.to_supervisor import RankExit, RanksEnded
@@ -78,8 +79,11 @@ def host(tmp_path):
 
 
 @pytest.fixture
-def on_cpu(host):
-    """A host whose ranks hold no device."""
+def on_cpu(host, monkeypatch, tmp_path):
+    """A host whose ranks hold no device, and which has room for as many once more."""
+    (tmp_path / "room").write_text(meminfo(100, 50))
+    monkeypatch.setattr(dying_ranks, "MEMORY", tmp_path / "room")
+    monkeypatch.setattr(processes, "memory_groups", list)
     host.spec.resources.device, host.spec.resources.on_gpus = "cpu", False
     return host
 
@@ -147,7 +151,7 @@ def test_on_the_cpu_an_attempt_ends_once_nothing_of_its_ranks_runs(on_cpu, start
     pool.end(EndAttempt(attempt=1, why="i1"))
     until(on_cpu.hub, lambda: ends_of(on_cpu))
     assert ends_of(on_cpu) == ["RanksEnded"] and written == [("rank.exited", 1)]
-    assert [worker.pid for worker in pool.living()] == [rank.pid], "its memory is not free yet"
+    assert list(pool.workers) == [rank.pid] and not pool.living(), "its memory is not free yet"
     pool.start(StartAttempt(attempt=2, contexts=()))
     stand_in.kill()
     until(on_cpu.hub, lambda: not pool.workers)
@@ -161,12 +165,19 @@ def test_on_the_cpu_an_attempt_ends_after_a_killed_rank_is_told(on_cpu, start, s
     until(on_cpu.hub, lambda: pool.workers[rank.pid].is_spent)
     assert exits(on_cpu) == [(1, -9, 7)]
     pool.end(EndAttempt(attempt=1, why="i1"))
-    assert ends_of(on_cpu) == ["RankExit", "RanksEnded"] and pool.living()
+    assert ends_of(on_cpu) == ["RankExit", "RanksEnded"] and pool.workers
 
 
-@pytest.mark.parametrize("what", ["on a GPU", "a user's program"])
-def test_what_may_hold_more_than_memory_is_waited_for(on_cpu, start, stand_in, tmp_path, what):
+def meminfo(total, free):
+    return f"MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {free} kB\n"
+
+
+@pytest.mark.parametrize("what", ["on a GPU", "a user's program", "no room", "no room in the container"])
+def test_what_may_not_be_passed_by_is_waited_for(on_cpu, start, stand_in, tmp_path, monkeypatch, what):
     """A GPU's memory is given up after the host's; of a user's program nobody knows what the next one needs."""
+    (tmp_path / "meminfo").write_text(meminfo(100, 49) if what == "no room" else meminfo(100, 60))
+    monkeypatch.setattr(dying_ranks, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(processes, "memory_groups", lambda: [(6, 5)] if "container" in what else [(5, 6)])
     on_cpu.spec.resources.on_gpus, on_cpu.spec.command = what == "on a GPU", "train.py" if "user" in what else None
     rank = start()
     pool = pool_with(on_cpu, rank.pid)
@@ -198,6 +209,29 @@ def test_a_process_is_spent_once_its_last_thread_is(start, tmp_path):
     eventually(lambda: is_spent(alone.pid))
     alone.wait()
     assert is_spent(alone.pid), "gone"
+
+
+@pytest.mark.parametrize("error", [PermissionError, OSError(24, "too many open files")])
+def test_of_what_cannot_be_read_nothing_is_known(start, monkeypatch, error):
+    rank = start()
+    rank.kill()
+    rank.wait()
+    assert is_spent(rank.pid)
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(rank_process, "_told", fails)
+    assert not is_spent(rank.pid)
+
+
+def test_a_list_that_is_short_of_a_thread_is_none(start, monkeypatch):
+    """The kernel's ends where the thread at which it stands is released meanwhile."""
+    rank = start()
+    monkeypatch.setattr(rank_process, "_thread_is_exiting", lambda *_: True)
+    assert is_spent(rank.pid)
+    monkeypatch.setattr(os, "listdir", lambda path, every=os.listdir: every(path)[:-1])
+    assert not is_spent(rank.pid)
 
 
 #: Threads that write to a file in shared memory, and threads that start others, without a pause.

@@ -150,9 +150,9 @@ def test_what_a_stage_with_other_layers_took_is_refused_and_kept(hosts):
     """The same layout with another ``parallelism.pp_schedule``: nothing says that the copies are damaged."""
     context = hosts(2).begun(("host-0", "host-1"))[0]
     with pytest.raises(CheckpointError, match="pp_schedule or pp_chunks was changed") as refused:
-        restored(context, context.restore, {}, elsewhere=frozenset(SHAPES))
+        restored(context, context.restore, dict, elsewhere=frozenset(SHAPES))
     assert not isinstance(refused.value, SnapshotNotIntact)
-    assert restored(context, context.restore, {}, elsewhere=frozenset(("another",)))[0].keys() == SHAPES.keys()
+    assert restored(context, context.restore, dict, elsewhere=frozenset(("another",)))[0].keys() == SHAPES.keys()
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_what_was_fetched_for_the_same_place_is_the_ranks_own_from_then_on(tmp_p
     (tmp_path / "twin" / file_name("own", layout.key, 1)).rename(fetched)
     restore = Restore(step=9, attempt=1, layout=layout, sources={0: source(fetched, 1, layout)})
     here = context(tmp_path, layout=layout, rank=0, attempt=2, restore=restore)
-    assert restored(here, restore, state)[0]["w"].tolist() == [0, 1, 2, 3]
+    assert restored(here, restore, lambda: state)[0]["w"].tolist() == [0, 1, 2, 3]
     assert [(held.tier, held.rank, held.step) for held in list_snapshots(tmp_path)] == [("memory", 0, 9)]
     Snapshots(here, state).save(10, state)
     assert [held.step for held in list_snapshots(tmp_path)] == [10, 9]

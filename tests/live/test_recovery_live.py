@@ -131,6 +131,22 @@ def test_without_a_spare_the_world_shrinks_and_grows_back(tmp_path, reference):
         assert worst < 1e-5, f"losses differ by {worst} (sums in another order explain 1e-6)"
 
 
+def test_a_rank_that_was_a_warm_standby_knows_which_part_it_holds(tmp_path):
+    """It has cut the model before, as another rank: what it saves is read by ranks that share it otherwise."""
+    changes = {"resources.hosts": 3, "resources.min_hosts": 2, "resources.ranks_per_host": 1, "training.steps": 150}
+    with LiveRun(tmp_path, spec_of(**changes)) as run:
+        run.start()
+        run.wait_for_step(10)
+        time.sleep(3)  # standbys are forked after the first step, and have warmed up
+        run.kill_rank(0)
+        run.wait_until(lambda: len(run.events("incident.resolved")) == 1, "recovery")
+        run.wait_for_step(run.step() + 5)
+        run.signal_host("host-1")
+        assert run.wait() == 0, run.story()
+        assert run.recoveries() == ["restart", "shrink"] and not run.events("snapshot.rejected"), run.story()
+        assert all(event.detail["redone_steps"] <= 2 for event in run.events("incident.resolved")), run.story()
+
+
 @pytest.mark.skipif(not namespaces_work(), reason="needs root and iproute2 for network namespaces")
 def test_a_cut_link_is_silence_and_the_spare_takes_over(tmp_path, reference):
     changes = {

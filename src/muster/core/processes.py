@@ -256,6 +256,16 @@ def memory_limit() -> int:
     return 0 if soft == resource.RLIM_INFINITY else soft
 
 
+def host_memory(meminfo: Path) -> tuple[int, int] | None:
+    """(bytes in use, bytes that are left) of the host, by its ``/proc/meminfo``; None: it does not say."""
+    try:
+        rows = dict(line.split(":") for line in meminfo.read_text().splitlines() if ":" in line)
+        total, left = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    return max(0, total - left), left
+
+
 def memory_groups() -> list[tuple[int, int]]:
     """(bytes in use, bytes that are left) of this process's cgroup and of those above it that have a limit of memory.
 

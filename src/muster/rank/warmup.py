@@ -55,7 +55,7 @@ def applies(spec: RunSpec, *, context: bool = False) -> bool:
     """Whether a standby of this run warms up: Muster's own trainer, on the CPU or with a CUDA ``context``."""
     if spec.model is None or spec.command or spec.recovery.warm_standby == "imports":
         return False
-    return context or (spec.resources.device in ("cpu", "auto") and not spec.resources.on_gpus)
+    return context or spec.resources.on_cpu
 
 
 def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
@@ -66,6 +66,7 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
     should not become a rank: it has no context (an exclusive-process GPU, too little memory), or a broken one.
     """
     torch.set_num_threads(1)
+    device = CPU if gpu is None else device_of(gpu)
     try:
         if gpu is not None:
             open_context(spec, gpu)
@@ -73,17 +74,17 @@ def warm_up(spec: RunSpec, *, gpu: int | None = None) -> bool:
         if small is None:
             return gpu is not None
         if gpu is not None and small.training.compile:  # slow, and no rank uses this model's code
-            if compiles(spec.training, device_of(gpu)):
-                load_compiler(device_of(gpu))
+            if compiles(spec.training, device):
+                load_compiler(device)
             small = small.model_copy(update={"training": small.training.model_copy(update={"compile": False})})
         with _alone():
-            _train(small, CPU if gpu is None else device_of(gpu))
+            _train(small, device)
         if gpu is not None:
             torch.cuda.synchronize(gpu)
             torch.cuda.empty_cache()
         elif heap.keep_freed():
             heap.reserve()
-        _build_ahead(spec, CPU if gpu is None else device_of(gpu))
+        _build_ahead(spec, device)
     except Exception as error:  # noqa: BLE001 (an optimization only: the rank's own build reports what is wrong)
         print(f"note: a standby could not warm up: {error}", file=sys.stderr, flush=True)
         return False

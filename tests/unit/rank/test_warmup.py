@@ -253,7 +253,7 @@ def test_a_standby_has_cut_its_model_and_knows_its_own_place(axes, monkeypatch):
 
 
 def test_a_model_that_cannot_be_built_in_advance_is_a_note(capsys, monkeypatch):
-    monkeypatch.setattr(warmup, "build_ahead", lambda *_: 1 / 0)
+    monkeypatch.setattr(warmup, "build_ahead", lambda _: 1 / 0)
     assert warmup.warm_up(spec_of())
     assert "could not build the model: division by zero" in capsys.readouterr().err
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from muster.agent.evidence.proc import process_state
 from muster.agent.hardware.host_check import PORTS
 from muster.agent.ranks.rank_process import Worker, kill, on_exit
+from muster.core import processes
 from muster.core.event_details.hosts import HostUsage
 from muster.core.processes import processor_ticks, program
 from muster.core.typed_json import Json
@@ -128,12 +129,8 @@ class UsageMeter:
         )  # fmt: skip
 
     def _memory(self) -> dict[str, Json]:
-        try:
-            rows = dict(line.split(":") for line in (self._proc / "meminfo").read_text().splitlines() if ":" in line)
-            total, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-        except (OSError, ValueError, KeyError, IndexError):
-            return {}
-        return {"memory_bytes": max(0, total - free), "memory_total_bytes": total}
+        found = processes.host_memory(self._proc / "meminfo")
+        return {} if found is None else {"memory_bytes": found[0], "memory_total_bytes": sum(found)}
 
     # ------------------------------------------------------------ GPUs
 

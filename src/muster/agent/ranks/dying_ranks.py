@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from muster.agent.ranks.rank_environment import leaves_memory_alone
 from muster.agent.ranks.rank_process import Worker, fatal_signal, is_spent
 from muster.config.spec import RunSpec
 from muster.core import processes
@@ -89,7 +88,10 @@ class DyingRanks:
             self._on_dying(worker)
 
     def _may_be_passed_by(self) -> bool:
-        return leaves_memory_alone(self._spec()) and _has_room()
+        """Whether all that a rank leaves behind is memory of the host, of which there is enough: Muster's own trainer
+        on the CPU. A device's memory is given up later; what a user's program holds (ports, locks) nobody knows."""
+        spec = self._spec()
+        return spec.command is None and spec.resources.on_cpu and _has_room()
 
     def _spend(self, worker: Worker) -> None:
         """Nothing of it runs any more. One that left by itself is owed its exit code, which its parent alone learns."""
@@ -121,9 +123,5 @@ def _wait(lock: robust_lock.Lock, woken: int, pid: int) -> None:
 def _has_room() -> bool:
     """Whether all that is in use on this host, and in this container, has room there once more: the ranks that come
     take theirs while that of the others is being freed, which takes a second or two of a process of 20 GB."""
-    try:
-        rows = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
-        total, free = (int(rows[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
-    except (OSError, ValueError, KeyError):
-        return False
-    return all(left >= used for used, left in [(total - free, free), *processes.memory_groups()])
+    host = processes.host_memory(MEMORY)
+    return host is not None and all(left >= used for used, left in [host, *processes.memory_groups()])

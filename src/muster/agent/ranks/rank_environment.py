@@ -65,13 +65,6 @@ def opens_contexts(spec: RunSpec) -> bool:
     return spec.resources.on_gpus and spec.recovery.warm_standby is True and spec.command is None
 
 
-def leaves_memory_alone(spec: RunSpec) -> bool:
-    """Whether all that a rank leaves behind while it goes is memory of the host that is being freed: Muster's own
-    trainer on the CPU. A device's memory is given up after that, and what a user's program holds (a port, a lock, a
-    file) nobody knows."""
-    return spec.command is None and spec.resources.device in ("cpu", "auto") and not spec.resources.on_gpus
-
-
 def _nccl(spec: RunSpec, given: Mapping[str, str]) -> dict[str, str]:
     """NCCL's settings for Muster's own trainer; a user's program keeps torch's defaults."""
     if spec.command is not None:

@@ -125,10 +125,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the process is gone or has begun to go: the kernel frees its memory before anybody learns its exit code
-    (``PF_EXITING`` of include/linux/sched.h, among the flags of proc_pid_stat(5))."""
+    """Whether the process is gone or has begun to go. Its memory is freed before anybody learns its exit code."""
     found = _stat(pid)
-    return len(found) <= 6 or bool(int(found[6]) & 0x4)
+    return len(found) <= 6 or _is_marked(found)
 
 
 def is_spent(pid: int) -> bool:
@@ -156,7 +155,7 @@ def is_spent(pid: int) -> bool:
 
 def _thread_is_exiting(pid: int, thread: str) -> bool:
     try:
-        return bool(int(_told(f"{pid}/task/{thread}")[6]) & 0x4)
+        return _is_marked(_told(f"{pid}/task/{thread}"))
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -169,10 +168,15 @@ def fatal_signal(pid: int) -> int | None:
     the main thread has gone alone, that field may hold the signal which stopped the others.
     """
     found = _stat(pid)
-    if len(found) <= 49 or not int(found[6]) & 0x4:
+    if len(found) <= 49 or not _is_marked(found):
         return None
     number = int(found[49]) & 0x7F
     return number if number and number not in _STOP else None
+
+
+def _is_marked(told: list[bytes]) -> bool:
+    """``PF_EXITING`` of include/linux/sched.h, among the flags of proc_pid_stat(5)."""
+    return bool(int(told[6]) & 0x4)
 
 
 def _stat(pid: int, most: int = -1) -> list[bytes]:

@@ -70,3 +70,8 @@ class Resources(Section):
         """Whether ranks use the GPUs of this machine; auto: where the driver's device file is. Neither torch nor the
         driver is touched."""
         return self.device == "cuda" or (self.device == "auto" and Path("/dev/nvidiactl").exists())
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks compute on the CPU of this machine."""
+        return self.device in ("cpu", "auto") and not self.on_gpus

@@ -72,7 +72,7 @@ def start(tmp_path):
 def host(tmp_path):
     tmp_path.chmod(0o700)
     hub = ConnectionPool(token=b"t" * 32, on_gone=lambda *_: None)
-    resources = SimpleNamespace(ranks_per_host=1, device="cuda", on_gpus=True)
+    resources = SimpleNamespace(ranks_per_host=1, on_cpu=False)
     spec = SimpleNamespace(recovery=SimpleNamespace(warm_standby=False), resources=resources, command=None)
     yield RecordingHost(tmp_path, spec=spec, hub=hub)
     hub.shutdown()
@@ -84,7 +84,7 @@ def on_cpu(host, monkeypatch, tmp_path):
     (tmp_path / "room").write_text(meminfo(100, 50))
     monkeypatch.setattr(dying_ranks, "MEMORY", tmp_path / "room")
     monkeypatch.setattr(processes, "memory_groups", list)
-    host.spec.resources.device, host.spec.resources.on_gpus = "cpu", False
+    host.spec.resources.on_cpu = True
     return host
 
 
@@ -178,7 +178,7 @@ def test_what_may_not_be_passed_by_is_waited_for(on_cpu, start, stand_in, tmp_pa
     (tmp_path / "meminfo").write_text(meminfo(100, 49) if what == "no room" else meminfo(100, 60))
     monkeypatch.setattr(dying_ranks, "MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(processes, "memory_groups", lambda: [(6, 5)] if "container" in what else [(5, 6)])
-    on_cpu.spec.resources.on_gpus, on_cpu.spec.command = what == "on a GPU", "train.py" if "user" in what else None
+    on_cpu.spec.resources.on_cpu, on_cpu.spec.command = what != "on a GPU", "train.py" if "user" in what else None
     rank = start()
     pool = pool_with(on_cpu, rank.pid)
     pool.end(EndAttempt(attempt=1, why="i1"))

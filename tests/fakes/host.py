@@ -39,6 +39,7 @@ class RecordingHost:
         self.notes: list[str] = []
         self.failures: list[Any] = []
         self.answers: list[Any] = []
+        self.stopped: list[int] = []
         self.supervised = self.has_ranks = False
         self.exit_reason: str | None = None
 
@@ -58,8 +59,8 @@ class RecordingHost:
     def fork_server(self) -> ForkServer:
         return ForkServer(
             identity=self.identity, hub=self.hub, spec=lambda: self.spec, is_ending=self._is_ending,
-            on_failure=self._on_failure, on_exited=lambda pid, code: None, on_store=self.sent.append,
-            on_note=self.sent.append,
+            on_failure=self._on_failure, on_exited=lambda pid, code: None,
+            on_stopped=self.stopped.append, on_store=self.sent.append, on_note=self.sent.append,
         )  # fmt: skip
 
     def rank_pool(self, *, reaps: bool = False, **changes: Any) -> RankPool:

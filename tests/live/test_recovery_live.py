@@ -1,6 +1,7 @@
 """Real faults on real runs: what is left equals the run that nothing happened to."""
 
 import os
+import re
 import signal
 import time
 
@@ -64,7 +65,10 @@ def test_a_stopped_rank_is_found_though_no_collective_raises(tmp_path, reference
         run.kill_rank(1, signal.SIGSTOP)
         assert run.wait() == 0, run.story()
         (incident,) = run.troubles()
-        assert incident.detail["incident"] == "rank_hang" and "is stopped" in incident.detail["evidence"]
+        evidence = incident.detail["evidence"]
+        assert incident.detail["incident"] == "rank_hang" and "is stopped" in evidence
+        # Told by its parent, and looked at then: by looks alone it would be found after more than two seconds.
+        assert float(re.search(r"silent for ([\d.]+) s", evidence)[1]) < 2.0, evidence
         assert run.final_hash() == reference(1, 2)[0]
 
 

@@ -19,6 +19,7 @@ from muster.protocol.codec import reader_of
 from muster.protocol.fork_server import (
     FROM_FORK_SERVER,
     ChildExited,
+    ChildStopped,
     ForkServerHello,
     FromForkServer,
     NewStore,
@@ -57,12 +58,15 @@ class ForkServer:
         is_ending: Callable[[], bool],
         on_failure: Callable[[StartFailed | None], None],
         on_exited: Callable[[int, int], None],
+        on_stopped: Callable[[int], None],
         on_store: Callable[[StoreAddress], None],
         on_note: Callable[[str], None],
     ) -> None:
-        """``on_failure``: why it cannot be started, None: it is. ``on_exited``: a child's pid and exit code."""
+        """``on_failure``: why it cannot be started, None: it is. ``on_exited``: a child's pid and exit code.
+        ``on_stopped``: one that a signal has stopped."""
         self._identity, self._hub, self._spec, self._is_ending = identity, hub, spec, is_ending
-        self._on_failure, self._on_exited, self._on_store, self._on_note = on_failure, on_exited, on_store, on_note
+        self._on_failure, self._on_exited, self._on_stopped = on_failure, on_exited, on_stopped
+        self._on_store, self._on_note = on_store, on_note
         self.store: Address | None = None
         """Its rendezvous store for the next attempt; None while it is not connected."""
         self._peer: Connection | None = None
@@ -200,6 +204,8 @@ class ForkServer:
                 if message.pid not in self._registered:
                     self._on_stillborn(message.code)
                 self._registered.discard(message.pid)
+            case ChildStopped():
+                self._on_stopped(message.pid)
             case StoreAddress():
                 self.store = message.store
                 self._on_store(message)

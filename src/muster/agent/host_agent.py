@@ -108,6 +108,7 @@ class HostAgent:
             identity=identity, hub=hub, spec=lambda: self.spec, is_ending=lambda: self.exit_reason is not None,
             on_failure=lambda failure: self.link.keep("fork server", failure), on_note=log.note,
             on_exited=lambda pid, code: self.pool.on_exit_code(pid, code), on_store=self.link.send,
+            on_stopped=lambda pid: self.pool.on_stopped(pid),
         )  # fmt: skip
         self.readiness = Readiness(
             has_all=lambda: (
@@ -243,10 +244,9 @@ class HostAgent:
     def _hello(self) -> AgentHello:
         return AgentHello(
             version=MINE, host=self.identity.host, pid=os.getpid(), attempt=self.pool.attempt,
-            alive={worker.rank: worker.pid for worker in self.pool.living()},
+            alive={worker.rank: worker.pid for worker in self.pool.living()}, step=self.pool.step,
             exited=tuple(sorted(self.pool.exits)), ready=self.readiness.is_ready, store=self.fork_server.store,
-            memory=self._memory_address(), snapshots=self.snapshots.held(),
-            step=self.pool.step, place=self.identity.place,
+            memory=self._memory_address(), snapshots=self.snapshots.held(), place=self.identity.place,
         )  # fmt: skip
 
     def _memory_address(self) -> Address | None:

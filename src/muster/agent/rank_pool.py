@@ -95,7 +95,7 @@ class RankPool:
         self.orphans = OrphanedProcesses(hub=hub, on_ended=self._report_drained)
         self._retained = RetainedRanks()
         self._dying = DyingRanks(
-            hub=hub, memory=identity.memory, spec=spec, on_dying=self._tell_exit, on_spent=self._report_drained
+            hub=hub, memory=identity.memory, spec=spec, on_dying=self._tell_exit, on_ended=self._report_drained
         )
         self._steps, self._progress_sent_s = StepClock(), 0.0
         self.gpu_reset = GpuReset(hub=hub, on_done=self._on_reset)
@@ -214,6 +214,10 @@ class RankPool:
             worker.exit_code = code
             self._report_exit(worker)
 
+    def on_stopped(self, pid: int) -> None:
+        if (worker := self.workers.get(pid)) is not None:
+            worker.stop_told = True
+
     def _report_exit(self, worker: Worker) -> None:
         """Once the process is gone and its code is known."""
         if worker.pidfd >= 0 or worker.exit_code is None or worker.pid not in self.workers:
@@ -240,18 +244,16 @@ class RankPool:
             self.standbys.look(self._hub)
 
     def _report_drained(self) -> None:
-        """Report once every rank of the ended attempt is gone or spent, and told, or paused, and GPUs are reset."""
+        """Report once every rank of the ended attempt is gone but for its memory, told or paused, and GPUs reset."""
         ending, living = self._ending, self.living()
         if ending is None or self.orphans.ending:
             return
         # One that is gone and not told may be the cause, and once the next attempt has started nobody listens to it.
-        owed = any(one.paused is None and not one.is_spent for one in self.workers.values() if one.attempt <= ending)
-        if owed or not self.gpu_reset.is_done():
+        if any(one.is_owed for one in self.workers.values() if one.attempt <= ending) or not self.gpu_reset.is_done():
             return
         kept = {one.rank: one.paused for one in living if one.attempt <= ending and one.paused is not None}
         self._send(RanksEnded(attempt=ending, snapshots=self._snapshots.held(), kept=kept, reset=self._reset_result))
-        self._reset_result = None
-        self._ending = None
+        self._reset_result = self._ending = None
         self.replenish_standbys()
 
     def _on_reset(self, gpus: Sequence[int], ok: bool, evidence: str) -> None:
@@ -339,8 +341,7 @@ class RankPool:
 
     def _limits(self) -> Limits:
         given = self._spec().recovery
-        step_s = self._steps.timeout_s(given.step_timeout_s)
-        return Limits(silence_s=given.heartbeat_timeout_s, step_s=step_s, start_s=given.start_timeout_s)
+        return Limits.of(given, step_s=self._steps.timeout_s(given.step_timeout_s), tells=self._forks.reaps)
 
     def on_reconnect(self) -> None:
         """A newly connected supervisor has not heard of any hang."""
@@ -371,7 +372,6 @@ class RankPool:
         self.orphans.mark_registered(hello.pid)
 
     def is_warm(self) -> bool:
-        """Whether a warm standby waits for each rank of the host."""
         return self.standbys.are_warm(self.ranks_per_host)
 
     def replenish_standbys(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from muster.agent.host_identity import HostIdentity
-from muster.agent.ranks.hang_detector import LOOK_SHARE
+from muster.agent.ranks.hang_detector import LOOK_SHARE, UNTOLD_S
 from muster.agent.ranks.rank_process import end_child, is_stopped, on_exit
 from muster.core.errors import AccessError
 from muster.core.typed_json import Unreadable, decode
@@ -71,9 +71,10 @@ class ReplicatorProcess:
         on_rejected: Callable[[SnapshotsRejected], None],
         on_note: Callable[[str], None],
     ) -> None:
-        """``limit_s``: one that is stopped for longer is replaced. ``on_flush(answer, order)`` is called once for each
-        flush, always; ``on_moved``: a successor listens there; ``on_note``: a line for the run's log."""
-        self._identity, self._hub, self._limit_s, self._is_ending = identity, hub, limit_s, is_ending
+        """``limit_s``: one that is stopped for longer is replaced, and not before 3 s. ``on_flush(answer, order)`` is
+        called once for each flush, always; ``on_moved``: a successor listens there; ``on_note``: a line for the log."""
+        self._identity, self._hub, self._is_ending = identity, hub, is_ending
+        self._limit_s = lambda: max(limit_s(), UNTOLD_S)  # no step waits for it, and each look wakes this process
         self._on_flush, self._on_moved, self._on_rejected, self._on_note = on_flush, on_moved, on_rejected, on_note
         self.address: Address | None = None
         """Where other hosts' replicators connect."""

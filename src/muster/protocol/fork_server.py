@@ -29,6 +29,13 @@ class ChildExited(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChildStopped(Record):
+    """A signal has stopped a standby or a rank; it may go on by now."""
+
+    pid: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpawnStandbys(Record):
     """Fork a standby for each of these local ranks."""
 
@@ -41,7 +48,7 @@ class NewStore(Record):
     """Serve a fresh rendezvous store, for the next attempt."""
 
 
-FromForkServer: TypeAlias = ChildExited | StoreAddress
+FromForkServer: TypeAlias = ChildExited | ChildStopped | StoreAddress
 ToForkServer: TypeAlias = SpawnStandbys | NewStore
 FROM_FORK_SERVER: Channel[FromForkServer] = Channel(
     name="fork server to agent",

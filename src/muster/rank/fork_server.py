@@ -33,6 +33,7 @@ from muster.protocol.codec import reader_of
 from muster.protocol.fork_server import (
     TO_FORK_SERVER,
     ChildExited,
+    ChildStopped,
     ForkServerHello,
     NewStore,
     SpawnStandbys,
@@ -140,6 +141,8 @@ class ForkServer:
     """pids, oldest first"""
     store: tuple[str, int] = ("", 0)
     """Address of the newest one."""
+    _woken: socket.socket = field(init=False)
+    """Readable once the kernel has told of a child (SIGCHLD), which it does of each exit and stop."""
     unforkable: str = ""
     """Why children are new processes; empty: they are forks."""
 
@@ -167,15 +170,35 @@ class ForkServer:
         import select
 
         self._look()
+        self.watch_children()
         self.store = self._new_store()
         while True:
             connection = self.connection or self._connect()
-            watched: list[socket.socket | int] = [connection.sock, *self.children]
+            watched: list[socket.socket | int] = [connection.sock, self._woken, *self.children]
             ready, _, _ = select.select(watched, [], [])
+            if self._woken in ready:
+                self.tell_stopped()
             for fd in [fd for fd in ready if isinstance(fd, int)]:
                 self._reap(fd)
             if self.connection is not None and self.connection.sock in ready:
                 self._handle_messages(self.connection)
+
+    def watch_children(self) -> None:
+        """From now on a child that a signal stops wakes this process."""
+        self._woken, wakes = socket.socketpair()
+        for each in (self._woken, wakes):
+            each.setblocking(False)
+        signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def tell_stopped(self) -> None:
+        """Tell the agent of the children that were stopped since the last call: each stop once. Exits are left to
+        ``_reap``."""
+        self._woken.recv(4096)
+        for pid in self.children.values():
+            with contextlib.suppress(ChildProcessError):  # it has exited
+                if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    self._send(ChildStopped(pid=pid))
 
     def _connect(self) -> AgentConnection[ToForkServer]:
         children = tuple(self.children.values())  # a restarted agent cannot know those that do not register
@@ -228,6 +251,10 @@ class ForkServer:
         """A child that shares no connection with this process, and ends with ``life``; its pid."""
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if (wakes := signal.set_wakeup_fd(-1)) >= 0:
+                os.close(wakes)
+                self._woken.close()
             for fd in self.children:
                 os.close(fd)
             if self.connection is not None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from muster.agent.ranks.rank_process import Worker, fatal_signal, is_spent
+from muster.agent.ranks.rank_process import Worker, all_threads_exiting, fatal_signal
 from muster.config.spec import RunSpec
 from muster.core import processes
 from muster.core.errors import AccessError
@@ -23,7 +23,7 @@ from muster.transport.connections import ConnectionPool
 
 #: Threads of a process that a signal ends are all on their way out within a millisecond, unless one is in the kernel
 #: for longer: then only the pidfd tells.
-SPENT_WITHIN_S = 0.05
+EXITING_WITHIN_S = 0.05
 LOOK_S = 0.0005
 MEMORY = Path("/proc/meminfo")
 
@@ -38,12 +38,12 @@ class DyingRanks:
         memory: MemoryDir,
         spec: Callable[[], RunSpec],
         on_dying: Callable[[Worker], None],
-        on_spent: Callable[[], None],
+        on_ended: Callable[[], None],
     ) -> None:
-        """``memory``: the host's. ``on_dying``: the worker's exit code is known; it still exists. ``on_spent``: what
+        """``memory``: the host's. ``on_dying``: the worker's exit code is known; it still exists. ``on_ended``: what
         waits for the end of ranks may look again."""
         self._hub, self._memory, self._spec = hub, memory, spec
-        self._on_dying, self._on_spent = on_dying, on_spent
+        self._on_dying, self._on_ended = on_dying, on_ended
 
     def watch(self, worker: Worker) -> None:
         """Call it once the rank has said something: by then it holds its lock. Without one, or where the host has no
@@ -72,8 +72,8 @@ class DyingRanks:
                 with contextlib.suppress(OSError):
                     self._memory.unlink(name)
             self._look(worker)
-            if said >= _OVER and worker.pidfd >= 0 and is_spent(worker.pid) and self._may_be_passed_by():
-                self._spend(worker)
+            if said >= _OVER and worker.pidfd >= 0 and all_threads_exiting(worker.pid) and self._may_be_passed_by():
+                self._end_early(worker)
 
         self._hub.watch(woken, look)
 
@@ -93,7 +93,7 @@ class DyingRanks:
         spec = self._spec()
         return spec.command is None and spec.resources.on_cpu and _has_room()
 
-    def _spend(self, worker: Worker) -> None:
+    def _end_early(self, worker: Worker) -> None:
         """Nothing of it runs any more. One that left by itself is owed its exit code, which its parent alone learns."""
         if worker.peer is not None:
             self._hub.drain(worker.peer)  # what its threads sent to the last
@@ -101,20 +101,20 @@ class DyingRanks:
             worker.assume_killed()
             worker.is_dying = True
             self._on_dying(worker)
-        worker.is_spent = worker.is_dying
-        self._on_spent()
+        worker.only_memory_left = worker.is_dying
+        self._on_ended()
 
 
-#: What ``_wait`` writes in all: once as the rank begins to go, once as it is spent or that takes too long.
+#: What ``_wait`` writes in all: once as the rank begins to go, once as all of its threads do, or that takes too long.
 _OVER = 2
 
 
 def _wait(lock: robust_lock.Lock, woken: int, pid: int) -> None:
     lock.wait()
     os.eventfd_write(woken, 1)
-    until = time.monotonic() + SPENT_WITHIN_S
+    until = time.monotonic() + EXITING_WITHIN_S
     try:
-        while not is_spent(pid) and time.monotonic() < until:
+        while not all_threads_exiting(pid) and time.monotonic() < until:
             time.sleep(LOOK_S)
     finally:
         os.eventfd_write(woken, 1)

@@ -1,16 +1,19 @@
 """Which ranks hang: judged by progress and by process state, never by a heartbeat alone. Pure but for /proc.
 
-A rank says something with every step, and nothing wakes it or its agent in between: the agent looks at the process of
-one that is silent, at deadlines (``due_s``).
+A rank says something with every step, and nothing wakes it or its agent in between. One that a signal stops is told by
+its parent, the fork server, which the kernel wakes for it; the agent then looks at the process until it is sure. What
+no parent tells (a debugger's stop, any stop while no fork server is connected) it sees by looks at the processes of
+ranks that are silent, at deadlines (``due_s``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from muster.agent.ranks.rank_process import Worker, is_stopped
+from muster.config.spec import Recovery
 
 #: Of the silence that is allowed: after so much of it the process is looked at, and again where it is stopped, after
 #: the rest. So one that stays stopped is found within the whole, and one that was held for a moment (a profiler, a
@@ -18,6 +21,8 @@ from muster.agent.ranks.rank_process import Worker, is_stopped
 LOOK_SHARE = 0.75
 #: An agent that is awake anyway looks so much earlier: the looks at all of its processes fall together.
 EARLY_SHARE = 0.25
+#: The shortest silence after which the process is looked at although its parent would tell of a stop.
+UNTOLD_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +30,28 @@ class Limits:
     """What is a hang. Before a rank's first step the supervisor watches the start."""
 
     silence_s: float
-    """One that is stopped is found within this time."""
+    """One that a signal stops is found within this time."""
     step_s: float
     """The longest time without a micro-batch, for ranks that have taken a step."""
     start_s: float = math.inf
     """At least this long for those in their first step, or in one that a previous agent saw begin."""
+    tells: Callable[[int], bool] = lambda parent: False
+    """Whether this parent process tells of stops."""
+
+    @classmethod
+    def of(cls, given: Recovery, *, step_s: float, tells: Callable[[int], bool]) -> Limits:
+        """Of a run's ``recovery`` section."""
+        return cls(silence_s=given.heartbeat_timeout_s, step_s=step_s, start_s=given.start_timeout_s, tells=tells)
 
     def progress_s(self, worker: Worker) -> float:
         if worker.stepped:
             return self.step_s
         return max(self.step_s, self.start_s) if worker.first_step is not None else math.inf
+
+    def silence_of(self, worker: Worker) -> float:
+        """How long this one may be silent until it is found to be stopped."""
+        is_told = not worker.stop_told and self.tells(worker.parent)
+        return max(self.silence_s, UNTOLD_S) if is_told else self.silence_s
 
 
 def find_hung_ranks(workers: Iterable[Worker], limits: Limits, *, host: str, now_s: float) -> list[tuple[Worker, str]]:
@@ -45,7 +62,7 @@ def find_hung_ranks(workers: Iterable[Worker], limits: Limits, *, host: str, now
             continue
         limit_s = limits.progress_s(worker)
         reason = None
-        if stays_stopped(worker, now_s=now_s, silence_s=limits.silence_s):
+        if stays_stopped(worker, now_s=now_s, silence_s=limits.silence_of(worker)):
             reason = f"is stopped, silent for {now_s - worker.seen_s:.2f} s"
         elif now_s >= worker.progress_s + limit_s:
             reason = f"made no progress for {now_s - worker.progress_s:.1f} s (limit {limit_s:.1f} s)"
@@ -58,7 +75,7 @@ def find_hung_ranks(workers: Iterable[Worker], limits: Limits, *, host: str, now
 def due_s(workers: Iterable[Worker], limits: Limits) -> float:
     """When ``find_hung_ranks`` may find one, or has to look, if none of them says anything until then."""
     times_s = [
-        min(look_s(worker, limits.silence_s), worker.progress_s + limits.progress_s(worker))
+        min(look_s(worker, limits.silence_of(worker)), worker.progress_s + limits.progress_s(worker))
         for worker in workers
         if not (worker.reported_hang or worker.retained)
     ]
@@ -72,7 +89,8 @@ def stays_stopped(worker: Worker, *, now_s: float, silence_s: float) -> bool:
         return False
     worker.looked_s, before = now_s, worker.stopped_s
     worker.stopped_s = None
-    if is_stopped(worker.pid):
+    worker.stop_told = is_stopped(worker.pid)
+    if worker.stop_told:
         worker.stopped_s = now_s if before is None else before
     return before is not None and worker.stopped_s is not None
 

@@ -17,7 +17,7 @@ class Forks:
     spawn: Callable[[Iterable[int]], None]
     """A standby for each of these local ranks, unless it is on its way."""
     reaps: Callable[[int], bool]
-    """Whether it will report the exit codes of this parent's children."""
+    """Whether it will report the exit codes of this parent's children, and that a signal stops one."""
     opens_contexts: Callable[[], bool]
     """Whether standbys hold a CUDA context."""
     give_up_contexts: Callable[[], None]

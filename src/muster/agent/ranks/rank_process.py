@@ -38,6 +38,8 @@ class Worker:
     """Monotonic time of the last message."""
     looked_s: float = 0.0
     """Monotonic time at which its process was last looked at, in silence."""
+    stop_told: bool = False
+    """Its parent has told that it was stopped, or a look has shown it, and no look since has found it going on."""
     stopped_s: float | None = None
     """Since when it has been seen stopped; None: it was not, or it has spoken since."""
     last: LastWords | None = None
@@ -58,13 +60,18 @@ class Worker:
     """``DyingRanks`` has looked for its lock."""
     is_dying: bool = False
     """Its exit code was known, and told, before it was gone."""
-    is_spent: bool = False
+    only_memory_left: bool = False
     """And nothing of it runs any more: only its memory is still being freed, for which nobody waits."""
 
     @property
     def exists(self) -> bool:
-        """Until its pidfd or the fork server that reaped it says that it is gone, or it is spent."""
-        return self.pidfd >= 0 and (self.exit_code is None or self.is_dying) and not self.is_spent
+        """Until its pidfd or the fork server that reaped it says that it is gone, or all but its memory is."""
+        return self.pidfd >= 0 and (self.exit_code is None or self.is_dying) and not self.only_memory_left
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether its attempt waits for its end."""
+        return self.paused is None and not self.only_memory_left
 
     def close_pidfd(self, hub: ConnectionPool) -> None:
         """It is gone."""
@@ -130,7 +137,7 @@ def is_exiting(pid: int) -> bool:
     return len(found) <= 6 or _is_marked(found)
 
 
-def is_spent(pid: int) -> bool:
+def all_threads_exiting(pid: int) -> bool:
     """Whether every thread of the process is gone or has begun to go, and so is in no system call and returns to none
     of its program's code (``do_exit`` in kernel/exit.c). What it holds (memory, files, devices) may still be there.
 

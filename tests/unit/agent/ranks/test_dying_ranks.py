@@ -16,7 +16,7 @@ from waiting import eventually
 
 from muster.agent import rank_pool
 from muster.agent.ranks import dying_ranks, rank_process
-from muster.agent.ranks.rank_process import fatal_signal, is_spent
+from muster.agent.ranks.rank_process import all_threads_exiting, fatal_signal
 from muster.core import processes
 from muster.protocol.rank_agent import RankBeat
 from muster.protocol.to_agent import EndAttempt, StartAttempt
@@ -162,7 +162,7 @@ def test_on_the_cpu_an_attempt_ends_after_a_killed_rank_is_told(on_cpu, start, s
     rank = start()
     pool = pool_with(on_cpu, rank.pid)
     rank.kill()
-    until(on_cpu.hub, lambda: pool.workers[rank.pid].is_spent)
+    until(on_cpu.hub, lambda: pool.workers[rank.pid].only_memory_left)
     assert exits(on_cpu) == [(1, -9, 7)]
     pool.end(EndAttempt(attempt=1, why="i1"))
     assert ends_of(on_cpu) == ["RankExit", "RanksEnded"] and pool.workers
@@ -198,17 +198,17 @@ def test_one_that_left_by_itself_is_waited_for_because_its_code_says_why(on_cpu,
     assert ends_of(on_cpu) == []
 
 
-def test_a_process_is_spent_once_its_last_thread_is(start, tmp_path):
+def test_all_threads_exit_once_the_last_one_does(start, tmp_path):
     alone = start(OTHERWISE["its main thread has gone alone"])
     lock = lock_of(tmp_path, alone.pid)
     alone.stdin.write("\n")
     alone.stdin.flush()
     lock.wait()
-    assert rank_process.is_exiting(alone.pid) and not is_spent(alone.pid)
+    assert rank_process.is_exiting(alone.pid) and not all_threads_exiting(alone.pid)
     alone.kill()
-    eventually(lambda: is_spent(alone.pid))
+    eventually(lambda: all_threads_exiting(alone.pid))
     alone.wait()
-    assert is_spent(alone.pid), "gone"
+    assert all_threads_exiting(alone.pid), "gone"
 
 
 @pytest.mark.parametrize("error", [PermissionError, OSError(24, "too many open files")])
@@ -216,22 +216,22 @@ def test_of_what_cannot_be_read_nothing_is_known(start, monkeypatch, error):
     rank = start()
     rank.kill()
     rank.wait()
-    assert is_spent(rank.pid)
+    assert all_threads_exiting(rank.pid)
 
     def fails(*_):
         raise error
 
     monkeypatch.setattr(rank_process, "_told", fails)
-    assert not is_spent(rank.pid)
+    assert not all_threads_exiting(rank.pid)
 
 
 def test_a_list_that_is_short_of_a_thread_is_none(start, monkeypatch):
     """The kernel's ends where the thread at which it stands is released meanwhile."""
     rank = start()
     monkeypatch.setattr(rank_process, "_thread_is_exiting", lambda *_: True)
-    assert is_spent(rank.pid)
+    assert all_threads_exiting(rank.pid)
     monkeypatch.setattr(os, "listdir", lambda path, every=os.listdir: every(path)[:-1])
-    assert not is_spent(rank.pid)
+    assert not all_threads_exiting(rank.pid)
 
 
 #: Threads that write to a file in shared memory, and threads that start others, without a pause.
@@ -258,7 +258,7 @@ time.sleep(600)
 """
 
 
-def test_once_a_process_is_spent_it_writes_nothing(start, tmp_path):
+def test_once_all_of_its_threads_exit_a_process_writes_nothing(start, tmp_path):
     """At random moments: what is in memory that others share is the same from the first look on."""
     shared = tmp_path / "shared"
     shared.write_bytes(bytes(32))
@@ -268,9 +268,9 @@ def test_once_a_process_is_spent_it_writes_nothing(start, tmp_path):
         rank.stdin.flush()
         assert rank.stdout.readline() == "over\n"
         time.sleep(random.random() / 100)
-        assert not is_spent(rank.pid)
+        assert not all_threads_exiting(rank.pid)
         rank.kill()
-        eventually(lambda pid=rank.pid: is_spent(pid))
+        eventually(lambda pid=rank.pid: all_threads_exiting(pid))
         found = shared.read_bytes()
         rank.wait()
         assert shared.read_bytes() == found

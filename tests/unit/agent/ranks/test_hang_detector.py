@@ -9,12 +9,19 @@ from muster.agent.ranks.hang_detector import Limits, due_s, find_hung_ranks
 from muster.agent.ranks.rank_process import Worker
 
 LIMITS = Limits(silence_s=0.4, step_s=30.0)
+#: Of ranks whose parent tells of stops.
+TOLD = Limits(silence_s=0.4, step_s=30.0, tells=lambda _: True)
 
 
 class Rank:
-    """One that says something every ``step_s``, and may be stopped; its agent wakes for messages and deadlines."""
+    """One that says something every ``step_s``, and may be stopped; its agent wakes for messages and deadlines.
 
-    def __init__(self, monkeypatch, step_s):
+    ``parent_tells``: of stops, by a message that wakes the agent (with ``TOLD``)."""
+
+    parent_tells = True
+
+    def __init__(self, monkeypatch, step_s, limits=LIMITS):
+        self.limits = limits
         self.worker, self.step_s, self.stopped, self.looks = (
             Worker(pid=1, rank=0, attempt=1, peer=None, pidfd=1),
             step_s,
@@ -33,26 +40,54 @@ class Rank:
         """When it is named; None: it was not, until then."""
         while self.now_s < until_s:
             silent = any(begin <= self.speaks_s for begin, end in self.stopped if end == math.inf)
-            self.now_s = min(due_s([self.worker], LIMITS), math.inf if silent else self.speaks_s)
+            told_s = min((begin for begin, _ in self.stopped if begin > self.now_s), default=math.inf)
+            told_s = told_s if self.limits is TOLD and self.parent_tells else math.inf
+            self.now_s = min(due_s([self.worker], self.limits), math.inf if silent else self.speaks_s, told_s)
+            self.worker.stop_told |= self.now_s == told_s
             self.wakes += 1
             if self.now_s == self.speaks_s and not silent:
                 self.worker.heard(self.now_s)
                 self.speaks_s += self.step_s
-            if find_hung_ranks([self.worker], LIMITS, host="h", now_s=self.now_s):
+            if find_hung_ranks([self.worker], self.limits, host="h", now_s=self.now_s):
                 return self.now_s
         return None
 
 
+@pytest.mark.parametrize("limits", [LIMITS, TOLD], ids=["looked at", "told"])
 @pytest.mark.parametrize("step_s", [0.1, 0.4, 0.55, 3.0, 50.0])
 @pytest.mark.parametrize("at_s", [2.0, 2.09, 2.21, 2.33, 2.37, 2.5])
-def test_one_that_is_stopped_is_found_within_the_limit(monkeypatch, step_s, at_s):
-    rank = Rank(monkeypatch, step_s)
+def test_one_that_is_stopped_is_found_within_the_limit(monkeypatch, step_s, at_s, limits):
+    rank = Rank(monkeypatch, step_s, limits)
     rank.stopped.add((at_s, math.inf))
     assert at_s < rank.found_s(60.0) <= at_s + LIMITS.silence_s + 1e-9
 
 
-def test_one_that_is_held_for_a_moment_is_no_hang(monkeypatch):
-    rank = Rank(monkeypatch, 50.0)
+@pytest.mark.parametrize("step_s", [0.4, 0.55, 50.0])
+def test_a_stop_that_no_parent_tells_of_is_found_within_three_seconds(monkeypatch, step_s):
+    """A debugger's: the kernel tells the debugger."""
+    rank = Rank(monkeypatch, step_s, TOLD)
+    rank.parent_tells = False
+    rank.stopped.add((2.21, math.inf))
+    assert 2.21 < rank.found_s(60.0) <= 2.21 + 3.0 + 1e-9
+
+
+def test_a_rank_whose_parent_tells_costs_a_look_in_two_seconds_at_most(monkeypatch):
+    rank = Rank(monkeypatch, 0.45, TOLD)
+    assert rank.found_s(20.0) is None and rank.looks == [] and rank.wakes in (44, 45, 46)
+    rank = Rank(monkeypatch, 50.0, TOLD)
+    assert rank.found_s(40.0) is None and 10 < len(rank.looks) < 20
+    assert Rank(monkeypatch, 0.45).found_s(20.0) is None
+
+
+def test_one_that_goes_on_again_is_no_longer_looked_at_often(monkeypatch):
+    rank = Rank(monkeypatch, 50.0, TOLD)
+    rank.stopped.add((5.0, 5.02))
+    assert rank.found_s(20.0) is None and len(rank.looks) < 15 and not rank.worker.stop_told
+
+
+@pytest.mark.parametrize("limits", [LIMITS, TOLD], ids=["looked at", "told"])
+def test_one_that_is_held_for_a_moment_is_no_hang(monkeypatch, limits):
+    rank = Rank(monkeypatch, 50.0, limits)
     rank.stopped |= {(number * 0.16, number * 0.16 + 0.05) for number in range(1, 180)}
     assert rank.found_s(29.0) is None and len(rank.looks) > 80
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from muster.agent.ranks.rank_environment import opens_contexts
 from muster.agent.ranks.standbys import Standby, standby_for
 from muster.config.spec import RunSpec
 from muster.core.layout import Layout
-from muster.protocol.fork_server import ChildExited, ForkServerHello, SpawnStandbys
+from muster.protocol.fork_server import ChildExited, ChildStopped, ForkServerHello, SpawnStandbys
 from muster.protocol.rank_agent import RunRank, StandbyHello, WarmUp
 from muster.protocol.ranks import RankContext
 from muster.protocol.to_agent import EndAttempt
@@ -212,6 +213,22 @@ def test_who_opens_contexts(changes: Any, expected: bool) -> None:
 def test_a_machine_with_nvidia_devices_is_one_with_gpus(monkeypatch: Any) -> None:
     monkeypatch.setattr(Path, "exists", lambda self: str(self) == "/dev/nvidiactl")
     assert opens_contexts(spec(resources={"device": "auto"}))
+
+
+def test_a_rank_that_its_parent_calls_stopped_is_looked_at_soon(tmp_path: Any, processes: Any) -> None:
+    host = Host(tmp_path, resources={"device": "cpu", "ranks_per_host": 2}, recovery={"heartbeat_timeout_s": 0.4})
+    pid, other = processes[0].pid, processes[1].pid
+    for rank, one in enumerate((pid, other)):
+        host.pool.register_rank(one, rank, 1, None, was_warm=True)
+        host.pool.workers[one].parent = 1  # the fork server that said hello
+    host.supervised = True
+    undisturbed_s = host.pool.due_s() - time.monotonic()
+    host.forks._on_message(Peer(), ChildStopped(pid=pid))  # type: ignore[arg-type]
+    assert host.stopped == [pid]
+    host.pool.on_stopped(4_000_001)  # unknown
+    host.pool.on_stopped(pid)
+    assert undisturbed_s > 2.0 > 0.4 > host.pool.due_s() - time.monotonic()
+    assert [worker.stop_told for worker in host.pool.workers.values()] == [True, False]
 
 
 def test_one_that_ends_before_it_registers_is_forked_again_and_three_in_a_row_are_reported(

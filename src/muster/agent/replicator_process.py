@@ -73,8 +73,7 @@ class ReplicatorProcess:
     ) -> None:
         """``limit_s``: one that is stopped for longer is replaced, and not before 3 s. ``on_flush(answer, order)`` is
         called once for each flush, always; ``on_moved``: a successor listens there; ``on_note``: a line for the log."""
-        self._identity, self._hub, self._is_ending = identity, hub, is_ending
-        self._limit_s = lambda: max(limit_s(), UNTOLD_S)  # no step waits for it, and each look wakes this process
+        self._identity, self._hub, self._stop_limit_s, self._is_ending = identity, hub, limit_s, is_ending
         self._on_flush, self._on_moved, self._on_rejected, self._on_note = on_flush, on_moved, on_rejected, on_note
         self.address: Address | None = None
         """Where other hosts' replicators connect."""
@@ -252,6 +251,10 @@ class ReplicatorProcess:
                 self._on_answer(SnapshotsFlushed(step=step, attempt=attempt, failure=reason))
             else:
                 self._on_answer(FlushCommitted(step=step, attempt=attempt, failure=reason))
+
+    def _limit_s(self) -> float:
+        """No step waits for one that is stopped, and each look wakes this process."""
+        return max(self._stop_limit_s(), UNTOLD_S)
 
     def due_s(self) -> float:
         """When ``watch`` is to look at it at the latest: whoever is awake earlier does so then."""

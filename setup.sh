@@ -117,11 +117,12 @@ install() {
   with_implied "$extras" >>"$stamp"
 }
 
-# A later -m or -n in the arguments overrides what is given here.
+# A later -m or -n in the arguments overrides what is given here. Tests share the cores: threads of torch's that spin
+# while they wait for each other (OpenMP's default) keep the others from running, and two tests took twice as long.
 tests() {
   local marks=$1
   shift
-  "$VENV/bin/python" -m pytest -m "$marks" -n "${MUSTER_WORKERS:-2}" --dist loadfile "$@"
+  OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} "$VENV/bin/python" -m pytest -m "$marks" -n "${MUSTER_WORKERS:-2}" --dist loadfile "$@"
 }
 
 check() {

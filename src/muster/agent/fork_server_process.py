@@ -39,7 +39,7 @@ AGAIN_S, MOST_S = 15.0, 300.0
 
 
 def beat_every_s(recovery: Recovery) -> float:
-    """How often a rank reports its micro-batches. A new step is reported at once; a stopped rank is seen in /proc.
+    """How often a rank reports its micro-batches. A new step is reported at once; a stop is not to be told by silence.
 
     Each beat wakes the agent while the ranks compute, so only the step timeout says how many there have to be.
     """
@@ -227,7 +227,7 @@ class ForkServer:
         self._spawning.clear()
 
     def reaps(self, parent: int) -> bool:
-        """Whether the exit code of a child of process ``parent`` is still to be reported by it."""
+        """Whether process ``parent`` is the one that reports its children's exit codes, and that a signal stops one."""
         return self._peer is not None and parent == self._pid
 
     def order_store(self) -> None:

@@ -216,7 +216,7 @@ class RankPool:
 
     def on_stopped(self, pid: int) -> None:
         if (worker := self.workers.get(pid)) is not None:
-            worker.stop_told = True
+            worker.on_stop_told(time.monotonic())
 
     def _report_exit(self, worker: Worker) -> None:
         """Once the process is gone and its code is known."""

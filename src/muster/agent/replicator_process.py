@@ -253,7 +253,8 @@ class ReplicatorProcess:
                 self._on_answer(FlushCommitted(step=step, attempt=attempt, failure=reason))
 
     def _limit_s(self) -> float:
-        """No step waits for one that is stopped, and each look wakes this process."""
+        """Each look wakes this process. No step waits for a replicator that is stopped, but no copy leaves the host
+        then, and a restore on another one may wait for what it is to send."""
         return max(self._stop_limit_s(), UNTOLD_S)
 
     def due_s(self) -> float:

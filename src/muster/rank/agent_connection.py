@@ -296,8 +296,8 @@ class SocketAgentClient:
                     self._events.unregister(connection.sock)
 
     def _send_waiting(self, connection: AgentConnection[ToRank]) -> None:
-        """A batch of what is queued; and where this rank is, if it has moved on. Nothing is sent in silence: an agent
-        that hears nothing looks at the process."""
+        """A batch of what is queued; and where this rank is, if it has moved on. Nothing is sent in silence: of
+        a stop the rank's parent tells."""
         size = sum(map(len, self._batch))
         while self._out and size < BATCH_BYTES:
             self._batch.append(self._out.popleft())

@@ -167,21 +167,29 @@ class ForkServer:
 
     def serve(self) -> NoReturn:
         """Once everything is imported: connect to the agent and do what it asks for."""
-        import select
-
         self._look()
         self.watch_children()
         self.store = self._new_store()
         while True:
-            connection = self.connection or self._connect()
-            watched: list[socket.socket | int] = [connection.sock, self._woken, *self.children]
-            ready, _, _ = select.select(watched, [], [])
-            if self._woken in ready:
-                self.tell_stopped()
-            for fd in [fd for fd in ready if isinstance(fd, int)]:
-                self._reap(fd)
-            if self.connection is not None and self.connection.sock in ready:
-                self._handle_messages(self.connection)
+            self.turn()
+
+    def turn(self) -> None:
+        """Wait until something happens, and deal with it."""
+        import select
+
+        connection = self.connection
+        if connection is None:
+            connection = self._connect()
+            self._tell_stopped()
+        watched: list[socket.socket | int] = [connection.sock, self._woken, *self.children]
+        ready, _, _ = select.select(watched, [], [])
+        if self._woken in ready:
+            self._woken.recv(4096)
+            self._tell_stopped()
+        for fd in [fd for fd in ready if isinstance(fd, int)]:
+            self._reap(fd)
+        if self.connection is not None and self.connection.sock in ready:
+            self._handle_messages(self.connection)
 
     def watch_children(self) -> None:
         """From now on a child that a signal stops wakes this process."""
@@ -191,14 +199,17 @@ class ForkServer:
         signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def tell_stopped(self) -> None:
-        """Tell the agent of the children that were stopped since the last call: each stop once. Exits are left to
-        ``_reap``."""
-        self._woken.recv(4096)
+    def _tell_stopped(self) -> None:
+        """Tell the agent of the children that were stopped since the last call, each stop once; what cannot be sent is
+        told to its successor. Exits are left to ``_reap``."""
         for pid in self.children.values():
             with contextlib.suppress(ChildProcessError):  # it has exited
-                if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
-                    self._send(ChildStopped(pid=pid))
+                if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                self._send(ChildStopped(pid=pid))
+                if self.connection is None:
+                    return
+                os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)
 
     def _connect(self) -> AgentConnection[ToForkServer]:
         children = tuple(self.children.values())  # a restarted agent cannot know those that do not register

@@ -1,6 +1,7 @@
 """The agent's own ends of its channels: what cannot be read, and a supervisor of another version."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from muster.config.spec import RunSpec
 from muster.core import resolved_file
 from muster.core.errors import UsageError
 from muster.protocol.codec import encode
-from muster.protocol.fork_server import ForkServerHello, SpawnStandbys
+from muster.protocol.fork_server import ChildStopped, ForkServerHello, SpawnStandbys
 from muster.protocol.rank_agent import RankBeat, RankHello, StandbyHello
 from muster.protocol.to_supervisor import StoreLost
 from muster.protocol.values import CommandRanks
@@ -51,6 +52,15 @@ def test_a_keeper_that_reads_a_damaged_run_file_ends_with_one_line(tmp_path):
     argv = ["--run-dir", str(tmp_path), "--run-id", "run", "--host", "host-0"]
     done = subprocess.run([sys.executable, "-c", code + "main()", *argv], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, f"error: {path} is damaged: it does not fit its checksum\n")
+
+
+def test_a_stop_that_the_fork_server_tells_of_reaches_the_rank(agent):
+    agent.pool.register_rank(os.getpid(), 0, 1, None, was_warm=True)
+    worker = agent.pool.workers[os.getpid()]
+    assert not worker.stop_told
+    agent.fork_server._on_message(None, ChildStopped(pid=worker.pid))
+    assert worker.stop_told
+    worker.close_pidfd(agent.hub)
 
 
 @pytest.fixture

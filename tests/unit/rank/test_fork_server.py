@@ -3,7 +3,7 @@
 import os
 import select
 import signal
-import subprocess
+import socket
 import sys
 import time
 from types import SimpleNamespace
@@ -14,17 +14,30 @@ from muster.protocol.fork_server import ChildExited, ChildStopped
 from muster.rank.fork_server import ForkServer
 
 
+class Agent:
+    """The agent's end of a connection: ``told`` is what it has received."""
+
+    def __init__(self):
+        self.sock, self.far_end = socket.socketpair()
+        self.told, self.refuses = [], False
+
+    def send(self, message):
+        if self.refuses:
+            raise BrokenPipeError
+        self.told.append(message)
+
+
 @pytest.fixture
 def server():
-    """One with two children, which writes down what it tells the agent."""
-    handler, told = signal.getsignal(signal.SIGCHLD), []
+    """One with two children, connected to an agent."""
+    handler = signal.getsignal(signal.SIGCHLD)
     server = ForkServer(SimpleNamespace(), run_dir="", bind="", spec=None, term_ignored=False, inject_faults=False)  # type: ignore[arg-type]
-    server.connection = SimpleNamespace(send=told.append, sock=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
-    server.told = told
+    server.connection = Agent()  # type: ignore[assignment]
     server.watch_children()
     for _ in range(2):
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        server.children[os.pidfd_open(child.pid)] = child.pid
+        argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+        pid = os.posix_spawn(sys.executable, argv, os.environ)
+        server.children[os.pidfd_open(pid)] = pid
     yield server
     for pid in server.children.values():
         os.kill(pid, signal.SIGKILL)
@@ -34,52 +47,71 @@ def server():
     signal.signal(signal.SIGCHLD, handler)
 
 
-def turn(server, timeout_s=10.0):
-    """One turn of its loop; whether anything woke it."""
-    ready, _, _ = select.select([server._woken, *server.children], [], [], timeout_s)
-    if server._woken in ready:
-        server.tell_stopped()
-    for fd in [fd for fd in ready if isinstance(fd, int)]:
-        server._reap(fd)
-    return bool(ready)
+def turns(server, until):
+    """Turns of its loop, each for something that has happened."""
+    while not until():
+        assert is_woken(server), "it would wait for ever"
+        server.turn()
+
+
+def is_woken(server, timeout_s=10.0):
+    return bool(select.select([server._woken, *server.children], [], [], timeout_s)[0])
 
 
 def test_each_stop_is_told_once_and_an_exit_keeps_its_code(server):
     first, second = server.children.values()
-    assert not turn(server, 0.1), "nothing has happened"
+    told = server.connection.told
+    assert not is_woken(server, 0.1), "nothing has happened"
     os.kill(second, signal.SIGSTOP)
-    while not server.told:
-        assert turn(server)
-    assert server.told == [ChildStopped(pid=second)]
+    turns(server, lambda: told)
+    assert told == [ChildStopped(pid=second)] and not is_woken(server, 0.1), "and it sleeps again"
     os.kill(second, signal.SIGCONT)
     time.sleep(0.1)
-    while turn(server, 0.1):
-        pass
-    assert server.told == [ChildStopped(pid=second)], "that it goes on again, its agent sees for itself"
+    while is_woken(server, 0.1):
+        server.turn()
+    assert told == [ChildStopped(pid=second)], "that it goes on again, its agent sees for itself"
     os.kill(second, signal.SIGSTOP)
     os.kill(first, signal.SIGSTOP)
-    while len(server.told) < 3:
-        assert turn(server)
-    assert sorted(one.pid for one in server.told[1:]) == sorted([first, second])
+    turns(server, lambda: len(told) == 3)
+    assert sorted(one.pid for one in told[1:]) == sorted([first, second])
     os.kill(first, signal.SIGTERM)
     os.kill(first, signal.SIGCONT)
     os.kill(second, signal.SIGKILL)
-    while server.children:
-        assert turn(server)
-    exits = [one for one in server.told[3:] if isinstance(one, ChildExited)]
-    assert {one.pid: one.code for one in exits} == {first: -signal.SIGTERM, second: -signal.SIGKILL}
-    assert len(exits) == 2 and not [one for one in server.told[3:] if isinstance(one, ChildStopped)]
+    turns(server, lambda: not server.children)
+    assert {(type(one), one.pid, one.code) for one in told[3:]} == {
+        (ChildExited, first, -signal.SIGTERM),
+        (ChildExited, second, -signal.SIGKILL),
+    }
 
 
 def test_a_child_that_has_exited_hides_no_other_ones_stop(server):
     first, second = server.children.values()
     os.kill(first, signal.SIGKILL)
-    while not select.select(list(server.children), [], [], 1.0)[0]:
-        pass
+    assert select.select(list(server.children), [], [], 10.0)[0]
     os.kill(second, signal.SIGSTOP)
-    while ChildStopped(pid=second) not in server.told:
-        assert select.select([server._woken], [], [], 10.0)[0]
-        server.tell_stopped()
+    turns(server, lambda: ChildStopped(pid=second) in server.connection.told)
+
+
+def test_what_one_agent_did_not_hear_the_next_one_is_told(server, monkeypatch):
+    """Its connection breaks while it is told of the first of two."""
+    broken = server.connection
+    broken.refuses = True
+    for pid in server.children.values():
+        os.kill(pid, signal.SIGSTOP)
+    turns(server, lambda: server.connection is None)
+    following = Agent()
+
+    def connect():
+        server.connection = following
+        return following
+
+    monkeypatch.setattr(server, "_connect", connect)
+    following.far_end.close()  # so that the turn ends
+    monkeypatch.setattr(server, "_handle_messages", lambda connection: None)
+    server.turn()
+    assert sorted(one.pid for one in following.told) == sorted(server.children.values()) and not broken.told
+    server.turn()
+    assert len(following.told) == 2, "once"
 
 
 def test_a_fork_hears_of_its_own_children_as_usual(server):

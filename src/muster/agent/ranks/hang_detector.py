@@ -2,8 +2,8 @@
 
 A rank says something with every step, and nothing wakes it or its agent in between. One that a signal stops is told by
 its parent, the fork server, which the kernel wakes for it; the agent then looks at the process until it is sure. What
-no parent tells (a debugger's stop, any stop while no fork server is connected) it sees by looks at the processes of
-ranks that are silent, at deadlines (``due_s``).
+no parent tells (a debugger's stop, any stop while the fork server is away, or itself stopped) it sees by looks at the
+processes of ranks that are silent, at deadlines (``due_s``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Limits:
     """What is a hang. Before a rank's first step the supervisor watches the start."""
 
     silence_s: float
-    """One that a signal stops is found within this time."""
+    """One whose stop is told, or which has no parent that would tell of it, is found within this time."""
     step_s: float
     """The longest time without a micro-batch, for ranks that have taken a step."""
     start_s: float = math.inf

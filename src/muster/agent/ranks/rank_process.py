@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from muster.protocol.rank_agent import RankCaptured
 from muster.protocol.values import LastWords
@@ -38,7 +38,7 @@ class Worker:
     """Monotonic time of the last message."""
     looked_s: float = 0.0
     """Monotonic time at which its process was last looked at, in silence."""
-    stop_told: bool = False
+    stop_told: bool = field(init=False)
     """Its parent has told that it was stopped, or a look has shown it, and no look since has found it going on."""
     stopped_s: float | None = None
     """Since when it has been seen stopped; None: it was not, or it has spoken since."""
@@ -62,6 +62,9 @@ class Worker:
     """Its exit code was known, and told, before it was gone."""
     only_memory_left: bool = False
     """And nothing of it runs any more: only its memory is still being freed, for which nobody waits."""
+
+    def __post_init__(self) -> None:
+        self.stop_told = is_stopped(self.pid)  # what its parent told of a standby, nobody has kept
 
     @property
     def exists(self) -> bool:
@@ -96,6 +99,10 @@ class Worker:
         """Its parent died first, so its exit code cannot be known."""
         if self.exit_code is None:
             self.exit_code, self.orphaned = -signal.SIGKILL, True
+
+    def on_stop_told(self, now_s: float) -> None:
+        """Its parent says so. Who is stopped for a moment is stopped right now: looks count from here."""
+        self.stop_told, self.looked_s, self.stopped_s = True, now_s, None
 
     def lose(self, peer: Connection) -> None:
         """``peer`` is gone; the rank may have connected again before that was seen."""

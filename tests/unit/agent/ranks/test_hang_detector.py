@@ -43,7 +43,8 @@ class Rank:
             told_s = min((begin for begin, _ in self.stopped if begin > self.now_s), default=math.inf)
             told_s = told_s if self.limits is TOLD and self.parent_tells else math.inf
             self.now_s = min(due_s([self.worker], self.limits), math.inf if silent else self.speaks_s, told_s)
-            self.worker.stop_told |= self.now_s == told_s
+            if self.now_s == told_s:
+                self.worker.on_stop_told(self.now_s)
             self.wakes += 1
             if self.now_s == self.speaks_s and not silent:
                 self.worker.heard(self.now_s)
@@ -79,6 +80,23 @@ def test_a_rank_whose_parent_tells_costs_a_look_in_two_seconds_at_most(monkeypat
     assert Rank(monkeypatch, 0.45).found_s(20.0) is None
 
 
+@pytest.mark.parametrize("at_s", [5.0, 6.1, 7.23, 8.41])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_one_that_is_told_and_goes_on_within_the_limit_is_no_hang(monkeypatch, at_s, share):
+    """It was silent long before, so that the first look of one that nobody tells of might fall anywhere."""
+    rank = Rank(monkeypatch, 50.0, TOLD)
+    rank.stopped.add((at_s, at_s + share * TOLD.silence_s))
+    assert rank.found_s(40.0) is None
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_longer_limit_than_three_seconds_stays_what_it_is(monkeypatch, is_told):
+    rank = Rank(monkeypatch, 500.0, Limits(silence_s=8.0, step_s=math.inf, tells=lambda _: is_told))
+    rank.stopped.add((100.0, math.inf))
+    found_s = rank.found_s(400.0)
+    assert 102.0 <= found_s <= 108.0 and len(rank.looks) <= 20
+
+
 def test_one_that_goes_on_again_is_no_longer_looked_at_often(monkeypatch):
     rank = Rank(monkeypatch, 50.0, TOLD)
     rank.stopped.add((5.0, 5.02))
@@ -89,7 +107,7 @@ def test_one_that_goes_on_again_is_no_longer_looked_at_often(monkeypatch):
 def test_one_that_is_held_for_a_moment_is_no_hang(monkeypatch, limits):
     rank = Rank(monkeypatch, 50.0, limits)
     rank.stopped |= {(number * 0.16, number * 0.16 + 0.05) for number in range(1, 180)}
-    assert rank.found_s(29.0) is None and len(rank.looks) > 80
+    assert rank.found_s(29.0) is None and (limits is TOLD or len(rank.looks) > 80)
 
 
 def test_short_steps_cost_no_look_and_no_wake_of_their_own(monkeypatch):

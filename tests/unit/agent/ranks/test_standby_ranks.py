@@ -1,6 +1,7 @@
 """Standbys have a local rank: on GPUs each waits with a context on its device and takes no other."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 from fakes.host import RecordingHost
+from waiting import eventually
 
 from muster.agent import gpu_reset
 from muster.agent.ranks.pool_calls import Forks
 from muster.agent.ranks.rank_environment import opens_contexts
+from muster.agent.ranks.rank_process import is_stopped
 from muster.agent.ranks.standbys import Standby, standby_for
 from muster.config.spec import RunSpec
 from muster.core.layout import Layout
@@ -229,6 +232,20 @@ def test_a_rank_that_its_parent_calls_stopped_is_looked_at_soon(tmp_path: Any, p
     host.pool.on_stopped(pid)
     assert undisturbed_s > 2.0 > 0.4 > host.pool.due_s() - time.monotonic()
     assert [worker.stop_told for worker in host.pool.workers.values()] == [True, False]
+
+
+@pytest.mark.parametrize("case", ["another parent", "no fork server", "stopped as a standby"])
+def test_of_whom_nobody_tells_the_agent_looks_within_the_limit(tmp_path: Any, processes: Any, case: str) -> None:
+    host = Host(tmp_path, resources={"device": "cpu"}, recovery={"heartbeat_timeout_s": 0.4})
+    host.supervised, pid = True, processes[0].pid
+    if case == "stopped as a standby":
+        os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: is_stopped(pid))
+    host.pool.register_rank(pid, 0, 1, None, was_warm=True)
+    host.pool.workers[pid].parent = 7 if case == "another parent" else 1
+    if case == "no fork server":
+        host.forks.on_lost()
+    assert 0.2 < host.pool.due_s() - time.monotonic() <= 0.3
 
 
 def test_one_that_ends_before_it_registers_is_forked_again_and_three_in_a_row_are_reported(

@@ -196,6 +196,25 @@ def test_incidents_of_a_run_the_newest_first(run: RunDir, capsys: pytest.Capture
     assert [one["incident_id"] for one in json.loads(capsys.readouterr().out)["incidents"]] == ["i2", "i1"]
 
 
+def test_what_came_with_another_incident_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"incident_id": "i1", "incident": "rank_exception", "evidence": "rank 0 on host-0: connection reset"}
+    cause = {
+        "incident_id": "i2",
+        "incident": "rank_oom",
+        "evidence": "rank 1: out of memory",
+        "part_of": "i1",
+    }
+    decided = {"incident_id": "i1", "action": "restart", "reason": "once more"}
+    write(run, ("incident.detected", 3, first), ("incident.decided", None, decided), ("incident.detected", 3, cause))
+    assert why("demo-1").lines() == [
+        "incident i2 (part of i1): rank_oom at step 3, attempt 1: rank 1: out of memory",
+        "incident i1: rank_exception at step 3, attempt 1: rank 0 on host-0: connection reset",
+        "  decision: restart: once more",
+    ]
+    assert main.run(["why", "demo-1", "--json"]) == 0
+    assert [one["part_of"] for one in json.loads(capsys.readouterr().out)["incidents"]] == ["i1", None]
+
+
 def test_what_was_captured_of_a_hang(run: RunDir) -> None:
     gathered = {
         "incident_id": "i1", "summary": "rank 1 sleeps", "culprit": "code", "confidence": "high", "victims": 3,

@@ -42,6 +42,8 @@ class IncidentView:
     incident_id: str
     kind: str
     evidence: str
+    part_of: str | None = None
+    """The incident that it came with: that one's decision holds for it, unless it has one."""
     host: str | None = None
     rank: int | None = None
     step: int | None = None
@@ -108,7 +110,8 @@ class Why:
             yield f"{self.subject}: no incident, nothing has gone wrong so far"
         for one in self.incidents:
             at_step = f" at step {one.step}" if one.step is not None and one.step >= 0 else ""
-            yield f"incident {one.incident_id}: {one.kind}{at_step}, attempt {one.attempt}: {one.evidence}"
+            part = f" (part of {one.part_of})" if one.part_of is not None else ""
+            yield f"incident {one.incident_id}{part}: {one.kind}{at_step}, attempt {one.attempt}: {one.evidence}"
             if one.last_words is not None and one.last_words not in one.evidence:
                 yield f"  last words: {one.last_words}"
             if one.captured is not None:
@@ -165,6 +168,7 @@ def _of_run(reference: str) -> Why:
                 incident_id=begun.incident_id,
                 kind=begun.incident,
                 evidence=begun.evidence,
+                part_of=begun.part_of,
                 host=event.host,
                 rank=event.rank,
                 step=event.step,

@@ -8,7 +8,9 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
+from waiting import eventually
 
 from muster.protocol.fork_server import ChildExited, ChildStopped
 from muster.rank.fork_server import ForkServer
@@ -98,6 +100,7 @@ def test_what_one_agent_did_not_hear_the_next_one_is_told(server, monkeypatch):
     broken.refuses = True
     for pid in server.children.values():
         os.kill(pid, signal.SIGSTOP)
+        eventually(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     turns(server, lambda: server.connection is None)
     following = Agent()
 

@@ -15,6 +15,8 @@ from muster.core.errors import UsageError
 
 #: Steps that a lost host may cost: those whose copy was still in transit to the other host.
 IN_TRANSIT = 3
+#: Applied steps that a rank takes along which dies at any moment: one, where its snapshot does not count yet.
+UNSAVED = 1
 #: Below this limit a link may be down unnoticed (``actions.FLAP_DOWN_S``).
 FLAP_LIMIT = "recovery.heartbeat_timeout_s=2.5"
 #: Short, so that a drill of a cut link does not wait long.
@@ -45,9 +47,9 @@ _OWN = ("rank_exception", "rank_exit")
 # fmt: off
 _RANKS = (
     Fault(name="rank-kill", numbers=(1,), text="kill -9 of one rank", noticed=_RANK, done=_RESTART,
-          inject=actions.signal_rank(SIGKILL)),
+          redone=UNSAVED, inject=actions.signal_rank(SIGKILL)),
     Fault(name="rank-kill-reduce", numbers=(2,), text="kill -9 of a rank for which its peers wait in the all-reduce",
-          noticed=_RANK, done=_RESTARTS, inject=actions.in_rank("kill-reduce"), own_loop=True),
+          noticed=_RANK, done=_RESTARTS, redone=UNSAVED, inject=actions.in_rank("kill-reduce"), own_loop=True),
     Fault(name="rank-kill-updated", numbers=(3,),
           text="kill -9 of a rank that has updated its shard, before its snapshot: the others' are of the next step",
           noticed=_RANK, done=_RESTARTS, redone=1, inject=actions.in_rank("kill-updated"), own_loop=True),
@@ -55,11 +57,11 @@ _RANKS = (
           text="kill -9 of a rank that has agreed to an update, before it applies it: the others have", noticed=_RANK,
           done=_RESTARTS, redone=1, inject=actions.in_rank("kill-voted"), own_loop=True),
     Fault(name="rank-crash", numbers=(5,), text="SIGSEGV in one rank", noticed=_RANK, done=_RESTART,
-          inject=actions.signal_rank(SIGSEGV)),
+          redone=UNSAVED, inject=actions.signal_rank(SIGSEGV)),
     Fault(name="rank-stop", numbers=(8,), text="SIGSTOP of one rank: no process dies, no collective raises",
-          noticed=("rank_hang",), done=_RESTART, inject=actions.signal_rank(SIGSTOP)),
+          noticed=("rank_hang",), done=_RESTART, redone=UNSAVED, inject=actions.signal_rank(SIGSTOP)),
     Fault(name="all-ranks-kill", numbers=(1,), text="kill -9 of every rank at once", noticed=_RANK, done=_RESTARTS,
-          inject=actions.kill_all_ranks),
+          redone=UNSAVED, inject=actions.kill_all_ranks),
     Fault(name="exception-once", numbers=(6,), text="an exception in one rank, once", noticed=_OWN, done=_RESTARTS,
           redone=1, inject=actions.in_rank("exception"), own_loop=True),
     Fault(name="exception-always", numbers=(7,), text="an exception in one rank whenever it takes that step",
@@ -80,17 +82,18 @@ _RANKS = (
     Fault(name="reader-dies", numbers=(40,), text="the thread that reads a rank's data ahead fails, once", noticed=_OWN,
           done=_RESTARTS, redone=1, inject=actions.in_rank("reader"), own_loop=True),
     Fault(name="crash-loop", numbers=(39,), text="the same host's rank dies three times, each time after a new step",
-          noticed=_RANK, done=(("restart", "restart", "swap"),), inject=actions.crash_loop, hosts=2, spares=1),
+          noticed=_RANK, done=(("restart", "restart", "swap"),), redone=3 * UNSAVED,
+          inject=actions.crash_loop, hosts=2, spares=1),
     Fault(name="random-kills", numbers=(44,),
           text=f"{actions.RANDOM_KILLS} kills of random ranks, {actions.RANDOM_KILL_MEAN_S:g} s apart on average",
           noticed=_RANK, done=tuple(("restart",) * count for count in range(1, actions.RANDOM_KILLS + 1)),
-          inject=actions.kill_random_ranks),
+          redone=UNSAVED * actions.RANDOM_KILLS, inject=actions.kill_random_ranks),
 )
 _PROGRAMS = (
     Fault(name="agent-kill", numbers=(11,), text="kill -9 of a host's agent: its ranks train on and are adopted",
           inject=actions.kill_program(RunTarget.agent)),
     Fault(name="agent-and-rank-kill", numbers=(11, 16), text="kill -9 of a host's agent and one of its ranks at once",
-          noticed=_RANK, done=_RESTARTS, inject=actions.kill_agent_and_rank),
+          noticed=_RANK, done=_RESTARTS, redone=UNSAVED, inject=actions.kill_agent_and_rank),
     Fault(name="watchdog-kill", numbers=(14,),
           text="kill -9 of a host's watchdog: the host ends, a spare takes its place", noticed=_EITHER, done=_SWAPS,
           redone=IN_TRANSIT, inject=actions.kill_program(RunTarget.watchdog_pid), hosts=2, spares=1),
@@ -99,10 +102,10 @@ _PROGRAMS = (
           noticed=_EITHER, done=_SWAPS, redone=IN_TRANSIT, inject=actions.kill_replicator_then_host, hosts=2, spares=1),
     Fault(name="fork-server-kill", numbers=(13,),
           text="kill -9 of a host's fork server, and with it of the rendezvous store", done=((), *_RESTARTS),
-          inject=actions.kill_program(RunTarget.fork_server)),
+          redone=UNSAVED, inject=actions.kill_program(RunTarget.fork_server)),
     Fault(name="port-taken", numbers=(37,),
           text="the rendezvous store dies, its port is taken by another process, and a rank dies: another port is used",
-          noticed=_RANK, done=_RESTARTS, inject=actions.take_the_port),
+          noticed=_RANK, done=_RESTARTS, redone=UNSAVED, inject=actions.take_the_port),
     Fault(name="supervisor-kill", numbers=(12,),
           text="kill -9 of the supervisor: training continues, a new one takes over",
           inject=actions.signal_supervisor(SIGKILL), recover=True),
@@ -142,7 +145,7 @@ _HOSTS = (
           inject=actions.start_one_more),
     Fault(name="everything-kill", numbers=(12, 14),
           text="kill -9 of everything, the supervisor included: snapshots in memory stay; then muster recover",
-          inject=actions.kill_everything, recover=True),
+          redone=UNSAVED, inject=actions.kill_everything, recover=True),
     Fault(name="notice", numbers=(38,),
           text="SIGTERM: the machine will be taken away; the run saves and exits (75); then muster recover",
           inject=actions.signal_supervisor(SIGTERM), exit_code=75, recover=True),

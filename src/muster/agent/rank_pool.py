@@ -216,7 +216,7 @@ class RankPool:
 
     def on_stopped(self, pid: int) -> None:
         if (worker := self.workers.get(pid)) is not None:
-            worker.on_stop_told(time.monotonic())
+            worker.on_stop_reported(time.monotonic())
 
     def _report_exit(self, worker: Worker) -> None:
         """Once the process is gone and its code is known."""
@@ -341,7 +341,7 @@ class RankPool:
 
     def _limits(self) -> Limits:
         given = self._spec().recovery
-        return Limits.of(given, step_s=self._steps.timeout_s(given.step_timeout_s), tells=self._forks.reaps)
+        return Limits.of(given, step_s=self._steps.timeout_s(given.step_timeout_s), reports_stops=self._forks.reaps)
 
     def on_reconnect(self) -> None:
         """A newly connected supervisor has not heard of any hang."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from muster.agent.host_identity import HostIdentity
-from muster.agent.ranks.hang_detector import LOOK_SHARE, UNTOLD_S
+from muster.agent.ranks.hang_detector import LOOK_SHARE, UNREPORTED_S
 from muster.agent.ranks.rank_process import end_child, is_stopped, on_exit
 from muster.core.errors import AccessError
 from muster.core.typed_json import Unreadable, decode
@@ -255,7 +255,7 @@ class ReplicatorProcess:
     def _limit_s(self) -> float:
         """Each look wakes this process. No step waits for a replicator that is stopped, but no copy leaves the host
         then, and a restore on another one may wait for what it is to send."""
-        return max(self._stop_limit_s(), UNTOLD_S)
+        return max(self._stop_limit_s(), UNREPORTED_S)
 
     def due_s(self) -> float:
         """When ``watch`` is to look at it at the latest: whoever is awake earlier does so then."""

@@ -87,7 +87,7 @@ _RANKS = (
     Fault(name="random-kills", numbers=(44,),
           text=f"{actions.RANDOM_KILLS} kills of random ranks, {actions.RANDOM_KILL_MEAN_S:g} s apart on average",
           noticed=_RANK, done=tuple(("restart",) * count for count in range(1, actions.RANDOM_KILLS + 1)),
-          redone=UNSAVED * actions.RANDOM_KILLS, inject=actions.kill_random_ranks),
+          redone=actions.RANDOM_KILLS * UNSAVED, inject=actions.kill_random_ranks),
 )
 _PROGRAMS = (
     Fault(name="agent-kill", numbers=(11,), text="kill -9 of a host's agent: its ranks train on and are adopted",

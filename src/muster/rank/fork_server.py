@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import os
+import select
 import signal
 import socket
 import sys
@@ -175,17 +176,15 @@ class ForkServer:
 
     def turn(self) -> None:
         """Wait until something happens, and deal with it."""
-        import select
-
         connection = self.connection
         if connection is None:
             connection = self._connect()
-            self._tell_stopped()
+            self._report_stopped()
         watched: list[socket.socket | int] = [connection.sock, self._woken, *self.children]
         ready, _, _ = select.select(watched, [], [])
         if self._woken in ready:
             self._woken.recv(4096)
-            self._tell_stopped()
+            self._report_stopped()
         for fd in [fd for fd in ready if isinstance(fd, int)]:
             self._reap(fd)
         if self.connection is not None and self.connection.sock in ready:
@@ -199,7 +198,7 @@ class ForkServer:
         signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def _tell_stopped(self) -> None:
+    def _report_stopped(self) -> None:
         """Tell the agent of the children that were stopped since the last call, each stop once; what cannot be sent is
         told to its successor. Exits are left to ``_reap``."""
         for pid in self.children.values():

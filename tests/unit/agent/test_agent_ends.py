@@ -57,9 +57,9 @@ def test_a_keeper_that_reads_a_damaged_run_file_ends_with_one_line(tmp_path):
 def test_a_stop_that_the_fork_server_tells_of_reaches_the_rank(agent):
     agent.pool.register_rank(os.getpid(), 0, 1, None, was_warm=True)
     worker = agent.pool.workers[os.getpid()]
-    assert not worker.stop_told
+    assert not worker.stop_reported
     agent.fork_server._on_message(None, ChildStopped(pid=worker.pid))
-    assert worker.stop_told
+    assert worker.stop_reported
     worker.close_pidfd(agent.hub)
 
 

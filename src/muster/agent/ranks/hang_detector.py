@@ -22,7 +22,7 @@ LOOK_SHARE = 0.75
 #: An agent that is awake anyway looks so much earlier: the looks at all of its processes fall together.
 EARLY_SHARE = 0.25
 #: The shortest silence after which the process is looked at although its parent would tell of a stop.
-UNTOLD_S = 3.0
+UNREPORTED_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,18 @@ class Limits:
     """The longest time without a micro-batch, for ranks that have taken a step."""
     start_s: float = math.inf
     """At least this long for those in their first step, or in one that a previous agent saw begin."""
-    tells: Callable[[int], bool] = lambda parent: False
+    reports_stops: Callable[[int], bool] = lambda parent: False
     """Whether this parent process tells of stops."""
 
     @classmethod
-    def of(cls, given: Recovery, *, step_s: float, tells: Callable[[int], bool]) -> Limits:
+    def of(cls, given: Recovery, *, step_s: float, reports_stops: Callable[[int], bool]) -> Limits:
         """Of a run's ``recovery`` section."""
-        return cls(silence_s=given.heartbeat_timeout_s, step_s=step_s, start_s=given.start_timeout_s, tells=tells)
+        return cls(
+            silence_s=given.heartbeat_timeout_s,
+            step_s=step_s,
+            start_s=given.start_timeout_s,
+            reports_stops=reports_stops,
+        )
 
     def progress_s(self, worker: Worker) -> float:
         if worker.stepped:
@@ -50,8 +55,8 @@ class Limits:
 
     def silence_of(self, worker: Worker) -> float:
         """How long this one may be silent until it is found to be stopped."""
-        is_told = not worker.stop_told and self.tells(worker.parent)
-        return max(self.silence_s, UNTOLD_S) if is_told else self.silence_s
+        would_be_reported = not worker.stop_reported and self.reports_stops(worker.parent)
+        return max(self.silence_s, UNREPORTED_S) if would_be_reported else self.silence_s
 
 
 def find_hung_ranks(workers: Iterable[Worker], limits: Limits, *, host: str, now_s: float) -> list[tuple[Worker, str]]:
@@ -89,8 +94,8 @@ def stays_stopped(worker: Worker, *, now_s: float, silence_s: float) -> bool:
         return False
     worker.looked_s, before = now_s, worker.stopped_s
     worker.stopped_s = None
-    worker.stop_told = is_stopped(worker.pid)
-    if worker.stop_told:
+    worker.stop_reported = is_stopped(worker.pid)
+    if worker.stop_reported:
         worker.stopped_s = now_s if before is None else before
     return before is not None and worker.stopped_s is not None
 

@@ -38,7 +38,7 @@ class Worker:
     """Monotonic time of the last message."""
     looked_s: float = 0.0
     """Monotonic time at which its process was last looked at, in silence."""
-    stop_told: bool = field(init=False)
+    stop_reported: bool = field(init=False)
     """Its parent has told that it was stopped, or a look has shown it, and no look since has found it going on."""
     stopped_s: float | None = None
     """Since when it has been seen stopped; None: it was not, or it has spoken since."""
@@ -64,7 +64,7 @@ class Worker:
     """And nothing of it runs any more: only its memory is still being freed, for which nobody waits."""
 
     def __post_init__(self) -> None:
-        self.stop_told = is_stopped(self.pid)  # what its parent told of a standby, nobody has kept
+        self.stop_reported = is_stopped(self.pid)  # what its parent told of a standby, nobody has kept
 
     @property
     def exists(self) -> bool:
@@ -100,9 +100,9 @@ class Worker:
         if self.exit_code is None:
             self.exit_code, self.orphaned = -signal.SIGKILL, True
 
-    def on_stop_told(self, now_s: float) -> None:
+    def on_stop_reported(self, now_s: float) -> None:
         """Its parent says so. Who is stopped for a moment is stopped right now: looks count from here."""
-        self.stop_told, self.looked_s, self.stopped_s = True, now_s, None
+        self.stop_reported, self.looked_s, self.stopped_s = True, now_s, None
 
     def lose(self, peer: Connection) -> None:
         """``peer`` is gone; the rank may have connected again before that was seen."""

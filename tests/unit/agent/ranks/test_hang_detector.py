@@ -10,7 +10,7 @@ from muster.agent.ranks.rank_process import Worker
 
 LIMITS = Limits(silence_s=0.4, step_s=30.0)
 #: Of ranks whose parent tells of stops.
-TOLD = Limits(silence_s=0.4, step_s=30.0, tells=lambda _: True)
+TOLD = Limits(silence_s=0.4, step_s=30.0, reports_stops=lambda _: True)
 
 
 class Rank:
@@ -44,7 +44,7 @@ class Rank:
             told_s = told_s if self.limits is TOLD and self.parent_tells else math.inf
             self.now_s = min(due_s([self.worker], self.limits), math.inf if silent else self.speaks_s, told_s)
             if self.now_s == told_s:
-                self.worker.on_stop_told(self.now_s)
+                self.worker.on_stop_reported(self.now_s)
             self.wakes += 1
             if self.now_s == self.speaks_s and not silent:
                 self.worker.heard(self.now_s)
@@ -89,9 +89,9 @@ def test_one_that_is_told_and_goes_on_within_the_limit_is_no_hang(monkeypatch, a
     assert rank.found_s(40.0) is None
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_longer_limit_than_three_seconds_stays_what_it_is(monkeypatch, is_told):
-    rank = Rank(monkeypatch, 500.0, Limits(silence_s=8.0, step_s=math.inf, tells=lambda _: is_told))
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_longer_limit_than_three_seconds_stays_what_it_is(monkeypatch, is_reported):
+    rank = Rank(monkeypatch, 500.0, Limits(silence_s=8.0, step_s=math.inf, reports_stops=lambda _: is_reported))
     rank.stopped.add((100.0, math.inf))
     found_s = rank.found_s(400.0)
     assert 102.0 <= found_s <= 108.0 and len(rank.looks) <= 20
@@ -100,7 +100,7 @@ def test_a_longer_limit_than_three_seconds_stays_what_it_is(monkeypatch, is_told
 def test_one_that_goes_on_again_is_no_longer_looked_at_often(monkeypatch):
     rank = Rank(monkeypatch, 50.0, TOLD)
     rank.stopped.add((5.0, 5.02))
-    assert rank.found_s(20.0) is None and len(rank.looks) < 15 and not rank.worker.stop_told
+    assert rank.found_s(20.0) is None and len(rank.looks) < 15 and not rank.worker.stop_reported
 
 
 @pytest.mark.parametrize("limits", [LIMITS, TOLD], ids=["looked at", "told"])

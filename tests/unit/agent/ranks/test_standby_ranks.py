@@ -231,7 +231,7 @@ def test_a_rank_that_its_parent_calls_stopped_is_looked_at_soon(tmp_path: Any, p
     host.pool.on_stopped(4_000_001)  # unknown
     host.pool.on_stopped(pid)
     assert undisturbed_s > 2.0 > 0.4 > host.pool.due_s() - time.monotonic()
-    assert [worker.stop_told for worker in host.pool.workers.values()] == [True, False]
+    assert [worker.stop_reported for worker in host.pool.workers.values()] == [True, False]
 
 
 @pytest.mark.parametrize("case", ["another parent", "no fork server", "stopped as a standby"])

@@ -53,7 +53,8 @@ make_venv() {
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 # Which torch? With an NVIDIA GPU the index's own build. Without one the CPU build: the index's own where that
-# is a CPU build (it asks for no CUDA packages), else PyTorch's CPU index: the CUDA build is gigabytes larger.
+# is a CPU build (it asks for no CUDA packages), else PyTorch's CPU index: the CUDA build is gigabytes larger. Where that
+# index cannot be reached, the CUDA build after all: it runs on the CPU too.
 torch_arguments() {
   if [ -n "${MUSTER_TORCH:-}" ]; then
     echo "$MUSTER_TORCH"
@@ -61,9 +62,17 @@ torch_arguments() {
     echo "$TORCH"
   elif index_torch_is_cpu; then
     echo "$TORCH"
-  else
+  elif cpu_index_answers; then
     echo "$TORCH --index-url $CPU_INDEX"
+  else
+    say "$CPU_INDEX does not answer: taking $TORCH of the usual package index, a CUDA build of several GB (MUSTER_TORCH overrides)"
+    echo "$TORCH"
   fi
+}
+
+# One short try. An installation makes six, with pauses: 85 s where the index cannot be reached.
+cpu_index_answers() {
+  PIP_FIND_LINKS='' pip index versions torch --index-url "$CPU_INDEX" --retries 0 --timeout 10 >/dev/null 2>&1
 }
 
 index_torch_is_cpu() {

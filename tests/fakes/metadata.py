@@ -126,11 +126,14 @@ def etag(value):
 
 
 def token(account="default", *, expires_in=3599, scopes="https://www.googleapis.com/auth/cloud-platform"):
-    """Values of a service account."""
-    base = "service-accounts/default"
+    """Values of a service account, under ``default`` and, as the real server has it, under its email address.
+
+    google-auth asks by address once it has learned it: two threads that refresh at once, or a second refresh, would
+    otherwise get 404 until the process ends.
+    """
     whole = {"access_token": "ya29.fake", "expires_in": expires_in, "token_type": "Bearer"}
-    return {f"{base}/email": account, f"{base}/scopes": f"{scopes}\n", f"{base}/aliases": "default\n",
-            f"{base}/token": json.dumps(whole)}  # fmt: skip
+    values = {"email": account, "scopes": f"{scopes}\n", "aliases": "default\n", "token": json.dumps(whole)}
+    return {f"service-accounts/{name}/{key}": value for name in ("default", account) for key, value in values.items()}
 
 
 @contextmanager

@@ -18,8 +18,8 @@ import zipfile
 from pathlib import Path
 
 import pydantic
-from fakes.compute_engine.google_front import Front, certificates, image
-from fakes.compute_engine.machine_root import MachineRoot
+from fakes.compute_engine.google_front import Front, base_python, certificates, image
+from fakes.compute_engine.machine_root import PYTHONS, MachineRoot
 from fakes.discovery import Discovery, folder
 from fakes.gcs import GcsFake
 from fakes.gcs.objects import Refused
@@ -35,11 +35,14 @@ from muster.core.typed_json import encode
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGES = Path(pydantic.__file__).parents[1]
 """What the image brings, as Google's with torch would."""
+SHOWN = (str(PACKAGES), sys.base_prefix)
+OTHER_PYTHONS = tuple(path for path in PYTHONS if not Path(path).samefile(base_python()))
+"""Newer ones would be taken first, and cannot use the packages of this environment."""
 SECRET_TOKEN, HUB_TOKEN = "the-run's-own-token-0123456789abcdef", "hf_" + "q" * 34
 ACCESS = "ya29.fake"
 ACCOUNT = "muster-hosts@example-project.iam.gserviceaccount.com"
 
-POSSIBLE = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "ip", "curl", "openssl", "/usr/bin/python3.11")))
+POSSIBLE = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "ip", "curl", "openssl")))
 
 
 def wheel_of_muster(target):
@@ -119,7 +122,9 @@ class Place:
         self.put(f"{home}/{JOURNAL}", encode(Journal(submission=placement.submission)))
         self.put(f"{home}/run_id", placement.run_id.encode())
 
-    def machine(self, body, name, *, hidden=(), address="127.0.0.1", account=ACCOUNT, plug=None, compute=None):
+    def machine(
+        self, body, name, *, hidden=OTHER_PYTHONS, address="127.0.0.1", account=ACCOUNT, plug=None, compute=None
+    ):
         """Powered off; ``body`` is what was asked for at Compute Engine. ``plug``: what connects it to others, inside;
         ``compute``: Compute Engine as that account is answered."""
         values = {f"attributes/{row['key']}": row["value"] for row in body["metadata"]["items"]}
@@ -138,7 +143,7 @@ class Place:
             return Front(self.bucket, ask, {ACCESS}, tuple(self.certificate))
 
         folder = Path(tempfile.mkdtemp(prefix="machine-", dir="/dev/shm"))
-        made = MachineRoot(folder, values, hidden, image=self.image, services=services)
+        made = MachineRoot(folder, values, hidden, image=self.image, shown=SHOWN, services=services)
         self.machines.append(made)
         return made
 

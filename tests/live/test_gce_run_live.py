@@ -35,7 +35,7 @@ from muster.protocol.client import AskStatus
 pytestmark = [
     pytest.mark.live,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not POSSIBLE, reason="namespaces need root, unshare, ip, curl, openssl and /usr/bin/python3.11"),
+    pytest.mark.skipif(not POSSIBLE, reason="namespaces need root, unshare, ip, curl and openssl"),
 ]
 ZONE = "us-central1-a"
 HOSTS = "muster-hosts@example-project.iam.gserviceaccount.com"

@@ -8,6 +8,7 @@ is answered 401.
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from fakes.compute_engine.google_names import ADDRESS, NAMES
+from fakes.compute_engine.machine_root import IMAGE_PYTHONS
 from fakes.gcs import GcsFake
 from fakes.gcs.server import Handler as BucketHandler
 
@@ -44,13 +46,32 @@ def certificates(folder: Path) -> tuple[Path, Path, Path]:
     return authority, made, key
 
 
+def base_python() -> Path:
+    """The Python that runs this environment's packages on a machine.
+
+    Debian's own where it has the same version, as on Google's image, else the one that the environment was made from.
+    """
+    debian = Path(f"/usr/bin/python3.{sys.version_info.minor}")
+    return debian if debian.exists() else Path(os.path.realpath(sys.executable))
+
+
 def image(folder: Path, authority: Path, *, packages: Path | None = None) -> Path:
-    """What such a machine's boot image has beside this computer's files: ``systemctl``, the authority, packages."""
+    """What such a machine's boot image adds to this computer's files: ``systemctl``, the authority, and a Python with
+    ``packages``, in an environment that finds them wherever they are (``MachineRoot.shown`` makes them visible)."""
     here = Path(__file__).parent
-    shim = folder / "usr/bin/systemctl"
-    shim.parent.mkdir(parents=True)
-    shim.write_text(f"#!{sys.executable} -I\n" + (here / "systemctl.py").read_text())
-    shim.chmod(0o755)
+    base, environment = base_python(), folder / "opt/image-python"
+    site = environment / f"lib/python3.{sys.version_info.minor}/site-packages"
+    for path in (environment / "bin", site, folder / "usr/bin", folder / "usr/local/sbin"):
+        path.mkdir(parents=True)
+    (environment / "bin/python3").symlink_to(base)
+    (environment / "pyvenv.cfg").write_text(f"home = {base.parent}\ninclude-system-site-packages = false\n")
+    if packages is not None:
+        (site / "image.pth").write_text(f"{packages}\n")
+    wrapper = '#!/bin/sh\nexec /opt/image-python/bin/python3 "$@"\n'
+    shim = "#!/opt/image-python/bin/python3 -I\n" + (here / "systemctl.py").read_text()
+    for program, text in (*((path, wrapper) for path in IMAGE_PYTHONS), ("/usr/bin/systemctl", shim)):
+        (folder / program.lstrip("/")).write_text(text)
+        (folder / program.lstrip("/")).chmod(0o755)
     bundle = folder / "etc/ssl/certs/ca-certificates.crt"
     bundle.parent.mkdir(parents=True)
     bundle.write_text(Path("/etc/ssl/certs/ca-certificates.crt").read_text() + authority.read_text())
@@ -58,10 +79,6 @@ def image(folder: Path, authority: Path, *, packages: Path | None = None) -> Pat
     variables.parent.mkdir(parents=True)
     trusted = "/etc/ssl/certs/ca-certificates.crt"
     variables.write_text(f"SSL_CERT_FILE={trusted} REQUESTS_CA_BUNDLE={trusted}")
-    if packages is not None:
-        site = folder / "usr/lib/python3/dist-packages"
-        site.mkdir(parents=True)
-        (site / "image.pth").write_text(f"{packages}\n")
     return folder
 
 

@@ -7,7 +7,9 @@ the metadata server at its usual address, and nothing else: no internet, no way 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,7 +26,15 @@ from fakes.compute_engine.google_names import ADDRESS, NAMES
 from fakes.metadata import Server
 
 METADATA = "169.254.169.254"
-PYTHONS = ("/usr/bin/python3.11", "/usr/bin/python3.12", "/usr/bin/python3.13", "/usr/local/bin/python3")
+IMAGE_PYTHONS = tuple(f"/usr/local/sbin/{name}" for name in ("python3", f"python3.{sys.version_info.minor}"))
+"""The Python that ``google_front.image`` puts first on an image's PATH."""
+PYTHONS = tuple(
+    str(found)
+    for folder in ("/usr/local/sbin", "/usr/local/bin", "/usr/bin")
+    for found in sorted(Path(folder).glob("python3*"))
+    if re.fullmatch(r"python3(\.\d+)?", found.name) and not found.is_symlink()
+)
+"""This computer's own ones, which a machine has too."""
 Made = TypeVar("Made")
 
 
@@ -49,12 +59,15 @@ class MachineRoot:
         hidden: tuple[str, ...] = (),
         *,
         image: Path | None = None,
+        shown: tuple[str, ...] = (),
         services: Services | None = None,
     ) -> None:
         self.folder, self.values, self.hidden = folder, values, hidden
         """``hidden``: programs of this computer's that the machine shall not have."""
         self.image, self.services = image, services
-        """Files that its boot image has beside this computer's; what makes Google's services, inside the machine."""
+        """Files that its boot image adds to this computer's; what makes Google's services, inside the machine."""
+        self.shown = shown
+        """Folders that it must have at the same path, even below one that it replaces (``/tmp``) or on another disk."""
         self.front: Service | None = None
         self.server: Server | None = None
         self.first: subprocess.Popen[bytes] | None = None
@@ -70,8 +83,14 @@ class MachineRoot:
         """Power on: the disk is as it was left."""
         ready_in, ready_out = os.pipe()
         go_in, go_out = os.pipe()
-        program = [sys.executable, "-m", "fakes.compute_engine.machine_root", str(self.folder), str(ready_out),
-                   str(go_in), self.values.get("name", ""), str(self.image or ""), *self.hidden]  # fmt: skip
+        layout = {
+            "name": self.values.get("name", ""),
+            "image": str(self.image or ""),
+            "hidden": self.hidden,
+            "shown": self.shown,
+        }
+        program = [sys.executable, "-m", "fakes.compute_engine.machine_root", str(self.folder)]
+        program += [str(ready_out), str(go_in), json.dumps(layout)]
         tests = Path(__file__).parents[2]
         command = ["unshare", "--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", *program]
         with self.log.open("ab") as log:
@@ -138,7 +157,9 @@ class MachineRoot:
         return self.log.read_text(errors="replace")
 
 
-def _first_process(folder: Path, ready: int, go: int, name: str, image: str, hidden: list[str]) -> None:
+def _first_process(
+    folder: Path, ready: int, go: int, *, name: str, image: str, hidden: list[str], shown: list[str]
+) -> None:
     def call(*command: str) -> None:
         subprocess.run(command, check=True)
 
@@ -155,6 +176,10 @@ def _first_process(folder: Path, ready: int, go: int, name: str, image: str, hid
     call("mount", "--rbind", "/dev", f"{root}/dev")
     for volatile in ("tmp", "run", "dev/shm"):
         call("mount", "-t", "tmpfs", "tmpfs", f"{root}/{volatile}")
+    for path in shown:
+        if not (root / path.lstrip("/")).exists():
+            (root / path.lstrip("/")).mkdir(parents=True)
+            call("mount", "--rbind", path, f"{root}{path}")
     for program in hidden:
         if (root / program.lstrip("/")).is_file():
             call("mount", "--bind", "/dev/null", f"{root}{program}")
@@ -180,4 +205,4 @@ def _first_process(folder: Path, ready: int, go: int, name: str, image: str, hid
 
 
 if __name__ == "__main__":
-    _first_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], sys.argv[6:])
+    _first_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), **json.loads(sys.argv[4]))

@@ -76,6 +76,8 @@ def test_folders_and_what_lies_in_them():
         for place, there in (("instance", {"muster-run": "r1"}), ("project", {})):
             assert json.loads(ask(f"{url}{V1}{place}/attributes/?recursive=true")[1]) == there
         assert "service-accounts/" in ask(f"{url}{V1}instance/")[1].split()
+        both = ask(f"{url}{V1}instance/service-accounts/")[1].split()  # the docs' list: by name, and as "default"
+        assert both == ["a@b/", "default/"]
         whole = json.loads(ask(f"{url}{V1}instance/?recursive=true&alt=json")[1])
         assert whole["attributes"] == {"muster-run": "r1"} and whole["serviceAccounts"]["default"]["email"] == "a@b"
         assert "projectId" not in json.dumps(whole)

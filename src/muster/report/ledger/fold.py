@@ -183,11 +183,6 @@ def _notes(lineage: Lineage, lanes: Mapping[str, HostLane]) -> list[str]:
     for lane in lanes.values():
         if not lane.purchase_logged:
             result.append(f"{lane.host}: no purchase in the log; held from its first event on is an assumption")
-    missing = sum(
-        later.step - earlier.step - 1
-        for resumed in lineage.resumed_ranges
-        for earlier, later in zip(resumed.steps, resumed.steps[1:], strict=False)
-    )
-    if missing:
-        result.append(f"{missing} steps have no event: their tokens are not counted")
+    if lineage.missing:
+        result.append(f"{lineage.missing} steps have no event: a part of the log is lost; their tokens are not counted")
     return result

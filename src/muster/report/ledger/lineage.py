@@ -26,6 +26,8 @@ class Attempt:
     world_size: int
     layout: Mapping[str, int] = field(default_factory=dict)
     resume_step: int | None = None
+    resume_attempt: int | None = None
+    """The attempt whose snapshot it started from."""
     tier: str | None = None
     cause: str | None = None
     end_reason: str | None = None
@@ -85,6 +87,8 @@ class Lineage:
     resumed_ranges: list[ResumedRange]
     fenced: int = 0
     """Step events of an attempt that had already been replaced: they changed nothing."""
+    missing: int = 0
+    """Steps of the final lineage that have no event: a rank was killed before it wrote it, or a log lost its tail."""
     reached: dict[int, int] = field(default_factory=dict)
     """Attempt -> the highest step that it applied, what it applied after its end was decided included."""
 
@@ -135,8 +139,15 @@ def trace(events: Sequence[Timed], end_ns: int, outcome: str | None) -> Lineage:
             )
         )
     resumed_ranges = _resumed_ranges(attempts, steps, _restored(events))
-    _mark_final(resumed_ranges, by_number, _durable_limit(events, outcome))
-    return Lineage(attempts=attempts, steps=steps, resumed_ranges=resumed_ranges, fenced=fenced, reached=reached)
+    missing = _mark_final(resumed_ranges, by_number, _durable_limit(events, outcome))
+    return Lineage(
+        attempts=attempts,
+        steps=steps,
+        resumed_ranges=resumed_ranges,
+        fenced=fenced,
+        missing=missing,
+        reached=reached,
+    )
 
 
 def _attempts(events: Sequence[Timed], end_ns: int) -> list[Attempt]:
@@ -153,6 +164,7 @@ def _attempts(events: Sequence[Timed], end_ns: int) -> list[Attempt]:
                 world_size=detail.world_size,
                 layout=detail.layout,
                 resume_step=detail.resume_step,
+                resume_attempt=detail.resume_attempt,
                 tier=detail.tier,
                 cause=detail.cause,
             )
@@ -211,6 +223,8 @@ def _resumed_ranges(attempts: Sequence[Attempt], steps: Sequence[Step], restored
         resume = own[0].step - 1 if own else restored.get(attempt.number, planned)
         if resume is None:
             continue  # it never held a state
+        if planned is not None:
+            resume = min(resume, planned)  # the event of its first step may be missing
         resumed = ResumedRange(attempt=attempt.number, resume_step=max(0, resume))
         for step in own:
             if step.step <= resumed.last_step and resumed.steps:
@@ -221,23 +235,46 @@ def _resumed_ranges(attempts: Sequence[Attempt], steps: Sequence[Step], restored
     return result
 
 
-def _mark_final(resumed_ranges: Sequence[ResumedRange], attempts: dict[int, Attempt], limit: int | None) -> None:
-    """Walk back from the last state; what is not on that path was lost to the recovery that discarded it.
+def _mark_final(resumed_ranges: Sequence[ResumedRange], attempts: dict[int, Attempt], limit: int | None) -> int:
+    """Walk back from the last state and mark what it rests on; returns how many of its steps have no event.
 
-    A range rests on the newest earlier one that held its first state: a restart that stepped back and was
-    itself replaced by one that stepped back less discards nothing.
+    What is not on that path was lost to the recovery that discarded it.
     """
-    position = len(resumed_ranges) - 1
-    while position >= 0:
+    if not resumed_ranges:
+        return 0
+    missing = 0
+    position: int | None = len(resumed_ranges) - 1
+    newest = resumed_ranges[-1].last_step if limit is None else min(limit, resumed_ranges[-1].last_step)
+    while position is not None:
         resumed = resumed_ranges[position]
         for step in resumed.steps:
             step.final = limit is None or step.step <= limit
-        limit = resumed.resume_step if limit is None else min(limit, resumed.resume_step)
-        position -= 1
-        while position >= 0 and not resumed_ranges[position].resume_step <= limit <= resumed_ranges[position].last_step:
-            position -= 1
+        missing += max(0, newest - resumed.resume_step - sum(step.final for step in resumed.steps))
+        newest = limit = resumed.resume_step if limit is None else min(limit, resumed.resume_step)
+        position = _base(resumed_ranges, position, limit, attempts)
     for position, resumed in enumerate(resumed_ranges):
         for step in resumed.steps:
             if not step.final:
                 discarding = (later for later in resumed_ranges[position + 1 :] if later.resume_step < step.step)
                 step.lost_to = next((attempts[discard.attempt].cause for discard in discarding), None)
+    return missing
+
+
+def _base(
+    resumed_ranges: Sequence[ResumedRange], position: int, limit: int, attempts: dict[int, Attempt]
+) -> int | None:
+    """The earlier range that the state of step ``limit`` at ``position`` comes from; None: it starts the run.
+
+    The range of the attempt that took the snapshot, where the log names it: a rank that is killed after its snapshot
+    and before its step's event leaves a range that ends below ``limit``. Else the newest that reached ``limit`` (a
+    restart that stepped back and was itself replaced by one that stepped back less discards nothing), else the newest
+    that began below it.
+    """
+    earlier = [at for at in range(position) if resumed_ranges[at].resume_step <= limit]
+    own = resumed_ranges[position].attempt
+    if position == 0 or resumed_ranges[position - 1].attempt != own:  # not a rollback within the attempt
+        named = [at for at in earlier if resumed_ranges[at].attempt == attempts[own].resume_attempt]
+        if named:
+            return named[-1]
+    reached = [at for at in earlier if limit <= resumed_ranges[at].last_step]
+    return max(reached or earlier, default=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -69,6 +69,10 @@ class _Offset:
         detail = event.read(ClockOffset)
         return cls(event.mono_ns + shift_ns, detail.offset_ns + shift_ns, detail.error_ns)
 
+    def nearest(self, boots: Iterable[tuple[int, Sequence[Event]]]) -> int:
+        """The shift by wall clocks of the boot in which this was measured, of (shift, events)."""
+        return min((by_wall for by_wall, _ in boots), key=lambda by_wall: abs(by_wall - self.offset_ns))
+
 
 def align(files: Mapping[str, Sequence[Event]]) -> Aligned:
     """Merge the files. The order within one instant is that of file names, then of writing."""
@@ -90,13 +94,34 @@ def align(files: Mapping[str, Sequence[Event]]) -> Aligned:
             errors[name] = 0
             timed += [Timed(event.mono_ns + shifts[name], name, event) for event in events]
             continue
-        result, errors[name] = _agent_times(name, events, offsets, wall_at_zero)
+        boots = [(_by_wall(boot[0], wall_at_zero), boot) for boot in _boots(events)]
+        of_host = next((offsets[event.host] for event in events if event.host in offsets), [])
+        placed = [
+            _agent_times(name, boot, [one for one in of_host if one.nearest(boots) == by_wall], by_wall)
+            for by_wall, boot in boots
+        ]
+        measured = [error for _, error in placed if error is not None]
+        errors[name] = max(measured) if len(measured) == len(placed) else None
         if errors[name] is None and name != axis_file:
             notes.append(f"{name}: clock offset not measured; wall clocks place its events")
-        timed += result
+        timed += [each for result, _ in placed for each in result]
     order = {name: position for position, name in enumerate(sorted(given))}
     timed.sort(key=lambda item: (item.t_ns, order[item.file], item.event.seq))
     return Aligned(events=timed, wall_at_zero_ns=wall_at_zero, clock_error_ns=errors, notes=notes)
+
+
+def _boots(events: Sequence[Event]) -> list[Sequence[Event]]:
+    """A file's events cut where its machine was booted, or where another machine went on writing it: the monotonic
+    clock fell, and the wall clock did not. (Events of ranks that come late fall behind by both.)"""
+    cuts, newest_ns = [0], events[0].mono_ns
+    for position, event in enumerate(events):
+        first = events[cuts[-1]]
+        moved_ns = (event.wall_ns - event.mono_ns) - (first.wall_ns - first.mono_ns)
+        if event.mono_ns < newest_ns and abs(moved_ns) > _SAME_BOOT_NS:
+            cuts.append(position)
+            newest_ns = event.mono_ns
+        newest_ns = max(newest_ns, event.mono_ns)
+    return [events[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(events)], strict=True)]
 
 
 def _by_wall(event: Event, wall_at_zero: int) -> int:
@@ -140,11 +165,9 @@ def _offsets(
 
 
 def _agent_times(
-    name: str, events: Sequence[Event], offsets: Mapping[str, list[_Offset]], wall_at_zero: int
+    name: str, events: Sequence[Event], measured: Sequence[_Offset], by_wall: int
 ) -> tuple[list[Timed], int | None]:
-    """A host's file: one boot, so one cluster of offsets, the nearest in time for each event."""
-    by_wall = _by_wall(events[0], wall_at_zero)
-    measured = next((offsets[event.host] for event in events if event.host in offsets), [])
+    """What one boot wrote of a host's file: one cluster of offsets, the nearest in time for each event."""
     if not measured:
         return [Timed(event.mono_ns + by_wall, name, event) for event in events], (0 if by_wall == 0 else None)
     anchor = min(measured, key=lambda offset: abs(offset.offset_ns - by_wall))

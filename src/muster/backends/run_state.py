@@ -120,6 +120,16 @@ class RunState:
             if self.ended() == code:
                 self.store.delete(self.home.uri_of("end.json"))
 
+    def end(self, code: int, reason: str) -> None:
+        """End the run as failed, where its supervisor could not say so itself. An end that is there stays."""
+        with contextlib.suppress(MusterError, OSError):
+            record = EndRecord(
+                job=self.job, submission=self._submission(), term=self._newest_term(), outcome="failed",
+                exit_code=code, reason=reason, wall_ns=time.time_ns(),
+            )  # fmt: skip
+            if self.says_how_it_ended and self.ended() is None:
+                self.store.put(self.home.uri_of("end.json"), encode(record))
+
     def end_instead(self, before: int, code: int, reason: str) -> None:
         """The run that ended with ``before`` is over: say so with ``code``, for people and for the other pod."""
         with contextlib.suppress(MusterError, OSError):

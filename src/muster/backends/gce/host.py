@@ -55,6 +55,10 @@ PROVISION_S = 10.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 LIVED_S = 600.0
 """A program that lived this long before it ended starts again without a pause."""
+CONFIG_ERRORS = (2, 3)
+"""Exit codes of a supervisor whose run file or plan cannot be used: starting it again cannot help."""
+CONFIG_TRIES, IN_A_ROW_S = 3, 600.0
+"""So many within that time are believed; one may be a home that was read while it was written."""
 PROJECT = "project/project-id"
 AGAIN = 75
 """The run saved itself because its machines were about to go, and wants to go on."""
@@ -80,6 +84,8 @@ class Keeper:
     _goes: bool = False
     _early: int = 0
     """Ends in a row of a program that had just been started."""
+    _config_errors: list[float] = field(default_factory=list)
+    """When the supervisor ended with one of ``CONFIG_ERRORS``."""
     _ended_s: float = field(default=-LONGEST_PAUSE_S)
     _began_s: float = 0.0
 
@@ -131,6 +137,16 @@ class Keeper:
         print(f"the {self.machine.role}'s program ended with code {code}", flush=True)
         if code:
             self.state.ship(self.machine.name if self.machine.role == HOST else SUPERVISOR, 6.0)
+        if self.machine.role == SUPERVISOR and code in CONFIG_ERRORS:
+            self._believe(code)
+
+    def _believe(self, code: int) -> None:
+        """End the run where its supervisor refused it several times: else its machines are billed without limit."""
+        recent = [at_s for at_s in self._config_errors if self._ended_s - at_s < IN_A_ROW_S]
+        self._config_errors = [*recent, self._ended_s]
+        if len(self._config_errors) >= CONFIG_TRIES:
+            what = "run file" if code == 2 else "plan"
+            self.state.end(code, f"the supervisor cannot use this run's {what}: exit code {code}, {CONFIG_TRIES} times")
 
     def _ended(self) -> int | None:
         try:

@@ -47,6 +47,8 @@ STAGGER_S = 3.0
 FIRST_START_S = 60.0
 #: A supervisor that exits without a result is restarted after a pause that doubles, this often within LIVED_S.
 SUPERVISOR_FAILURES = 6
+LOST_RACE = 1
+"""Exit code of a supervisor that found the lease held, among other causes."""
 LIVED_S = 600.0
 #: Time for the agent to exit after the result.
 LEAVE_S = 10.0
@@ -163,8 +165,11 @@ class Node:
         elif self.agent is None and now - self.agent_ended_s > 3.0 and self._in_touch() and self._verdict() is None:
             self._start_agent()  # it exited without a supervisor, or was cut off: it can be a spare
         if self.supervisor is not None and self.supervisor.poll() is not None:
-            code, self.supervisor, self.reached_s = self.supervisor.returncode, None, now
+            code, pid = self.supervisor.returncode, self.supervisor.pid
+            self.supervisor, self.reached_s = None, now
             _log(f"the supervisor ended with code {code}")
+            if code == LOST_RACE and self._held_by_another_than(pid):
+                return  # it was no failure: the run has its supervisor
             self.failures = self.failures + 1 if now - self.took_over_s < LIVED_S else 1
             if code < 0 and self.failures < SUPERVISOR_FAILURES and self._verdict() is None:
                 self._take_over("the previous one was killed")  # its lease is free at once: it was on this machine
@@ -196,6 +201,12 @@ class Node:
     def _has_supervisor(self) -> bool:
         record = locate.lease(self.run_dir)
         return record is not None and record.address is not None
+
+    def _held_by_another_than(self, pid: int) -> bool:
+        record = locate.lease(self.run_dir)
+        if record is None or record.address is None or record.expires_wall_ns <= time.time_ns():
+            return False
+        return (record.machine, record.pid) != (socket.gethostname(), pid)
 
     def _watch_lease(self) -> None:
         now = time.monotonic()

@@ -138,6 +138,26 @@ def test_a_supervisor_that_was_killed_is_started_again_at_once_but_not_for_ever(
         node.agent.wait()
 
 
+@pytest.mark.parametrize(("held_by_another", "failures"), [(True, 0), (False, 6)])
+def test_a_lost_race_for_the_lease_is_no_failure(run_dir, held_by_another, failures):
+    """Six lost races would have kept this node from taking over for the rest of the job."""
+    node = candidate(run_dir, "host-1")
+    keeper = held(run_dir)
+    if not held_by_another:
+        keeper.give_back()
+    node.agent = subprocess.Popen(["sleep", "60"])
+    try:
+        for _ in range(6):
+            node.supervisor = subprocess.Popen(["sh", "-c", "exit 1"])
+            node.supervisor.wait()
+            node.took_over_s = time.monotonic()
+            node._check_children()
+        assert node.failures == failures and node.starts == 0
+    finally:
+        node.agent.kill()
+        node.agent.wait()
+
+
 def test_processes_of_a_host_are_found_by_their_label_whatever_their_session():
     label = {"MUSTER_RUN_ID": "r-of-this-test", "MUSTER_HOST": "host-9", "PATH": os.environ["PATH"]}
     mine = subprocess.Popen(["sleep", "60"], env=label, start_new_session=True)

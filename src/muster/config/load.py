@@ -207,15 +207,13 @@ def _override(reading: _Reading, text: str) -> None:
     if "" in path:
         wrong(f"`{name}` is not a key path", hint="write key.path=value")
         return
+    annotation, _ = schema_keys.at(path, raw)
     try:
-        value = scalar(value_text)
+        value = _value(value_text, annotation)
     except ValueError as error:
         shown = schema_keys.shown(value_text, key=name)
         wrong(f"cannot read the value {shown}: {error}", "quote it: key='\"text\"'", name)
         return
-    annotation, _ = schema_keys.at(path, raw)
-    if annotation is not None and not isinstance(value, str | dict | list | None) and _takes_text_alone(annotation):
-        value = value_text  # name=123 means the text
     here: Json = raw
     for index, part in enumerate(path[:-1]):
         step = dotted(path[: index + 1])
@@ -249,8 +247,14 @@ def _override(reading: _Reading, text: str) -> None:
     reading.origins[path] = Origin(source=COMMAND_LINE)
 
 
-def _takes_text_alone(annotation: object) -> bool:
-    return {schema_keys.bare(leaf) for leaf in schema_keys.leaves(annotation)} == {str}
+def _value(text: str, annotation: object) -> Json:
+    """What ``text`` means on the command line for a key of this type: where only text is allowed, itself (``a #2``,
+    ``a: b``, ``123``), unless it is quoted or null; else YAML. Raises ValueError."""
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    takes_text_alone = {schema_keys.bare(leaf) for leaf in schema_keys.leaves(annotation)} == {str}
+    if takes_text_alone and not quoted and text not in ("", "~", "null"):
+        return text
+    return scalar(text)
 
 
 def _check_values(reading: _Reading) -> tuple[RunSpec | None, set[str]]:

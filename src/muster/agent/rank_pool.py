@@ -154,17 +154,22 @@ class RankPool:
         known, fd = self.workers.get(pid), open_pidfd(pid)
         if known is not None and peer is not None:  # it has connected again
             known.peer, peer.identity = peer, known
-        if known is not None or fd is None:
+        if known is not None:
             return
-        now = time.monotonic()
+        now, pidfd = time.monotonic(), -1 if fd is None else fd
         worker = Worker(
-            pid=pid, rank=rank, attempt=attempt, peer=peer, pidfd=fd, parent=parent_of(pid), progress_s=now, seen_s=now
-        )
+            pid=pid, rank=rank, attempt=attempt, peer=peer, pidfd=pidfd, parent=parent_of(pid), progress_s=now,
+            seen_s=now,
+        )  # fmt: skip
         self.workers[pid] = worker
         if peer is not None:
             peer.identity = worker
-        self._hub.watch(fd, lambda: self._on_exit(worker))
         self._log.write("rank.started", {"pid": pid, "standby": was_warm}, rank=rank)
+        if fd is not None:
+            self._hub.watch(fd, lambda: self._on_exit(worker))
+        else:  # gone and reaped just before: its exit code may have been read and dropped as a standby's
+            worker.assume_killed()
+            self._report_exit(worker)
 
     # ------------------------------------------------------------ ending
 

@@ -123,8 +123,10 @@ class SupervisorLink:
             return
         address = self.find_address()
         if address is not None and address != self._address:
-            self._hub.close(self._peer)
-            self._peer = None
+            left = self._peer
+            self._hub.close(left)
+            # As if it had closed: a host without work counts its wait from now, not from when it last had any.
+            self._hub.on_gone(left, "another supervisor holds the lease")
 
     def on_lost(self) -> None:
         """The connection is closed."""

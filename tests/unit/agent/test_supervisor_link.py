@@ -49,3 +49,32 @@ def test_a_checkpoint_that_ranks_reported_meanwhile_is_told_once(
     link.send(event("checkpoint.committed", 48))
     link.on_lost()
     assert link.connect() and hub.told[2:] == [event("checkpoint.committed", 48), HostReady()]
+
+
+def test_a_lease_that_changes_hands_is_a_lost_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spare that was not told so counted its wait from hours ago, and exited where the new holder was slow."""
+    lost: list[object] = []
+
+    class Closing(Hub):
+        def close(self, peer: object) -> None:
+            """Says nothing to ``on_gone``, as the pool's."""
+
+        def on_gone(self, peer: object, reason: str) -> None:
+            assert link.is_peer(peer) and "another supervisor" in reason  # type: ignore[arg-type]
+            link.on_lost()
+            lost.append(peer)
+
+    link = SupervisorLink(
+        hub=Closing(), identity=SimpleNamespace(run_dir=tmp_path, host="host-1"), hello=HostReady,  # type: ignore[arg-type]
+        on_message=lambda message: None, on_refused=lambda line: None,
+    )  # fmt: skip
+    address = ["127.0.0.1", 1]
+    monkeypatch.setattr(link, "find_address", lambda: tuple(address))
+    assert link.connect()
+    link.watch()
+    assert link.connected and lost == []
+    address[1] = 2
+    link._lease_check_s = 0.0
+    (tmp_path / "lease.json").write_text("{}")  # what it holds is ``find_address``'s here
+    link.watch()
+    assert not link.connected and len(lost) == 1

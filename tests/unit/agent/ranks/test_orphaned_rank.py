@@ -1,11 +1,14 @@
 """A rank whose fork server died first: its exit code is unknown, but its last message tells a failure from a kill."""
 
+import subprocess
+
 import pytest
 from fakes.host import RecordingHost
 
 from muster.agent.ranks.pool_calls import Forks
 from muster.agent.ranks.rank_process import Worker
 from muster.protocol.rank_agent import RankBeat
+from muster.protocol.to_supervisor import RankExit
 from muster.protocol.values import LastWords
 
 CASES = {
@@ -48,3 +51,16 @@ def test_a_new_step_that_is_read_after_the_last_ranks_exit_does_not_prevent_its_
     pool._on_exit(worker)
     assert worker.step == 4
     assert [(message.rank, message.code) for message in host.sent] == [(0, -9)]
+
+
+def test_a_standby_that_was_reaped_before_it_became_a_rank_is_reported():
+    """Nothing was: its attempt waited for ``start_timeout_s``."""
+    child = subprocess.Popen(["true"])
+    child.wait()  # reaped: no descriptor can be opened for it
+    host = RecordingHost()
+    pool = host.rank_pool()
+    pool.register_rank(child.pid, 2, 1, None, was_warm=True)
+    exits = [message for message in host.sent if isinstance(message, RankExit)]
+    assert [(message.rank, message.code) for message in exits] == [(2, -9)] and pool.workers == {}
+    pool.on_exit_code(child.pid, 0)
+    assert len([message for message in host.sent if isinstance(message, RankExit)]) == 1, "reported once"

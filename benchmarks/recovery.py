@@ -15,6 +15,7 @@ and the peers alike (``--length`` fixes it instead).
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -229,8 +230,13 @@ def main():
     else:
         calibrate()
     found = {"sequence_length": LENGTH}
+    result = {"muster": found, "missing": {}, "machine": {"cpus": os.cpu_count(), "platform": platform.platform()}}
     for name, play in cases(arguments.trials):
         if arguments.only and name not in arguments.only:
+            continue
+        if name.startswith("tpu_") and importlib.util.find_spec("jax") is None:
+            result["missing"][name] = "jax is not installed: pip install 'jax>=0.10.2,<0.11'"
+            print(f"{name:10s} missing: {result['missing'][name]}", flush=True)
             continue
         FOUND_STAGES.clear()
         FOUND_COMPILING.clear()
@@ -254,17 +260,25 @@ def main():
                 ms = statistics.median(trial.get(what, 0.0) for trial in FOUND_COMPILING) * 1e3
                 found[f"{name}_compiling_ms"] = {**found.get(f"{name}_compiling_ms", {}), what: round(ms, 1)}
                 print(f"    of the first steps, {what}: {ms:7.1f} ms", flush=True)
-    result = {"muster": found, "machine": {"cpus": os.cpu_count(), "platform": platform.platform()}}
+        write(arguments.json, result)
     if not arguments.quick:
         from peers.recovery import measure_peers
 
         result.update(measure_peers(arguments.trials, length=LENGTH))
+        write(arguments.json, result)
     if arguments.slurm:
         import recovery_slurm
 
         result["slurm"] = recovery_slurm.measure(arguments.trials)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.json, result)
+
+
+def write(path, result):
+    """What is measured so far, whole at any moment: a case that fails later takes nothing away."""
+    if path:
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(result, indent=1) + "\n")
+        new.replace(path)
 
 
 if __name__ == "__main__":

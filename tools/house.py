@@ -296,8 +296,8 @@ FIGURES = {
     "lines": Figure("lines", lambda tree: sum(len(each.text.splitlines()) for each in tree.modules.values())),
     "functions": Figure("functions", lambda tree: sum(1 for each in tree.modules.values() for _ in each.functions)),
     "long-files": Figure(
-        "files over 400 lines",
-        lambda tree: [str(each.path) for each in tree.modules.values() if len(each.text.splitlines()) > 400],
+        "files over 800 lines",
+        lambda tree: [str(each.path) for each in tree.modules.values() if len(each.text.splitlines()) > 800],
         0,
     ),
     "long-functions": Figure("functions over 60 lines", lambda tree: functions(tree, length, 60), 0),

@@ -13,6 +13,8 @@ training loops of your own.
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,11 +26,29 @@ __all__ = ["__version__", "api", *_VERBS]
 
 
 class CallablePackage(ModuleType):
-    """A package that is a verb when it is called: whoever imports one of its modules binds the package to that name."""
+    """A package that is a verb when it is called: importing one of its modules binds the package to that name."""
 
-    def __call__(self, *given: object, **named: object) -> object:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """The verb of this name."""
-        return getattr(importlib.import_module("muster.app.api"), self.__name__.rpartition(".")[2])(*given, **named)
+        return self._verb(*args, **kwargs)
+
+    @property
+    def _verb(self) -> Callable[..., object]:
+        api, name = importlib.import_module("muster.app.api"), self.__name__.rpartition(".")[2]
+        verb: Callable[..., object] = getattr(api, name)
+        return verb
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._verb)
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]  # read by help() and by a notebook's ``muster.plan?``
+        return f"{self.__name__}{self.__signature__}\n\n{inspect.getdoc(self._verb)}"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

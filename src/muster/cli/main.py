@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from io import TextIOWrapper
 from typing import Protocol, TextIO, runtime_checkable
 
 import typer
@@ -120,6 +121,9 @@ def version() -> None:
 
 def main() -> None:
     """Run ``sys.argv`` and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale without UTF-8 ends no command
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -158,7 +162,9 @@ def _usage_error(error: _ParserError) -> int:
     context = getattr(error, "ctx", None)
     command = getattr(context, "command_path", "muster")
     message = error.format_message()
-    if message:  # none: the help was printed, for want of a command
+    if type(error).__name__ == "NoArgsIsHelpError":
+        output.info(message)
+    elif message:  # none: the help was printed, for want of a command
         output.info(f"error: {message}")
         output.info(f"hint: {command} --help")
     return 2

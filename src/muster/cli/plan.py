@@ -21,7 +21,7 @@ _MODEL = typer.Option(
 )
 _OUT = typer.Option("run.yaml", "--out", "-o", help="The file to write; never overwritten.")
 _YES = typer.Option(False, "--yes", "-y", help="Ask nothing.")
-prices_app = typer.Typer(help="List prices: what ships, what was fetched, what is yours.", no_args_is_help=True)
+prices_app = typer.Typer(help="List prices: what ships, what was fetched, what is yours.")
 
 
 def init(source: str | None = _FROM, model: str | None = _MODEL, out: Path = _OUT, yes: bool = _YES) -> None:
@@ -218,6 +218,12 @@ def update(json: bool = JSON) -> None:
     output.result(f"{len(result.prices)} prices of {result.skus} SKUs in {result.path}")
     if result.missing:
         output.info("not found: " + ", ".join(result.missing))
+
+
+@prices_app.callback(invoke_without_command=True)
+def _prices(context: typer.Context, json: bool = JSON) -> None:
+    if context.invoked_subcommand is None:
+        list_prices(json)
 
 
 @prices_app.command(name="list")

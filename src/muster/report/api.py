@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 
 from muster.core.errors import MusterError, UsageError
@@ -34,6 +35,13 @@ class Report:
     def document(self) -> Document:
         """Its figures, rows and words."""
         return document(self.ledger, self.verdicts, self.damaged)
+
+    def __repr__(self) -> str:
+        return render_table(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook's cell shows."""
+        return f"<pre>{escape(render_table(self))}</pre>"
 
     def to_json(self) -> JsonObject:
         """The document as ``docs/report.schema.json`` describes it."""

@@ -16,6 +16,7 @@ from muster.core.event_details.incidents import IncidentDetected, IncidentResolv
 from muster.core.event_details.run import RunFinished
 from muster.core.event_details.training import ChipsUsage, Step
 from muster.core.events import Event
+from muster.core.incidents import KINDS
 from muster.report.running_goodput import RunningGoodput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -174,8 +175,9 @@ class RunMetrics:
             yield from self._of_step(*self._step)
             yield from self._lags(self._step[1])
         yield TOKENS, {}, self._tokens
-        for kind, count in sorted(self._incidents.items()):
-            yield INCIDENTS, {"kind": kind}, count
+        # Each known kind from the start: increase() sees nothing of a series whose first value is 1.
+        for kind in sorted({*KINDS.names(), *self._incidents}):
+            yield INCIDENTS, {"kind": kind}, self._incidents.get(kind, 0)
         yield LOST, {}, self._lost_ns / 1e9
         for tier, (_, since_ns) in sorted(self._newest_ns.items()):
             yield AGE, {"tier": tier}, max(0, wall_ns - since_ns) / 1e9

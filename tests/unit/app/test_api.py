@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import inspect
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,11 @@ import pytest
 import muster
 from muster.app import api
 from muster.config import load
+from muster.report.api import Report
+from muster.report.ledger.fold import fold
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+import random_runs
 
 VERBS = [
     "all_runs",
@@ -100,3 +107,22 @@ def test_overrides_of_what_was_loaded_are_refused():
     assert load.given(loaded) is loaded
     with pytest.raises(api.UsageError, match="where the run file is loaded"):
         load.given(loaded, ["training.steps=3"])
+
+
+def test_what_tab_and_help_show():
+    """In a notebook: names of the verbs, and of a verb that is a package too its signature, not the package's text."""
+    assert set(muster.__all__) <= set(dir(muster))
+    assert list(inspect.signature(muster.plan).parameters)[:2] == ["run_file", "overrides"]
+    assert "muster.plan(run_file" in pydoc.render_doc(muster.plan) and "no clock, no files" not in muster.plan.__doc__
+
+
+def test_what_a_notebooks_cell_shows_is_short():
+    """The fields of a report were 909,341 characters: every event."""
+    made = random_runs.plausible(3)
+    result = Report(ledger=fold(made))
+    assert result.ledger.run_id in repr(result) and len(repr(result)) < 10_000
+    assert result._repr_html_().startswith("<pre>") and "Event(" not in result._repr_html_()
+    run_file = Path(__file__).parents[3] / "examples/text2sql-cpu.yaml"
+    planned = muster.plan(run_file)
+    assert "this machine" in repr(planned) and len(repr(planned)) < 2_000
+    assert "this machine" in planned._repr_html_()

@@ -312,3 +312,24 @@ def test_completion_knows_runs_and_key_paths(tmp_path: Path):
     assert completed("muster report mi", MUSTER_HOME=str(tmp_path)) == ["mine-20260101-000000-aaaa"]
     keys = completed("muster train run.yaml training.st", MUSTER_HOME=str(tmp_path))
     assert "training.steps=" in keys and all(key.startswith("training.st") for key in keys)
+
+
+def test_no_command_prints_the_help_and_no_error():
+    done = subprocess.run([sys.executable, "-m", "muster.cli.main"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "Usage: muster" in done.stderr and "error:" not in done.stderr
+
+
+def test_prices_alone_lists_them():
+    bare, listed = (
+        subprocess.run([sys.executable, "-m", "muster.cli.main", *words], capture_output=True, text=True, timeout=60)
+        for words in (("prices",), ("prices", "list"))
+    )
+    assert (bare.returncode, bare.stdout) == (0, listed.stdout) and "a3-highgpu-8g" in bare.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_locale_without_utf_8_ends_no_command(encoding):
+    program = "from muster.cli import main\nmain.run = lambda argv: print('loss \u2588 a') or 0\nmain.main()\n"
+    environ = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environ, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"loss ? a\n"), done.stderr

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from muster.core.events import Event
+from muster.core.incidents import KINDS
 from muster.report.exposition import Family, RunMetrics, text_format
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
@@ -49,6 +50,14 @@ def test_a_run_that_has_said_nothing_has_no_step():
     found = read(folded(), 1.0)
     assert found["muster_tokens_total", ()] == 0 and found["muster_finished", ()] == 0
     assert not [name for name, _ in found if name in ("muster_step", "muster_loss", "muster_step_seconds")]
+
+
+def test_every_kind_of_incident_begins_at_0():
+    """A series that is born with 1 has no increase: the alert for the first incident would never fire."""
+    before = read(folded(), 1.0)
+    kinds = {labels[0][1] for name, labels in before if name == "muster_incidents_total"}
+    assert {"rank_exit", "rank_hang", "host_lost"} <= kinds and set(KINDS.names()) == kinds
+    assert not any(before["muster_incidents_total", (("kind", kind),)] for kind in kinds)
 
 
 def test_steps_and_their_parts():

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,6 +62,17 @@ class Planned:
     """``max_usd``, and ``max_hours`` with the deadline in it."""
     here: bool = False
     """It trains on this machine: no offer is chosen among."""
+
+    def __repr__(self) -> str:
+        chosen, usd = self.plan.chosen, self.plan.chosen.usd.p50
+        cost = "price unknown" if usd is None else format.dollars(usd)
+        rows = [f"{self.plan.job}: {chosen.title}: {format.duration(chosen.hours.p50)}, {cost}"]
+        rows += [f"not taken: {other.machine} {other.mode}: {other.reason}" for other in self.plan.rejected[:5]]
+        return "\n".join(rows)
+
+    def _repr_html_(self) -> str:
+        """What a notebook's cell shows."""
+        return f"<pre>{escape(repr(self))}</pre>"
 
     def to_json(self) -> JsonObject:
         return self.plan.to_json()

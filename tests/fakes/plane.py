@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from controllers import Controllers
 
 Object = dict[str, Any]
 READY = [{"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "", "lastTransitionTime": "t"}]
+NO_NODE = "0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/selector."
+UNSCHEDULABLE = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": NO_NODE}]
 
 
 class PlaneInMemory:
@@ -28,9 +31,20 @@ class PlaneInMemory:
 
 
 class Play:
-    """A cluster whose controllers are played; ``step`` lets them look, ``kubelet`` does what nodes do meanwhile."""
+    """A cluster whose controllers are played; ``step`` lets them look, ``run`` does what nodes do meanwhile.
 
-    def __init__(self, *objects: Object, nodes: int = 0, labels: dict[str, str] | None = None) -> None:
+    ``pools``: labels of the node pools, which grow on demand; a pod whose selector none of them has stays unscheduled.
+    None: a node for every pod.
+    """
+
+    def __init__(
+        self,
+        *objects: Object,
+        nodes: int = 0,
+        labels: dict[str, str] | None = None,
+        pools: Sequence[Mapping[str, str]] | None = None,
+    ) -> None:
+        self.pools = pools
         self.server = FakeKubernetes()
         self.plane = PlaneInMemory(self.server)
         self.time = 0.0
@@ -80,12 +94,16 @@ class Play:
                     pod["spec"].setdefault("nodeName", "any")
                     pod.setdefault("status", {}).update({"phase": "Running", "conditions": READY})
                     changed = True
+                elif phase(pod) == "Pending" and not pod["spec"].get("nodeName"):
+                    pod.setdefault("status", {})["conditions"] = UNSCHEDULABLE
             self.step(times=2)
             if not changed and self._writes() == before:
                 break
 
     def _free(self, pod: Object) -> bool:
-        return pod["spec"].get("schedulerName") != "gated"
+        selector = pod["spec"].get("nodeSelector") or {}
+        fits = self.pools is None or any(selector.items() <= labels.items() for labels in self.pools)
+        return fits and pod["spec"].get("schedulerName") != "gated"
 
     def pods(self, role: str = "") -> list[Object]:
         """The server's own, to be changed in place."""

@@ -25,7 +25,7 @@ from plane import Plane, programs  # noqa: E402
 
 from muster.backends.gke.kubernetes.config import connect  # noqa: E402
 from muster.backends.gke.manifests.cluster_options import Options  # noqa: E402
-from muster.backends.gke.manifests.kueue_objects import account_objects  # noqa: E402
+from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects  # noqa: E402
 from muster.backends.gke.manifests.placement import place  # noqa: E402
 from muster.config.spec import RunSpec  # noqa: E402
 from muster.core.clock import SystemClock  # noqa: E402
@@ -39,20 +39,12 @@ PODS = "/api/v1/namespaces/default/pods"
 NODES = ["node1", "node2", "node3", "node4"]
 LEVELS = ("gce-topology-block", "gce-topology-subblock", "gce-topology-host")
 LABELS = ["cloud.google.com/gke-nodepool=muster-cpu", *(f"cloud.google.com/{one}=x" for one in LEVELS)]
-AMOUNTS = {"cpu": 64, "memory": "640Gi", "ephemeral-storage": "8Ti"}
 
 
 def queue_of_the_plane():
-    """One queue for CPU hosts: what `up` makes is for GPUs."""
-    api, resources = "kueue.x-k8s.io/v1beta2", [{"name": key, "nominalQuota": value} for key, value in AMOUNTS.items()]
-    group = {"coveredResources": list(AMOUNTS), "flavors": [{"name": "cpu", "resources": resources}]}
-    return [
-        {"apiVersion": api, "kind": "ResourceFlavor", "metadata": {"name": "cpu"}, "spec": {}},
-        {"apiVersion": api, "kind": "ClusterQueue", "metadata": {"name": "research"},
-         "spec": {"namespaceSelector": {}, "resourceGroups": [group]}},
-        {"apiVersion": api, "kind": "LocalQueue", "metadata": {"name": "research", "namespace": "default"},
-         "spec": {"clusterQueue": "research"}},
-    ]  # fmt: skip
+    """The queue that `up` makes for GPU hosts. These runs' hosts are CPU pods, so that all of a run has to come to the
+    second flavour, and what goes to the first by mistake finds no node."""
+    return queue_objects(placed(provisioning_model="spot", queue="research"))
 
 
 def kueue_as_up_installs_it():
@@ -74,12 +66,12 @@ def kueue_as_up_installs_it():
     return [namespace, *kueue.configured([config, deployment])]
 
 
-def placed():
+def placed(**resources):
     spec = RunSpec.model_validate(
         {"name": "a", "backend": "gke", "command": ["x"], "resources": {
             "machine": "a4-highgpu-8g", "provisioning_model": "flex_start_queued", "image": "i",
             "project": "example-project",
-            "locations": ["us-central1-b"]}}
+            "locations": ["us-central1-b"], **resources}}
     )  # fmt: skip
     return place(spec, run_id="a", run_dir="gs://bucket/runs/a", options=Options())
 

@@ -10,6 +10,7 @@ sharing, other kinds of jobs.
 import copy
 import hashlib
 
+from claims import claimed
 from fakes.admission import queue_of
 from fakes.kueue_config import CONFIG_MAP, gates_of, kueue_config_refusals, ready_limits
 from objects import JOBSETS, KUEUE, PODS, conditions_of, is_owned, is_true, named, owner, path_of, stamp, with_condition
@@ -29,6 +30,8 @@ class Kueue:
         self.api, self.clock = api, clock
         self.hold = False
         """As a ClusterQueue's stopPolicy Hold: nothing is admitted, what runs runs on."""
+        self.own_keys = True
+        """How a pod's selector counts for a flavor: see ``quota.assign``. False: as 0.16, 0.17.5 and 0.18.1."""
         self.down = False
         self.configuration, self.rolled = None, ()
         self.refused: list[str] = []
@@ -150,11 +153,21 @@ class Kueue:
             self._stop(jobset, workload, "Not admitted by cluster queue")
         if self.clock.now() < self.times.get((uid, "requeue"), 0.0):
             return
-        if conditions_of(workload).get("Requeued", {}).get("status") == "False":
+        requeued = conditions_of(workload).get("Requeued", {})
+        if requeued.get("status") == "False" and requeued["reason"] != "Inadmissible":
             rows = with_condition(rows, "Requeued", True, "BackoffFinished", "The workload backoff was finished")
         reserved = [one for one in workloads if is_true(one, "QuotaReserved")]
         try:
-            queue, admission = assign(self.api, workload, reserved, hold=self.hold)
+            asked = claimed(self.api, workload, self.configuration or {}, self.gates)
+        except NoFit as why:
+            for kind in ("QuotaReserved", "Requeued"):
+                rows = with_condition(rows, kind, False, why.reason, str(why))
+            self._write(workload, {"conditions": rows})
+            return
+        try:
+            queue, admission = assign(
+                self.api, workload, reserved, hold=self.hold, claims=asked, own_keys=self.own_keys
+            )
         except NoFit as why:
             rows = with_condition(rows, "QuotaReserved", False, why.reason, str(why))
             self._write(workload, {"conditions": rows})

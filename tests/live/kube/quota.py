@@ -15,8 +15,11 @@ class NoFit(Exception):
         self.reason = reason
 
 
-def assign(api, workload, reserved, *, hold):
-    """(ClusterQueue, admission) for a Workload beside those that hold quota.
+def assign(api, workload, reserved, *, hold, claims, own_keys):
+    """(ClusterQueue, admission) for a Workload next to those that hold quota.
+
+    ``claims``: pod set -> what each of its pods asks for by resource claims. ``own_keys``: a selector counts for a
+    flavor by that flavor's own label keys (0.17.6, 0.18.2, 0.19.0 and later), else by those of all of the group.
 
     Raises:
         NoFit: with the reason and the message of the condition QuotaReserved.
@@ -38,68 +41,104 @@ def assign(api, workload, reserved, *, hold):
     }
     if missing := [one for one, found in flavors.items() if found is None]:
         raise NoFit("Inadmissible", f"ClusterQueue {cluster} is inactive: flavor {missing[0]} not found")
-    used = usage(reserved)
-    taken: dict[tuple[str, str], Fraction] = {}
-    given = [_pod_set(pod_set, queue, flavors, used, taken) for pod_set in workload["spec"]["podSets"]]
+    quotas = _Quotas(queue, flavors, usage(reserved), own_keys)
+    given, reasons = [], []
+    for pod_set in workload["spec"]["podSets"]:
+        asked = requests(pod_set["template"]["spec"])
+        for resource, amount in claims.get(pod_set["name"], {}).items():
+            asked[resource] = asked.get(resource, Fraction(0)) + amount
+        wanted = {resource: amount * pod_set["count"] for resource, amount in asked.items()}
+        chosen, why = quotas.take(pod_set["template"]["spec"], wanted)
+        if why:
+            reasons.append(f"couldn't assign flavors to pod set {pod_set['name']}: {', '.join(sorted(why))}")
+        if chosen is None:
+            break
+        use = {resource: text(amount) for resource, amount in wanted.items()}
+        given.append({"name": pod_set["name"], "count": pod_set["count"], "flavors": chosen, "resourceUsage": use})
+    if reasons:
+        raise NoFit("Pending", "; ".join(reasons))
     return queue, {"clusterQueue": cluster, "podSetAssignments": given}
 
 
-def _pod_set(pod_set, queue, flavors, used, taken):
-    wanted = {name: amount * pod_set["count"] for name, amount in requests(pod_set["template"]["spec"]).items()}
-    chosen: dict[str, str] = {}
-    covered = {name for group in queue["spec"].get("resourceGroups", []) for name in group["coveredResources"]}
-    for name in wanted:
-        if name not in covered:
-            raise NoFit("Pending", f"couldn't assign flavors to pod set {pod_set['name']}: "
-                        f"resource {name} unavailable in ClusterQueue")  # fmt: skip
-    for group in queue["spec"]["resourceGroups"]:
-        names = [name for name in group["coveredResources"] if name in wanted]
-        if not names:
-            continue
-        why = []
-        keys = {key for one in group["flavors"] for key in flavors[one["name"]]["spec"].get("nodeLabels") or {}}
-        for flavor in group["flavors"]:
-            quota = {one["name"]: quantity(one["nominalQuota"]) for one in flavor["resources"]}
-            trouble = _unfit(pod_set["template"]["spec"], flavors[flavor["name"]], keys)
-            trouble = trouble or _short(names, wanted, quota, flavor["name"], used, taken)
-            if trouble is None:
-                for name in names:
-                    key = flavor["name"], name
-                    taken[key] = taken.get(key, Fraction(0)) + wanted[name]
-                    chosen[name] = flavor["name"]
-                break
-            why.append(trouble)
-        else:
-            words = f"couldn't assign flavors to pod set {pod_set['name']}: {', '.join(why)}"
-            raise NoFit("Pending", words)
-    use = {name: text(amount) for name, amount in wanted.items()}
-    return {"name": pod_set["name"], "count": pod_set["count"], "flavors": chosen, "resourceUsage": use}
+class _Quotas:
+    """A queue's flavors while the pod sets of one Workload are assigned (pkg/scheduler/flavorassigner)."""
+
+    def __init__(self, queue, flavors, used, own_keys):
+        self.groups = queue["spec"].get("resourceGroups", [])
+        self.flavors, self.used, self.own_keys = flavors, used, own_keys
+        self.taken: dict[tuple[str, str], Fraction] = {}
+
+    def take(self, pod, wanted):
+        """(resource -> flavor, reasons). Without reasons it fits; None: no flavor would do even in an empty queue.
+        A pod set that only lacks unused quota has a flavor and reasons, and the next pod set is looked at."""
+        chosen, reasons = {}, []
+        covered = {name for group in self.groups for name in group["coveredResources"]}
+        for name in wanted:
+            if name not in covered:
+                return None, [f"resource {name} unavailable in ClusterQueue"]
+        for group in self.groups:
+            asked = {name: wanted[name] for name in group["coveredResources"] if name in wanted}
+            if not asked:
+                continue
+            flavor, why = self._flavor(pod, asked, group)
+            reasons += why
+            if flavor is None:
+                return None, reasons
+            for name, amount in asked.items():
+                self.taken[flavor, name] = self.taken.get((flavor, name), Fraction(0)) + amount
+                chosen[name] = flavor
+        return chosen, reasons
+
+    def _flavor(self, pod, asked, group):
+        best, reasons = None, []
+        keys = {key for one in group["flavors"] for key in _labels(self.flavors[one["name"]])}
+        for row in group["flavors"]:
+            name, flavor = row["name"], self.flavors[row["name"]]
+            if trouble := _unfit(pod, flavor, _labels(flavor).keys() if self.own_keys else keys):
+                reasons.append(trouble)
+                continue
+            quota = {one["name"]: quantity(one["nominalQuota"]) for one in row["resources"]}
+            lacks, never = self._lacks(name, asked, quota)
+            if not lacks:
+                return name, []
+            reasons += lacks
+            best = best if best or never else name
+        return best, reasons
+
+    def _lacks(self, flavor, asked, quota):
+        """(what is said of every resource that is short, whether one is more than the flavor has in all)."""
+        reasons, never = [], False
+        for name, amount in asked.items():
+            before = self.taken.get((flavor, name), Fraction(0))
+            lacks = before + amount + self.used.get((flavor, name), Fraction(0)) - quota[name]
+            if before + amount > quota[name]:
+                never = True
+                reasons.append(
+                    f"insufficient quota for {name} in flavor {flavor}, previously considered podsets requests "
+                    f"({text(before)}) + current podset request ({text(amount)}) > maximum capacity "
+                    f"({text(quota[name])})"
+                )
+            elif lacks > 0:
+                reasons.append(f"insufficient unused quota for {name} in flavor {flavor}, {text(lacks)} more needed")
+        return reasons, never
+
+
+def _labels(flavor):
+    return flavor["spec"].get("nodeLabels") or {}
 
 
 def _unfit(pod, flavor, keys):
-    """A pod's selector counts for labels that any flavor of the group has: one that lacks the label does not fit."""
+    """Why a pod is not for a flavor's nodes: a taint, or a label that its selector names with one of ``keys``."""
     name = flavor["metadata"]["name"]
+    tolerations = [*(pod.get("tolerations") or []), *(flavor["spec"].get("tolerations") or [])]
     for taint in flavor["spec"].get("nodeTaints") or []:
-        if not any(tolerates(one, taint) for one in pod.get("tolerations") or []):
-            return f"untolerated taint {taint['key']} in flavor {name}"
-    labels = flavor["spec"].get("nodeLabels") or {}
+        hard = taint["effect"] in ("NoSchedule", "NoExecute")
+        if hard and not any(tolerates(one, taint) for one in tolerations):
+            words = f"{{{taint['key']} {taint.get('value', '')} {taint['effect']} <nil>}}"
+            return f"untolerated taint {words} in flavor {name}"
     for key, value in (pod.get("nodeSelector") or {}).items():
-        if key in keys and labels.get(key) != value:
+        if key in keys and _labels(flavor).get(key) != value:
             return f"flavor {name} doesn't match node affinity"
-    return None
-
-
-def _short(names, wanted, quota, flavor, used, taken):
-    for name in names:
-        before = taken.get((flavor, name), Fraction(0))
-        now = before + wanted[name]
-        if now > quota[name]:
-            return (f"insufficient quota for {name} in flavor {flavor}, previously considered podsets requests "
-                    f"({text(before)}) + current podset request ({text(wanted[name])}) > maximum capacity "
-                    f"({text(quota[name])})")  # fmt: skip
-        lacks = now + used.get((flavor, name), Fraction(0)) - quota[name]
-        if lacks > 0:
-            return f"insufficient unused quota for {name} in flavor {flavor}, {text(lacks)} more needed"
     return None
 
 

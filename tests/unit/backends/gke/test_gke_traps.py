@@ -81,15 +81,26 @@ def test_trap_supervisor_is_never_asked_of_dws():
     supervisor = pod(of, "supervisor")["spec"]
     assert supervisor["nodeSelector"] == {"cloud.google.com/gke-nodepool": "muster-cpu"}
     assert "nvidia.com/gpu" not in json.dumps(supervisor)
-    flavors = {one["metadata"]["name"]: one["spec"]["nodeLabels"] for one in of_kind("ResourceFlavor", of)}
-    keys = {key for labels in flavors.values() for key in labels}
-    hosts, cpu = flavors["muster-b200-flex-start-queued"], flavors["muster-cpu"]
-    for selector, fits, fits_not in [
-        (pod(of)["spec"]["nodeSelector"], hosts, cpu),
-        (supervisor["nodeSelector"], cpu, hosts),
-    ]:
-        wanted = {key: value for key, value in selector.items() if key in keys}
-        assert wanted.items() <= fits.items() and not wanted.items() <= fits_not.items()
+
+
+@pytest.mark.parametrize(
+    ("of", "resource"),
+    [(spec(A4, "flex_start_queued"), "nvidia.com/gpu"), (spec("ct6e-standard-8t", "spot", hosts=1, device="tpu"),
+                                                         "google.com/tpu")],
+)  # fmt: skip
+def test_trap_flavours_differ_by_taints(of, resource):
+    """Labels were enough up to Kueue 0.17.5 and 0.18.1; later ones compare by each flavour's own keys alone."""
+    (queue,) = of_kind("ClusterQueue", of)
+    (group,) = queue["spec"]["resourceGroups"]
+    assert [row["name"] for row in group["flavors"]][1:] == ["muster-cpu"], "first, it hides what hosts wait for"
+    flavors = {one["metadata"]["name"]: one["spec"] for one in of_kind("ResourceFlavor", of)}
+    hosts, cpu = flavors.pop(group["flavors"][0]["name"]), flavors["muster-cpu"]
+    (taint,) = hosts["nodeTaints"]
+    assert taint == {"key": resource, "value": "present", "effect": "NoSchedule"} and "nodeTaints" not in cpu
+    assert {**taint, "operator": "Equal"} in pod(of)["spec"]["tolerations"], "in the template: Kueue sees no pod"
+    assert resource not in str(pod(of, "supervisor")["spec"]["tolerations"])
+    assert cpu["nodeLabels"] == pod(of, "supervisor")["spec"]["nodeSelector"]
+    assert hosts["nodeLabels"].items() <= pod(of)["spec"]["nodeSelector"].items()
 
 
 def test_trap_queued_label_is_not_selected():

@@ -122,6 +122,12 @@ def priority_class() -> Manifest:
 def _host_flavor(placement: Placement) -> Manifest:
     mode = mode_of(placement)
     spec: dict[str, Json] = {"nodeLabels": dict(mode.node_selector)} if mode.node_selector else {}
+    resource, count = placement.chips
+    if count:
+        # The nodes' own taint, by which every Kueue keeps the supervisor off this flavour; newer ones do not by labels
+        # (``kueue_configuration.matches_by_own_keys``). Hosts tolerate it in their template: GKE adds tolerations to
+        # pods, too late for Kueue.
+        spec["nodeTaints"] = [{"key": resource, "value": "present", "effect": "NoSchedule"}]
     return _object("ResourceFlavor", placement.queue_objects, spec)
 
 

@@ -3,12 +3,15 @@
 import hashlib
 
 import pytest
+from cases import placement, run_objects, spec
 from fakes.kubernetes import FakeKubernetes, in_memory
 from fakes.kueue_config import gates_of, kueue_config_refusals, ready_limits
 from fakes.project import PINS, SITES, TEXTS, cloud_with_cluster, session
 
 from muster.backends.gke.manifests import kueue_configuration as kueue
+from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import jobset
+from muster.backends.gke.manifests.kueue_objects import queue_objects
 from muster.backends.gke.manifests.placement import mode_of
 from muster.backends.gke.manifests.yaml_text import dump
 from muster.backends.gke.operate.kueue_check import kueue_warnings
@@ -205,6 +208,159 @@ def test_who_may_not_read_is_told_so():
     assert "cannot be read" in line and 'User "dev" cannot get' in line
     (line,) = kueue_warnings(in_memory(FakeKubernetes()), JOBSET)
     assert "is not in kueue-system/kueue-manager-config" in line
+
+
+# ---------------------------------------------------------------- resource claims, and whose nodes the supervisor gets
+
+CLAIMED = placement(spec("a4-highgpu-8g", "spot"), Options(network="claims"))
+NIC = "example.com/nic"
+MAPPING = {"name": NIC, "deviceClassNames": ["mrdma.google.com"]}
+MAPPED = RELEASED + dump([{"resources": {"deviceClassMappings": [MAPPING]}}])
+OFF = dict.fromkeys(("KueueDRAIntegration", "KueueDRAIntegrationExtendedResource",
+                     "KueueDRAIntegrationPartitionableDevices"), False)  # fmt: skip
+
+
+def claims_of(of=CLAIMED):
+    return [one for one in run_objects(of, "", "") if one["kind"] == "ResourceClaimTemplate"]
+
+
+def with_gates(**gates):
+    return RELEASED + dump([{"featureGates": gates}])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "reason"),
+    [
+        ({}, "it counts resource claims, and its deviceClassMappings do not name device class mrdma.google.com"),
+        ({"image": "v0.18.1"}, "do not name device class mrdma.google.com"),
+        ({"config": with_gates(**OFF)}, "it refuses resource claims while its gate KueueDRAIntegration is off"),
+        ({"flags": ["--feature-gates=KueueDRAIntegration=false"]}, "while its gate KueueDRAIntegration is off"),
+        ({"config": MAPPED, "covered": ["cpu"]}, "counts device class mrdma.google.com as example.com/nic, which the "
+                                                 "queue does not cover"),
+        ({"image": "v0.17.8", "config": with_gates(DynamicResourceAllocation=True)}, "do not name device class"),
+    ],
+)  # fmt: skip
+def test_a_run_whose_claims_kueue_never_admits_is_refused_before_it_is_made(cluster, reason):
+    covered = cluster.pop("covered", [])
+    fake = FakeKubernetes()
+    kubernetes = cluster_of(fake, **cluster)
+    queue_of(fake, covered=covered)
+    with pytest.raises(UsageError) as caught:
+        kueue_warnings(kubernetes, JOBSET, claims=claims_of())
+    assert str(caught.value).startswith("Kueue of this cluster never admits the run: ") and reason in str(caught.value)
+    assert "KueueDRARejectWorkloadsWhenDRADisabled: false" in caught.value.hint
+    kueue_warnings(kubernetes, JOBSET)  # without claims there is nothing to refuse
+
+
+@pytest.mark.parametrize("cluster", [
+    {"config": OURS}, {"image": "v0.16.9"}, {"image": "v0.17.8"}, {"config": MAPPED, "covered": ["cpu", NIC]},
+    {"config": MAPPED}, {"config": with_gates(**OFF, KueueDRARejectWorkloadsWhenDRADisabled=False)},
+])  # fmt: skip
+def test_claims_that_kueue_admits(cluster):
+    covered = cluster.pop("covered", None)
+    fake = FakeKubernetes()
+    kubernetes = cluster_of(fake, **cluster)
+    if covered:
+        queue_of(fake, covered=covered)
+    kueue_warnings(kubernetes, JOBSET, claims=claims_of())
+
+
+def test_kueue_takes_the_configuration_with_claims_left_to_the_scheduler():
+    gates = gates_of(configuration(OURS))
+    assert not any(on for name, on in gates.items() if name.startswith("KueueDRA"))
+    alone = {**configuration(OURS), "featureGates": {"KueueDRAIntegration": False}}
+    assert kueue_config_refusals(alone), "one of the four alone keeps its manager from starting"
+
+
+def queue_of(fake, covered=("cpu",), flavors=()):
+    api = "apis/kueue.x-k8s.io/v1beta2"
+    group = {"coveredResources": list(covered), "flavors": [{"name": one["metadata"]["name"]} for one in flavors]}
+    put(fake, f"{api}/clusterqueues", {"kind": "ClusterQueue", "metadata": {"name": "cq"},
+                                       "spec": {"resourceGroups": [group]}})  # fmt: skip
+    put(fake, f"{api}/namespaces/default/localqueues",
+        {"kind": "LocalQueue", "metadata": {"name": "muster"}, "spec": {"clusterQueue": "cq"}})  # fmt: skip
+    for one in flavors:
+        put(fake, f"{api}/resourceflavors", one)
+
+
+GPU_RUN = placement(spec("g2-standard-48", "spot"))
+FLAVORS = [one for one in queue_objects(GPU_RUN) if one["kind"] == "ResourceFlavor"]
+
+
+def queued_run():
+    found = jobset(GPU_RUN, mode_of(GPU_RUN))
+    found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "muster"
+    return found
+
+
+def with_queue(flavors, **cluster):
+    fake = FakeKubernetes()
+    kubernetes = cluster_of(fake, config=OURS, **cluster)
+    queue_of(fake, flavors=flavors)
+    return fake, kubernetes
+
+
+def untainted(flavor):
+    return {**flavor, "spec": {"nodeLabels": flavor["spec"]["nodeLabels"]}}
+
+
+def test_a_queue_that_sends_the_supervisor_to_the_hosts_nodes_is_refused():
+    _, kubernetes = with_queue([untainted(FLAVORS[0]), FLAVORS[1]])
+    with pytest.raises(UsageError, match="gives the supervisor the hosts' flavour muster-l4-spot") as caught:
+        kueue_warnings(kubernetes, queued_run())
+    assert "nodeTaints" in caught.value.hint and "muster up RUN.yaml" in caught.value.hint
+
+
+def test_the_queue_of_up_and_an_older_kueue_are_not():
+    assert kueue_warnings(with_queue(FLAVORS)[1], queued_run()) == []
+    old = [untainted(FLAVORS[0]), FLAVORS[1]]
+    for image in ("v0.16.9", "v0.17.5", "v0.18.1"):
+        assert kueue_warnings(with_queue(old, image=image)[1], queued_run()) == []
+    for image in ("v0.17.6", "v0.18.2", "v0.19.0"):
+        with pytest.raises(UsageError, match="muster-l4-spot"):
+            kueue_warnings(with_queue(old, image=image)[1], queued_run())
+    assert kueue_warnings(with_queue(old[::-1])[1], queued_run()) == [], "the supervisor's own flavour comes first"
+
+
+def test_a_node_of_both_kinds_is_enough():
+    fake, kubernetes = with_queue([untainted(FLAVORS[0])])
+    labels = {**FLAVORS[0]["spec"]["nodeLabels"], **FLAVORS[1]["spec"]["nodeLabels"]}
+    put(fake, "api/v1/nodes", {"kind": "Node", "metadata": {"name": "n", "labels": labels}})
+    assert kueue_warnings(kubernetes, queued_run()) == []
+
+
+@pytest.mark.parametrize("cluster", [{"image": "custom"}, {"config": None}])
+def test_claims_are_not_refused_on_a_guess(cluster):
+    (*_, line) = kueue_warnings(cluster_of(FakeKubernetes(), **cluster), JOBSET, claims=claims_of())
+    assert line.startswith("it may be that Kueue of this cluster never admits the run: it counts resource claims")
+
+
+def test_where_the_release_or_the_nodes_cannot_be_read_it_is_a_warning():
+    old = [untainted(FLAVORS[0]), FLAVORS[1]]
+    (line,) = kueue_warnings(with_queue(old, image="custom")[1], queued_run())
+    assert line.startswith("it may be that Kueue gives the supervisor the hosts' flavour muster-l4-spot")
+    fake, _ = with_queue(old)
+    (line,) = kueue_warnings(closed(fake, "/nodes"), queued_run())
+    assert line.startswith("it may be that")
+
+
+def test_a_user_of_one_namespace_learns_of_claims_from_status():
+    fake, _ = with_queue([untainted(FLAVORS[0]), FLAVORS[1]])
+    namespaced = closed(fake, "kueue-system", "clusterqueues", "resourceflavors", "/nodes")
+    (line,) = kueue_warnings(namespaced, queued_run(), claims=claims_of())
+    assert "or refuse this one's resource claims (muster status says so)" in line
+
+
+def closed(fake, *parts):
+    """The cluster as it is for a user without rights on these."""
+
+    class Closed(FakeKubernetes):
+        def handle(self, method, target, body=b""):
+            if any(part in target for part in parts):
+                return 403, {"kind": "Status", "message": f'{target} is forbidden: User "dev"', "code": 403}
+            return fake.handle(method, target, body)
+
+    return in_memory(Closed())
 
 
 # ---------------------------------------------------------------- up waits for it

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from muster.backends.gke.manifests import yaml_text
 from muster.core.errors import UsageError
@@ -26,7 +26,27 @@ WAIT: Mapping[str, Json] = {"timeout": "8760h", "recoveryTimeout": "0s"}
 without one of them is under it to its end, so it has to be longer than any run. 0 would be taken as none given, 30
 minutes; a recoveryTimeout of 0 switches that one off (pkg/controller/core/core.go, waitForPodsReady)."""
 LONGEST_RUN_S = 8760 * 3600.0
+CLAIMS_OFF: Mapping[str, bool] = {
+    "KueueDRAIntegration": False,
+    "KueueDRAIntegrationExtendedResource": False,
+    "KueueDRAIntegrationPartitionableDevices": False,
+    # Else Kueue refuses what it does not account for.
+    "KueueDRARejectWorkloadsWhenDRADisabled": False,
+}
+"""Some machines have their NICs by resource claims, a host all of its node's: GPUs are quota enough. From 0.18 on Kueue
+counts claims too, and never admits those of a device class that its Configuration does not map."""
+CLAIMS_HINT = (
+    "in Kueue's Configuration (kueue-system/kueue-manager-config) featureGates: {"
+    + ", ".join(f"{name}: false" for name in CLAIMS_OFF)
+    + "}, then restart its Deployment; muster up does so on clusters that it made"
+)
+CLAIMS_REFUSED = (
+    "is not mapped in DRA configuration",
+    "uses DRA resources but the KueueDRAIntegration feature gate is not enabled",
+)
+"""Parts of Kueue's messages about such a run (0.18 and later)."""
 GATES: Mapping[str, bool] = {
+    **CLAIMS_OFF,
     "TASFailedNodeReplacement": False,
     "TASFailedNodeReplacementFailFast": False,
     "TASReplaceNodeOnPodTermination": False,
@@ -34,9 +54,10 @@ GATES: Mapping[str, bool] = {
     # The only thing that ends a pod on a node that hangs: its Job starts no other pod before.
     "FailureRecoveryPolicy": True,
 }
-"""All four: the second and third need the first, and Kueue refuses to start where one of them is alone
-(pkg/config/validation.go, LoadAndValidateFeatureGates)."""
+"""All four of TAS: the second and third need the first, and Kueue refuses to start where one of them is alone
+(pkg/config/validation.go, LoadAndValidateFeatureGates). Those of claims depend on each other in the same way."""
 READY_S = 1800.0
+Release = tuple[int, int, int]
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:h|ms|m|s))+|0")
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
@@ -88,7 +109,7 @@ def evictions(
     configuration: JsonObject,
     *,
     arguments: Sequence[str] = (),
-    release: tuple[int, int] | None = None,
+    release: Release | None = None,
     topology: bool,
     lasts_s: float = LONGEST_RUN_S,
 ) -> list[str]:
@@ -98,9 +119,9 @@ def evictions(
     ``topology``: the run's nodes may be assigned by topology-aware scheduling; ``lasts_s``: seconds that it holds its
     nodes at most.
     """
-    gates = _gates(configuration, arguments, release or (0, 19))
+    gates = _gates(configuration, arguments, release or (0, 19, 0))
     result = []
-    start_s, recovery_s = _limits(configuration, release or (0, 19))
+    start_s, recovery_s = _limits(configuration, release or (0, 19, 0))
     if gates.get("DisableWaitForPodsReady"):
         start_s = recovery_s = None
     if start_s is not None and start_s < lasts_s:
@@ -115,7 +136,43 @@ def evictions(
     return result
 
 
-def _limits(configuration: JsonObject, release: tuple[int, int]) -> tuple[float | None, float | None]:
+def claims_refusal(
+    configuration: JsonObject,
+    *,
+    arguments: Sequence[str] = (),
+    release: Release | None = None,
+    classes: Collection[str],
+    covered: Collection[str] | None,
+) -> str | None:
+    """Why Kueue never admits a run whose claims are of these device classes; None: it does.
+
+    ``covered``: resources of the run's queue; None: not known, and taken to be enough.
+    """
+    release = release or (0, 19, 0)
+    gates = _gates(configuration, arguments, release)
+    if release < (0, 18):
+        accounts = gates.get("DynamicResourceAllocation", False)
+    else:
+        accounts = gates.get("KueueDRAIntegration", True)
+        if not accounts and gates.get("KueueDRARejectWorkloadsWhenDRADisabled", True):
+            return "it refuses resource claims while its gate KueueDRAIntegration is off"
+    mappings = children(configuration, "resources", "deviceClassMappings")
+    mapped = {device: text(row, "name") for row in mappings for device in texts(row, "deviceClassNames")}
+    for device in sorted(classes) if accounts else ():
+        if device not in mapped:
+            return f"it counts resource claims, and its deviceClassMappings do not name device class {device}"
+        if covered is not None and mapped[device] not in covered:
+            return f"it counts device class {device} as {mapped[device]}, which the queue does not cover"
+    return None
+
+
+def matches_by_own_keys(release: Release) -> bool:
+    """Whether this Kueue compares a pod's selector with a flavour by that flavour's own label keys alone, so that the
+    supervisor's names no key of the hosts' flavour and fits it (flavorassigner.go, checkFlavorForPodSets)."""
+    return release >= (0, 19) or (0, 18, 2) <= release < (0, 19) or (0, 17, 6) <= release < (0, 18)
+
+
+def _limits(configuration: JsonObject, release: Release) -> tuple[float | None, float | None]:
     """(start, recovery) of waitForPodsReady in seconds as it acts; None: for ever."""
     block = configuration.get("waitForPodsReady")
     if text(configuration, "apiVersion").endswith("/v1beta1"):
@@ -130,7 +187,7 @@ def _limits(configuration: JsonObject, release: tuple[int, int]) -> tuple[float 
     return start_s, recovery_s or None
 
 
-def _gates(configuration: JsonObject, arguments: Sequence[str], release: tuple[int, int]) -> dict[str, bool]:
+def _gates(configuration: JsonObject, arguments: Sequence[str], release: Release) -> dict[str, bool]:
     """The gates that matter here, with their defaults: on since 0.14, but for the one that switches timers off."""
     on = release >= (0, 14)
     result = {"DisableWaitForPodsReady": False, **{name: on for name in GATES if name.startswith("TAS")}}
@@ -142,11 +199,11 @@ def _gates(configuration: JsonObject, arguments: Sequence[str], release: tuple[i
     return result | {name: value is True for name, value in child(configuration, "featureGates").items()}
 
 
-def release_of(deployment: JsonObject) -> tuple[int, int] | None:
-    """Kueue's version by its manager's image: ``.../kueue:v0.19.2`` is (0, 19)."""
+def release_of(deployment: JsonObject) -> Release | None:
+    """Kueue's version by its manager's image: ``.../kueue:v0.19.2`` is (0, 19, 2)."""
     for container in children(deployment, "spec", "template", "spec", "containers"):
-        if found := re.search(r":v(\d+)\.(\d+)\.", text(container, "image")):
-            return int(found[1]), int(found[2])
+        if found := re.search(r":v(\d+)\.(\d+)\.(\d+)", text(container, "image")):
+            return int(found[1]), int(found[2]), int(found[3])
     return None
 
 

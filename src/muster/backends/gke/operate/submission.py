@@ -62,11 +62,13 @@ class Submission:
         """Before anything is created: the queue, what Kueue would do to the run, and the server's own dry run.
 
         Raises:
-            UsageError: no such queue.
+            UsageError: no such queue, or Kueue would never start the run.
             BackendError, AccessError: the server refuses an object.
         """
         refuse_unknown_queue(cluster, self.jobset)
-        self.warnings += kueue_warnings(cluster, self.jobset, max_hours=self.spec.limits.max_hours)
+        claims = [row for row in self.documents if text(row, "kind") == "ResourceClaimTemplate"]
+        hours = self.spec.limits.max_hours
+        self.warnings += kueue_warnings(cluster, self.jobset, max_hours=hours, claims=claims)
         self._without_unknown_priority(cluster)
         self._without_unknown_monitoring(cluster)
         for manifest in self.documents:

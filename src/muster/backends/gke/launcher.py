@@ -36,6 +36,7 @@ from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import newest
 from muster.backends.google.http import GoogleHttp, Http
 from muster.backends.google.session import Session
+from muster.backends.machine_prices import machine_usd_per_hour
 from muster.backends.protocols import Terminal
 from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
@@ -136,6 +137,15 @@ class GkeLauncher:
         handle = self._handle(request.run_id, request.run_dir, there or submission.jobset)
         return replace(handle, warnings=tuple(submission.warnings))
 
+    def look(self, request: JobRequest) -> list[str]:
+        """What the cluster, its Kueue and the run's queue say of a request, in sentences; nothing is made.
+
+        Raises as ``submit``.
+        """
+        submission = submission_of(request)
+        submission.check(locate.needed(submission.spec, request.run_id, self.options, self._session()))
+        return submission.warnings
+
     # ------------------------------------------------------------ watch
 
     def find(self, run_id: str) -> JobHandle | None:
@@ -153,6 +163,7 @@ class GkeLauncher:
         if cluster is None:
             return self._gone(home) or JobStatus(state=JobState.ABSENT, reason="no such run, or its cluster is gone")
         snapshot = take_snapshot(cluster, self.options.namespace, handle.run_id)
+        snapshot = replace(snapshot, usd_per_host_hour=self._usd_per_host_hour(handle.run_id))
         result = explain(snapshot)
         if result.state is JobState.ABSENT and (gone := self._gone(home)):
             return gone
@@ -327,6 +338,14 @@ class GkeLauncher:
         if local is None or not (local / resolved_file.NAME).exists():
             return None
         return RunSpec.model_validate_json(resolved_file.read(local))
+
+    def _usd_per_host_hour(self, run_id: str) -> float | None:
+        """What a node of the run costs, by the catalogue; where the run file names several places, in the first."""
+        if (spec := self._remembered(run_id)) is None:
+            return None
+        where = place(spec, run_id=run_id, run_dir="/unused", options=self.options)
+        region = next(iter(spec.resources.locations or ()), "").rpartition("-")[0]
+        return machine_usd_per_hour(where.machine.name, where.mode.removesuffix("_queued"), region)
 
     def _known(self, run_id: str) -> Cluster | None:
         """The cluster that the run's folder on this machine names; None where there is none."""

@@ -11,6 +11,7 @@ from muster import backends
 from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.operate.submission import ANNOTATION, SUBMISSION
 from muster.backends.google.http import Call
+from muster.backends.machine_prices import machine_usd_per_hour
 from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage import run_registry
@@ -89,6 +90,30 @@ def test_the_server_is_asked_before_anything_is_created(launcher, google, reques
 
 def test_run_folder_of_the_pods_is_in_the_bucket(launcher, request_):
     assert request_.run_dir == f"/run-local/{request_.run_id}"
+
+
+def test_hosts_without_a_supervisor_are_reported_with_their_price(launcher, google, request_):
+    """By the catalogue, for the run file's machine, way of buying it and place."""
+    handle = launcher.submit(request_)
+    name = handle.job_id.split("/")[1]
+    (jobset,) = google.kubernetes.of_kind("JobSet")
+    jobset["spec"]["suspend"] = False
+    rows = [{"type": kind, "status": "True"} for kind in ("QuotaReserved", "Admitted")]
+    workload = {"kind": "Workload", "metadata": {"name": "w", "ownerReferences": [{"name": name}]},
+                "status": {"conditions": rows}}  # fmt: skip
+    put(google, "apis/kueue.x-k8s.io/v1beta2/namespaces/default/workloads", workload)
+    refused = [{"type": "PodScheduled", "status": "False", "message": "0/4 nodes are available"}]
+    for index in (0, 1):
+        put(google, "api/v1/namespaces/default/pods", pod(request_.run_id, "host", index))
+        waiting = pod(request_.run_id, "supervisor", index, "Pending", conditions=refused)
+        waiting["spec"] = {}
+        put(google, "api/v1/namespaces/default/pods", waiting)
+    usd = 2 * machine_usd_per_hour("a4-highgpu-8g", "flex_start", "us-central1")
+    assert usd > 20
+    assert launcher.poll(handle).reason == (
+        "the supervisor has no node: no node fits (0/4 nodes are available); 2 host nodes bill meanwhile, about "
+        f"${usd:.2f} an hour"
+    )
 
 
 def test_the_life_of_a_run(launcher, google, request_):

@@ -328,6 +328,64 @@ def test_quota_that_will_not_come_by_waiting(reason, message, sentence):
     assert found.sentence == sentence and found.hint
 
 
+SHORT = "insufficient unused quota for nvidia.com/gpu in flavor muster-l4-spot, 8 more needed"
+LARGER = (
+    "insufficient quota for nvidia.com/gpu in flavor muster-l4-spot, previously considered podsets requests (0) + "
+    "current podset request (8) > maximum capacity (4)"
+)
+NOT_ON_CPU = (
+    "insufficient quota for cpu in flavor muster-cpu, previously considered podsets requests (1) + current podset "
+    "request (48) > maximum capacity (32), insufficient quota for memory in flavor muster-cpu, previously considered "
+    "podsets requests (2Gi) + current podset request (192G) > maximum capacity (128Gi), insufficient quota for "
+    "nvidia.com/gpu in flavor muster-cpu, previously considered podsets requests (0) + current podset request (8) > "
+    "maximum capacity (0)"
+)
+HOST = "couldn't assign flavors to pod set host: "
+SUPERVISORS = "couldn't assign flavors to pod set supervisor: "
+BEHIND = f"{HOST}{NOT_ON_CPU}, {SHORT}"
+"""As a real Kueue 0.19.2 wrote it of a run that started once the one before it was gone (here with other amounts)."""
+TAINTED = "untolerated taint {nvidia.com/gpu present NoSchedule <nil>} in flavor muster-l4-spot"
+BUSY = "insufficient unused quota for cpu in flavor muster-cpu, 500m more needed"
+UNMAPPED = (
+    'spec.podSets[1].template.spec.resourceClaims[0].resourceClaimTemplateName: Not found: "DeviceClass '
+    'mrdma.google.com is not mapped in DRA configuration for podset host"'
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (BEHIND, f"waiting for Kueue quota: {HOST}{SHORT}"),
+        # 0.16.9 of the same run
+        (f"{HOST}flavor muster-cpu doesn't match node affinity, {SHORT}", f"waiting for Kueue quota: {HOST}{SHORT}"),
+        # 32 supervisors run
+        (f"{SUPERVISORS}{BUSY}, {TAINTED}; {BEHIND}",
+         f"waiting for Kueue quota: {SUPERVISORS}{BUSY}; {HOST}{SHORT}"),
+        # larger than any flavour
+        (f"{HOST}{NOT_ON_CPU}, {LARGER}",
+         f"Kueue can never admit the run, which is larger than its queue: {HOST}{LARGER}"),
+        # a queue without a flavour for the supervisor
+        (SUPERVISORS + TAINTED, f"Kueue cannot admit the run to the nodes of its queue: {SUPERVISORS}{TAINTED}"),
+        (UNMAPPED, f"Kueue never admits the run, which asks for devices by claims: {UNMAPPED}"),
+        ("Workload uses DRA resources but the KueueDRAIntegration feature gate is not enabled",
+         "Kueue never admits the run, which asks for devices by claims: Workload uses DRA resources but the "
+         "KueueDRAIntegration feature gate is not enabled"),
+    ],
+)  # fmt: skip
+def test_flavours_are_judged_one_by_one(message, sentence):
+    reason = "Inadmissible" if "DRA" in message else "Pending"
+    row = {"type": "QuotaReserved", "status": "False", "reason": reason, "message": message}
+    workload = {"metadata": {"name": "w"}, "status": {"conditions": [row]}}
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=workload))
+    assert found.sentence == sentence and found.hint
+    assert ("featureGates: {KueueDRAIntegration: false, " in found.hint) == ("DRA" in message)
+    evicted = {"type": "Evicted", "status": "True", "reason": "Preempted", "message": "for another"}
+    workload["status"]["conditions"].append(evicted)
+    if "waiting" in sentence:
+        said = explain(ClusterSnapshot(jobset=JOBSET, workload=workload)).sentence
+        assert sentence.replace("waiting", "it waits", 1) in said
+
+
 def test_dws_is_asked_again_at_a_time():
     again = {"count": 1, "requeueAt": "2026-01-02T03:04:05Z"}
     waiting = {**CHECKING, "status": {**CHECKING["status"], "requeueState": again}}

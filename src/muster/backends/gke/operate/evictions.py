@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from muster.backends.gke.operate.quota_verdict import judge
 from muster.core.typed_json import JsonObject, at, child, children, text, whole
 from muster.core.types import JobState
 
@@ -77,7 +78,7 @@ def deactivated_or_evicted(workload: JsonObject | None) -> Explanation | None:
     waits = text(now, "message").strip().rstrip(".") if now.get("status") == "False" else ""
     parts = [f"{known.sentence}: {said or 'no reason given'}{asked_again(workload)}", money, CONTINUES]
     if waits and waits != said and text(now, "reason") != reason:
-        parts.insert(1, f"it waits for Kueue quota: {waits}")
+        parts.insert(1, f"it waits for Kueue quota: {judge(waits).message}")
     return Explanation(JobState.WAITING, "; ".join(parts), known.hint)
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from muster.backends.gke.manifests.kueue_configuration import CLAIMS_HINT, CLAIMS_REFUSED
+from muster.backends.gke.manifests.placement import HOST, SUPERVISOR
 from muster.backends.gke.operate.evictions import Explanation, asked_again, deactivated_or_evicted
 from muster.backends.gke.operate.not_created import no_pod, no_workload
-from muster.backends.gke.operate.status_reason_pods import hosts_that_run, nodes_of_hosts, pods_sentence
+from muster.backends.gke.operate.quota_verdict import judge
+from muster.backends.gke.operate.status_reason_pods import hosts_that_run, no_supervisor, nodes_of_hosts, pods_sentence
 from muster.core.typed_json import JsonObject, at, child, children, text, whole
 from muster.core.types import JobState
 
@@ -35,6 +38,8 @@ class ClusterSnapshot:
     """Of the supervisors, once the JobSet has ended."""
     topology_labels: Sequence[str] = ()
     """Labels by which the cluster's Topology objects place pods; asked while that is what the run waits for."""
+    usd_per_host_hour: float | None = None
+    """What a host's node costs while it exists; None: not known."""
 
 
 def explain(snapshot: ClusterSnapshot) -> Explanation:
@@ -74,15 +79,19 @@ def _queued(snapshot: ClusterSnapshot) -> Explanation | None:
     if _true(reserved):
         return None
     message = _words(reserved)
-    if "> maximum capacity" in message:
+    if any(words in message for words in CLAIMS_REFUSED):
+        return _waiting(f"Kueue never admits the run, which asks for devices by claims: {message}", CLAIMS_HINT)
+    kind, message = judge(message)
+    if kind == "too large":
         hint = "fewer resources.hosts, or a larger nominalQuota of the cluster queue"
         return _waiting(f"Kueue can never admit the run, which is larger than its queue: {message}", hint)
-    if "unavailable in ClusterQueue" in message:
+    if kind == "not covered":
         hint = (
-            "every resource that the pods request has to be in coveredResources; muster up RUN.yaml makes such a queue"
+            "every resource that the pods request, and of claims the one that deviceClassMappings names, has to be in "
+            "coveredResources; muster up RUN.yaml makes such a queue"
         )
         return _waiting(f"Kueue can never admit the run: its queue has no quota of a kind: {message}", hint)
-    if "doesn't match node affinity" in message or "untolerated taint" in message:
+    if kind == "other nodes":
         hint = "the queue's flavours are for other nodes: resources.queue, or muster up RUN.yaml"
         return _waiting(f"Kueue cannot admit the run to the nodes of its queue: {message}", hint)
     if reserved.get("reason") != "Inadmissible":
@@ -179,6 +188,8 @@ def _placed(snapshot: ClusterSnapshot) -> Explanation:
             found = pods_sentence(snapshot.pods, snapshot.events, snapshot.nodes, restarts(snapshot.jobset))
             return found._replace(sentence=f"{found.sentence}; {missing.sentence}", hint=found.hint or missing.hint)
         return _waiting(f"admitted; {missing.sentence}{_billed(snapshot)}", missing.hint)
+    if alone := _unsupervised(snapshot):
+        return alone
     if snapshot.pods:
         found = pods_sentence(snapshot.pods, snapshot.events, snapshot.nodes, restarts(snapshot.jobset))
         waits = found.state is JobState.WAITING
@@ -191,10 +202,50 @@ def _placed(snapshot: ClusterSnapshot) -> Explanation:
     return _waiting(f"admitted by {queue}; waiting for its pods")
 
 
+def _unsupervised(snapshot: ClusterSnapshot) -> Explanation | None:
+    """No supervisor has a node: nothing trains, and hosts that have come cost money."""
+    found = no_supervisor(snapshot.pods, snapshot.events)
+    if found is None:
+        return None
+    pod, trouble = found
+    if flavor := _hosts_flavor(snapshot.workload, pod):
+        run = text(snapshot.jobset, "metadata", "labels", "app.kubernetes.io/instance", default="RUN")
+        sentence = f"Kueue gave the supervisor the hosts' flavour {flavor}, and no node is of that and its own pool"
+        hint = (
+            "muster up RUN.yaml repairs its queue (of your own: docs/gke.md, A Kueue of your own); then submit again: "
+            f"muster down {run} && muster submit RUN.yaml"
+        )
+        return _waiting(f"the run cannot start: {sentence}{_billed(snapshot)}", hint)
+    if not (billed := _billed(snapshot)):
+        return None
+    # Of a run that had one before, hosts may train on: the state is by them.
+    state = pods_sentence(snapshot.pods, snapshot.events, snapshot.nodes, 0).state
+    return Explanation(state, f"the supervisor has no node: {trouble.reason}{billed}", trouble.hint)
+
+
+def _hosts_flavor(workload: Manifest | None, supervisor: Manifest) -> str | None:
+    """Flavour by which Kueue has sent a supervisor to the hosts' nodes: it is theirs too, and its labels in the pod's
+    selector, not in the template, are of machines that hosts select, or of GPUs or TPUs. None: it has not."""
+    rows = children(workload, "status", "admission", "podSetAssignments")
+    flavors = {text(row, "name"): set(child(row, "flavors").values()) for row in rows}
+    shared = flavors.get(SUPERVISOR, set()) & flavors.get(HOST, set())
+    roles = {text(row, "name"): row for row in children(workload, "spec", "podSets")}
+    asked, hosts = (child(roles, role, "template", "spec", "nodeSelector") for role in (SUPERVISOR, HOST))
+    wrong = any(
+        key not in asked and (hosts.get(key) == value or key.endswith("-accelerator"))
+        for key, value in child(supervisor, "spec", "nodeSelector").items()
+    )
+    return str(min(shared, key=str)) if shared and wrong else None
+
+
 def _billed(snapshot: ClusterSnapshot) -> str:
-    """How many hosts' nodes cost money while the run waits."""
+    """How many hosts' nodes cost money while the run waits, and how much."""
     count = len(nodes_of_hosts(snapshot.pods))
-    return f"; {count} host node{'s bill' if count > 1 else ' bills'} meanwhile" if count else ""
+    if not count:
+        return ""
+    usd = snapshot.usd_per_host_hour
+    price = f", about ${count * usd:.2f} an hour" if usd else ""
+    return f"; {count} host node{'s bill' if count > 1 else ' bills'} meanwhile{price}"
 
 
 def restarts(jobset: Manifest | None) -> int:

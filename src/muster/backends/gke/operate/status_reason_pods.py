@@ -193,6 +193,20 @@ def nodes_of_hosts(pods: Sequence[Manifest]) -> set[str]:
     return {node for pod in bound if (node := text(pod, "spec", "nodeName"))}
 
 
+def no_supervisor(pods: Sequence[Manifest], events: Sequence[Manifest]) -> tuple[Manifest, Trouble] | None:
+    """A supervisor's pod and why it has no node, where each of them was refused one; None: one has a node, or a node is
+    being made."""
+    own = [pod for pod in _newest_of_each_role(pods) if _role(pod) == "supervisor"]
+    rows = [(pod, _no_node(pod, events)) for pod in own if not text(pod, "spec", "nodeName")]
+    if not own or len(rows) < len(own) or any(trouble.rank not in _REFUSED for _, trouble in rows):
+        return None
+    return max(rows, key=lambda row: row[1].rank)
+
+
+_REFUSED = (10, 18, 20)
+"""Ranks of pods for which the scheduler finds no node, no pool matches, or the pool cannot grow."""
+
+
 def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
     for event in reversed(_events_of(pod, events)):
         reason, message = text(event, "reason"), text(event, "message")

@@ -26,10 +26,12 @@ TINY: JsonObject = {
 }
 
 
-def rehearsal(spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
-    """The run file of the rehearsal; without ``machine`` it runs on the cluster's CPU nodes."""
+def rehearsal(
+    spec: RunSpec, *, machine: str | None = None, mode: str | None = None, queue: str | None = None
+) -> RunSpec:
+    """The run file of the rehearsal; without ``machine`` it runs on the cluster's CPU nodes, by ``queue`` if given."""
     placed: JsonObject = {
-        "machine": machine, "device": "auto" if machine else "cpu", "queue": None,
+        "machine": machine, "device": "auto" if machine else "cpu", "queue": None if machine else queue,
         "provisioning_model": (mode or "spot") if machine else "owned",
     }  # fmt: skip
     return small(spec, placed)

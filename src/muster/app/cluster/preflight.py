@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from muster import backends
 from muster.app.inspect.status import job, mirror
 from muster.app.run import submit
+from muster.app.run.resolve import resolved
 from muster.config.load import Loaded
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError, UsageError
@@ -28,17 +29,24 @@ def preflight(
     on_word: Callable[[str], None] | None = None,
     clock: Clock | None = None,
 ) -> JobStatus:
-    """Run the rehearsal to its end, remove it from the cluster in every case, and say how it ended.
+    """Ask the place about the run itself, then run the rehearsal to its end, remove it from the cluster in every case,
+    and say how it ended.
 
     Raises:
-        UsageError: the back end has no preflight.
+        UsageError: the back end has no preflight, or would never start the run.
         MusterError: it failed, or did not end in time; with the last sentence about it.
     """
     clock = clock or SystemClock()
-    rehearse = backends.get(loaded.spec.backend).rehearse
+    backend = backends.get(loaded.spec.backend)
+    rehearse = backend.rehearse
     if rehearse is None:
         able = backends.names_where(lambda backend: backend.rehearse is not None)
         raise UsageError(f"there is no preflight for the back end {loaded.spec.backend!r}", hint=f"backend: {able}")
+    if backend.access is not None:
+        spec, _ = resolved(loaded.spec, backends.load(loaded.spec.backend))
+        for sentence in backend.access(spec, submit.preview(loaded)):
+            if on_word is not None:
+                on_word(sentence)
     small = dataclasses.replace(loaded, spec=rehearse(loaded.spec, machine=machine, mode=mode), warnings=())
     run = submit.submit(small, argv=argv).run
     launcher, handle = job(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from muster.backends.backend import Backend, Capabilities, RenderedFiles, container_image
@@ -10,6 +11,7 @@ from muster.backends.google.stand_in import stand_in
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
+from muster.core.types import JobRequest
 
 
 def _launcher() -> Launcher:
@@ -31,10 +33,20 @@ def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> 
     return open_cluster(spec, zone=zone, adopt=adopt)
 
 
+def _access(spec: RunSpec, request: JobRequest) -> Sequence[str]:
+    from muster.backends.gke.launcher import GkeLauncher
+
+    return GkeLauncher().look(request)
+
+
 def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
+    """Through the run's own queue, on the nodes of its supervisor: what keeps that from starting is seen there."""
+    from muster.backends.gke.manifests.cluster_options import Options
+    from muster.backends.gke.manifests.placement import place
     from muster.backends.rehearsal import rehearsal
 
-    return rehearsal(spec, machine=machine, mode=mode)
+    placed = place(spec, run_id="run", run_dir="/unused", options=Options())
+    return rehearsal(spec, machine=machine, mode=mode, queue=placed.queue if placed.kueue else None)
 
 
 def _take_out(node: str, reason: str) -> str:
@@ -50,6 +62,7 @@ BACKEND = Backend(
     image=container_image,
     formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
     cluster=_cluster,
+    access=_access,
     rehearse=_rehearse,
     stand_in=stand_in,
     take_out=_take_out,

@@ -38,7 +38,8 @@ counts claims too, and never admits those of a device class that its Configurati
 CLAIMS_HINT = (
     "in Kueue's Configuration (kueue-system/kueue-manager-config) featureGates: {"
     + ", ".join(f"{name}: false" for name in CLAIMS_OFF)
-    + "}, then restart its Deployment; muster up does so on clusters that it made"
+    + "} (before 0.18: {DynamicResourceAllocation: false}), then restart its Deployment; muster up does so on clusters "
+    "that it made"
 )
 CLAIMS_REFUSED = (
     "is not mapped in DRA configuration",

@@ -68,6 +68,10 @@ finish() {
     printf '\nci: TESTS THAT FAILED AT LEAST ONCE, with the end of the first failure (all of it is above):\n'
     cat "$MUSTER_SECOND_TRY"
   fi
+  if [ -s "${MUSTER_TIMES:-}" ]; then
+    printf '\nci: what tests cost (%s):\n' "$MUSTER_TIMES"
+    .venv/bin/python -m tests.plugin.times "$MUSTER_TIMES" || true
+  fi
   printf '\nci: %d minutes, of 45 at most\n' $((SECONDS / 60))
   printf 'ci: %s\n' "${SUMMARY[@]}"
   rm -rf "$WORK"

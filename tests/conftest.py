@@ -9,12 +9,16 @@ runs twice where several commands run one after the other (``.ci/run``).
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import second_try
 import sizes
 import worker_crash
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.plugin import times
 
 LIVE = Path(__file__).parent / "live"
 RAN = os.environ.get("MUSTER_TESTS_RAN")
@@ -23,6 +27,8 @@ RAN = os.environ.get("MUSTER_TESTS_RAN")
 def pytest_configure(config):
     config.pluginmanager.register(second_try)
     config.pluginmanager.register(worker_crash)
+    if times.TIMES:
+        config.pluginmanager.register(times)
     # A shell's background job ignores Ctrl-C, and so does all that it starts: `muster logs -f` would not end.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,6 @@ for ``src`` in the last column, and ``src`` may not have more lines than in the 
 from __future__ import annotations
 
 import argparse
-import ast
 import io
 import json
 import subprocess
@@ -20,17 +19,16 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from facts import Cache, Facts
+
 ROOT = Path(__file__).resolve().parents[1]
-BACKENDS = {"local", "slurm", "gke", "vertex", "gce"}
-#: Words in the name of an object that implements one of our own interfaces.
-SEAMS = {"launcher", "policy", "backend", "backends", "store", "clock", "shell", "source", "task", "judge", "watcher"}
-FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 KINDS = ("module", "function", "typing")
+CACHE = Cache()
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,12 @@ class Import:
     """Where the statement is: at ``module`` level, inside a ``function``, under ``if TYPE_CHECKING`` (``typing``)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Module:
     name: str
     path: Path
-    text: str
+    facts: Facts
     is_package: bool
-    syntax: ast.Module = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.syntax = ast.parse(self.text, str(self.path))
 
     @property
     def package(self) -> str:
@@ -60,14 +54,6 @@ class Module:
     @property
     def folder(self) -> str:
         return self.name if self.is_package or self.name.count(".") < 2 else self.name.rpartition(".")[0]
-
-    @cached_property
-    def nodes(self) -> list[ast.AST]:
-        return list(ast.walk(self.syntax))
-
-    @cached_property
-    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-        return [node for node in self.nodes if isinstance(node, FUNCTION)]
 
 
 @dataclass
@@ -83,7 +69,7 @@ class Tree:
             parts = path.relative_to(self.root).with_suffix("").parts
             is_package = parts[-1] == "__init__"
             name = ".".join(parts[:-1] if is_package else parts)
-            modules[name] = Module(name, path.relative_to(self.root.parent), path.read_text(), is_package)
+            modules[name] = Module(name, path.relative_to(self.root.parent), CACHE.facts(path.read_bytes()), is_package)
         return modules
 
     @cached_property
@@ -92,7 +78,8 @@ class Tree:
         return {
             name: [
                 Import(target, line, kind)
-                for target, line, kind in imports_of(module.syntax.body, "module", self.modules)
+                for imported, names, line, kind in module.facts.imports
+                for target in targets(imported, names, self.modules)
                 if target != name
             ]
             for name, module in self.modules.items()
@@ -110,63 +97,11 @@ class Tree:
         return [" <-> ".join(sorted(each)) for each in strongly_connected(graph) if len(each) > 1]
 
 
-# ---------------------------------------------------------------- reading one file
-
-
-def imports_of(body: Iterable[ast.AST], kind: str, known: Mapping[str, object]) -> Iterator[tuple[str, int, str]]:
-    for node in body:
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno, kind) for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-            targets = {f"{node.module}.{alias.name}" for alias in node.names}
-            yield from ((target, node.lineno, kind) for target in sorted(targets & known.keys()))
-            if node.module in known and targets - known.keys():
-                yield node.module, node.lineno, kind
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from imports_of(node.body, "typing", known)
-            yield from imports_of(node.orelse, kind, known)
-        else:
-            inside = "function" if isinstance(node, (*FUNCTION, ast.Lambda)) and kind == "module" else kind
-            yield from imports_of(ast.iter_child_nodes(node), inside, known)
-
-
-def mccabe(body: Iterable[ast.stmt]) -> int:
-    """As ruff's C901 counts it: statements that branch, nested functions included; no ``and``, ``or``, conditionals."""
-    total = 0
-    for node in body:
-        match node:
-            case ast.If() | ast.For() | ast.AsyncFor() | ast.While():
-                total += 1 + mccabe(node.body) + mccabe(node.orelse)
-            case ast.Try() | ast.TryStar():
-                total += mccabe(node.body) + bool(node.orelse) + mccabe(node.orelse) + mccabe(node.finalbody)
-                total += sum(1 + mccabe(handler.body) for handler in node.handlers)
-            case ast.With() | ast.AsyncWith() | ast.ClassDef():
-                total += mccabe(node.body)
-            case ast.Match():
-                total += sum(1 + mccabe(case.body) for case in node.cases) - _is_default(node.cases[-1])
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                total += 1 + mccabe(node.body)
-    return total
-
-
-def _is_default(case: ast.match_case) -> bool:
-    return case.guard is None and isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
-
-
-def decisions(function: ast.AST) -> int:
-    """All that branches: McCabe's number with ``and``, ``or``, ``x if y else z``, ``assert`` and comprehensions."""
-    total = 1
-    for node in ast.walk(function):
-        match node:
-            case ast.BoolOp():
-                total += len(node.values) - 1
-            case ast.comprehension():
-                total += 1 + len(node.ifs)
-            case ast.If() | ast.IfExp() | ast.For() | ast.AsyncFor() | ast.While() | ast.ExceptHandler() | ast.Assert():
-                total += 1
-            case ast.match_case():
-                total += not _is_default(node)
-    return total
+def targets(imported: str, names: list[str] | None, known: Mapping[str, object]) -> list[str]:
+    """The modules that the statement imports: ``from package import name`` is the module of that name, if any."""
+    modules = {f"{imported}.{name}" for name in names or ()}
+    found = sorted(modules & known.keys())
+    return [*found, imported] if imported in known and (names is None or modules - known.keys()) else found
 
 
 def strongly_connected(graph: Mapping[str, set[str]]) -> list[list[str]]:
@@ -199,21 +134,24 @@ def strongly_connected(graph: Mapping[str, set[str]]) -> list[list[str]]:
 # ---------------------------------------------------------------- figures: each a list of occurrences, or a number
 
 
-def nodes(tree: Tree, test: Callable[[ast.AST], bool], *, outside: str = "") -> list[str]:
+def marks(tree: Tree, figure: str, *, outside: str = "") -> list[str]:
     return [
-        f"{module.path}:{node.lineno}: {ast.unparse(node).splitlines()[0][:110]}"
+        f"{module.path}:{line}: {text}"
         for module in tree.modules.values()
         if module.package != outside
-        for node in module.nodes
-        if test(node) and isinstance(node, (ast.expr, ast.stmt))
+        for line, text in module.facts.marks.get(figure, ())
     ]
 
 
-def functions(tree: Tree, size: Callable[[ast.FunctionDef | ast.AsyncFunctionDef], int], limit: int) -> list[str]:
+#: Places in the facts of a function.
+LENGTH, MCCABE, BRANCHES = 2, 3, 4
+
+
+def functions(tree: Tree, size: int, limit: int) -> list[str]:
     sizes = [
-        (size(node), f"{module.path}:{node.lineno}: {node.name}")
+        (function[size], f"{module.path}:{function[1]}: {function[0]}")
         for module in tree.modules.values()
-        for node in module.functions
+        for function in module.facts.functions
     ]
     return [f"{where} {number}" for number, where in sorted(sizes, reverse=True) if number > limit]
 
@@ -221,66 +159,6 @@ def functions(tree: Tree, size: Callable[[ast.FunctionDef | ast.AsyncFunctionDef
 def big_folders(tree: Tree) -> list[str]:
     files = Counter(module.path.parent for module in tree.modules.values())
     return [f"{folder}: {number}" for folder, number in files.most_common() if number > 20]
-
-
-def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def names_a_backend(node: ast.AST) -> bool:
-    """A comparison with a back end's name, a case of one, or a table by such names."""
-    match node:
-        case ast.Compare():
-            return any(
-                isinstance(part, ast.Constant) and part.value in BACKENDS
-                for side in (node.left, *node.comparators)
-                for part in (side.elts if isinstance(side, (ast.Tuple, ast.Set, ast.List)) else [side])
-            )
-        case ast.Match():
-            values = [
-                part.value for case in node.cases for part in ast.walk(case.pattern) if isinstance(part, ast.Constant)
-            ]
-            return bool(BACKENDS.intersection(each for each in values if isinstance(each, str)))
-        case ast.Dict():
-            keys = {key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-            return len(keys & BACKENDS) > 1
-        case ast.Subscript(value=ast.Name(id="Literal")):
-            return sum(isinstance(part, ast.Constant) and part.value in BACKENDS for part in ast.walk(node.slice)) > 1
-        case ast.Call(func=ast.Name(id="isinstance")):
-            return any(isinstance(part, ast.Name) and part.id.endswith("Launcher") for part in ast.walk(node.args[1]))
-    return False
-
-
-def looks_up_a_seam(node: ast.AST) -> bool:
-    """``getattr(launcher, "ask", None)``: part of one of our interfaces that its type does not mention."""
-    match node:
-        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, ast.Constant(), *_]):
-            names = [part.id for part in ast.walk(owner) if isinstance(part, ast.Name)]
-            names += [part.attr for part in ast.walk(owner) if isinstance(part, ast.Attribute)]
-            words = {word for name in names for word in name.lower().split("_")}
-            return bool(words & SEAMS) or ast.unparse(owner) == "self"
-    return False
-
-
-def is_any(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "Any"
-
-
-def is_untyped_mapping(node: ast.AST) -> bool:
-    match node:
-        case ast.Subscript(
-            value=ast.Name(id="dict" | "Mapping" | "MutableMapping"),
-            slice=ast.Tuple(elts=[*_, ast.Name(id="Any" | "object")]),
-        ):
-            return True
-    return False
-
-
-def reads_environment(node: ast.AST) -> bool:
-    match node:
-        case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "environb" | "getenv"):
-            return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -293,21 +171,21 @@ class Figure:
 
 FIGURES = {
     "files": Figure("files", lambda tree: len(tree.modules)),
-    "lines": Figure("lines", lambda tree: sum(len(each.text.splitlines()) for each in tree.modules.values())),
-    "functions": Figure("functions", lambda tree: sum(1 for each in tree.modules.values() for _ in each.functions)),
+    "lines": Figure("lines", lambda tree: sum(each.facts.lines for each in tree.modules.values())),
+    "functions": Figure("functions", lambda tree: sum(len(each.facts.functions) for each in tree.modules.values())),
     "long-files": Figure(
         "files over 800 lines",
-        lambda tree: [str(each.path) for each in tree.modules.values() if len(each.text.splitlines()) > 800],
+        lambda tree: [str(each.path) for each in tree.modules.values() if each.facts.lines > 800],
         0,
     ),
-    "long-functions": Figure("functions over 60 lines", lambda tree: functions(tree, length, 60), 0),
-    "mccabe-10": Figure("McCabe over 10", lambda tree: functions(tree, lambda node: mccabe([node]), 10)),
-    "mccabe-15": Figure("McCabe over 15", lambda tree: functions(tree, lambda node: mccabe([node]), 15), 0),
+    "long-functions": Figure("functions over 60 lines", lambda tree: functions(tree, LENGTH, 60), 0),
+    "mccabe-10": Figure("McCabe over 10", lambda tree: functions(tree, MCCABE, 10)),
+    "mccabe-15": Figure("McCabe over 15", lambda tree: functions(tree, MCCABE, 15), 0),
     "decisions-10": Figure(
-        "all branches (and, or, if-else, comprehensions too) over 10", lambda tree: functions(tree, decisions, 10)
+        "all branches (and, or, if-else, comprehensions too) over 10", lambda tree: functions(tree, BRANCHES, 10)
     ),
     "decisions-15": Figure(
-        "all branches (and, or, if-else, comprehensions too) over 15", lambda tree: functions(tree, decisions, 15)
+        "all branches (and, or, if-else, comprehensions too) over 15", lambda tree: functions(tree, BRANCHES, 15)
     ),
     "folders": Figure("folders with more than 20 Python files of their own", big_folders, 0),
     "circles-module": Figure(
@@ -338,13 +216,13 @@ FIGURES = {
     ),
     "backend-names": Figure(
         "branches on a back end's name outside backends/",
-        lambda tree: nodes(tree, names_a_backend, outside="backends"),
+        lambda tree: marks(tree, "backend-names", outside="backends"),
         0,
     ),
-    "seams": Figure("getattr and hasattr on our own seams", lambda tree: nodes(tree, looks_up_a_seam), 0),
-    "any": Figure("Any", lambda tree: nodes(tree, is_any), 250),
-    "untyped-mappings": Figure("mappings of Any or object", lambda tree: nodes(tree, is_untyped_mapping), 120),
-    "environment": Figure("reads of os.environ", lambda tree: nodes(tree, reads_environment)),
+    "seams": Figure("getattr and hasattr on our own seams", lambda tree: marks(tree, "seams"), 0),
+    "any": Figure("Any", lambda tree: marks(tree, "any"), 250),
+    "untyped-mappings": Figure("mappings of Any or object", lambda tree: marks(tree, "untyped-mappings"), 120),
+    "environment": Figure("reads of os.environ", lambda tree: marks(tree, "environment")),
 }
 
 
@@ -390,6 +268,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is broken")
     given = parser.parse_args()
     columns = {revision: at_revision(revision) for revision in given.at or ["checkout"]}
+    CACHE.save()
     if given.list:
         for tree in ("src", "tests"):
             value = list(columns.values())[-1][tree][given.list]

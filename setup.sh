@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Sets up Muster in .venv and runs it:
 #   ./setup.sh run [RUN.yaml [key.path=value ...]]   trains; default examples/text2sql-cpu.yaml
-#   ./setup.sh check [pytest arguments]              lint, types, floors, figures and unit tests: 7 minutes on two cores
+#   ./setup.sh check [--since REV] [pytest arguments]  lint, types, figures, and the unit tests that the change can affect
+#   ./setup.sh check --all [pytest arguments]        with every unit test: 7 minutes on two cores
+#   ./setup.sh check --why TEST_FILE                 how that test depends on what changed
 #   ./setup.sh test [pytest arguments]               every kind of test, live ones for each capability: 10 minutes
 #   ./setup.sh test all [pytest arguments]           everything that CI runs
 #   ./setup.sh nightly [pytest arguments]            what CI leaves out: hours
@@ -135,16 +137,7 @@ tests() {
 }
 
 check() {
-  local types code=0
-  types=$(mktemp)
-  "$VENV/bin/python" -m mypy >"$types" 2>&1 &
-  "$VENV/bin/python" -m ruff check --quiet . || code=1
-  "$VENV/bin/python" tools/house.py --check || code=1
-  tests "not slow and not soak" -q tests/unit "$@" || code=1
-  wait $! || code=1
-  cat "$types"
-  rm -f "$types"
-  return $code
+  OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} "$VENV/bin/python" -m tests.plugin.check "$@"
 }
 
 # CUDA builds of torch on a machine without a driver: what imports, forks, kernels' signatures and NCCL's names come to.
@@ -204,7 +197,7 @@ case $mode in
     say "done: $VENV/bin/muster"
     ;;
   *)
-    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -18,7 +18,7 @@ import sizes
 import worker_crash
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.plugin import times
+from tests.plugin import outcomes, times
 
 LIVE = Path(__file__).parent / "live"
 RAN = os.environ.get("MUSTER_TESTS_RAN")
@@ -29,6 +29,12 @@ def pytest_configure(config):
     config.pluginmanager.register(worker_crash)
     if times.TIMES:
         config.pluginmanager.register(times)
+    if outcomes.FAILED:
+        config.pluginmanager.register(outcomes)
+    if os.environ.get("MUSTER_RECORD"):
+        from tests.plugin import recorder
+
+        config.pluginmanager.register(recorder)
     # A shell's background job ignores Ctrl-C, and so does all that it starts: `muster logs -f` would not end.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -25,6 +25,9 @@ RAN = os.environ.get("MUSTER_TESTS_RAN")
 
 
 def pytest_configure(config):
+    for marker in ("reads(*patterns): files of the repository that the test file opens or lists",
+                   "loads(*modules): what it loads by name or starts as a program"):  # fmt: skip
+        config.addinivalue_line("markers", marker)
     config.pluginmanager.register(second_try)
     config.pluginmanager.register(worker_crash)
     if times.TIMES:

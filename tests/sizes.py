@@ -67,6 +67,7 @@ SLOW = {
     "test_home_contract.py::test_hosts_ship_and_others_read_them": 8,
     "test_add_a_back_end.py::test_submit_status_logs_and_down_through_a_back_end_of_another_package": 9,
     "test_submit_lost_answers.py": 70,
+    "test_cache_protocol.py::test_a_host_killed_at_each_call_leaves_the_next_start_right_and_nothing_over": 6,
     "test_network_search.py::test_a_thousand_clusters_with_none_to_three_slow_hosts": 20,
 }
 

@@ -107,7 +107,8 @@ def test_rivals_prepare_the_same_data_once(tmp_path):
     assert sum(not each["cached"] for each in found) == 1
     assert len({each["fingerprint"] for each in found}) == 1
     assert all(each["first"] == found[0]["first"] for each in found)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [found[0]["fingerprint"]]
+    left = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    assert len(left) == 2 and left[0] == found[0]["fingerprint"] and left[1].startswith(f"{left[0]}.")
 
 
 def test_the_same_bytes_whatever_the_hash_seed_and_the_workers(tmp_path):
@@ -167,7 +168,7 @@ def test_a_killed_preparation_is_gone_on_with(tmp_path):
 
 
 def kept(tmp_path):
-    return list((tmp_path / "cache").glob(".kept-*/chunks.jsonl"))
+    return list((tmp_path / "cache").glob(".work-*/kept/chunks.jsonl"))
 
 
 def children(pid):
@@ -179,16 +180,16 @@ def test_a_killed_builder_leaves_nothing_that_counts(tmp_path):
     victim = start(tmp_path, spec, "run-a")
     go(victim)
     deadline = time.monotonic() + 30
-    while not list((tmp_path / "cache").glob(".partial-*")) and time.monotonic() < deadline:
+    while not list((tmp_path / "cache").glob("[0-9a-f]*.*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    assert list((tmp_path / "cache").glob(".partial-*")), "it was killed while building"
+    [begun] = (tmp_path / "cache").glob("[0-9a-f]*.*")  # it was killed while building
     small = spec_of([{"type": "text2sql", "rows": 100}], tmp_path / "cache")
     prepared = prepare(small, run_dir=tmp_path / "run-b")
     assert len(prepared.train) > 0
     left = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    assert prepared.fingerprint in left and not any(name.startswith(".partial") for name in left)
+    assert prepared.fingerprint in left and not begun.exists()
 
 
 @pytest.mark.parametrize("limit", [3_000, 200_000])

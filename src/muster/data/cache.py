@@ -1,16 +1,42 @@
-"""Folders that appear whole or not at all: built in a temporary one, synced, renamed; one builder per fingerprint."""
+"""Folders of prepared data that appear whole or not at all, for every process that sees the cache, on any machine.
+
+Guarantee, on a local disk, NFS (with or without locks) and a mounted bucket (Cloud Storage FUSE) alike:
+
+* ``FINGERPRINT`` in the cache names whole data or none. Before it is there nothing is damaged.
+* One process prepares; the others wait and say for whom. If it dies, another goes on with what it had tokenised.
+* Nothing that a process in its work may need is removed by another. What a dead one made goes at the next start.
+
+The protocol:
+
+1. Who wants to prepare takes the lease ``FINGERPRINT`` (``storage.store.link_lease``); TOKEN names this holding of it.
+2. Everything is written below names of its own: the data in ``FINGERPRINT.TOKEN/``, ``sums.json`` as their last file,
+   tokens under way in ``.work-FINGERPRINT.TOKEN/``. No folder of data is ever renamed: on a mounted bucket that is one
+   move for each of its files, and another host sees half of them. There both are built on a disk of the host, and the
+   data are copied: on a mount a file that is not written once and in order is uploaded several times.
+3. One last object publishes: the symbolic link ``FINGERPRINT`` to ``FINGERPRINT.TOKEN``, which a single one of any
+   number of racing processes can create. Data are there if the link's folder holds ``sums.json``.
+4. Damaged data are withdrawn under the lease: ``sums.json`` first, which unpublishes them, then the link and the rest.
+
+A process may lose its lease while it is halted. What it had made is then removed, it finds ENOENT and looks again from
+step 1; if it publishes at that very moment, its link names a folder without ``sums.json``: no data, step 3. ENOENT,
+EEXIST and ESTALE are looked at again in any case: a mount, or NFS, that repeats a request whose answer was lost reports
+them though all went well.
+
+Where there are no symbolic links (FAT), each process prepares, and a rename of its folder publishes. Folders of earlier
+versions, which were renamed, are read like these.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import filecmp
 import hashlib
 import json
+import math
 import os
-import secrets
+import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +47,19 @@ import xxhash
 
 from muster.core.errors import AccessError, MusterError
 from muster.core.typed_json import Json
+from muster.storage.store.link_lease import NO_LINKS, Holder, LinkLease, Token, beating, traces
 
-_PARTIAL = ".partial-"
-_KEPT = ".kept-"
-#: Work that nobody has gone on with for so long is removed.
+_WORK = ".work-"
+#: What is made of one fingerprint but its final name itself, by this version or (``partial``, ``kept``) by those before 0.2.0.
+_OURS = re.compile(r"(?=.{33})\.?(?:work-|partial-|kept-)?([0-9a-f]{32})(?:[.-].+)?")
+#: Work that no process has resumed for so long is removed.
 _KEPT_S = 3 * 86400
 _SUMS = "sums.json"
 #: Arrays are large and carry sums of their own (``sequences``).
 _ARRAYS = ".npy"
+#: What a repeated request reports although the first one, whose answer was lost, did what was asked for.
+_LOOK_AGAIN = (errno.ENOENT, errno.EEXIST, errno.ESTALE)
+_TRIES = 5
 
 
 def fingerprint(identity: Json) -> str:
@@ -51,46 +82,129 @@ def code_version(modules: Iterable[str] = ()) -> str:
     return digest.hexdigest()[:16]
 
 
-def build_once(folder: Path, build: Callable[[Path, Path], None]) -> bool:
-    """Make sure ``folder`` exists, built by ``build`` in a temporary folder; False where it existed already.
+def published(folder: Path) -> Path | None:
+    """Where the data that ``folder`` names are, whole; None: there are none. Raises OSError: it cannot be known."""
+    try:
+        place = _place(folder)
+        os.stat(place / _SUMS)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return place
 
-    Safe among processes: one builds, the others wait; the next builder removes what a killed one left. The second
-    folder that ``build`` is given is for work that outlasts a kill: the next build of the same ``folder`` finds it.
+
+def build_once(
+    folder: Path,
+    build: Callable[[Path, Path], None],
+    *,
+    on_wait: Callable[[Holder], None] = lambda holder: None,
+    scratch: Path | None = None,
+) -> bool:
+    """Make sure ``folder`` is published, built by ``build`` in a folder of its own; False where it was already.
+
+    Safe among processes of any machines (see the module). The second folder that ``build`` is given is for work that
+    outlasts a kill: the next build of the same ``folder`` finds it, as the kill left it. ``build`` ends with ``seal``,
+    and may be called again. ``on_wait`` is called every few seconds while another process builds. ``scratch``: a folder
+    on a disk, in which ``build`` works where the cache is a mounted bucket; it is removed once ``folder`` is published.
 
     Raises:
         AccessError, MusterError: the folder cannot be written, or the disk is full. Nothing is left behind.
     """
-    if folder.is_dir():
-        return False
+    is_built, place = False, None
     with translated(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f".{folder.name}.lock") as is_alone:
-            if folder.is_dir():
-                return False
-            _clear_abandoned(folder.parent)
-            partial = folder.parent / f"{_PARTIAL}{folder.name}{_mine()}"
-            kept = folder.parent / f"{_KEPT}{folder.name}{'' if is_alone else _mine()}"
-            goes_on = False
+        for tries_left in reversed(range(_TRIES)):
             try:
-                partial.mkdir()
-                kept.mkdir(exist_ok=is_alone)
-                build(partial, kept)
-                _sync(partial)
-                os.rename(partial, folder)
-                _sync_folder(folder.parent)
+                while (place := published(folder)) is None:
+                    is_built = _build(folder, build, on_wait, scratch)
+                break
             except OSError as error:
-                # A lock that does not hold across hosts (some network file systems) lets two builders meet here.
-                if folder.is_dir() and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                if error.errno not in _LOOK_AGAIN or not tries_left:
+                    raise
+    if place is not None and not is_built:
+        publisher = place.name.partition(".")[2]  # which may have been killed since
+        _clear(folder, lambda token: token.is_dead or str(token) == publisher)
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return is_built
+
+
+def _build(
+    folder: Path, build: Callable[[Path, Path], None], on_wait: Callable[[Holder], None], scratch: Path | None
+) -> bool:
+    """Wait for the lease, and build if nothing is published then; whether it was this process that published."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lease = LinkLease(folder.parent, folder.name)
+
+    def is_needless(holder: Holder | None) -> bool:
+        if holder is not None:
+            on_wait(holder)
+        return published(folder) is not None
+
+    if not lease.take(is_needless):
+        return False
+    with beating(lease):
+        if published(folder) is not None:
+            return False
+        made = f"{folder.name}.{lease.token}"
+        data, work = folder.with_name(made), (scratch or folder.parent) / (_WORK + made)
+        built = work / "data" if scratch else data
+        is_resumable = False
+        try:
+            _remove(folder)
+            work.mkdir(parents=True, exist_ok=True)  # the name is this process's: what is there, it made
+            kept = _resumed(folder, work, lease)
+            _clear(folder, lambda token: token != lease.token and (lease.excludes or token.is_dead))
+            _clear_others(folder)
+            built.mkdir(exist_ok=True)
+            build(built, kept)
+            if built == data:
+                _sync(data)
+            else:
+                _copy(built, data)
+            return lease.is_held() and _publish(data, folder)
+        except (KeyboardInterrupt, OSError) as error:
+            is_resumable = isinstance(error, KeyboardInterrupt) or error.errno in _LOOK_AGAIN
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # where one cannot know, it stays for the next start
+                if not _is_published(data):
+                    _remove(data)
+            if not is_resumable:
+                _remove(work)
+
+
+def _publish(data: Path, folder: Path) -> bool:
+    """Let ``folder`` name ``data``; False where it names those of another process. Raises OSError, AccessError."""
+    for _ in range(_TRIES):
+        try:
+            os.symlink(data.name, folder)
+        except FileExistsError:
+            if _place(folder) != data:
+                if published(folder) is not None:
+                    return False
+                _remove(folder)
+                continue
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            try:
+                os.rename(data, folder)
+            except OSError as refused:
+                if refused.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     return False
                 raise
-            except KeyboardInterrupt:
-                goes_on = is_alone
-                raise
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-                if not goes_on:
-                    shutil.rmtree(kept, ignore_errors=True)
-    return True
+        _sync_folder(folder.parent)
+        return True
+    raise AccessError(f"{folder} is there and holds no whole data", hint="remove it, or set data.cache_dir")
+
+
+def _place(folder: Path) -> Path:
+    """The folder that ``folder`` names, there or not; itself where it is no link. Raises OSError."""
+    try:
+        return folder.with_name(Path(os.readlink(folder)).name)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return folder
+        raise
 
 
 def seal(folder: Path) -> None:
@@ -121,25 +235,44 @@ def _damage(folder: Path) -> str | None:
     return next((name for name in sorted({*sealed, *found}) if sealed.get(name) != found.get(name)), None)
 
 
-def discard(folder: Path, inode: int) -> None:
-    """Remove a damaged folder, so that it is built again; one that others have built there since stays.
+def discard(folder: Path, place: Path, inode: int) -> None:
+    """Withdraw the damaged data at ``place``, so that they are prepared again; what others have published since stays.
 
-    What has it mapped goes on reading it. A folder that cannot be removed stays.
+    On a disk what has them mapped goes on reading them. Data that cannot be removed stay, and while another process
+    holds the lease: it prepares them, or withdraws these.
     """
-    with contextlib.suppress(OSError), _locked(folder.parent / f".{folder.name}.lock"):
-        if folder.stat().st_ino == inode:
-            away = folder.parent / f"{_PARTIAL}{folder.name}-damaged-{secrets.token_hex(4)}{_mine()}"
-            os.rename(folder, away)
-            shutil.rmtree(away, ignore_errors=True)
+    with contextlib.suppress(OSError, MusterError):
+        lease = LinkLease(folder.parent, folder.name)
+        lease.try_take()
+        with beating(lease):
+            if published(folder) == place and (place != folder or place.stat().st_ino == inode):
+                _remove(place)
+                if place != folder:
+                    _remove(folder)
+
+
+def _remove(path: Path) -> None:
+    """Remove a link, a file, or a folder with what is in it: first what makes data count. It does what it can."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
+        elif path.is_dir():
+            (path / _SUMS).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != _ARRAYS]
+    # By the listings' own word for what is a file: on a mounted bucket each question after one costs requests.
+    files = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=_raise) for name in names]
     return {
         path.relative_to(folder).as_posix(): xxhash.xxh3_64_hexdigest(path.read_bytes())
         for path in files
-        if path != folder / _SUMS
+        if path.suffix != _ARRAYS and path != folder / _SUMS
     }
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 @contextmanager
@@ -161,61 +294,83 @@ def translated(place: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """An exclusive lock that leaves no file behind: its holder removes the file, and a waiter that then finds
-    itself on a removed file starts over. False: there are no locks on this file system."""
-    while True:
-        file = open(path, "a")  # noqa: SIM115 (held for the lock's life)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            file.close()
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            yield False  # the rename alone decides
-            path.unlink(missing_ok=True)
-            return
-        try:
-            if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-                break
-        except FileNotFoundError:
-            pass
-        file.close()
-    try:
-        yield True
-    finally:
-        path.unlink(missing_ok=True)
-        file.close()
+def _resumed(folder: Path, work: Path, lease: LinkLease) -> Path:
+    """The folder in ``work`` for what outlasts a kill, with what a dead process had in there.
+
+    A dead process of this machine writes to it no more: it is renamed. Another machine's may only be halted, and is
+    copied: each chunk is verified when it is read.
+    """
+    kept = work / "kept"
+    for old, token in _made(work.parent, _WORK + folder.name):
+        if token != lease.token and (lease.excludes or token.is_dead):
+            with contextlib.suppress(OSError, shutil.Error):
+                if token.is_of_here and not kept.exists():
+                    with contextlib.suppress(OSError):
+                        os.rename(old / kept.name, kept)
+                if not kept.exists():
+                    shutil.copytree(old / kept.name, kept)
+            _remove(old)
+    kept.mkdir(exist_ok=True)
+    return kept
 
 
-def _mine() -> str:
-    """How the names of folders end that are removed once this process is gone."""
-    return f"-{socket.gethostname()}-{os.getpid()}"
+def _clear(folder: Path, is_over: Callable[[Token], bool]) -> None:
+    """Remove what processes for which ``is_over`` made of ``folder`` and is not published. It does what it can."""
+    with contextlib.suppress(OSError):
+        made = [*_made(folder.parent, folder.name), *_made(folder.parent, _WORK + folder.name)]
+        for path, token in (*made, *traces(folder.parent, folder.name)):
+            if is_over(token) and not _is_published(path):  # in this order: a process that has ended publishes no more
+                _remove(path)
 
 
-def _clear_abandoned(parent: Path) -> None:
-    """Remove what killed builders of this host left, and work that nobody went on with."""
-    here = f"-{socket.gethostname()}-"
-    for path in (*parent.glob(f"{_PARTIAL}*{here}*"), *parent.glob(f"{_KEPT}*{here}*")):
-        pid = path.name.rsplit("-", 1)[1]
-        if path.name.endswith(f"{here}{pid}") and pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in parent.glob(f"{_KEPT}*"):
+def _clear_others(folder: Path) -> None:
+    """Remove what is left of other data than ``folder``: what a dead process of this machine was writing, and what has
+    not changed for days."""
+    made: dict[str, list[Path]] = {}
+    for path in folder.parent.iterdir():
+        if (match := _OURS.fullmatch(path.name)) and match[1] != folder.name:
+            made.setdefault(match[1], []).append(path)
+    for name, paths in made.items():
         with contextlib.suppress(OSError):
-            newest = max(each.stat().st_mtime for each in (path, *path.iterdir()))
-            if newest < time.time() - _KEPT_S:
-                shutil.rmtree(path, ignore_errors=True)
+            for path, token in _made(folder.parent, name):
+                if token.is_dead and not _is_published(path):
+                    _remove(path)
+            left = [path for path in paths if not _is_published(path)]
+            files = [each for path in left for each in (path, *path.rglob("*")) if not each.is_dir()]
+            # On a mounted bucket a folder's time is that of the mount.
+            if max((each.lstat().st_mtime for each in files or left), default=math.inf) < time.time() - _KEPT_S:
+                for path in left:
+                    _remove(path)
 
 
-def _alive(pid: int) -> bool:
+def _made(parent: Path, prefix: str) -> list[tuple[Path, Token]]:
+    """The folders of builders, whose names are PREFIX.TOKEN."""
+    names = [name for name in sorted(os.listdir(parent)) if name.startswith(f"{prefix}.")]
+    tokens = [Token.read(name.removeprefix(f"{prefix}.")) for name in names]
+    return [(parent / name, token) for name, token in zip(names, tokens, strict=True) if token is not None]
+
+
+def _is_published(path: Path) -> bool:
+    """Whether it is data that are named. Raises OSError where it cannot be known."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return path.name[0] != "." and _place(path.with_name(path.name.partition(".")[0])) == path
+    except FileNotFoundError:
         return False
-    except PermissionError:
-        pass
-    return True
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder onto a mounted bucket: each file once and in order, ``sums.json`` last. Raises OSError."""
+    target.mkdir(exist_ok=True)
+    for path in sorted(source.rglob("*"), key=lambda path: (path == source / _SUMS, path)):
+        copy = target / path.relative_to(source)
+        if path.is_dir():
+            copy.mkdir(exist_ok=True)
+            continue
+        try:
+            shutil.copyfile(path, copy)
+        except OSError as error:
+            if error.errno not in _LOOK_AGAIN or not filecmp.cmp(path, copy, shallow=False):
+                raise
 
 
 def _sync(folder: Path) -> None:

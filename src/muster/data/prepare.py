@@ -20,13 +20,25 @@ from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import JsonObject, text, whole
 from muster.data import build
 from muster.data.build import Progress
-from muster.data.cache import build_once, code_version, damage, discard, fingerprint, says_nothing, seal, translated
+from muster.data.cache import (
+    build_once,
+    code_version,
+    damage,
+    discard,
+    fingerprint,
+    published,
+    says_nothing,
+    seal,
+    translated,
+)
 from muster.data.sequences import SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
 from muster.data.text.templates import ChatTemplate
 from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, find_template, install_template, locate, model_vocab_size, train
+from muster.storage.store.link_lease import Holder
+from muster.storage.mounts import uri_of_mounted
 
 _POINTER = "data.json"
 _NEW_TOKENS = "new_tokens"
@@ -84,7 +96,7 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
         ready = kept / "tokenizer"
         if not (ready / _NEW_TOKENS).is_file() or damage(ready):
             shutil.rmtree(kept)
-            ready.mkdir(parents=True)
+            ready.mkdir(parents=True, exist_ok=True)
             new = _tokenizer(tokenizer_source, template, sources, ready / "tokenizer", report)
             (ready / _NEW_TOKENS).write_text(str(new))
             seal(ready)
@@ -95,13 +107,18 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
         build.build(spec, data, sources, encoder, model_vocab, partial, kept, report, new_tokens)
         seal(partial)
 
-    built = build_once(folder, make)
+    def wait(holder: Holder) -> None:
+        since = time.strftime("%H:%M:%S", time.gmtime(holder.since_s))
+        report(f"wait for {holder.host}, which prepares this data since {since} UTC", 0, 0)
+
+    scratch = run_dir / ".preparing" if uri_of_mounted(folder) else None
+    built = build_once(folder, make, on_wait=wait, scratch=scratch)
     try:
         prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
     except _Damaged as error:  # it has been discarded
         report(f"{error}: prepared again", 0, 0)
-        build_once(folder, make)
-        prepared = _open(folder, cached=False, seconds=time.monotonic() - began)
+        built = build_once(folder, make, on_wait=wait, scratch=scratch)
+        prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
     _refuse_without_questions(spec, prepared.stats)
     _point(run_dir, folder, prepared, _request(spec))
     return prepared
@@ -121,8 +138,6 @@ def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
         raise MusterError(f"no data was prepared for the run in {run_dir}", hint="`muster data RUN.yaml`") from error
     if request != _request(spec):
         raise MusterError(f"{path} names data of another run file", hint="`muster data RUN.yaml` prepares this one's")
-    if not folder.is_dir():
-        raise MusterError(f"prepared data {folder} is gone", hint="`muster data RUN.yaml` makes it again")
     return _open(folder, cached=True, seconds=0.0)
 
 
@@ -214,32 +229,37 @@ class _Damaged(MusterError):
 
 def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
     """Raises _Damaged; MusterError where it cannot be read: it may be whole, and stays."""
-    inode = folder.stat().st_ino
-
-    def on_damage() -> None:
-        discard(folder, inode)
-
     try:
-        found = damage(folder)
-        if found is not None:
-            raise MusterError(f"{found} is not what was prepared")
-        meta = json.loads((folder / "meta.json").read_text())
-        train = SequenceStore(folder / "train", on_damage)
-        heldout = SequenceStore(folder / "heldout", on_damage) if (folder / "heldout").is_dir() else None
-    except (MusterError, OSError, ValueError) as error:
-        if isinstance(error, OSError) and says_nothing(error):
-            raise MusterError(
-                f"prepared data in {folder} cannot be read: {error}",
-                hint="it is not removed: see to its disk or network",
+        place = published(folder)
+        if place is None:
+            raise _Damaged(f"prepared data {folder} is gone", hint="it is prepared again at the next start")
+        inode = place.stat().st_ino
+
+        def on_damage() -> None:
+            discard(folder, place, inode)
+
+        try:
+            found = damage(place)
+            if found is not None:
+                raise MusterError(f"{found} is not what was prepared")
+            meta = json.loads((place / "meta.json").read_text())
+            train = SequenceStore(place / "train", on_damage)
+            heldout = SequenceStore(place / "heldout", on_damage) if (place / "heldout").is_dir() else None
+        except (MusterError, OSError, ValueError) as error:
+            if isinstance(error, OSError) and says_nothing(error):
+                raise
+            on_damage()
+            raise _Damaged(
+                f"prepared data in {folder} is damaged: {error}", hint="it is prepared again at the next start"
             ) from error
-        on_damage()
-        raise _Damaged(
-            f"prepared data in {folder} is damaged: {error}", hint="it is prepared again at the next start"
+    except OSError as error:
+        raise MusterError(
+            f"prepared data in {folder} cannot be read: {error}", hint="it is not removed: see to its disk or network"
         ) from error
-    tokenizer = folder / "tokenizer"
+    tokenizer = place / "tokenizer"
     return Prepared(
         fingerprint=folder.name,
-        folder=folder,
+        folder=place,
         vocab_size=meta["vocab_size"],
         pad_id=meta["pad_id"],
         eos_id=meta["eos_id"],
@@ -265,7 +285,7 @@ def _point(run_dir: Path, folder: Path, prepared: Prepared, request: str) -> Non
     mine = secrets.token_hex(8)
     with translated(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        pointer = json.dumps({"folder": str(folder.resolve()), "request": request})
+        pointer = json.dumps({"folder": str(folder.parent.resolve() / folder.name), "request": request})
         if not _says(run_dir / _POINTER, pointer):  # a restarted agent needs no room on a full disk
             temporary = run_dir / f".{_POINTER}.{mine}"
             temporary.write_text(pointer)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from muster.core.errors import AccessError, MusterError, UsageError
 from muster.data import cache, sequences
 from muster.data.prepare import open_prepared, prepare
 from muster.data.tokenizer import Encoder, train
+from muster.storage.store.link_lease import Token, here
 
 TEXT2SQL = {"type": "text2sql", "rows": 300, "heldout_rows": 20}
 
@@ -81,7 +83,8 @@ def test_the_second_start_finds_the_first(make_spec, tmp_path):
     assert (tmp_path / "b" / "tokenizer" / "tokenizer.json").is_file()
     found = open_prepared(spec, tmp_path / "b")
     assert (found.train[3].input_ids == first.train[3].input_ids).all()
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [first.fingerprint]
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {first.fingerprint, first.folder.name}
+    assert (tmp_path / "cache" / first.fingerprint).resolve() == first.folder
 
 
 def test_hosts_whose_process_numbers_are_equal_share_a_run_folder(make_spec, tmp_path):
@@ -377,7 +380,7 @@ def test_a_damaged_sequence_is_reported_by_every_reader_and_only_the_damaged_dat
 def test_damaged_records_of_prepared_data_are_prepared_again(make_spec, tmp_path, name):
     spec = make_spec([TEXT2SQL])
     prepared = prepare(spec, run_dir=tmp_path / "r")
-    path = prepared.folder / name
+    path = tmp_path / "cache" / prepared.fingerprint / name
     whole = path.read_bytes()
     for broken in (whole[:-2], whole.replace(b"1", b"2", 1)):
         path.write_bytes(broken)
@@ -398,15 +401,65 @@ def test_ranks_never_open_another_run_files_data(make_spec, tmp_path):
     assert open_prepared(corrected, tmp_path / "r").stats["rows"] == 300
 
 
-def test_a_killed_builders_remains_are_cleared(make_spec, tmp_path):
-    import socket
+def test_what_is_left_of_other_data_is_cleared_where_nobody_can_need_it(make_spec, tmp_path):
+    """A dead process's of this machine at once, but for its tokens; another machine's, and an earlier version's, after
+    three days."""
+    cache_folder, name, days = tmp_path / "cache", "0" * 32, 4 * 86400
+    dead, alive = f"{here()}-4194999-1-ab", str(Token.new())
+    for path in (f"{name}.{dead}", f".work-{name}.{dead}", f"{name}.{alive}", f"{'1' * 32}.elsewhere-1-1-ab"):
+        (cache_folder / path / "train").mkdir(parents=True)
+        (cache_folder / path / "train" / "labels.npy").write_bytes(b"x")
+    for path in (f"{'2' * 32}.elsewhere-1-1-ab", f".partial-{'3' * 32}-a.host-77", f".kept-{'3' * 32}"):
+        (cache_folder / path).mkdir()
+        (cache_folder / path / "ids").write_bytes(b"x")
+        os.utime(cache_folder / path / "ids", (time.time() - days,) * 2)
+    (cache_folder / "mine.txt").write_text("not of Muster")
+    prepared = prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
+    assert {path.name for path in cache_folder.iterdir()} == {
+        f".work-{name}.{dead}", f"{name}.{alive}", f"{'1' * 32}.elsewhere-1-1-ab", "mine.txt",
+        prepared.fingerprint, prepared.folder.name,
+    }  # fmt: skip
 
-    dead = tmp_path / "cache" / f".partial-abc-{socket.gethostname()}-4194999"
-    other = tmp_path / "cache" / ".partial-abc-another.host-1-77"
-    for path in (dead, other):
-        path.mkdir(parents=True)
-    prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
-    assert not dead.exists() and other.exists()
+
+def test_data_of_an_earlier_version_are_read_and_withdrawn_like_others(make_spec, tmp_path):
+    """Their folder had the final name itself."""
+    spec = make_spec([TEXT2SQL])
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    final = tmp_path / "cache" / prepared.fingerprint
+    final.unlink()
+    prepared.folder.rename(final)
+    assert prepare(spec, run_dir=tmp_path / "r").stats["cached"] and open_prepared(spec, tmp_path / "r").folder == final
+    (final / "meta.json").write_bytes(b"{}")
+    again = prepare(spec, run_dir=tmp_path / "r")
+    assert not again.stats["cached"] and final.is_symlink() and final.resolve() == again.folder
+
+
+def test_half_a_folder_under_the_final_name_is_no_damage(make_spec, tmp_path):
+    """As an earlier version's rename on a mounted bucket left it."""
+    spec = make_spec([TEXT2SQL])
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    final = tmp_path / "cache" / prepared.fingerprint
+    final.unlink()
+    prepared.folder.rename(final)
+    (final / "sums.json").unlink()
+    with pytest.raises(MusterError, match="is gone"):
+        open_prepared(spec, tmp_path / "r")
+    again = prepare(spec, run_dir=tmp_path / "r")
+    assert not again.stats["cached"] and len(again.train) == len(prepared.train)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_where_there_are_no_links_a_rename_publishes(make_spec, tmp_path, monkeypatch, number):
+    def refused(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "symlink", refused)
+    spec = make_spec([TEXT2SQL])
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [prepared.fingerprint] == [prepared.folder.name]
+    (prepared.folder / "meta.json").write_bytes(b"{}")
+    assert not prepare(spec, run_dir=tmp_path / "r").stats["cached"]
+    assert prepare(spec, run_dir=tmp_path / "r").stats["cached"]
 
 
 def test_fingerprints_do_not_depend_on_order():

@@ -169,7 +169,7 @@ def test_a_row_may_name_its_database(make_spec, tmp_path):
     (tmp_path / "db").rename(tmp_path / "elsewhere")  # found in the cache, and where it is now
     moved = {**source, "database": str(tmp_path / "elsewhere" / "{db_id}" / "{db_id}.sqlite")}
     assert [each.score("SELECT 'rome'").correct for each in asked(make_spec, tmp_path, rows, **moved)] == [False, True]
-    assert len(list((tmp_path / "cache").glob("[0-9a-f]*"))) == 1
+    assert len(list((tmp_path / "cache").glob("?" * 32))) == 1
     rows.append({"db_id": "three", "question": "all", "query": "SELECT name FROM city"})
     with pytest.raises(UsageError, match=r"r\.jsonl:3: database .*three\.sqlite' does not exist"):
         asked(make_spec, tmp_path, rows, **moved)

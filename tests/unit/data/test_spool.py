@@ -102,10 +102,10 @@ def test_an_interrupted_preparation_goes_on_where_it_was(rows, make_spec, tmp_pa
     monkeypatch.setattr(build, "training_texts", lambda opened: trained.append(1) or train(opened))
     with pytest.raises(KeyboardInterrupt):
         prepare(spec, run_dir=tmp_path / "run")
-    assert [path.name[:6] for path in (tmp_path / "cache").iterdir()] == [".kept-"]
+    assert [path.name[:6] for path in (tmp_path / "cache").iterdir()] == [".work-"]
     resumed = prepare(spec, run_dir=tmp_path / "run")
     assert done == [*range(0, 60, 10), 60, *range(60, 100, 10)] and len(trained) == 1
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [resumed.fingerprint]
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {resumed.fingerprint, resumed.folder.name}
     fresh = prepare(make_spec([rows], cache_dir=str(tmp_path / "other")), run_dir=tmp_path / "run-b")
     assert len(contents(fresh.folder)) > 10 and contents(resumed.folder) == contents(fresh.folder)
 

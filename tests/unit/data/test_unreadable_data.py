@@ -47,15 +47,15 @@ def test_what_was_read_wrongly_once_is_no_damage(make_spec, tmp_path, monkeypatc
     assert len(open_prepared(spec, tmp_path / "r").train) == len(train) and not wrong
 
 
-def test_damaged_data_that_a_killed_process_had_put_away_is_cleared(make_spec, tmp_path, monkeypatch):
+def test_damaged_data_that_a_killed_process_was_removing_are_prepared_again(make_spec, tmp_path, monkeypatch):
     spec = make_spec([{"type": "random", "rows": 40}], model={"config": {"vocab_size": 512}})
     prepared = prepare(spec, run_dir=tmp_path / "r")
     (prepared.folder / "train" / "labels.npy").write_bytes(b"")
     with monkeypatch.context() as killed:
         killed.setattr(cache.shutil, "rmtree", lambda *_, **__: None)
-        killed.setattr(cache.os, "getpid", lambda: 4194999)
+        killed.setattr(Path, "is_symlink", lambda path: path.name != prepared.fingerprint and os.path.islink(path))
         with pytest.raises(MusterError, match="is damaged"):
             open_prepared(spec, tmp_path / "r")
-    assert [*(tmp_path / "cache").glob(".partial-*")]
-    prepare(spec, run_dir=tmp_path / "r")
-    assert not [*(tmp_path / "cache").glob(".partial-*")]
+    assert (tmp_path / "cache" / prepared.fingerprint).is_symlink() and prepared.folder.exists()
+    again = prepare(spec, run_dir=tmp_path / "r")
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {again.fingerprint, again.folder.name}

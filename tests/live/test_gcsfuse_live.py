@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes.gcs import Faults, GcsFake, Latency
@@ -189,6 +190,45 @@ def test_exclusive_creation_is_exclusive_in_one_mount_only(two):
     with fails(errno.ESTALE):
         os.close(first)  # and what it wrote is gone, here too
     assert (one / "f").read_bytes() == b"second"
+
+
+def test_a_symbolic_link_has_one_maker_among_mounts(two, fake, monkeypatch):
+    """One insert, if nothing has the name; what is asked again after a lost answer finds its own link."""
+    for number in range(5):
+        with ThreadPoolExecutor(4) as pool:
+            names = [f"{number}-{maker}" for maker in range(4)]
+            tries = [pool.submit(os.symlink, name, two[n % 2] / f"link-{number}") for n, name in enumerate(names)]
+            errors = [each.exception() for each in tries]
+        made = [name for name, error in zip(names, errors, strict=True) if error is None]
+        assert len(made) == 1 and all(isinstance(error, FileExistsError) for error in errors if error is not None)
+        assert {os.readlink(place / f"link-{number}") for place in two} == set(made)
+    draw, inserts = fake.weather.draw, []
+
+    def lose_the_first_insert():
+        inserts.extend([1] if fake.requests[-1][0] == "POST" else [])
+        return *draw()[:2], fake.requests[-1][0] == "POST" and len(inserts) == 1
+
+    monkeypatch.setattr(fake.weather, "draw", lose_the_first_insert)
+    with fails(errno.EEXIST):
+        os.symlink("mine", two[0] / "lost")
+    assert os.readlink(two[0] / "lost") == os.readlink(two[1] / "lost") == "mine"
+
+
+def test_others_see_half_of_a_folder_that_is_being_renamed(mounted, fake):
+    """One move for each file, the new name first: it says nothing of whether all is there."""
+    one, other = (mounted(name, "rename-dir-limit=100", *FRESH) for name in "ab")
+    (one / "old").mkdir()
+    for number in range(20):
+        (one / "old" / str(number)).write_bytes(b"x")
+    fake.weather.latency = Latency(0.02, 0.03)
+    with ThreadPoolExecutor(1) as pool:
+        renamed = pool.submit(os.rename, one / "old", one / "new")
+        seen = set()
+        while not renamed.done():
+            with contextlib.suppress(FileNotFoundError):
+                seen.add(len(os.listdir(other / "new")))
+        renamed.result()
+    assert seen & set(range(20)) and len(os.listdir(other / "new")) == 20
 
 
 def test_who_appends_second_is_stale(two, fake):

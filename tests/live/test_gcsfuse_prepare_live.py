@@ -154,12 +154,13 @@ def at_change(fake, number, *processes, timeout_s=60):
         time.sleep(0.001)
 
 
-NIGHT = pytest.mark.soak
+NIGHT = pytest.mark.soak  # most of the seconds are those of opening data on a mount that remembers no name
 
 
 @pytest.mark.parametrize(
     ("count", "rounds"), [(3, 1), pytest.param(2, 10, marks=NIGHT), pytest.param(3, 10, marks=NIGHT)]
 )
+@pytest.mark.timeout(1800)
 def test_hosts_that_prepare_at_once_prepare_once(weather, pods, count, rounds):
     fake = weather(seed=100 * count + rounds)
     hosts, chance = pods(fake, count), random.Random(rounds)

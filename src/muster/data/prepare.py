@@ -37,8 +37,8 @@ from muster.data.task import TASKS
 from muster.data.text.templates import ChatTemplate
 from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, find_template, install_template, locate, model_vocab_size, train
-from muster.storage.store.link_lease import Holder
 from muster.storage.mounts import uri_of_mounted
+from muster.storage.store.link_lease import Holder
 
 _POINTER = "data.json"
 _NEW_TOKENS = "new_tokens"

@@ -1,7 +1,8 @@
 """Which paths of this machine are a bucket that is mounted with Cloud Storage FUSE.
 
-Such a mount has no conditional writes: ``link(2)`` is refused, locks reach no other machine, and a modification time or
-an inode is not the object's generation. What must have one winner goes to the bucket itself.
+Such a mount replaces no object conditionally: ``link(2)`` is refused, locks reach no other machine, and a modification
+time or an inode is not the object's generation. What is renewed by one winner goes to the bucket itself. (A symbolic
+link under a free name has one winner: ``store.link_lease``.)
 """
 
 from __future__ import annotations

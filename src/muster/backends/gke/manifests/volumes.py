@@ -28,8 +28,9 @@ SHARE_OF_WEIGHTS = 1.1
 # What Google's profile of this name sets is for data that are read and do not change while a run lasts.
 _READ = ["implicit-dirs", "profile=aiml-training"]
 _CACHED = ["file-cache-enable-parallel-downloads"]
-# Prepared data are written by one host and read by the others: no name may be remembered, and a finished folder is
-# renamed, which flat buckets allow up to this many files (the default off the large machines is 0).
+# Prepared data: every host may write them, and the hosts agree by links on the mount which one does
+# (``muster.data.cache``): no name may be remembered. Nothing there is renamed; libraries that rename a folder of theirs
+# may, up to this many files (the default off the large machines is 0).
 _WRITTEN = ["implicit-dirs", "metadata-cache-ttl-secs=0", "rename-dir-limit=200000"]
 
 

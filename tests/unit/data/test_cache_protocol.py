@@ -55,7 +55,8 @@ class Host(threading.Thread):
 
 
 class World:
-    def __init__(self, monkeypatch, folder, seed):
+    def __init__(self, monkeypatch, folder, seed, has_scratch):
+        self.has_scratch = has_scratch
         self.local, self.hosts, self.now_s, self.beat_s = threading.local(), [], 0.0, 0.0
         self.chance, self.folder, self.builds = random.Random(seed), folder, []
         for name in CALLS:
@@ -120,7 +121,8 @@ class World:
         def wait(holder):
             host.waited.append(holder.token.start_ticks)
 
-        built = cache.build_once(self.folder, build, on_wait=wait)
+        scratch = self.folder.parent.with_suffix(f".{host.machine}") if self.has_scratch else None
+        built = cache.build_once(self.folder, build, on_wait=wait, scratch=scratch)
         place = cache.published(self.folder)
         assert place is not None and cache.damage(place) is None
         return built
@@ -164,13 +166,13 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch, tmp_path):
-    """``world(seed)``: a cache of its own."""
+    """``world(seed)``: a cache of its own. With scratch folders each machine has one, as on a mounted bucket."""
     with contextlib.ExitStack() as held:
 
-        def make(seed):
+        def make(seed, has_scratch=None):
             patch = held.enter_context(monkeypatch.context())
             folder = tmp_path / f"cache-{seed}" / FINGERPRINT
-            return World(patch, folder, seed)
+            return World(patch, folder, seed, seed % 2 if has_scratch is None else has_scratch)
 
         yield make
 
@@ -200,13 +202,13 @@ def test_hosts_that_start_at_once_build_once_and_the_others_wait(world, seed):
 
 
 def test_a_host_killed_at_each_call_leaves_the_next_start_right_and_nothing_over(world):
-    calls = world("count")
-    whole = calls.start("one")
-    calls.run()
-    assert whole.calls > 60
-    for number in range(1, whole.calls + 1):
-        for machine in ("one", "two"):
-            here = world(f"{machine}-{number}")
+    for machine, has_scratch in (("one", False), ("two", True)):
+        calls = world(f"count-{machine}", has_scratch)
+        whole = calls.start("one")
+        calls.run()
+        assert whole.calls > 60
+        for number in range(1, whole.calls + 1):
+            here = world(f"{machine}-{number}", has_scratch)
             victim = here.start("one")
             while victim.calls < number and not victim.over:
                 here.turn(victim)

@@ -448,6 +448,72 @@ def test_half_a_folder_under_the_final_name_is_no_damage(make_spec, tmp_path):
     assert not again.stats["cached"] and len(again.train) == len(prepared.train)
 
 
+def test_data_on_a_read_only_mount_are_used_and_no_others_made(make_spec, tmp_path, monkeypatch):
+    spec = make_spec([TEXT2SQL])
+    prepared = prepare(spec, run_dir=tmp_path / "r")
+
+    def refusing(real):
+        def call(path, *args, **kwargs):
+            if str(tmp_path / "cache") in f"{path} {args}":
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for name in ("symlink", "mkdir", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    assert prepare(spec, run_dir=tmp_path / "other").fingerprint == prepared.fingerprint
+    with pytest.raises(AccessError, match="cannot be written: Read-only file system"):
+        prepare(make_spec([{**TEXT2SQL, "seed": 4}]), run_dir=tmp_path / "other")
+
+
+@pytest.fixture
+def mounted(monkeypatch):
+    """The cache is taken for a mounted bucket."""
+    monkeypatch.setattr("muster.data.prepare.uri_of_mounted", lambda path: f"gs://bucket{path}")
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_mounted_cache_gets_finished_files_alone(make_spec, tmp_path, mounted, monkeypatch):
+    """It is built in the run's folder, of which nothing is left."""
+    opened, real = [], open
+
+    def spying(path, mode="r", *args, **kwargs):
+        if str(path).startswith(str(tmp_path / "cache")) and mode != "r" and "r" not in mode:
+            opened.append((Path(path).name, mode))
+        return real(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", spying)
+    prepared = prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
+    assert len(opened) == len(contents(prepared.folder)) and {mode for _, mode in opened} == {"wb"}
+    assert opened[-1][0] == "sums.json"
+    assert {path.name for path in (tmp_path / "r").iterdir()} == {"data.json", "tokenizer"}
+    local = prepare(make_spec([TEXT2SQL], cache_dir=str(tmp_path / "local")), run_dir=tmp_path / "r2")
+    assert contents(local.folder) == contents(prepared.folder)
+
+
+def test_a_copy_whose_answer_was_lost_is_looked_at_again(make_spec, tmp_path, mounted, monkeypatch):
+    """GCSFuse says ESTALE at a close though the bucket has the file. What is not there is written again."""
+    real, lost = cache.shutil.copyfile, set()
+
+    def copyfile(source, target, **more):
+        name = Path(target).name
+        is_lost = Path(target).is_relative_to(tmp_path / "cache") and name not in lost
+        if name != "labels.npy" or not is_lost:
+            real(source, target, **more)
+        if is_lost:
+            lost.add(name)
+            raise OSError(errno.ESTALE, "Stale file handle", str(target))
+
+    monkeypatch.setattr(cache.shutil, "copyfile", copyfile)
+    prepared = prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
+    assert len(lost) > 10 and not prepared.stats["cached"] and prepared.train[0].tokens > 0
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {prepared.fingerprint, prepared.folder.name}
+
+
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
 def test_where_there_are_no_links_a_rename_publishes(make_spec, tmp_path, monkeypatch, number):
     def refused(*_):

@@ -35,6 +35,8 @@ FILES = (
     "vocab.json",
     "merges.txt",
 )
+#: What both files say of an added token.
+_TOKEN_KEYS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,25 @@ def install_template(folder: Path, template: ChatTemplate) -> int:
         _write_json(folder / "tokenizer_config.json", {**config, "eos_token": ending})
         roles = {f"{role}_token": name for role, name in encoder.special.items()}
         _write_json(folder / "special_tokens_map.json", {**roles, "eos_token": ending})
+    list_added_tokens(folder)
     return Encoder(folder).vocab_size - before
+
+
+def list_added_tokens(folder: Path) -> None:
+    """Write every added token of the folder's ``tokenizer.json`` to its ``tokenizer_config.json``.
+
+    transformers 5 builds some classes (Qwen2, GPT-2, GPT-NeoX, CodeGen, Llama) from the vocabulary and this list alone,
+    and llama.cpp finds the added tokens of sentencepiece models in it; a token that it lacks is split into pieces.
+    """
+    config = _read_json(folder / "tokenizer_config.json")
+    added = _read_json(folder / "tokenizer.json").get("added_tokens")
+    if not isinstance(added, list):
+        return
+    tokens = {str(at(token, "id")): {key: at(token, key) for key in _TOKEN_KEYS} for token in added}
+    if config.get("added_tokens_decoder") != tokens:
+        # Where there is a list, no reader opens special_tokens_map.json.
+        config = {**_read_json(folder / "special_tokens_map.json"), **config, "added_tokens_decoder": tokens}
+        _write_json(folder / "tokenizer_config.json", config)
 
 
 def model_vocab_size(model: Model) -> int | None:

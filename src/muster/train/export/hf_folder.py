@@ -260,9 +260,12 @@ def write_generation_config(folder: Path, sources: ExportSources) -> None:
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """The tokenizer's files from the run's folder; none if the run had no tokenizer."""
+    from muster.data.tokenizer import list_added_tokens
+
     for path in sorted(source.iterdir()) if source.is_dir() else []:
         if path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
+    list_added_tokens(folder)  # data prepared by an older version, or a base that lacks some
 
 
 def apply_umask(folder: Path) -> None:

@@ -28,6 +28,7 @@ from muster.core.protocols import Shell
 from muster.core.typed_json import JsonObject
 from muster.storage.run_registry import export_folder
 from muster.train.export import verification
+from muster.train.export.config_files import write_config
 from muster.train.export.sources import (
     ExportSources,
     Make,
@@ -161,9 +162,7 @@ def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tup
     itemsize = dtype.itemsize
     sizes = {name: int(torch.Size(shape).numel()) * itemsize for name, shape in (shapes | buffers).items()}
     written = write_safetensors(folder, "model", makers, sizes, dtype)
-    sources.config.architectures = [type(sources.model).__name__]
-    sources.config.dtype = dtype
-    sources.config.save_pretrained(folder)
+    write_config(folder, sources, dtype)
     write_generation_config(folder, sources)
     return len(makers), written
 

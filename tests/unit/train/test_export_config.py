@@ -1,0 +1,67 @@
+"""config.json of an export, read with the names of transformers 4 and by the installed transformers."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from muster.train.export.config_files import write_config
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 512}
+#: The rope keys of a base as the hub has it, and as transformers 4 saves it.
+BASES = {
+    "qwen3": {"rope_theta": 1e6, "rope_scaling": None},
+    "llama": {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}},
+    "phi3": {"rope_theta": 2e4, "rope_scaling": LONG, "original_max_position_embeddings": 64, "pad_token_id": 0},
+    "olmo2": {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "glm4": {"rope_theta": 2e4, "partial_rotary_factor": 0.25},
+    "gpt_neox": {"rotary_emb_base": 20_000, "rotary_pct": 0.5},
+}
+
+
+def written(base, tmp_path, dtype=torch.bfloat16):
+    """config.json of an export of a model of ``base``, and what transformers read of the base and of it."""
+    source, folder = tmp_path / "base", tmp_path / "out"
+    for each in (source, folder):
+        each.mkdir()
+    (source / "config.json").write_text(json.dumps(base))
+    config = AutoConfig.from_pretrained(source)
+    read = json.loads(json.dumps(config.get_text_config().rope_parameters))
+    write_config(folder, SimpleNamespace(config=config, model=object(), folder=SimpleNamespace(path=source)), dtype)
+    return json.loads((folder / "config.json").read_text()), read, AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_one_set_of_rope_parameters_is_where_transformers_4_looks(kind, tmp_path):
+    out, read, again = written({"model_type": kind, **SMALL, **BASES[kind]}, tmp_path)
+    assert {key: out[key] for key in BASES[kind]} == BASES[kind]
+    assert out["rope_parameters"] == read == again.rope_parameters and again.dtype == torch.bfloat16
+    assert out["torch_dtype"] == out["dtype"] == "bfloat16"
+
+
+def test_a_base_that_transformers_5_saved(tmp_path):
+    rope = {"rope_theta": 5e5, **LLAMA3, "original_max_position_embeddings": 64}
+    out, read, again = written({"model_type": "llama", **SMALL, "rope_parameters": rope}, tmp_path)
+    assert out["rope_theta"] == 5e5
+    assert out["rope_scaling"] == {key: value for key, value in rope.items() if key != "rope_theta"}
+    assert read == again.rope_parameters == rope
+
+
+def test_sets_by_kind_of_layer_have_no_form_at_the_top(tmp_path):
+    """Gemma 3: transformers 4 has other names for them, and a set at the top would be taken for all layers."""
+    base = {"model_type": "gemma3_text", **SMALL, "rope_theta": 2e6, "rope_local_base_freq": 2e4}
+    out, read, again = written(base, tmp_path)
+    assert set(read) == {"full_attention", "sliding_attention"} and out["rope_parameters"] == read
+    assert not {"rope_theta", "rope_scaling", "rope_local_base_freq"} & out.keys()
+    assert again.rope_parameters == read
+
+
+def test_a_section_for_text_has_its_own(tmp_path):
+    text = {"model_type": "qwen2", **SMALL, "rope_theta": 3e5}
+    base = {"model_type": "llava", "text_config": text, "vision_config": {"model_type": "clip_vision_model"}}
+    out, _, _ = written(base, tmp_path)
+    assert out["text_config"]["rope_theta"] == 3e5 and "rope_theta" not in out

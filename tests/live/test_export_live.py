@@ -12,6 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from fakes.hub_tokenizer import make_hub_tokenizer  # noqa: E402
+
 from muster.checkpoint.saver import Saver  # noqa: E402
 from muster.config.spec import RunSpec, TrainedTokenizer  # noqa: E402
 from muster.core.errors import CheckpointError, UsageError  # noqa: E402
@@ -47,7 +49,8 @@ def make_run(run_dir, model, *, change=0.02, chat_template=None, tokenizer=None)
     vocabulary = 1
     if tokenizer is not None:
         Encoder(tokenizer).save(run_dir / "tokenizer")
-        install_template(run_dir / "tokenizer", find_template(chat_template))
+        if chat_template is not None:
+            install_template(run_dir / "tokenizer", find_template(chat_template))
         vocabulary = Encoder(run_dir / "tokenizer").vocab_size
     (run_dir / "resolved.json").write_text(spec.model_dump_json())
     source = Path(spec.model.source) if spec.model.source else None
@@ -168,6 +171,42 @@ def test_lora_with_tokens_that_a_chat_template_added(tmp_path, tied):
     assert loaded.get_input_embeddings().weight.shape[0] == size + 2
 
 
+@pytest.mark.parametrize("kind, name", [("qwen3", "Qwen2Tokenizer"), ("llama", "LlamaTokenizer")])
+def test_a_chat_of_the_export_has_the_ids_of_training_and_ends(tmp_path, kind, name):
+    """Of a base as the hub has it; once more of an export as the source; and the check can fail."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from muster.core.clock import SystemShell
+    from muster.train.export import verification
+    from muster.train.export.sources import open_sources, read_spec, reference_model
+
+    base = make_hub_tokenizer(tmp_path / "base", name)
+    tokenizer = (base / "tokenizer_config.json").read_bytes()
+    keys = {**TINY, "vocab_size": Encoder(base).vocab_size, "model_type": kind}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).save_pretrained(base)
+    make_run(tmp_path / "run", {"source": str(base), "dtype": "float32"}, chat_template="llama3", tokenizer=base)
+    first = exporting.export(tmp_path / "run", tmp_path / "first").folder
+    make_run(tmp_path / "next", {"source": str(first), "dtype": "float32"}, tokenizer=first)
+    second = exporting.export(tmp_path / "next", tmp_path / "second").folder
+    end = Encoder(tmp_path / "run" / "tokenizer").eos_id
+    for folder in (first, second):
+        for file in ("config.json", "generation_config.json"):
+            assert json.loads((folder / file).read_text())["eos_token_id"] == end
+
+    manifest = exporting.choose_checkpoint(read_spec(tmp_path / "run"), tmp_path / "run", None)
+    reader = exporting.ShardReader(exporting.open_checkpoint(manifest))
+    reference = reference_model(open_sources(read_spec(tmp_path / "run"), tmp_path / "run", reader))
+    ids = verification.training_ids(tmp_path / "run" / "tokenizer", end)
+    arguments = {"base": None, "dtype": "float32", "shell": SystemShell(), "ids": ids}
+    generation = json.loads((first / "generation_config.json").read_text())
+    (first / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 1}))
+    with pytest.raises(CheckpointError, match=f"generation ends at 1, not at {end}"):
+        verification.verify(first, reference, **arguments)
+    (first / "tokenizer_config.json").write_bytes(tokenizer)
+    with pytest.raises(CheckpointError, match="tokenizer is not that of training"):
+        verification.verify(first, reference, **arguments)
+
+
 def test_an_adapter_that_does_nothing_is_refused(tmp_path):
     pytest.importorskip("peft")
     model = {"config": TINY, "dtype": "float32", "lora": {"rank": 4}}
@@ -240,8 +279,8 @@ def test_the_check_can_fail(tmp_path):
     stored[name] = stored[name] + 0.01
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="differ from the training state"):
-        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell())
+        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell(), ids={})
     del stored[name]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="missing"):
-        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell())
+        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell(), ids={})

@@ -5,9 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes.hub_tokenizer import make_hub_tokenizer
+from fakes.small_model import spec_of
 from transformers import AutoConfig
 
-from muster.train.export.config_files import write_config
+from muster.data.tokenizer import Encoder, find_template, install_template
+from muster.train.export.config_files import copy_tokenizer, write_config, write_generation_config
+from muster.train.export.verification import different_ids, training_ids
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -23,6 +27,13 @@ BASES = {
 }
 
 
+def sources_of(base, config, tokenizer=None, template=None):
+    spec = spec_of(None, source=str(base))
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"chat_template": template})})
+    folder = SimpleNamespace(path=base)
+    return SimpleNamespace(spec=spec, config=config, model=object(), folder=folder, tokenizer=tokenizer)
+
+
 def written(base, tmp_path, dtype=torch.bfloat16):
     """config.json of an export of a model of ``base``, and what transformers read of the base and of it."""
     source, folder = tmp_path / "base", tmp_path / "out"
@@ -31,7 +42,7 @@ def written(base, tmp_path, dtype=torch.bfloat16):
     (source / "config.json").write_text(json.dumps(base))
     config = AutoConfig.from_pretrained(source)
     read = json.loads(json.dumps(config.get_text_config().rope_parameters))
-    write_config(folder, SimpleNamespace(config=config, model=object(), folder=SimpleNamespace(path=source)), dtype)
+    write_config(folder, sources_of(source, config), dtype)
     return json.loads((folder / "config.json").read_text()), read, AutoConfig.from_pretrained(folder)
 
 
@@ -65,3 +76,49 @@ def test_a_section_for_text_has_its_own(tmp_path):
     base = {"model_type": "llava", "text_config": text, "vision_config": {"model_type": "clip_vision_model"}}
     out, _, _ = written(base, tmp_path)
     assert out["text_config"]["rope_theta"] == 3e5 and "rope_theta" not in out
+
+
+@pytest.mark.parametrize("before, after", [(1, "{end}"), ([1, 5], ["{end}", 1, 5]), ([5], "{end}")])
+def test_generation_ends_where_a_turn_does_and_where_a_base_with_several_ends_did(before, after, tmp_path):
+    base, folder = tmp_path / "base", tmp_path / "out"
+    run = make_hub_tokenizer(tmp_path / "run", "PreTrainedTokenizerFast")
+    install_template(run, find_template("chatml"))
+    end = Encoder(run).eos_id
+    after = [end if each == "{end}" else each for each in after] if isinstance(after, list) else end
+    base.mkdir()
+    folder.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, "eos_token_id": 1}))
+    generation = {"eos_token_id": before, "temperature": 0.5, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    sources = sources_of(base, AutoConfig.from_pretrained(base), run, "chatml")
+    write_config(folder, sources, torch.float32)
+    write_generation_config(folder, sources)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == generation["eos_token_id"] == after
+    assert generation["temperature"] == 0.5
+
+
+def test_a_class_that_cuts_otherwise_than_the_file_is_not_exported(tmp_path):
+    """Llama 2's way: tokenizer.json puts a blank before every text, transformers 5 only before the first."""
+    base = make_hub_tokenizer(tmp_path / "base", "LlamaTokenizer")
+    file = json.loads((base / "tokenizer.json").read_text())
+    blank = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    prepend = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, blank]}
+    (base / "tokenizer.json").write_text(json.dumps({**file, "normalizer": prepend, "pre_tokenizer": None}))
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "legacy": False}))
+    install_template(base, find_template("chatml"))
+    assert "has the ids" in different_ids(base, training_ids(base, None))
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(base, tmp_path / "out")
+    assert different_ids(tmp_path / "out", training_ids(base, None)) is None
+
+
+@pytest.mark.parametrize("name, written", [("TokenizersBackend", "PreTrainedTokenizerFast"), ("Qwen2Tokenizer",) * 2])
+def test_the_class_is_one_that_transformers_4_has(name, written, tmp_path):
+    base = make_hub_tokenizer(tmp_path / "base", "Qwen2Tokenizer")
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": name}))
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(base, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["tokenizer_class"] == written

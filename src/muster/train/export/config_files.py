@@ -3,23 +3,87 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 
 from muster.core.typed_json import Json, JsonObject, at, child
+from muster.data.tokenizer import Encoder, list_added_tokens
 from muster.train.export.sources import ExportSources
+from muster.train.export.verification import different_ids, training_ids
+from muster.train.model.causal_lm import grows
+
+
+def end_tokens(sources: ExportSources) -> int | list[int] | None:
+    """Where generation ends, if it is not the base's own matter: the tokenizer's end token, which a chat template has
+    set, and those of a base with several."""
+    if sources.folder is not None and not grows(sources.spec):
+        return None
+    end = Encoder(sources.tokenizer).eos_id if (sources.tokenizer / "tokenizer.json").is_file() else None
+    before = _base_json(sources, "generation_config.json").get("eos_token_id")
+    before = before or _base_json(sources, "config.json").get("eos_token_id")
+    several = before if isinstance(before, list) and len(before) > 1 else []
+    return end if end is None or not several else [end, *(each for each in several if each != end)]
 
 
 def write_config(folder: Path, sources: ExportSources, dtype: torch.dtype) -> None:
+    """config.json, as transformers 5 saves it, with what transformers 4 reads."""
     sources.config.architectures = [type(sources.model).__name__]
     sources.config.dtype = dtype
+    end = end_tokens(sources)
+    if end is not None:
+        sources.config.eos_token_id = sources.config.get_text_config().eos_token_id = end
     sources.config.save_pretrained(folder)
     path = folder / "config.json"
-    before = sources.folder.path / path.name if sources.folder else None
-    base: JsonObject = json.loads(before.read_bytes()) if before is not None else {}
-    written = with_old_names(json.loads(path.read_bytes()), base)
+    written = with_old_names(json.loads(path.read_bytes()), _base_json(sources, path.name))
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
+def write_generation_config(folder: Path, sources: ExportSources) -> None:
+    """The base's, with the tokenizer's special tokens where a chat template has changed them; or a new one."""
+    from transformers import GenerationConfig
+
+    given = _base_json(sources, "generation_config.json")
+    if given and sources.folder is not None and not grows(sources.spec):
+        shutil.copyfile(sources.folder.path / "generation_config.json", folder / "generation_config.json")
+        return
+    if given or sources.folder is None:
+        config = GenerationConfig.from_dict(dict(given))
+    else:
+        config = GenerationConfig.from_model_config(sources.config)
+    if (sources.tokenizer / "tokenizer.json").is_file():
+        encoder = Encoder(sources.tokenizer)
+        for role, token in encoder.special.items():
+            if role in ("bos", "eos", "pad"):
+                setattr(config, f"{role}_token_id", encoder.fast.token_to_id(token))
+    config.eos_token_id = end_tokens(sources) or config.eos_token_id
+    config.save_pretrained(folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer's files from the run's folder; none if the run had no tokenizer."""
+    for path in sorted(source.iterdir()) if source.is_dir() else []:
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+    list_added_tokens(folder)  # data prepared by an older version, or a base that lacks some
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_bytes())
+    # transformers 4 has no TokenizersBackend. transformers 5 builds some classes by its own rules, LlamaTokenizer
+    # among them; where these give other ids, the class that reads tokenizer.json is named.
+    try:
+        wrong = different_ids(folder, training_ids(source, None))
+    except Exception:  # noqa: BLE001 (whatever a class that cannot be opened raises)
+        wrong = "it cannot be opened"
+    if wrong or config.get("tokenizer_class") == "TokenizersBackend":
+        path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+
+
+def _base_json(sources: ExportSources, name: str) -> JsonObject:
+    path = sources.folder.path / name if sources.folder is not None else None
+    return json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
 
 
 def with_old_names(config: JsonObject, base: JsonObject) -> dict[str, Json]:

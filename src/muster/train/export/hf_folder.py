@@ -28,7 +28,7 @@ from muster.core.protocols import Shell
 from muster.core.typed_json import JsonObject
 from muster.storage.run_registry import export_folder
 from muster.train.export import verification
-from muster.train.export.config_files import write_config
+from muster.train.export.config_files import copy_tokenizer, end_tokens, write_config, write_generation_config
 from muster.train.export.sources import (
     ExportSources,
     Make,
@@ -40,7 +40,7 @@ from muster.train.export.sources import (
     stored,
 )
 from muster.train.model import lora, weights
-from muster.train.model.causal_lm import DTYPES, grows, on_meta
+from muster.train.model.causal_lm import DTYPES, on_meta
 
 #: Largest safetensors file, as in transformers.
 MAX_FILE_BYTES = 5_000_000_000
@@ -113,13 +113,14 @@ def export(
             tensors, size = write_adapter(folder, sources)
         else:
             tensors, size = write_model(folder, sources, DTYPES[dtype])
-        copy_tokenizer(run_dir / "tokenizer", folder)
+        copy_tokenizer(sources.tokenizer, folder)
         checked: JsonObject = {}
         if verify:
             base = str(sources.folder.path) if adapter and sources.folder else None
             compared = "float32" if adapter else dtype
+            ids = verification.training_ids(sources.tokenizer, end_tokens(sources))
             checked = verification.verify(
-                folder, reference_model(sources), base=base, dtype=compared, shell=shell or SystemShell()
+                folder, reference_model(sources), base=base, dtype=compared, shell=shell or SystemShell(), ids=ids
             )
         apply_umask(folder)
         if target.is_dir():
@@ -233,38 +234,6 @@ def write_safetensors(
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return total
-
-
-def write_generation_config(folder: Path, sources: ExportSources) -> None:
-    """The base's, or a new one with the tokenizer's special tokens."""
-    from transformers import GenerationConfig
-
-    given = sources.folder.path / "generation_config.json" if sources.folder else None
-    if given is not None and given.is_file() and not grows(sources.spec):
-        shutil.copyfile(given, folder / given.name)
-        return
-    if given is not None and given.is_file():  # a chat template has changed the end token
-        config = GenerationConfig.from_dict(json.loads(given.read_text()))
-    else:
-        config = GenerationConfig.from_model_config(sources.config)
-    if (sources.tokenizer / "tokenizer.json").is_file():
-        from muster.data.tokenizer import Encoder
-
-        encoder = Encoder(sources.tokenizer)
-        for role, token in encoder.special.items():
-            if role in ("bos", "eos", "pad"):
-                setattr(config, f"{role}_token_id", encoder.fast.token_to_id(token))
-    config.save_pretrained(folder)
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files from the run's folder; none if the run had no tokenizer."""
-    from muster.data.tokenizer import list_added_tokens
-
-    for path in sorted(source.iterdir()) if source.is_dir() else []:
-        if path.is_file() and not (folder / path.name).exists():
-            shutil.copyfile(path, folder / path.name)
-    list_added_tokens(folder)  # data prepared by an older version, or a base that lacks some
 
 
 def apply_umask(folder: Path) -> None:

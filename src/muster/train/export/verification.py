@@ -1,12 +1,13 @@
-"""Verify that an exported folder gives the training state's logits, in a new process, loaded as a user would.
+"""Verify that an exported folder gives the training state's logits and ids, in a new process, loaded as a user would.
 
-``verify`` writes two fixed batches and the expected logits to a temporary folder and starts this module as
-a program, which loads the folder through ``AutoModelForCausalLM`` (and PEFT) and compares.
+``verify`` writes two fixed batches with the expected logits, and texts with their ids, to a temporary folder and starts
+this module as a program, which loads the folder through ``AutoModelForCausalLM`` (and PEFT) and ``AutoTokenizer``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from muster.core.errors import BackendError, CheckpointError
+from muster.core.errors import BackendError, CheckpointError, UsageError
 from muster.core.protocols import Shell
-from muster.core.typed_json import JsonObject, parse_object, text, texts
+from muster.core.typed_json import Json, JsonObject, parse_object, text, texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,31 +31,43 @@ LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}
 BATCHES = 2
 SHAPE = (2, 24)
 TIMEOUT_S = 1800.0
+#: What tokenizers cut differently: digits, runs of blanks, marks, bytes of letters that no vocabulary has.
+PLAIN = "Two 12,345 cafés:\n\n  def f(x): return x_1  # 世界 🚀 \n"
+CHAT: Sequence[JsonObject] = (
+    {"role": "user", "content": "What is 17 and 4?"},
+    {"role": "assistant", "content": "It's 21.\n\nIs it?"},
+    {"role": "user", "content": " Yes"},
+)
 
 
-def verify(folder: Path, reference: PreTrainedModel, *, base: str | None, dtype: str, shell: Shell) -> JsonObject:
-    """Compare the folder with ``reference`` (the training state, float32, on the CPU).
+def verify(
+    folder: Path, reference: PreTrainedModel, *, base: str | None, dtype: str, shell: Shell, ids: JsonObject
+) -> JsonObject:
+    """Compare the folder with ``reference`` (the training state, float32, on the CPU) and with ``ids`` of training.
 
     ``base``: the model that an adapter belongs to; None for a whole model. Returns ``relative_difference``,
     ``max_difference``, ``agreement`` (share of equal next tokens), ``limit`` and, for an adapter, ``effect``.
 
     Raises:
-        CheckpointError: the logits differ, keys did not match, or the adapter changes nothing.
+        CheckpointError: logits or ids differ, keys did not match, generation does not end where a turn does, or the
+            adapter changes nothing.
         BackendError: the new process failed.
     """
     vocabulary = reference.config.get_text_config().vocab_size
     expected = {}
     for number in range(BATCHES):
-        ids = fixed_batch(number, vocabulary)
-        expected[f"ids.{number}"] = ids
-        expected[f"logits.{number}"] = logits(reference, ids)
+        batch = fixed_batch(number, vocabulary)
+        expected[f"ids.{number}"] = batch
+        expected[f"logits.{number}"] = logits(reference, batch)
     check_adapters(reference)
     with tempfile.TemporaryDirectory(prefix="muster-verify-") as scratch:
         from safetensors.torch import save_file
 
         file = f"{scratch}/expected.safetensors"
         save_file(expected, file)
-        argv = [sys.executable, "-P", "-m", "muster.train.export.verification", str(folder), file]
+        Path(scratch, "ids.json").write_text(json.dumps(ids))
+        program = [sys.executable, "-P", "-m", "muster.train.export.verification"]
+        argv = [*program, str(folder), file, f"{scratch}/ids.json"]
         result = shell.run([*argv, *(["--base", base] if base else [])], timeout_s=TIMEOUT_S)
     try:
         report = parse_object(result.stdout.splitlines()[-1])
@@ -70,6 +83,8 @@ def verify(folder: Path, reference: PreTrainedModel, *, base: str | None, dtype:
 
 def check_report(report: JsonObject) -> None:
     """Raise CheckpointError unless the new process's report is that of a correct export."""
+    if wrong := text(report, "tokenizer"):
+        raise CheckpointError(f"the exported tokenizer is not that of training: {wrong}")
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := texts(report, kind):
             raise CheckpointError(f"the exported folder has {len(keys)} {kind} keys, the first is {keys[0]}")
@@ -81,6 +96,41 @@ def check_report(report: JsonObject) -> None:
             f"the reloaded model's logits differ from the training state's by {difference:.3g} "
             f"of their norm, more than {limit:.3g}"
         )
+
+
+def training_ids(tokenizer: Path, end: Json) -> JsonObject:
+    """Texts and their ids in training, by the run's ``tokenizer``; empty without one. ``end``: the end tokens that the
+    folder's generation config must have; None: any."""
+    from muster.data.tokenizer import Encoder
+
+    if not (tokenizer / "tokenizer.json").is_file():
+        return {}
+    encoder = Encoder(tokenizer)
+    chat = None
+    if encoder.chat_template is not None:
+        with contextlib.suppress(UsageError):  # a template for conversations of another kind
+            chat = encoder.render_chat(CHAT, True)
+    both = [PLAIN] if chat is None else [PLAIN, chat]
+    return {"texts": both, "ids": encoder.encode(both), "chat": chat, "eos": encoder.eos_id, "end": end}
+
+
+def different_ids(folder: Path, expected: JsonObject) -> str | None:
+    """What ``AutoTokenizer`` makes otherwise of the folder than training did; None: nothing."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if expected["chat"] is not None:
+        rendered = tokenizer.apply_chat_template(list(CHAT), tokenize=False, add_generation_prompt=True)
+        if rendered != expected["chat"]:
+            return f"a chat is rendered as {rendered[:80]!r}"
+    for given, wanted in zip(expected["texts"], expected["ids"], strict=True):
+        ids = tokenizer(given, add_special_tokens=False)["input_ids"]
+        if ids != wanted:
+            at = next((at for at, pair in enumerate(zip(ids, wanted, strict=False)) if pair[0] != pair[1]), 0)
+            return f"{given[:40]!r} has the ids {ids[at : at + 4]} from token {at} on, not {wanted[at : at + 4]}"
+    if expected["eos"] not in (None, tokenizer.eos_token_id):
+        return f"its end token is {tokenizer.eos_token_id}, not {expected['eos']}"
+    return None
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -126,8 +176,8 @@ def compare(model: nn.Module, expected: Mapping[str, Tensor]) -> dict[str, float
     }
 
 
-def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> JsonObject:
-    """The work of the new process."""
+def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None, end: Json = None) -> JsonObject:
+    """The work of the new process. ``end``: as in ``training_ids``."""
     from transformers import AutoModelForCausalLM
 
     if base is None:
@@ -135,6 +185,9 @@ def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None) -> Js
             folder, dtype="auto", output_loading_info=True, trust_remote_code=False
         )
         model, info = both
+        ends = model.generation_config.eos_token_id
+        if end not in (None, ends):
+            return {"tokenizer": f"generation ends at {ends}, not at {end}"}
         return {
             "missing": sorted(info["missing_keys"]),
             "unexpected": sorted(info["unexpected_keys"]),
@@ -172,10 +225,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="muster.train.export.verification")
     parser.add_argument("folder", type=Path)
     parser.add_argument("expected", type=Path)
+    parser.add_argument("ids", type=Path)
     parser.add_argument("--base")
     given = parser.parse_args(argv)
     try:
-        report = reload(given.folder, load_file(given.expected), given.base)
+        ids = parse_object(given.ids.read_bytes())
+        wrong = different_ids(given.folder, ids) if ids else None
+        expected = load_file(given.expected)
+        report = {"tokenizer": wrong} if wrong else reload(given.folder, expected, given.base, ids.get("end"))
     except Exception as error:  # noqa: BLE001 (process boundary: any failure is the answer)
         print(json.dumps({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}), flush=True)
         return 1

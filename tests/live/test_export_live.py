@@ -123,7 +123,7 @@ def test_a_whole_model(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_lora_merged_and_as_an_adapter(tmp_path):
+def test_lora_merged_and_as_an_adapter(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     if STORIES.is_dir():
         base = STORIES
@@ -138,13 +138,16 @@ def test_lora_merged_and_as_an_adapter(tmp_path):
     assert found.kind == "merged"
     assert found.checked["relative_difference"] < 1e-4
     assert found.checked["missing"] == found.checked["unexpected"] == []
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 2_000)  # of a model: peft reads no adapter in several files
     adapter = exporting.export(tmp_path / "run", tmp_path / "adapter", merge_lora=False)
-    assert adapter.kind == "adapter"
+    assert adapter.kind == "adapter" and not adapter.note
     assert adapter.checked["relative_difference"] < 1e-5
     assert adapter.checked["effect"] > 0.01  # without the adapter the logits are others
     assert adapter.bytes < found.bytes
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(base)
+    targets = settings["target_modules"]
+    assert isinstance(targets, list) and targets == sorted(targets) and any("q_proj" in name for name in targets)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -158,6 +161,8 @@ def test_lora_with_tokens_that_a_chat_template_added(tmp_path, tied):
     size = train(lambda: ["some words"], requested, base).vocab_size
     keys = {**TINY, "vocab_size": size, "tie_word_embeddings": tied}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).save_pretrained(base)
+    (base / "README.md").write_text("---\nlanguage: [en]\nlicense: apache-2.0\n---\n# A base\n")
+    (base / "LICENSE").write_text("Apache License\n")
     model = {"source": str(base), "dtype": "float32", "lora": {"rank": 4, "alpha": 8.0}}
     make_run(run_dir, model, chat_template="chatml", tokenizer=base)
     merged = exporting.export(run_dir, tmp_path / "merged")
@@ -167,6 +172,12 @@ def test_lora_with_tokens_that_a_chat_template_added(tmp_path, tied):
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["vocab_size"] == size + 2
     adapter = exporting.export(run_dir, tmp_path / "adapter", merge_lora=False)
     assert adapter.checked["relative_difference"] < 1e-5
+    assert adapter.lines()[-1] == adapter.note
+    assert f"has {size + 2} tokens, its base {size}: load it with peft's AutoPeftModelForCausalLM" in adapter.note
+    for folder, note in ((merged.folder, ""), (adapter.folder, adapter.note[1:])):
+        assert (folder / "LICENSE").read_text() == "Apache License\n"
+        card = (folder / "README.md").read_text()
+        assert card.startswith('---\nlicense: "apache-2.0"\n---\n') and note in card
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     assert loaded.get_input_embeddings().weight.shape[0] == size + 2
 

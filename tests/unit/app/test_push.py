@@ -17,9 +17,12 @@ import yaml
 
 from muster.app.handoff.model_card import model_card
 from muster.app.handoff.push import open_repository, push
+from muster.app.run import export
+from muster.app.run.export import Exported
 from muster.config.load import loads
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 from muster.core.events import Event
+from muster.data.weights.model_files import licence_of
 from muster.report.run_view import run_view
 
 TOKEN = "hf_" + "a" * 30
@@ -166,6 +169,20 @@ def test_a_folder_arrives_whole_in_one_commit_and_again_in_another(hub, folder):
     assert hub["repos"]["me/mine"]["config.json"] == b'{"a": 1}' and len(hub["messages"]) == 2
 
 
+def test_an_adapter_arrives_without_a_path_of_this_machine(hub, folder, tmp_path):
+    settings = {"base_model_name_or_path": str(tmp_path / "base"), "r": 8}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    found = Exported(folder=folder, lines=(), step=1, kind="adapter")
+    replaced, lines = export._without_local_base(found)
+    push(open_repository("me/mine", public=False), folder, "me/mine", message="x", replaced=replaced)
+    there = json.loads(hub["repos"]["me/mine"]["adapter_config.json"])
+    assert there == {"base_model_name_or_path": None, "r": 8} and "--base ORG/NAME" in lines[0]
+    assert json.loads((folder / "adapter_config.json").read_text()) == settings, "the folder here still finds its base"
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
+    assert export._without_local_base(found) == ({}, ())
+    assert export._without_local_base(Exported(folder=folder, lines=(), step=1, kind="merged")) == ({}, ())
+
+
 def test_a_file_that_arrives_damaged_is_refused_and_nothing_is_committed(hub, folder):
     hub["damage"] = lambda data: data[:-1] + b"\0"
     with pytest.raises(BackendError, match=r"model\.safetensors"):
@@ -252,3 +269,19 @@ def test_a_card_of_a_model_from_a_folder_names_no_path_and_claims_no_score(tmp_p
     card = model_card(spec, run_view([]), FIGURES, step=7, kind="adapter")
     assert "base_model" not in card and str(tmp_path) not in card and "`mine`" in card
     assert "Nothing was measured" in card and "library_name: peft" in card
+
+
+def test_a_card_has_the_bases_licence_its_id_in_the_hubs_cache_and_how_to_load_it(tmp_path):
+    base = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / ("a" * 40)
+    base.mkdir(parents=True)
+    metadata = "license: other\nlicense_name: 'mine'\nlicense_link: LICENSE\n"
+    (base / "README.md").write_text(f"---\n{metadata}---\nlicense: x\n")
+    spec = loads(RUN_FILE.format(source=base, path="rows.jsonl"), environment=False).spec
+    licence = licence_of(base)
+    note = "the adapter has 7 tokens"
+    card = model_card(spec, run_view([]), FIGURES, step=7, kind="adapter", licence=licence, note=note)
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert licence == {"license": "other", "license_name": "mine", "license_link": "LICENSE"}
+    assert licence.items() <= header.items() and header["base_model"] == "Qwen/Qwen3-0.6B"
+    assert "The adapter has 7 tokens." in card and str(tmp_path) not in card
+    assert licence_of(tmp_path) == {}

@@ -7,20 +7,29 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from muster.config.spec import RunSpec
-from muster.config.validation import is_remote, looks_local
 from muster.core.event_details.training import Eval
 from muster.core.redact import redact
+from muster.data.weights.model_files import hub_id
 from muster.report.render.document import Document
 from muster.report.run_view import RunView
 
 
-def model_card(spec: RunSpec, seen: RunView, document: Document, *, step: int, kind: str) -> str:
-    """The card of the checkpoint of ``step``; ``kind``: model, merged or adapter. Paths of this machine, and what looks
-    like a secret, are not in it."""
+def model_card(
+    spec: RunSpec,
+    seen: RunView,
+    document: Document,
+    *,
+    step: int,
+    kind: str,
+    licence: Mapping[str, str] | None = None,
+    note: str = "",
+) -> str:
+    """The card of the checkpoint of ``step``; ``kind``: model, merged or adapter. ``licence``: the base's, as metadata;
+    ``note``: how it is loaded. Paths of this machine, and what looks like a secret, are not in it."""
     lines = [
-        *_header(spec, kind), "",
+        *_header(spec, kind, licence or {}), "",
         f"# {spec.name}", "",
-        _sentence(spec, kind, step), "",
+        _sentence(spec, kind, step), "", *([f"{note[0].upper()}{note[1:]}.", ""] if note else []),
         "## What it scored", "", *_scores(seen.evals, step), "",
         "## Trained on", "", *_sources(spec), "",
         "## How", "", *_figures(spec, document), "",
@@ -29,7 +38,7 @@ def model_card(spec: RunSpec, seen: RunView, document: Document, *, step: int, k
     return redact("\n".join(lines)) + "\n"
 
 
-def _header(spec: RunSpec, kind: str) -> Iterator[str]:
+def _header(spec: RunSpec, kind: str, licence: Mapping[str, str]) -> Iterator[str]:
     """The hub's metadata (https://huggingface.co/docs/hub/model-cards#model-card-metadata)."""
     yield "---"
     yield f"library_name: {'peft' if kind == 'adapter' else 'transformers'}"
@@ -37,6 +46,7 @@ def _header(spec: RunSpec, kind: str) -> Iterator[str]:
     yield "tags: [muster]"
     if (base := _public(spec.model.source if spec.model else None)) is not None:
         yield f"base_model: {json.dumps(base)}"
+    yield from (f"{key}: {json.dumps(value)}" for key, value in licence.items())
     sources = spec.data.sources if spec.data is not None else []
     sets = list(dict.fromkeys(str(source.model_dump()["name"]) for source in sources if source.type == "hub"))
     if sets:
@@ -115,9 +125,9 @@ def _figures(spec: RunSpec, document: Document) -> Iterator[str]:
 
 def _named(place: str) -> str:
     """A hub id, or the last part of a path: the rest is this machine's business."""
-    return place if _public(place) else os.path.basename(place.rstrip("/"))
+    return _public(place) or os.path.basename(place.rstrip("/"))
 
 
 def _public(source: str | None) -> str | None:
     """A hub id; None: a path."""
-    return None if source is None or looks_local(source) or is_remote(source) else source
+    return None if source is None else hub_id(source)

@@ -3,6 +3,7 @@ matter: ``HF_TOKEN``, or ``hf auth login``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def open_repository(repo: str, *, public: bool) -> Any:
     return api
 
 
-def push(api: Any, folder: Path, repo: str, *, message: str) -> str:
-    """Every file of the folder, in one commit; its address.
+def push(api: Any, folder: Path, repo: str, *, message: str, replaced: Mapping[str, bytes] | None = None) -> str:
+    """Every file of the folder, in one commit, those of ``replaced`` with these bytes; its address.
 
     Raises:
         AccessError, BackendError: as ``open_repository``.
@@ -46,7 +47,8 @@ def push(api: Any, folder: Path, repo: str, *, message: str) -> str:
     from huggingface_hub import CommitOperationAdd
 
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    add = [CommitOperationAdd(path_in_repo=path.relative_to(folder).as_posix(), path_or_fileobj=path) for path in files]
+    named = {path.relative_to(folder).as_posix(): path for path in files}
+    add = [CommitOperationAdd(name, data) for name, data in {**named, **(replaced or {})}.items()]
     try:
         commit = api.create_commit(repo, add, commit_message=message)
     except Exception as error:

@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from muster.config.spec import Model
+from muster.config.validation import is_remote, looks_local
 from muster.core import environment
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.model_copies import find_copy
 from muster.core.typed_json import Json
 
-PATTERNS = ("*.safetensors", "*.json")
+#: The terms of a model, which those who pass on what was made of it have to hand over.
+LICENCES = ("LICEN[CS]E*", "NOTICE*", "USE_POLICY*")
+PATTERNS = ("*.safetensors", "*.json", "README.md", *LICENCES)
 POINTER = "weights.json"
 #: How often the size of what has arrived is looked at.
 LOOK_S = 2.0
@@ -86,6 +89,26 @@ def pinned(model: Model, run_dir: Path) -> Model:
     if of != (model.source, model.revision) or not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
         return model
     return model.model_copy(update={"revision": commit})
+
+
+def hub_id(source: str) -> str | None:
+    """The hub's id of ``source``: itself, or that of a snapshot in the hub's cache; None: another folder."""
+    if not looks_local(source):
+        return None if is_remote(source) else source
+    parts = Path(source).parts  # .../models--ORG--NAME/snapshots/COMMIT
+    cached = parts[-3] if parts[-2:-1] == ("snapshots",) and len(parts) > 2 else ""
+    return cached.removeprefix("models--").replace("--", "/", 1) if cached.startswith("models--") else None
+
+
+def licence_of(folder: Path) -> dict[str, str]:
+    """The keys of the licence in the metadata of the folder's README.md
+    (https://huggingface.co/docs/hub/model-cards#model-card-metadata)."""
+    try:
+        header = (folder / "README.md").read_text(encoding="utf-8", errors="replace").split("---\n", 2)[1]
+    except (OSError, IndexError):
+        return {}
+    found = re.findall(r"^(license|license_name|license_link): *(\S.{0,200})$", header, re.MULTILINE)
+    return {key: value.strip(" \"'") for key, value in found}
 
 
 def hub_error(source: str, error: Exception) -> MusterError:

@@ -10,6 +10,7 @@ import torch
 
 from muster.core.typed_json import Json, JsonObject, at, child
 from muster.data.tokenizer import Encoder, list_added_tokens
+from muster.data.weights.model_files import LICENCES, licence_of
 from muster.train.export.sources import ExportSources
 from muster.train.export.verification import different_ids, training_ids
 from muster.train.model.causal_lm import grows
@@ -79,6 +80,35 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         wrong = "it cannot be opened"
     if wrong or config.get("tokenizer_class") == "TokenizersBackend":
         path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+
+
+def write_card(folder: Path, sources: ExportSources, *, adapter: bool) -> str:
+    """The base's licence files, and a README.md of its licence's name and the note that is returned: how an adapter is
+    loaded that does not simply load on its base. Empty for others."""
+    base = sources.folder.path if sources.folder is not None else folder
+    for path in sorted(path for pattern in LICENCES for path in base.glob(pattern) if base != folder):
+        shutil.copyfile(path, folder / path.name)
+    fields = [f"{key}: {json.dumps(value)}" for key, value in licence_of(base).items()]
+    note = _adapter_note(sources) if adapter else ""
+    parts = ["\n".join(["---", *fields, "---\n"])] if fields else []
+    parts += [f"{note[0].upper()}{note[1:]}.\n"] if note else []
+    if parts:
+        (folder / "README.md").write_text("\n".join(parts))
+    return note
+
+
+def _adapter_note(sources: ExportSources) -> str:
+    tokens = sources.config.get_text_config().vocab_size
+    base = _base_json(sources, "config.json")
+    before = at(base, "vocab_size") or at(base, "text_config", "vocab_size")
+    if isinstance(before, int) and before < tokens:
+        return (
+            f"the adapter has {tokens} tokens, its base {before}: load it by peft's AutoPeftModelForCausalLM, or after "
+            f"the base's resize_token_embeddings({tokens}); llama.cpp and vLLM take the merged export"
+        )
+    if sources.spec.trains_embeddings:
+        return "the adapter holds the embedding as a whole: peft loads it, llama.cpp and vLLM take the merged export"
+    return ""
 
 
 def _base_json(sources: ExportSources, name: str) -> JsonObject:

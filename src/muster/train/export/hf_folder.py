@@ -26,9 +26,16 @@ from muster.core.clock import SystemShell
 from muster.core.errors import CheckpointError, MusterError, UsageError
 from muster.core.protocols import Shell
 from muster.core.typed_json import JsonObject
+from muster.data.weights.model_files import hub_id
 from muster.storage.run_registry import export_folder
 from muster.train.export import verification
-from muster.train.export.config_files import copy_tokenizer, end_tokens, write_config, write_generation_config
+from muster.train.export.config_files import (
+    copy_tokenizer,
+    end_tokens,
+    write_card,
+    write_config,
+    write_generation_config,
+)
 from muster.train.export.sources import (
     ExportSources,
     Make,
@@ -62,6 +69,8 @@ class Exported:
     seconds: float
     checked: JsonObject = field(default_factory=dict)
     """From ``verification``; empty if that was disabled."""
+    note: str = ""
+    """How to load an adapter that does not simply load on its base."""
 
     def lines(self) -> tuple[str, ...]:
         """Messages for the user."""
@@ -72,7 +81,7 @@ class Exported:
                 f"reloaded in a fresh process: logits differ by {self.checked['relative_difference']:.2g} of their norm"
                 f" (limit {self.checked['limit']:.2g}), {self.checked['agreement']:.1%} of next tokens equal"
             )
-        return tuple(lines)
+        return (*lines, self.note) if self.note else tuple(lines)
 
 
 def export(
@@ -85,10 +94,12 @@ def export(
     dtype: str | None = None,
     verify: bool = True,
     shell: Shell | None = None,
+    base: str | None = None,
 ) -> Exported:
     """Write the folder of the newest valid checkpoint (or of step ``checkpoint``) and verify it before it appears.
 
-    LoRA is merged into its base, or written as a PEFT adapter. ``dtype`` defaults to the run's compute type.
+    LoRA is merged into its base, or written as a PEFT adapter, which names ``base`` as its base (a hub id) or else the
+    run's. ``dtype`` defaults to the run's compute type.
     One tensor at a time is in memory, besides one file's output; the verification holds the whole model.
 
     Raises:
@@ -110,18 +121,12 @@ def export(
     sources = open_sources(spec, run_dir, reader)
     with temporary_folder_beside(target) as folder:
         if adapter:
-            tensors, size = write_adapter(folder, sources)
+            tensors, size = write_adapter(folder, sources, base)
         else:
             tensors, size = write_model(folder, sources, DTYPES[dtype])
         copy_tokenizer(sources.tokenizer, folder)
-        checked: JsonObject = {}
-        if verify:
-            base = str(sources.folder.path) if adapter and sources.folder else None
-            compared = "float32" if adapter else dtype
-            ids = verification.training_ids(sources.tokenizer, end_tokens(sources))
-            checked = verification.verify(
-                folder, reference_model(sources), base=base, dtype=compared, shell=shell or SystemShell(), ids=ids
-            )
+        note = write_card(folder, sources, adapter=adapter)
+        checked = compare(folder, sources, "float32" if adapter else dtype, adapter, shell) if verify else {}
         apply_umask(folder)
         if target.is_dir():
             target.rmdir()
@@ -135,7 +140,16 @@ def export(
         bytes=size,
         seconds=time.monotonic() - began,
         checked=checked,
+        note=note,
     )
+
+
+def compare(folder: Path, sources: ExportSources, dtype: str, adapter: bool, shell: Shell | None) -> JsonObject:
+    """The report of ``verification.verify`` on the folder, against the training state."""
+    base = str(sources.folder.path) if adapter and sources.folder else None
+    ids = verification.training_ids(sources.tokenizer, end_tokens(sources))
+    reference = reference_model(sources)
+    return verification.verify(folder, reference, base=base, dtype=dtype, shell=shell or SystemShell(), ids=ids)
 
 
 def free_folder(target: Path) -> Path:
@@ -162,7 +176,7 @@ def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tup
         raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(sources.model).__name__} does not")
     itemsize = dtype.itemsize
     sizes = {name: int(torch.Size(shape).numel()) * itemsize for name, shape in (shapes | buffers).items()}
-    written = write_safetensors(folder, "model", makers, sizes, dtype)
+    written = write_safetensors(folder, "model", makers, sizes, dtype, max_bytes=MAX_FILE_BYTES)
     write_config(folder, sources, dtype)
     write_generation_config(folder, sources)
     return len(makers), written
@@ -171,8 +185,8 @@ def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tup
 # ---------------------------------------------------------------- the adapter alone
 
 
-def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
-    """The adapter as PEFT writes it; returns (tensors, bytes)."""
+def write_adapter(folder: Path, sources: ExportSources, base: str | None = None) -> tuple[int, int]:
+    """The adapter as PEFT writes it, with the base's name; returns (tensors, bytes)."""
     assert sources.spec.model is not None and sources.spec.model.lora is not None
     if sources.spec.model.source is None:
         raise UsageError("the adapter's base is random and not stored anywhere", hint="export it merged")
@@ -184,7 +198,7 @@ def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
         different = sorted(expected ^ sources.trained)
         problem = f"differ in {len(different)} tensors, the first is {different[0]}"
         raise CheckpointError(f"the checkpoint and the adapter {problem}")
-    config.base_model_name_or_path = sources.spec.model.source
+    config.base_model_name_or_path = base or hub_id(sources.spec.model.source) or sources.spec.model.source
     config.revision = sources.spec.model.revision
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -197,7 +211,8 @@ def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
     for key, name in keys.items():
         makers[key] = lambda name=name: read_tensor(sources.reader, f"model.{name}")  # type: ignore[misc]
         sizes[key] = int(torch.Size(sources.reader.shapes()[f"model.{name}"]).numel()) * 4
-    written = write_safetensors(folder, "adapter_model", makers, sizes, None)
+    # In one file of any size: peft reads no others.
+    written = write_safetensors(folder, "adapter_model", makers, sizes, None, max_bytes=sum(sizes.values()))
     return len(makers), written
 
 
@@ -205,15 +220,21 @@ def write_adapter(folder: Path, sources: ExportSources) -> tuple[int, int]:
 
 
 def write_safetensors(
-    folder: Path, stem: str, makers: Mapping[str, Make], sizes: Mapping[str, int], dtype: torch.dtype | None
+    folder: Path,
+    stem: str,
+    makers: Mapping[str, Make],
+    sizes: Mapping[str, int],
+    dtype: torch.dtype | None,
+    *,
+    max_bytes: int,
 ) -> int:
-    """One file, or several of at most 5 GB with an index; a file's tensors are computed just before it is written."""
+    """One file, or several of at most ``max_bytes`` with an index; a file's tensors are computed just before."""
     from safetensors.torch import save_file
 
     groups: list[list[str]] = [[]]
     filled = 0
     for name in makers:
-        if groups[-1] and filled + sizes[name] > MAX_FILE_BYTES:
+        if groups[-1] and filled + sizes[name] > max_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(name)
@@ -269,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int)
     parser.add_argument("--best", action="store_true", help="the lowest held-out loss")
     parser.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone, not merged")
+    parser.add_argument("--base", help="with --adapter: the hub's id of its base")
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--no-verify", action="store_true")
     given = parser.parse_args(argv)
@@ -281,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             merge_lora=not given.adapter,
             dtype=given.dtype,
             verify=not given.no_verify,
+            base=given.base,
         )
     except MusterError as error:
         print(json.dumps({"error": str(error), "hint": error.hint, "exit_code": error.exit_code}), flush=True)

@@ -42,12 +42,15 @@ def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype, *, 
         task_type="CAUSAL_LM",
         modules_to_save=[name.rpartition(".")[2] for name in embedding_modules(model)] if embeddings else None,
     )
+    injected = replace(config, modules_to_save=None)
     try:
         with torch.device("meta"):
-            inject_adapter_in_model(replace(config, modules_to_save=None), model)
+            inject_adapter_in_model(injected, model)
     except ValueError as error:
         first_line = str(error).strip().splitlines()[0]
         raise UsageError(f"model.lora: {first_line}", hint="targets: all-linear, or names such as q_proj") from error
+    if isinstance(injected.target_modules, set):  # what peft made of all-linear; readers expect a list of names
+        config.target_modules = sorted(injected.target_modules)
     whole = set(embedding_modules(model).values()) if embeddings else set()
     for name, parameter in model.named_parameters():
         trained = is_adapter_name(name) or name in whole

@@ -12,6 +12,7 @@ from muster.agent.host_identity import HostIdentity
 from muster.agent.programs import Programs
 from muster.agent.rank_pool import RankPool
 from muster.agent.ranks.pool_calls import Forks, Snapshots
+from muster.agent.ranks.rank_process import Worker
 from muster.agent.replicator_process import ReplicatorProcess
 from muster.agent.unsupervised_host import UnsupervisedHost
 from muster.protocol.to_supervisor import FromAgent, ReplicatorAddress
@@ -33,14 +34,19 @@ class RecordingHost:
         )
         self.hub = hub or SimpleNamespace(watch=lambda fd, call: None, unwatch=lambda fd: None, drain=lambda peer: None)
         self.log: Any = SimpleNamespace(
-            write=lambda *_, **__: None, write_rank=lambda _: True, open=lambda attempt: None, note=self._note
-        )
+            writer="host-0",
+            write=lambda *_, **__: None,
+            write_rank=lambda _: True,
+            open=lambda attempt: None,
+            note=self._note,
+        )  # fmt: skip
         self.sent: list[FromAgent] = []
         self.notes: list[str] = []
         self.failures: list[Any] = []
         self.answers: list[Any] = []
         self.stopped: list[int] = []
-        self.supervised = self.has_ranks = False
+        self.supervised = False
+        self.living: list[Worker] = []
         self.exit_reason: str | None = None
 
     def _note(self, text: str) -> None:
@@ -87,8 +93,9 @@ class RecordingHost:
 
     def programs(self) -> Programs:
         return Programs(
-            identity=self.identity, hub=self.hub, log=self.log, spec=lambda: self.spec, is_ending=self._is_ending,
-            on_prepared=lambda: None, has_ranks=lambda: self.has_ranks, on_failure=self._on_failure,
+            identity=self.identity, hub=self.hub, log=self.log, spec=lambda: self.spec, tell=self.sent.append,
+            exit_reason=lambda: self.exit_reason, on_prepared=lambda: None, on_failure=self._on_failure,
+            living=lambda: self.living,
             on_notice=lambda _: None, on_set_up=lambda: None, on_progress=self.sent.append,
         )  # fmt: skip
 

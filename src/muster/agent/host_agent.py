@@ -99,8 +99,8 @@ class HostAgent:
         )  # fmt: skip
         self.programs = Programs(
             identity=identity, hub=hub, log=log, spec=lambda: self.spec,
-            is_ending=lambda: self.exit_reason is not None, on_prepared=self._check_ready, on_set_up=self._on_set_up,
-            has_ranks=lambda: bool(self.pool.living()),
+            exit_reason=lambda: self.exit_reason, on_prepared=self._check_ready, on_set_up=self._on_set_up,
+            living=lambda: self.pool.living(), tell=self._tell,
             on_failure=lambda failure: self.link.keep("data", failure),
             on_notice=lambda source: self.preemption.on_notice(source), on_progress=self.link.send,
         )  # fmt: skip

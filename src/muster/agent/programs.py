@@ -1,4 +1,4 @@
-"""The programs of a host that serve no rank directly: setup, data preparation, the watcher of preemption notices."""
+"""The programs of a host that serve no rank directly: setup, data preparation, trackers, preemption notices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -15,14 +14,17 @@ from pathlib import Path
 
 from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
-from muster.agent.ranks.rank_process import end_child, on_exit
+from muster.agent.ranks.program_output import ProgramOutput
+from muster.agent.ranks.rank_process import Worker, end_child, on_exit
 from muster.agent.ranks.setup_program import steps_of
+from muster.agent.ranks.tracker_program import TrackerProgram
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, UsageError
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import reader_of
 from muster.protocol.pipes import PREEMPTION_NOTICES, PREPARATION, DataFailed, DataPrepared, Preparing
 from muster.protocol.to_supervisor import HostPreparing, StartFailed
+from muster.protocol.values import RankEvent
 from muster.transport.connections import ConnectionPool
 
 #: Data preparation that failed for another reason than the run file's is tried again after this long: a disk that was
@@ -49,24 +51,29 @@ class Programs:
         hub: ConnectionPool,
         log: HostLog,
         spec: Callable[[], RunSpec],
-        is_ending: Callable[[], bool],
+        exit_reason: Callable[[], str | None],
         on_set_up: Callable[[], None],
         on_prepared: Callable[[], None],
-        has_ranks: Callable[[], bool],
+        living: Callable[[], list[Worker]],
         on_failure: Callable[[StartFailed | None], None],
         on_progress: Callable[[HostPreparing], None],
         on_notice: Callable[[str], None],
+        tell: Callable[[RankEvent], None],
     ) -> None:
         """``on_set_up``: the host has had its setup. ``on_progress``: the preparation moves.
 
-        ``has_ranks``: ranks run here, which a restarted agent's preparation must not end. ``on_failure``: the data
-        cannot be prepared; None: now it was. ``on_notice``: this host is being preempted; who says so."""
+        ``living``: the ranks here, which a restarted agent's preparation must not end. ``on_failure``: the data
+        cannot be prepared; None: now it was. ``on_notice``: this host is being preempted; who says so. ``tell``: logs
+        an event, and has it shown where the run is watched."""
         self._identity, self._hub, self._log, self._spec = identity, hub, log, spec
-        self._is_ending, self._on_prepared = is_ending, on_prepared
-        self._has_ranks, self._on_failure, self._on_notice = has_ranks, on_failure, on_notice
+        self._exit_reason, self._on_prepared = exit_reason, on_prepared
+        self._living, self._on_failure, self._on_notice = living, on_failure, on_notice
         self.prepared = False
         self._on_set_up = on_set_up
         self._setup = HostSetup(identity=identity, hub=hub, on_failure=on_failure, on_note=log.note)
+        self._trackers = TrackerProgram(
+            host=identity.host, hub=hub, spec=spec, living=living, tell=tell, start=self._start_trackers
+        )
         self._on_progress = on_progress
         self._prepare: subprocess.Popen[bytes] | None = None
         self._prepare_kills, self._noted_s = 0, 0.0
@@ -100,18 +107,28 @@ class Programs:
 
     def due_s(self) -> float:
         """When ``watch`` has something to do."""
-        return self._retry_s
+        return min(self._retry_s, self._trackers.retry_s)
 
     def watch(self) -> None:
         """Call it in every turn of the loop."""
         if time.monotonic() >= self._retry_s:
             self._start_prepare()
+        self._trackers.watch()
 
     def shutdown(self) -> None:
-        """End them; never waits long."""
+        """End them. At the end of the run trackers get what they lack, in a bounded time; nothing else waits long."""
+        self._trackers.shutdown(self._exit_reason() or "")
         self._setup.shutdown()
         end_child(self._prepare)
         end_child(self._preemption_watcher)
+
+    def _start_trackers(self) -> subprocess.Popen[bytes]:
+        identity = self._identity
+        return identity.start_program(
+            "trackers", "muster.trackers.main", "--run-dir", str(identity.run_dir), "--run-id", identity.run_id,
+            "--writer", self._log.writer, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=identity.variables(self._spec()),
+        )  # fmt: skip
 
     # ------------------------------------------------------------ data preparation
 
@@ -130,7 +147,7 @@ class Programs:
             "prepare", "muster.data", *arguments, stdout=subprocess.PIPE, env=env
         )
         self._result, self._noted_s = None, time.monotonic()
-        output = _Output(self._hub, child, lambda line: self._on_line(child, line))
+        output = ProgramOutput(self._hub, child, lambda line: self._on_line(child, line))
         on_exit(self._hub, child.pid, lambda: self._on_prepare_exit(child, output))
 
     def _on_line(self, child: subprocess.Popen[bytes], line: bytes) -> None:
@@ -149,14 +166,14 @@ class Programs:
             self._noted_s = time.monotonic()
             self._log.note(f"{self._identity.host}: {said.activity}: {said.done / said.total:.0%}")
 
-    def _on_prepare_exit(self, child: subprocess.Popen[bytes], output: _Output) -> None:
+    def _on_prepare_exit(self, child: subprocess.Popen[bytes], output: ProgramOutput) -> None:
         host = self._identity.host
         output.close()
         code, result = child.wait(), self._result
         if child is not self._prepare:
             return  # of an earlier run file: another one has begun
         self._prepare = None
-        if code < 0 and self._prepare_kills < PREPARE_KILLS and not self._is_ending():
+        if code < 0 and self._prepare_kills < PREPARE_KILLS and self._exit_reason() is None:
             self._prepare_kills += 1
             self._log.note(f"data preparation on {host} was ended by signal {-code} and is restarted")
             self._start_prepare()
@@ -180,7 +197,7 @@ class Programs:
             self._retry_s = time.monotonic() + RETRY_S
         if failure == told:
             return
-        if self._has_ranks():
+        if self._living():
             self._log.note(f"{failure.reason}: the ranks on {self._identity.host} go on, it is tried again")
         else:
             self._on_failure(failure)
@@ -196,7 +213,7 @@ class Programs:
             start_new_session=True,
         )
         self._preemption_watcher = child
-        _Output(self._hub, child, self._on_preemption)  # it ends where no metadata server is
+        ProgramOutput(self._hub, child, self._on_preemption)  # it ends where no metadata server is
 
     def _on_preemption(self, line: bytes) -> None:
         try:
@@ -209,33 +226,6 @@ class Programs:
         else:
             source = f"the metadata server: {notice.value}"
             self._log.write("termination.notice", {"notice": notice.notice, "source": source, "grace_s": 60.0})
-
-
-class _Output:
-    """What a program prints, a line at a time, while it runs."""
-
-    def __init__(self, hub: ConnectionPool, child: subprocess.Popen[bytes], on_line: Callable[[bytes], None]) -> None:
-        assert child.stdout is not None
-        self._hub, self._file, self._on_line, self._rest = hub, child.stdout, on_line, b""
-        os.set_blocking(self._file.fileno(), False)
-        hub.watch(self._file.fileno(), self.read)
-
-    def read(self) -> None:
-        """Take what is there. A program of its own that outlived it may hold the other end: nothing waits for that."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._file.fileno(), 1 << 16):
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    self._on_line(line)
-            self._hub.unwatch(self._file.fileno())
-
-    def close(self) -> None:
-        """The program has ended: take the rest."""
-        self.read()
-        if self._rest:
-            self._on_line(self._rest)
-        self._hub.unwatch(self._file.fileno())
-        self._file.close()
 
 
 class HostSetup:

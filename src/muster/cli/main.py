@@ -38,7 +38,7 @@ HELP = "Train language models on GPUs that come and go. Start: muster train RUN.
 
 #: The commands of ``muster --help``, by what a person is doing.
 GROUPS = {
-    "Run": ("init", "train", "submit", "sweep", "stop", "recover", "restart", "down", "export", "rm", "prune"),
+    "Run": ("init", "train", "submit", "sweep", "stop", "recover", "restart", "down", "export", "track", "rm", "prune"),
     "Inspect": (
         "status", "watch", "logs", "events", "why", "check", "profile", "metrics", "report", "compare", "checkpoints",
         "exec",
@@ -88,7 +88,7 @@ app = typer.Typer(
 for command in (
     plan.init,
     run_commands.train, run_commands.submit, run_commands.recover, run_commands.restart, run_commands.stop,
-    run_commands.down, run_commands.export, run_commands.sweep,
+    run_commands.down, run_commands.export, run_commands.track, run_commands.sweep,
     inspect_commands.status, inspect_commands.logs, inspect_commands.events, inspect_commands.profile,
     inspect_commands.metrics, inspect_commands.report, inspect_commands.compare,
     inspect_commands.checkpoints, inspect_commands.show, inspect_commands.data, why_.why, check_.check,

@@ -1,4 +1,4 @@
-"""Commands that start, change or end a run: train, submit, recover, restart, stop, down, export."""
+"""Commands that start, change or end a run: train, submit, recover, restart, stop, down, track, export."""
 
 from __future__ import annotations
 
@@ -237,6 +237,13 @@ def down(
         return
     output.info(f"{result.run.run_id} is down: no processes or memory are left; ${result.usd_per_hour:.2f}/h stopped")
     output.info(f"its folder is kept: {result.run.path}")
+
+
+def track(run: str = RUN) -> None:
+    """Send the figures that an ended run's trackers lack. While a run trains it does so itself."""
+    from muster.app import track as use_case
+
+    output.info(f"the trackers have all figures of {use_case.track(run, tell=output.info).run_id}")
 
 
 def export(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias, get_args
 
+from muster.core.event_details.run import Outcome
 from muster.core.typed_json import Count, Int64, JsonObject, Record, Seconds
 from muster.protocol.channel import Channel
 from muster.protocol.client import SupervisorStatus
@@ -27,6 +28,20 @@ class NodeCondition(Record):
     reason: Annotated[str, "holds the numbers"] = ""
     since: str = ""
     problem: Annotated[str, "why it could not be read; it is tried again"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerNote(Record):
+    """A tracker does not accept a run's figures, or does again."""
+
+    text: Annotated[str, "for the run's log"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOver(Record):
+    """The run has ended: deliver the rest."""
+
+    outcome: Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +133,12 @@ PREEMPTION_NOTICES: Channel[PreemptionNotice] = Channel(
     receiver="agent",
     over="pipe",
     messages=(PreemptionNotice,),
+)
+TRACKER_NOTES: Channel[TrackerNote] = Channel(
+    name="trackers to agent", sender="trackers", receiver="agent", over="pipe", messages=(TrackerNote,)
+)
+RUN_OVER: Channel[RunOver] = Channel(
+    name="agent to trackers", sender="agent", receiver="trackers", over="pipe", messages=(RunOver,)
 )
 NODE_CONDITIONS: Channel[NodeCondition] = Channel(
     name="node watcher to agent", sender="node watcher", receiver="agent", over="pipe", messages=(NodeCondition,)

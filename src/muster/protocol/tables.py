@@ -11,7 +11,15 @@ from muster.protocol.fork_server import FROM_FORK_SERVER, TO_FORK_SERVER
 from muster.protocol.handover import FROM_WRITER, TO_WRITER
 from muster.protocol.hello import MEETING, MET
 from muster.protocol.lease import EndRecord, HomeStatus, LeaseRecord
-from muster.protocol.pipes import FROM_POD, NODE_CONDITIONS, PREEMPTION_NOTICES, PREPARATION, TO_POD
+from muster.protocol.pipes import (
+    FROM_POD,
+    NODE_CONDITIONS,
+    PREEMPTION_NOTICES,
+    PREPARATION,
+    RUN_OVER,
+    TO_POD,
+    TRACKER_NOTES,
+)
 from muster.protocol.rank_agent import FROM_RANK, HOST_GREETING, TO_RANK
 from muster.protocol.replicator_orders import FROM_REPLICATOR, TO_REPLICATOR, ReplicatorRecord
 from muster.protocol.replicator_peers import REPLICATOR_PEERS
@@ -40,6 +48,8 @@ CHANNELS: tuple[AnyChannel, ...] = (
     PREPARATION,
     PREEMPTION_NOTICES,
     NODE_CONDITIONS,
+    TRACKER_NOTES,
+    RUN_OVER,
     TO_POD,
     FROM_POD,
     MEETING,

@@ -36,7 +36,6 @@ from muster.train.loop import update
 from muster.train.measurement.live_trace import Recorder, torch_profiler
 from muster.train.measurement.metrics import Peak, Phases, StepLog
 from muster.train.measurement.profiling import Collector, Profiler, memory_room_bytes, peak_flops
-from muster.train.measurement.trackers import Trackers, open_trackers
 from muster.train.model.causal_lm import BuiltModel, build_model
 from muster.train.model.pipeline_stage import tied_gradient
 from muster.train.model.sharding import forget_gradients, reshard
@@ -158,7 +157,7 @@ def assemble(
         spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
     )
     announce(agent, world, prepared, components.built, flops, source)
-    log = open_log(components, context, agent, world, flops)
+    peak = Peak(flops=flops, ranks=context.world_size)
     evaluator = Evaluator(
         spec=spec,
         prepared=prepared,
@@ -169,7 +168,6 @@ def assemble(
         world=world,
         device=device,
         agent=agent,
-        log=log,
         counts=all(m is None or m.get_local_rank() == 0 for m in (components.meshes.context, components.meshes.stages)),
     )
     return TrainingRun(
@@ -184,7 +182,7 @@ def assemble(
         reducer=components.reducer,
         reader=ReadAhead(work_of(components, world), first=state.step + 1, last=components.last_step),
         consensus=StepConsensus(agent, world.control, waits),
-        log=log,
+        log=StepLog(agent=agent, rank=world.rank, device=device, peak=peak),
         phases=phases,
         evaluator=evaluator,
         saves=saves,
@@ -224,22 +222,6 @@ def arrivals_of(components: TrainerComponents, context: RankContext) -> Arrivals
         enabled=components.device.type == "cpu"
         and components.sees_arrivals
         and context.layout.data_ranks == context.world_size,
-    )
-
-
-def open_log(
-    components: TrainerComponents, context: RankContext, agent: AgentClient, world: World, flops: float | None
-) -> StepLog:
-    """The record of steps, with rank 0's trackers."""
-    spec, run_dir = components.spec, Path(context.run_dir)
-    trackers = open_trackers(spec, run_id=context.run_id, run_dir=run_dir) if world.rank == 0 else []
-    return StepLog(
-        agent=agent,
-        rank=world.rank,
-        device=components.device,
-        peak=Peak(flops=flops, ranks=context.world_size),
-        trackers=Trackers(trackers, lambda text: agent.emit("run.message", text=text)),
-        track_every_steps=spec.output.log_every_steps,
     )
 
 

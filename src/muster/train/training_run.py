@@ -198,7 +198,6 @@ class TrainingRun:
             self.snapshots.save_if_newer(self.state.step, self.state.local_tensors())
         self.collector.close()
         self.profiler.close()
-        self.log.trackers.close()
 
     def abandon(self) -> None:
         """Release what belongs to the broken world."""
@@ -207,7 +206,6 @@ class TrainingRun:
         self.collector.close()
         self.profiler.close()
         self.saves.saver.abandon()
-        self.log.trackers.close()
 
     def _emit_pending(self, *, wait_for_hash: bool = True) -> int | None:
         """Emit the last update's event, if that is still to be done; its step."""
@@ -305,7 +303,6 @@ class TrainingRun:
         self.agent.progress(for_s=SAVE_LIMIT_S)
         self.saves.saver.finish()
         self.agent.progress()
-        self.log.trackers.close()
 
     @contextmanager
     def _phase(self, phase: str, step: int) -> Iterator[None]:

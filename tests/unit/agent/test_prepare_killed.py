@@ -124,10 +124,10 @@ def test_a_wrong_run_file_is_not_tried_again_until_an_attempt_starts(tmp_path, n
 
 def test_ranks_that_train_are_not_ended_by_a_restarted_agents_preparation(tmp_path, now):
     host, programs, calls = preparing(tmp_path)
-    host.has_ranks = True
+    host.living = [SimpleNamespace(rank=1)]
     ended(programs, calls)
     assert host.failures == [] and "the ranks on host-0 go on" in host.notes[0]
-    host.has_ranks = False
+    host.living = []
     programs.on_start()
     ended(programs, calls)
     assert len(host.failures) == 1

@@ -13,7 +13,6 @@ from muster.train.data_feed.batch_reader import StepWork, documents
 from muster.train.distributed.arrivals import StepClock
 from muster.train.evaluation.evaluate import Verdict, summary
 from muster.train.measurement.metrics import Peak, Pending, Phases, StepLog, StepTimes
-from muster.train.measurement.trackers import Trackers
 
 
 class Recorder:
@@ -22,18 +21,6 @@ class Recorder:
 
     def emit(self, kind: str, *, step: int | None = None, phase: str | None = None, **detail: Any) -> None:
         self.events.append((kind, {"step": step, "phase": phase, **detail}))
-
-
-class Tracked:
-    name = "tracked"
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-
-    def log(self, values: Any, *, step: int) -> None:
-        self.values.update(values)
-
-    def close(self) -> None: ...
 
 
 WORK = StepWork(
@@ -49,22 +36,21 @@ WORK = StepWork(
 )
 
 
-def written(rank: int, peak: float | None) -> tuple[Recorder, Tracked]:
-    agent, tracker = Recorder(), Tracked()
-    log = StepLog(  # type: ignore[arg-type,list-item]
+def written(rank: int, peak: float | None) -> Recorder:
+    agent = Recorder()
+    log = StepLog(  # type: ignore[arg-type]
         agent=agent,
         rank=rank,
         device=torch.device("cpu"),
         peak=Peak(flops=peak, ranks=2),
-        trackers=Trackers([tracker]),
     )
     log._since_ns -= 10**9  # the step took a second
     log.write(WORK, loss=1.5, norm=2.5, learning_rate=1e-3, times=StepTimes(data_wait_ns=5, stall_ns=7))
-    return agent, tracker
+    return agent
 
 
 def test_the_event_fits_the_schema_and_its_figures_agree() -> None:
-    agent, tracker = written(0, 4e9)
+    agent = written(0, 4e9)
     ((kind, detail),) = agent.events
     assert kind == "step" and detail.pop("step") == 3 and detail.pop("phase") is None
     assert set(KINDS["step"].required()) <= set(detail)
@@ -75,7 +61,6 @@ def test_the_event_fits_the_schema_and_its_figures_agree() -> None:
     assert detail["tflops_per_rank"] == pytest.approx(2e9 / seconds / 2 / 1e12)
     assert detail["mfu"] == pytest.approx(2e9 / seconds / (4e9 * 2))
     assert (detail["data_wait_ns"], detail["stall_ns"], detail["padding_rounds"]) == (5, 7, 1)
-    assert tracker.values["train/loss"] == 1.5
 
 
 def test_the_parts_of_a_step_sum_to_it() -> None:
@@ -106,9 +91,9 @@ def test_the_parts_of_a_step_sum_to_it() -> None:
 
 
 def test_no_mfu_without_a_peak_and_nothing_from_other_ranks() -> None:
-    agent, _ = written(0, None)
+    agent = written(0, None)
     assert "mfu" not in agent.events[0][1] and "tflops_per_rank" in agent.events[0][1]
-    assert written(1, 4e9)[0].events == []
+    assert written(1, 4e9).events == []
 
 
 def test_phases_are_told_when_they_change() -> None:

@@ -27,8 +27,9 @@ from muster.storage.run_registry import RunDir
 
 #: Beyond the run's own grace: what the supervisor and the agents need to leave.
 EXTRA_S = 30.0
-#: What the hosts of an ended run have to leave: the agent's programs and its memory are given back first.
-LEAVE_S = 15.0
+#: What the hosts of an ended run have to leave: trackers get the rest (``trackers.main.END_S``), the agent's programs
+#: and its memory are given back first.
+LEAVE_S = 35.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,9 @@ from muster.storage.run_registry import RunDir
 from muster.supervise.process.server import HANGUP, Supervisor
 from muster.transport.listening import raise_soft_limit
 
-#: What agents get to leave after the run has ended, before they are made to.
-LEAVE_S = 15.0
+#: What agents get to leave after the run has ended, before they are made to: a tracker that is away holds one for
+#: ``trackers.main.END_S``.
+LEAVE_S = 35.0
 
 
 @dataclass(frozen=True, kw_only=True)

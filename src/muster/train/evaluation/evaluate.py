@@ -25,7 +25,6 @@ from muster.train.data_feed.batch import batch_from, padding_batch
 from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import ReduceGroups
 from muster.train.evaluation.evaluated_model import EvaluatedModel
-from muster.train.measurement.metrics import StepLog
 
 #: Result rows shown with a sample.
 SHOWN_ROWS = 5
@@ -44,7 +43,6 @@ class Evaluator:
     world: World
     device: torch.device
     agent: AgentClient
-    log: StepLog
     counts: bool = True
     """False: another rank of the same context, or another stage, gives the same answers."""
     _baselines: dict[int, float | None] = field(default_factory=dict)
@@ -63,7 +61,6 @@ class Evaluator:
         detail["duration_ns"] = time.monotonic_ns() - began
         if self.world.rank == 0:
             self.agent.emit("eval", step=step, phase=None, **detail)
-            self.log.track(step, detail, prefix="eval")
         return detail
 
     @torch.no_grad()

@@ -1,1 +1,1 @@
-"""What a rank tells of itself: the numbers of a step, traces and memory, trackers."""
+"""What a rank reports of itself: the numbers of a step, traces and memory."""

@@ -14,7 +14,6 @@ from muster.protocol.ranks import AgentClient
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.distributed.arrivals import Mark, StepClock
 from muster.train.measurement.profiling import memory_bytes
-from muster.train.measurement.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,6 @@ class StepLog:
     rank: int
     device: torch.device
     peak: Peak
-    trackers: Trackers = field(default_factory=Trackers)
-    track_every_steps: int = 1
     clock: StepClock | None = None
     """Where the loop's time goes; None: not known (a GPU)."""
     _since: Mark | None = None
@@ -123,8 +120,6 @@ class StepLog:
             if self.peak.flops:
                 detail["mfu"] = work.model_flops / (step_ns / 1e9 * self.peak.flops * self.peak.ranks)
         self.agent.emit("step", step=work.step, phase=None, **detail)
-        if work.step % self.track_every_steps == 0:
-            self.track(work.step, detail, prefix="train")
         return detail
 
     def _parts(self) -> JsonObject:
@@ -134,15 +129,6 @@ class StepLog:
             return {}
         parts = begin.until(self._since)
         return {"compute_ns": parts.compute, "comm_ns": parts.comm, "host_gap_ns": parts.gap}
-
-    def track(self, step: int, values: JsonObject, *, prefix: str) -> None:
-        """Hand the numbers among ``values`` to the trackers."""
-        numbers = {
-            f"{prefix}/{name}": float(value)
-            for name, value in values.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-        self.trackers.log(numbers, step=step)
 
 
 @dataclass

@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_gathered_on_gpus_answers_nothing_and_says_why(mo
     evaluator = Evaluator(
         spec=spec_of(training={}), prepared=SimpleNamespace(tokenizer_dir="there"), model=TorchModel(on_gpu(140)),
         groups=None, data_rank=0, data_ranks=2, world=SimpleNamespace(rank=0), device=torch.device("cuda", 0),
-        agent=SimpleNamespace(emit=lambda kind, **detail: said.append((kind, detail["text"]))), log=None,
+        agent=SimpleNamespace(emit=lambda kind, **detail: said.append((kind, detail["text"]))),
     )  # fmt: skip
     monkeypatch.setattr(evaluate, "heldout_questions", lambda *_: ["a question"])
     assert evaluator._answer(5, final=False) == {} and said == [("run.message", reason)]

@@ -112,12 +112,12 @@ class TrackerProgram:
             self._note(f"the process on {self._host} that serves trackers ended with code {code} and is restarted")
 
     def shutdown(self, reason: str) -> None:
-        """Where ``reason`` is an outcome of the run, wait until trackers have everything, ``END_S`` at most. Else end
-        it at once: the run may go on, and what is not delivered yet is in its event files."""
+        """Where ``reason`` is a final outcome of the run, wait until trackers have everything, ``END_S`` at most. Else
+        end it at once: the run goes on elsewhere or later, and the host may have seconds left."""
         child, self._child = self._child, None
         if child is None:
             return
-        if reason in get_args(Outcome):
+        if reason in get_args(Outcome) and reason != "preempted":
             assert child.stdout is not None
             self._hub.unwatch(child.stdout.fileno())
             over = encode(RunOver(outcome=cast(Outcome, reason))) + b"\n"

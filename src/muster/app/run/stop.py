@@ -29,7 +29,7 @@ from muster.storage.run_registry import RunDir
 EXTRA_S = 30.0
 #: What the hosts of an ended run have to leave: trackers get the rest (``trackers.main.END_S``), the agent's programs
 #: and its memory are given back first.
-LEAVE_S = 35.0
+LEAVE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

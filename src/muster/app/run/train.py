@@ -31,7 +31,7 @@ from muster.transport.listening import raise_soft_limit
 
 #: What agents get to leave after the run has ended, before they are made to: a tracker that is away holds one for
 #: ``trackers.main.END_S``.
-LEAVE_S = 35.0
+LEAVE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,8 +178,9 @@ def test_one_that_does_not_leave_is_killed(host, monkeypatch):
     assert host.children[0].returncode == -signal.SIGKILL
 
 
-def test_where_the_run_may_go_on_nothing_is_waited_for(host):
+@pytest.mark.parametrize("reason", ["the watchdog is gone", "preempted"])
+def test_where_the_run_goes_on_nothing_is_waited_for(host, reason):
     host.living = ranks(0)
     host.program.watch()
-    host.program.shutdown("the watchdog is gone")
+    host.program.shutdown(reason)
     assert host.children[0].returncode == -signal.SIGKILL

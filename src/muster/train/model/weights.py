@@ -6,17 +6,19 @@ then each rank fills the index ranges that it holds.
 
 from __future__ import annotations
 
-import copy
 import hashlib
+import inspect
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from muster.core.errors import BackendError
+from muster.core.errors import BackendError, first_line
 from muster.train.distributed.reduce import local
 
 if TYPE_CHECKING:
@@ -60,31 +62,33 @@ def fill(parameter: Tensor, values: Tensor) -> None:
 def initialise(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
     """Random values for all parameters of a transformers model: a function of (seed, name, device type) only.
 
-    Matrices and embeddings are normal(0, initializer_range), biases of linear modules 0; other modules
-    (mostly norms) get the model's own initialisation.
+    Matrices and embeddings are normal(0, initializer_range), biases of linear modules 0. Everything else gets the
+    model's own initialisation, as do linear modules that the module around them initialises (Mamba's ``dt_proj``).
+
+    Raises:
+        BackendError: transformers does not say how a parameter begins.
     """
     deviation = initializer_range(model.config)
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        own = [
-            (plain_name(f"{prefix}.{name}" if prefix else name), name, parameter)
-            for name, parameter in module.named_parameters(recurse=False)
-            if id(parameter) not in seen and ".lora_" not in prefix
-        ]
-        seen.update(id(parameter) for _, _, parameter in own)
-        if not own:
-            continue
-        special = None
-        for full, name, parameter in own:
+    for unit in units(model):
+        own: dict[str, Tensor] = {}
+        linear: dict[str, Tensor] = {}
+        for path, module in unit.modules:
+            group = linear if isinstance(module, (nn.Linear, nn.Embedding)) else own
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in seen and ".lora_" not in f"{unit.prefix}.{path}":
+                    seen.add(id(parameter))
+                    group[_joined(path, name)] = parameter
+        values = own_values(unit, own, linear, seed=seed) if own else {}
+        for name, parameter in (own | linear).items():
             ranges = local_ranges(parameter)
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                if name == "bias":
-                    fill(parameter, torch.zeros_like(local(parameter)))
-                else:
-                    fill(parameter, normal(full, parameter.shape, ranges, deviation, seed=seed, device=device))
-                continue
-            special = special or own_initialisation(model, module, prefix, seed)
-            fill(parameter, special[name][ranges].to(device))
+            if name in values:
+                fill(parameter, values[name][ranges].to(device))
+            elif name.rpartition(".")[2] == "bias":
+                fill(parameter, torch.zeros_like(local(parameter)))
+            else:
+                full = plain_name(_joined(unit.prefix, name))
+                fill(parameter, normal(full, parameter.shape, ranges, deviation, seed=seed, device=device))
 
 
 def plain_name(name: str) -> str:
@@ -137,24 +141,151 @@ def derived_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
-def own_initialisation(model: PreTrainedModel, module: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
-    """Unsharded parameters of one module from the model's own ``_init_weights``, on CPU."""
-    copied = alone(module, "cpu")
+# ---------------------------------------------------------------- the model's own values
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is initialised together."""
+
+    prefix: str
+    modules: list[tuple[str, nn.Module]]
+    """Path inside the unit -> module, parents before their children; the unit itself first."""
+    model: PreTrainedModel
+    """The innermost around it: a model inside another has its own ``_init_weights``."""
+
+
+def units(model: PreTrainedModel) -> Iterator[Unit]:
+    """The units of ``model``, in its order: a decoder layer (an element of an outermost list) with all that is in it,
+    because a module may initialise those inside it; every other module alone."""
+    models: dict[str, Any] = {}
+    inside = None
+    for prefix, module in model.named_modules():
+        if inside is not None and prefix.startswith(inside):
+            continue
+        if hasattr(module, "_init_weights"):
+            models[f"{prefix}." if prefix else ""] = module
+        innermost = models[max((place for place in models if f"{prefix}.".startswith(place)), key=len)]
+        if isinstance(module, nn.ModuleList):
+            inside = f"{prefix}."
+            for name, layer in module.named_children():
+                yield Unit(f"{prefix}.{name}", list(layer.named_modules(remove_duplicate=False)), innermost)
+        else:
+            yield Unit(prefix, [("", module)], innermost)
+
+
+def own_values(
+    unit: Unit, wanted: Collection[str], linear: Collection[str] = (), *, seed: int = 0
+) -> dict[str, Tensor]:
+    """The whole values on CPU of the ``wanted`` parameters and buffers (names in ``unit``), and of those of ``linear``
+    that another module than their own initialises: by transformers' ``_init_weights``, run on a copy.
+
+    Raises:
+        BackendError: neither that nor the unit's constructor gives one a value.
+    """
+    copies: dict[str, nn.Module] = {}
+    for path, module in unit.modules:
+        copies[path] = _copied(module, path, wanted)
+        if path:
+            above, _, name = path.rpartition(".")
+            copies[above]._modules[name] = copies[path]
+    top = copies[""]
+
+    def initialise(path: str) -> None:
+        torch.manual_seed(derived_seed(seed, _joined(unit.prefix, path)))
+        unit.model._init_weights(copies[path])
+
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(derived_seed(seed, prefix))
-        model._init_weights(copied)
-    return {name: parameter.detach() for name, parameter in copied.named_parameters()}
+        for path in reversed(copies):  # children first, as transformers does
+            versions = {name: top.get_parameter(name)._version for name in linear if name.startswith(f"{path}.")}
+            versions = {name: version for name, version in versions.items() if name.rpartition(".")[0] != path}
+            initialise(path)
+            changed = [name for name, version in versions.items() if top.get_parameter(name)._version != version]
+            for name in changed:  # on the meta device: once more, with memory
+                owner, _, leaf = name.rpartition(".")
+                copies[owner]._parameters[leaf] = nn.Parameter(_blank(top.get_parameter(name), "cpu"))
+            if changed:
+                initialise(path)
+        tensors = dict(top.named_parameters()) | dict(top.named_buffers())
+        values = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+        if _unset(values):
+            _initialise_from_above(unit, top)
+    unset = _unset(values)
+    return values | (_constructed(unit, unset, seed) if unset else {})
 
 
-def alone(module: nn.Module, device: str) -> nn.Module:
-    """The module with the same buffers, without submodules, and with zero parameters of their own."""
-    copied = copy.copy(module)
-    copied._modules = {}
-    copied._parameters = {
-        name: nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32, device=device))
-        for name, parameter in module.named_parameters(recurse=False)
-    }
+def _unset(values: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that nothing was written to, or which cannot show it."""
+    return [name for name, value in values.items() if not value.is_floating_point() or value.isnan().any()]
+
+
+def _initialise_from_above(unit: Unit, layer: nn.Module) -> None:
+    """Have the model around a list of layers initialise ``layer``, as if it were its only one (Falcon H1)."""
+    name = unit.prefix.split(".")[-2:][0]
+    if isinstance(unit.model._modules.get(name), nn.ModuleList):
+        holder = _copied(unit.model, "", ())
+        holder._modules[name] = nn.ModuleList([layer])
+        unit.model._init_weights(holder)
+
+
+def _copied(module: nn.Module, path: str, wanted: Collection[str]) -> nn.Module:
+    """A module without its children, with tensors of its own: memory for the ``wanted``, the others on the meta device.
+
+    Of the class that it had before FSDP wrapped it, which copies no module.
+    """
+    kind = type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
+    copied: nn.Module = kind.__new__(kind)
+    copied.__dict__.update(module.__dict__)
+    copied._modules = {name: None for name, child in module._modules.items() if child is None}
+
+    def blank(name: str, tensor: Tensor) -> Tensor:
+        return _blank(tensor, "cpu" if _joined(path, name) in wanted else "meta")
+
+    copied._parameters = {n: None if p is None else nn.Parameter(blank(n, p)) for n, p in module._parameters.items()}
+    copied._buffers = {n: None if b is None else blank(n, b) for n, b in module._buffers.items()}
     return copied
+
+
+def _blank(tensor: Tensor, device: str) -> Tensor:
+    """Of the same shape; NaN where that exists, so that what is not initialised shows."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    dtype = torch.float32 if is_parameter else tensor.dtype
+    return torch.full(tensor.shape, math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
+def _constructed(unit: Unit, names: list[str], seed: int) -> dict[str, Tensor]:
+    """The values that the constructor of ``unit`` gives."""
+    module, number = unit.modules[0][1], unit.prefix.rpartition(".")[2]
+    kind = type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
+    config = getattr(module, "config", None) or unit.model.config.get_text_config()
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derived_seed(seed, unit.prefix))
+            made = kind(**_arguments(kind, config, number))
+        tensors = dict(made.named_parameters()) | dict(made.named_buffers())
+        return {name: tensors[plain_name(name)].detach() for name in names}
+    except Exception as error:
+        raise BackendError(
+            f"{unit.prefix}.{names[0]} cannot be initialised: {type(error).__name__}: {first_line(error)}",
+            hint="this architecture needs transformers' own loading; please report it",
+        ) from error
+
+
+def _arguments(kind: type[nn.Module], config: PreTrainedConfig, number: str) -> dict[str, Any]:
+    """What a module's constructor wants: transformers passes the config, a layer's number, and numbers of the config."""
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name == "config":
+            arguments[name] = config
+        elif name.startswith("layer_") and number.isdigit():
+            arguments[name] = int(number)
+        elif parameter.default is parameter.empty and hasattr(config, name):
+            arguments[name] = getattr(config, name)
+    return arguments
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 # ---------------------------------------------------------------- buffers
@@ -175,35 +306,14 @@ def recompute_buffers(model: PreTrainedModel, *, persistent: bool) -> None:
     ``persistent``: also those that a file would hold, if the model starts from random values.
 
     Raises:
-        BackendError: neither the model's initialisation nor its constructor computes a buffer.
+        BackendError: neither the model's initialisation nor a constructor computes a buffer.
     """
-    for prefix, module in model.named_modules():
-        names = [
-            name
+    for unit in units(model):
+        buffers = {
+            _joined(path, name): buffer
+            for path, module in unit.modules
             for name, buffer in module._buffers.items()
             if buffer is not None and (persistent or name in module._non_persistent_buffers_set)
-        ]
-        if not names:
-            continue
-        for name in names:
-            buffer = module._buffers[name]
-            if buffer.is_floating_point():
-                buffer.fill_(math.nan)
-        with torch.no_grad():
-            model._init_weights(alone(module, "meta"))  # its own buffers, but parameters that nothing is written to
-        if any(not module._buffers[name].is_floating_point() or module._buffers[name].isnan().any() for name in names):
-            _from_constructor(module, names, prefix)
-
-
-def _from_constructor(module: nn.Module, names: list[str], prefix: str) -> None:
-    config = getattr(module, "config", None)
-    try:
-        with torch.device("cpu"):
-            fresh = type(module)(config)
-    except Exception as error:
-        raise BackendError(
-            f"buffer {prefix}.{names[0]} of {type(module).__name__} cannot be recomputed: {error}",
-            hint="this architecture needs transformers' own loading; please report it",
-        ) from error
-    for name in names:
-        module._buffers[name].copy_(fresh._buffers[name])  # type: ignore[union-attr,arg-type]
+        }
+        for name, value in (own_values(unit, buffers) if buffers else {}).items():
+            buffers[name].copy_(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,9 +42,27 @@ class Sequence:
     """Positions that are not padding."""
     supervised_tokens: int
 
+    def cut(self, length: int) -> Sequence:
+        """Without the padding behind ``length`` positions."""
+        assert length >= self.tokens, f"{self.tokens} tokens do not fit in {length}"
+        tail = [length - self.tokens] if length > self.tokens else []
+        documents = self.document_lengths[:-1] if self.tokens < len(self.input_ids) else self.document_lengths
+        return replace(
+            self,
+            input_ids=self.input_ids[:length],
+            labels=self.labels[:length],
+            position_ids=self.position_ids[:length],
+            document_lengths=np.array([*documents, *tail], dtype=np.int32),
+        )
+
 
 class SequenceStore:
     """Read access to a folder of packed sequences. Opening maps the files; nothing is read until asked for."""
+
+    cut_to: int | None = None
+    """Batches are cut to their longest row, rounded up to a multiple of this; None: all are of ``sequence_length``."""
+    highest_position: int | None = None
+    """Positions in padding stop here: some rotary embeddings look at the highest one of a batch."""
 
     def __init__(self, folder: Path, on_damage: Callable[[], None] = lambda: None) -> None:
         """``on_damage`` is called before a damaged sequence is reported.
@@ -91,10 +109,30 @@ class SequenceStore:
     def supervised_tokens(self) -> int:
         return int(self.counts["supervised_tokens"])
 
+    @property
+    def longest_document(self) -> int:
+        """Positions of the longest document."""
+        return int(self._lengths[self._are_documents()].max())
+
+    def by_document(self) -> SequenceStore:
+        """The same documents in the same order, each in a row of its own."""
+        return _ByDocument(self)
+
+    def _positions(self, lengths: Int32s) -> Int32s:
+        starts = np.cumsum(lengths) - lengths
+        positions = np.arange(self.sequence_length, dtype=np.int32) - np.repeat(starts, lengths).astype(np.int32)
+        return positions if self.highest_position is None else np.minimum(positions, np.int32(self.highest_position))
+
+    def _are_documents(self) -> NDArray[np.bool_]:
+        """Of ``_lengths``, those that are not of a padding tail."""
+        result = np.ones(len(self._lengths), dtype=bool)
+        result[self._offsets[1:][self._tokens < self.sequence_length] - 1] = False
+        return result
+
     def __getitem__(self, index: int) -> Sequence:
         """Raises MusterError where it is not what was written."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
+        if not 0 <= index < len(self._inputs):
+            raise IndexError(f"sequence {index} of {len(self._inputs)}")
         for _ in range(2):  # what was only read wrongly is not removed
             lengths = np.array(self._lengths[self._offsets[index] : self._offsets[index + 1]])
             inputs, labels = np.array(self._inputs[index]), np.array(self._labels[index])
@@ -107,14 +145,45 @@ class SequenceStore:
                 f"prepared data in {self.folder} is damaged: sequence {index} is not what was written",
                 hint="it is prepared again at the next start",
             )
-        starts = np.cumsum(lengths) - lengths
-        positions = np.arange(self.sequence_length, dtype=np.int32) - np.repeat(starts, lengths).astype(np.int32)
         return Sequence(
             input_ids=inputs,
             labels=labels,
-            position_ids=positions,
+            position_ids=self._positions(lengths),
             document_lengths=lengths,
             tokens=tokens,
+            supervised_tokens=int((labels != UNSUPERVISED).sum()),
+        )
+
+
+class _ByDocument(SequenceStore):
+    """A store as ``SequenceStore.by_document`` gives it: rows of one document, read from those of several."""
+
+    def __init__(self, store: SequenceStore) -> None:
+        self.__dict__.update(store.__dict__)
+        self._documents = np.flatnonzero(self._are_documents())
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Sequence:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        place = int(self._documents[index])
+        number = int(np.searchsorted(self._offsets, place, side="right")) - 1
+        packed = super().__getitem__(number)
+        before = place - int(self._offsets[number])
+        start, length = int(packed.document_lengths[:before].sum()), int(packed.document_lengths[before])
+        rest = self.sequence_length - length
+        inputs, labels = np.zeros_like(packed.input_ids), np.full_like(packed.labels, UNSUPERVISED)
+        inputs[:length] = packed.input_ids[start : start + length]
+        labels[:length] = packed.labels[start : start + length]
+        lengths = np.array([length, rest] if rest else [length], dtype=np.int32)
+        return Sequence(
+            input_ids=inputs,
+            labels=labels,
+            position_ids=self._positions(lengths),
+            document_lengths=lengths,
+            tokens=length,
             supervised_tokens=int((labels != UNSUPERVISED).sum()),
         )
 

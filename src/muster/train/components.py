@@ -42,6 +42,7 @@ from muster.train.model.sharding import forget_gradients, reshard
 from muster.train.optim.local_steps import LocalSteps
 from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
 from muster.train.pipeline import Pipeline
+from muster.train.separation import separate
 from muster.train.state.resume import restore
 from muster.train.state.saving import open_saves
 from muster.train.state.snapshot_tiers import open_together
@@ -70,6 +71,8 @@ class TrainerComponents:
     optimizer: ShardOptimizer
     state: TrainingState
     evaluated: EvaluatedModel
+    report: str | None = None
+    """How documents share rows, where the run file asks for something else."""
     update: Callable[[TrainingRun, StepWork, float], None] = update
     peak: tuple[float | None, str] | None = None
     """Peak FLOP/s of a rank and the figure's source, where the kind of device says it."""
@@ -101,7 +104,6 @@ def make_components(
     """
     prepared = open_data(spec, Path(context.run_dir), agent)
     fetched = fetch_weights(spec, Path(context.run_dir), agent)
-    batch_schedule, last_step = schedule_of(spec, context, prepared)
     layout = context.layout
     replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
     meshes = make_meshes(layout, device.type, replica=replica)
@@ -115,6 +117,9 @@ def make_components(
         proof=Path(context.run_dir) / "attention_proof.json",
         restored=context.restore is not None,
     )
+    separated = separate(spec, prepared, built)
+    spec, prepared = separated.spec, separated.prepared
+    batch_schedule, last_step = schedule_of(spec, context, prepared)
     reducer = choose_reducer(spec, built, groups, device, context)
     time_collectives(built.module, reducer, groups.waits, device)
     named = named_without_wrappers(built.named_trainable())
@@ -141,6 +146,7 @@ def make_components(
             elsewhere=stage.trained_elsewhere if stage is not None else (),
         ),
         evaluated=TorchModel(built.module),
+        report=separated.report,
     )
 
 
@@ -156,7 +162,7 @@ def assemble(
     flops, source = components.peak or peak_flops(
         spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
     )
-    announce(agent, world, prepared, components.built, flops, source)
+    announce(agent, world, prepared, components.built, flops, source, components.report)
     peak = Peak(flops=flops, ranks=context.world_size)
     evaluator = Evaluator(
         spec=spec,
@@ -336,11 +342,19 @@ def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
 
 
 def announce(
-    agent: AgentClient, world: World, prepared: Prepared, built: BuiltModel, flops: float | None, source: str
+    agent: AgentClient,
+    world: World,
+    prepared: Prepared,
+    built: BuiltModel,
+    flops: float | None,
+    source: str,
+    report: str | None,
 ) -> None:
     """Emit what will be trained, and on what data (rank 0)."""
     if world.rank != 0:
         return
+    if report is not None:
+        agent.emit("run.message", text=report)
     agent.emit(
         "data.prepared",
         fingerprint=prepared.fingerprint,

@@ -43,6 +43,9 @@ def batch_from(
 ) -> Batch:
     """The micro-batch of these sequences of ``store``. ``static_shapes``: for compiled models."""
     rows = [store[index] for index in sequences]
+    if store.cut_to is not None:
+        longest = max(row.tokens for row in rows)
+        rows = [row.cut(min(store.sequence_length, -(-longest // store.cut_to) * store.cut_to)) for row in rows]
     lengths = [int(length) for row in rows for length in row.document_lengths]
     input_ids, labels, position_ids = (
         torch.stack([torch.as_tensor(getattr(row, name), dtype=torch.int64) for row in rows])

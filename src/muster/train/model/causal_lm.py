@@ -37,7 +37,7 @@ from muster.train.model import (
 )
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention, needs_of
-from muster.train.model.attention_isolation_check import Proof, keep_proof, prove_isolation, proven_before
+from muster.train.model.attention_isolation_check import Proof, border, keep_proof, prove_isolation, proven_before
 from muster.train.model.compile import compile_layers, compiles
 from muster.train.model.loss import compiled_kernel
 from muster.train.model.model_with_loss import ModelWithLoss
@@ -117,11 +117,13 @@ def build_model(
     isolation = isolation or prove(module, device, spec, proof)
     if mesh.context is not None:
         share_sequences(module, mesh.context, spec.training.sequence_length)
+        if isolation.unpacked != module.unpacked:
+            raise UsageError(f"parallelism.cp is not possible: {isolation.unpacked}", hint="parallelism.cp: 1")
     module.train()
     return BuiltModel(
         module=module,
         config=config,
-        attention=replace(attention, reason=f"{attention.reason}; tested to separate documents"),
+        attention=replace(attention, reason=f"{attention.reason}; {separation(isolation)}"),
         proof=isolation,
         num_parameters=counted.parameters,
         num_trainable=counted.trainable,
@@ -169,6 +171,9 @@ def laid_out(
     layers = decoder_layers(model)
     counted = Counted.of(model)
     module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
+    module.needs, module.unpacked = needs, border(config.get_text_config(), spec.training.sequence_length)
+    if spec.data is not None and not spec.data.packing:
+        module.unpacked = "data.packing is false"
     if mesh.stages is not None:
         schedule = schedule_of(spec, mesh.stages.size())
         link = StageLink(mesh.stages.get_group(), device, compute_dtype, schedule.chunks)
@@ -203,7 +208,8 @@ def schedule_of(spec: RunSpec, stages: int) -> Schedule:
 
 def share_sequences(module: ModelWithLoss, mesh: DeviceMesh, sequence_length: int) -> None:
     """Have the ranks of ``mesh`` share each sequence from here on. Raises UsageError: the model's attention cannot."""
-    context_parallel.check(needs_of(module.model, sequence_length), sequence_length, mesh.size())
+    assert module.needs is not None
+    context_parallel.check(module.needs, sequence_length, mesh.size())
     context_parallel.register()
     module.model.set_attn_implementation(context_parallel.IMPLEMENTATION)
     module.context = context_parallel.Context(mesh.get_group(), mesh.get_local_rank(), mesh.size())
@@ -213,6 +219,11 @@ def all_in_state(model: PreTrainedModel) -> bool:
     """Whether a restored state has every value: nothing is frozen, and no buffer comes from files."""
     stored_buffers = {name for name, _ in model.named_buffers()} - weights.transient_buffers(model)
     return all(parameter.requires_grad for parameter in model.parameters()) and not stored_buffers
+
+
+def separation(proof: Proof) -> str:
+    """How documents are kept apart."""
+    return "tested to separate documents" if proof.unpacked is None else "one document a row"
 
 
 def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, file: Path | None) -> Proof:

@@ -65,7 +65,9 @@ def check(needs: Needs, sequence_length: int, size: int) -> None:
         "capped attention scores": needs.softcap,
         "attention sinks": needs.sinks,
         "attention dropout": needs.dropout,
-        "kernels of its own": not needs.own_kernels,
+        "kernels of its own": not (needs.own_kernels and needs.takes_arguments),
+        "a mask of its own": needs.own_mask,
+        "values of another size": needs.value_dim is not None,
     }
     reason = next((what for what, applies in reasons.items() if applies), None)
     if reason is not None:

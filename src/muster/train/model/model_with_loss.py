@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.train.data_feed.batch import IGNORED, Batch
-from muster.train.model.attention import Attention, attention_arguments
+from muster.train.model.attention import Attention, Needs, attention_arguments
 from muster.train.model.context_parallel import Context
 from muster.train.model.loss import Kernel, LogitRule, chunked_cross_entropy, logit_rule
 from muster.train.model.pipeline_stage import Stage
@@ -65,6 +65,10 @@ class ModelWithLoss(nn.Module):
         """What computes the loss of a chunk, in the place of the uncompiled one."""
         self.context: Context | None = None
         """Where ranks share each sequence."""
+        self.needs: Needs | None = None
+        """What it requires of an attention kernel."""
+        self.unpacked: str | None = None
+        """Why its documents never share a row; None: the self-test says whether they may."""
         self.rule: LogitRule = logit_rule(model.config.get_text_config())
         head = model.get_output_embeddings()
         self.own_head = model.base_model is not model and type(head) is nn.Linear

@@ -272,7 +272,7 @@ def _constructed(unit: Unit, names: list[str], seed: int) -> dict[str, Tensor]:
 
 
 def _arguments(kind: type[nn.Module], config: PreTrainedConfig, number: str) -> dict[str, Any]:
-    """What a module's constructor wants: transformers passes the config, a layer's number, and numbers of the config."""
+    """What a module's constructor wants: the config, a layer's number, or numbers of the config."""
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind).parameters.items():
         if name == "config":

@@ -29,7 +29,11 @@ def row(start, lengths):
     )
 
 
-STORE = [row(0, [3, 5]), row(10, [8]), row(20, [1, 1, 6])]
+class Rows(list):
+    cut_to = None
+
+
+STORE = Rows([row(0, [3, 5]), row(10, [8]), row(20, [1, 1, 6])])
 
 
 def test_a_batch_of_rows():
@@ -43,7 +47,7 @@ def test_a_batch_of_rows():
 
 
 def test_static_shapes_add_no_documents_and_say_that_their_number_changes():
-    wide = [row(0, [64]), row(0, [20, 44]), row(0, [2] * 32)]
+    wide = Rows([row(0, [64]), row(0, [20, 44]), row(0, [2] * 32)])
     batches = [batch_from(wide, (index,), CPU, static_shapes=True) for index in (0, 1, 2)]
     assert [len(batch.cu_seqlens) for batch in batches] == [2, 3, 33]
     assert {batch.max_seqlen for batch in batches} == {64}

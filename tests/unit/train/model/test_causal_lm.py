@@ -85,14 +85,25 @@ def test_configs_that_are_none(config, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_kernel_that_mixes_documents_is_caught(monkeypatch):
+def test_a_kernel_that_mixes_documents_gets_one_a_row(monkeypatch):
     def mixing(query, key, value, cu_seqlens, scale):
         whole = torch.tensor([0, query.shape[0]], dtype=torch.int32)
         return original(query, key, value, whole, scale)
 
     original = attention.document_attention
     monkeypatch.setattr(attention, "document_attention", mixing)
-    with pytest.raises(RunFailed, match="document does not keep packed documents apart"):
+    built = build(spec_of())
+    assert "llama does not keep documents in a row apart with attention document" in built.proof.unpacked
+    assert str(built.attention).endswith("; one document a row)")
+
+
+def test_a_model_that_sees_the_future_is_refused(monkeypatch):
+    def both_ways(query, key, value, cu_seqlens, scale):
+        heads = (each.transpose(0, 1) for each in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(*heads, scale=scale).transpose(0, 1)
+
+    monkeypatch.setattr(attention, "document_attention", both_ways)
+    with pytest.raises(UsageError, match="LlamaForCausalLM is not causal"):
         build(spec_of())
 
 

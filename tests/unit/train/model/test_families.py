@@ -1,5 +1,5 @@
-"""Families of transformers beyond the plain decoders: they begin with transformers' own values, and their documents reach
-no other's loss, in rows of one document where nothing else separates them."""
+"""Families of transformers beyond the plain decoders: they begin with transformers' own values, and no document reaches
+another's loss, in rows of one document where nothing else separates them."""
 
 import pytest
 import torch

@@ -57,6 +57,7 @@ def load_newest(
     *,
     group: dist.ProcessGroup | None = None,
     elsewhere: Set[str] = frozenset(),
+    on_conversion: Callable[[str], None] = lambda text: None,
 ) -> tuple[Manifest, int] | None:
     """Restore the newest committed checkpoint of this model that is whole into ``state``, whatever layout either has:
     (which, the bytes read here). None: there is none, and ``state`` is as it was.
@@ -64,6 +65,7 @@ def load_newest(
     Each rank reads what it needs of it and nothing else, and every block is verified as it is read; it stays beside
     the state until all ranks have theirs, since damage that one of them finds makes all of them pass it over.
     Collective over ``group`` (gloo). ``on_skip`` as in ``newest_valid``, ``elsewhere`` as in ``shards.restore``.
+    ``on_conversion`` gets a sentence about tensors that were stored in another type, on rank 0.
     """
     rank, ranks = exchange.rank_of(group), 1 if group is None else group.size()
     skip = on_skip if on_skip is not None and rank == 0 else lambda uri, reason: None
@@ -80,6 +82,9 @@ def load_newest(
         problem = _agreed(manifest, look, group)
         if problem is None:
             read[0].put()
+            if read[0].converted and rank == 0:
+                before, here = (str(kind).removeprefix("torch.") for kind in next(iter(read[0].converted.values())))
+                on_conversion(f"{manifest.uri}: {len(read[0].converted)} tensors were {before} and are {here} here")
             return manifest, read[0].bytes_read
         skip(manifest.uri, problem)
     return None

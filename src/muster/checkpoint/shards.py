@@ -42,6 +42,8 @@ class ShardReader(StorageReader):
         self._where: dict[tuple[str, tuple[int, ...]], tuple[Shard, Chunk]] = {}
         self._tensors: dict[str, list[Chunk]] = defaultdict(list)
         self.bytes_read = 0
+        self.converted: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        """Tensors that are of another type here: name -> stored, here."""
         for shard in opened:
             for chunk in shard.tensors:
                 key = (chunk.name, chunk.offsets)
@@ -117,6 +119,8 @@ class ShardReader(StorageReader):
         for first, count in _pieces(chunk, start, lengths):
             piece = _rows(shard, chunk, first, count)
             self.bytes_read += piece.nbytes
+            if piece.dtype != target.dtype:
+                self.converted[place[0]] = piece.dtype, target.dtype
             for axis in range(1, piece.dim()):
                 piece = torch.narrow(piece, axis, start[axis], lengths[axis])
             into = target if target.dim() == 0 else target.narrow(0, first - start[0], count)

@@ -43,7 +43,7 @@ from muster.train.optim.local_steps import LocalSteps
 from muster.train.optim.optimizer import ShardOptimizer, make_optimizer
 from muster.train.pipeline import Pipeline
 from muster.train.separation import separate
-from muster.train.state.resume import restore
+from muster.train.state.resume import restore, schedule_extra
 from muster.train.state.saving import open_saves
 from muster.train.state.snapshot_tiers import open_together
 from muster.train.state.state_hash import StateHashes
@@ -156,7 +156,8 @@ def assemble(
     """Restore the state and open everything else that the loop needs in this world."""
     spec, device, prepared, state = components.spec, components.device, components.prepared, components.state
     run_dir, every, waits = Path(context.run_dir), spec.checkpoint.snapshot_every_steps, components.groups.waits
-    saves = open_saves(spec, context, state, world, extra={"data_fingerprint": prepared.fingerprint}, agent=agent)
+    extra = {"data_fingerprint": prepared.fingerprint, **schedule_extra(spec.training.optimizer, components.last_step)}
+    saves = open_saves(spec, context, state, world, extra=extra, agent=agent)
     phases.enter("restore")
     restore(spec, context, state, saves, world, agent)
     flops, source = components.peak or peak_flops(

@@ -136,3 +136,14 @@ def test_every_rank_raises_where_one_could_not_read(folder, monkeypatch):
     with pytest.raises(BackendError, match=r"rank 1 could not read .*: 503"):
         load_newest(open_store(), str(folder), state)
     assert not any(tensor.any() for tensor in state.values())
+
+
+def test_tensors_of_another_type_are_converted_and_that_is_said_once(folder):
+    state = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    said = []
+    manifest, _ = load_newest(open_store(), str(folder), state, on_conversion=said.append)
+    assert said == [f"{manifest.uri}: {len(SHAPES)} tensors were float32 and are bfloat16 here"]
+    assert all(torch.equal(state[name], tensor.bfloat16()) for name, tensor in whole(2).items())
+    same = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    load_newest(open_store(), str(folder), same, on_conversion=said.append)
+    assert len(said) == 1

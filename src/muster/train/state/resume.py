@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from muster.checkpoint.load import load_newest
 from muster.checkpoint_format.manifest import Manifest
-from muster.config.spec import RunSpec
+from muster.checkpoint_format.snapshot_ring import Ring
+from muster.config.spec import Optimizer, RunSpec
 from muster.core.errors import CheckpointError
-from muster.protocol.ranks import AgentClient, RankContext
+from muster.core.typed_json import Json, JsonObject, whole
+from muster.protocol.ranks import AgentClient, RankContext, Restore
 from muster.storage.store import open_store
 from muster.train.distributed.process_setup import World
+from muster.train.optim.learning_rate import learning_rate
 from muster.train.state.saving import Saves
+from muster.train.state.snapshot import own_path
 from muster.train.state.snapshot_restore import restored
 from muster.train.state.training_state import TrainingState
+
+#: In a save's ``extra``.
+SCHEDULE = "learning_rate"
 
 
 def restore(
@@ -36,6 +47,7 @@ def restore(
         tier: str = context.restore.tier
         uri = context.snapshot_dir or ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        extra = snapshot_extra(context, context.restore)
     else:
         saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used
         if not spec.checkpoint.resume:
@@ -48,6 +60,7 @@ def restore(
             lambda uri, reason: agent.emit("checkpoint.rejected", uri=uri, reason=reason),
             group=world.checkpoint,
             elsewhere=state.elsewhere,
+            on_conversion=lambda text: agent.emit("run.message", text=text),
         )
         if loaded is None:
             return
@@ -55,7 +68,10 @@ def restore(
         check_same_data(saves, manifest)
         state.loaded(manifest.step, sharded)
         saves.last_saved = manifest.step
-        tier, uri = saves.saver.tier, manifest.uri
+        tier, uri, extra = saves.saver.tier, manifest.uri, manifest.extra
+    jump = rate_jump(extra.get(SCHEDULE), saves.extra.get(SCHEDULE), after=state.step)
+    if jump is not None and world.rank == 0:
+        agent.emit("run.message", step=state.step, text=jump)
     if state.joined_from is not None and state.local_steps is not None:
         met, other = int(state.local_steps.met.max()), state.joined_from
         text = f"replica {state.replica} begins with the outer parameters and the moments of replica {other}"
@@ -72,12 +88,46 @@ def restore(
     )
 
 
+def snapshot_extra(context: RankContext, restore: Restore) -> JsonObject:
+    """``extra`` of the snapshots that were restored, from one in this host's memory; empty where none is."""
+    for path in (own_path(context), *(Path(source.path) for source in restore.sources.values())):
+        with suppress(CheckpointError, OSError):
+            return Ring.open(path).shard_header().extra
+    return {}
+
+
 def check_same_data(saves: Saves, manifest: Manifest) -> None:
     """Raise CheckpointError if a checkpoint is of other data: its steps would mean other batches."""
     for key, value in saves.extra.items():
-        if key in manifest.extra and manifest.extra[key] != value:
+        if key != SCHEDULE and key in manifest.extra and manifest.extra[key] != value:
             raise CheckpointError(
                 f"{manifest.uri} was made with another {key.replace('_', ' ')}: "
                 f"{manifest.extra[key]}, here it is {value}",
                 hint="set another checkpoint.dir, or checkpoint.resume: false to start from step 0",
             )
+
+
+def schedule_extra(settings: Optimizer, total_steps: int) -> JsonObject:
+    """What a save says of the learning rate: all that makes it a function of the step."""
+    keys = {"learning_rate", "schedule", "warmup_steps", "min_lr_fraction"}
+    return {SCHEDULE: {"steps": total_steps, **settings.model_dump(mode="json", include=keys)}}
+
+
+def rate_jump(before: Json, here: Json, *, after: int) -> str | None:
+    """What a resume after a step changes in the learning rate, by ``schedule_extra`` of the save and of this run."""
+    if not isinstance(before, Mapping) or not isinstance(here, Mapping) or before == here:
+        return None
+    planned, at_next = _rate(before, after + 1), _rate(here, after + 1)
+    last = _rate(before, after)
+    if math.isclose(planned, at_next, rel_tol=1e-3) or last == 0:
+        return None
+    return (
+        f"the learning rate jumps {at_next / last:.2g} times, from {last:.3g} at step {after} to {at_next:.3g}: its "
+        f"schedule was of {before['steps']} steps and a peak of {before['learning_rate']:g}, and is of {here['steps']} "
+        f"and {here['learning_rate']:g}"
+    )
+
+
+def _rate(schedule: JsonObject, step: int) -> float:
+    settings = {key: value for key, value in schedule.items() if key != "steps"}
+    return learning_rate(Optimizer.model_validate(settings), step=step, total_steps=whole(schedule, "steps"))

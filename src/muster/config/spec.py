@@ -60,12 +60,19 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute precision. Master weights and optimizer state are float32 unless ``master_dtype`` says not."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of trained weights and their moments. bfloat16 rounds away most small updates. Adapters (``lora``) are always
+    float32."""
     attention: Literal["auto", "flash_attention_3", "flash_attention_2", "varlen", "flex", "sdpa", "document"] = "auto"
     """Kernel for packed attention; ``auto`` takes the best one present and says which."""
     lora: Lora | None = None
     weights: Literal["hub", "bucket"] = "hub"
     """Where hosts on GKE read the weights of ``source``: each from the hub, or from a copy that the run makes once in
     its bucket (a ``gs://`` source is read there anyway)."""
+
+    @property
+    def trained_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Of the trained parameters and their moments."""
+        return self.master_dtype if self.lora is None else "float32"
 
 
 # ---------------------------------------------------------------- data

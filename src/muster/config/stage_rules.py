@@ -38,9 +38,10 @@ def _weights_apart(spec: RunSpec) -> Iterator[Problem]:
     if spec.training.compile is True:
         text = f"{name} does not go with training.compile: a compiled backward pass is not split"
         yield Problem(key, text, hint="compile: false, or interleaved")
-    if spec.model is not None and spec.model.dtype != spec.model.master_dtype:
-        text = f"{name} needs one type: FSDP casts {spec.model.master_dtype} weights to {spec.model.dtype}"
-        yield Problem(key, text, hint=f"master_dtype: {spec.model.dtype}, or interleaved")
+    if spec.model is not None and spec.model.dtype != spec.model.trained_dtype:
+        text = f"{name} needs one type: FSDP casts {spec.model.trained_dtype} weights to {spec.model.dtype}"
+        same = "dtype: float32" if spec.model.lora else f"master_dtype: {spec.model.dtype}"
+        yield Problem(key, text, hint=f"{same}, or interleaved")
 
 
 def stage_problems(spec: RunSpec, config: JsonObject) -> Iterator[Problem]:

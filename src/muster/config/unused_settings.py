@@ -11,10 +11,22 @@ from muster.core.errors import Problem
 
 
 def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
-    """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end."""
+    """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end; and
+    one per setting that has an effect which hardly anyone wants."""
     rules = (_training, _parallelism, _model, _data, _evaluation, _checkpoint, _resources, _recovery, _check)
     unused = [result for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for result in rule(spec)]
-    return [Problem(key, f"has no effect: {reason}") for key, reason in unused if key in given]
+    return [*(Problem(key, f"has no effect: {reason}") for key, reason in unused if key in given), *_doubtful(spec)]
+
+
+def _doubtful(spec: RunSpec) -> list[Problem]:
+    model = spec.model
+    if model is None or model.trained_dtype == "float32":
+        return []
+    text = (
+        "bfloat16 rounds away most updates of weights: after 100 steps at a learning rate of 1e-5 only 15.6 % of them "
+        "had moved"
+    )
+    return [Problem("model.master_dtype", text, hint="float32, unless memory forbids it; or model.lora")]
 
 
 def _training(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -53,7 +65,9 @@ def _model(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "model.revision", "it names a version of `source`, and the model starts from `config`"
     if spec.command is not None:
         yield "model.lora", "`command` trains, not Muster's trainer"
-    if model.dtype == "float32" and model.master_dtype == "float32":
+    if model.lora is not None:
+        yield "model.master_dtype", "adapters and their moments are float32, and the frozen base is in `dtype`"
+    elif model.dtype == "float32" and model.master_dtype == "float32":
         yield "model.master_dtype", "everything is float32 already"
 
 

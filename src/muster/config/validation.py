@@ -190,7 +190,7 @@ def _training(spec: RunSpec) -> Iterator[Problem]:
 
 def _numerics(spec: RunSpec) -> Iterator[Problem]:
     training, model = spec.training, spec.model
-    if model is not None and model.master_dtype == "bfloat16" and model.dtype == "float32":
+    if model is not None and model.trained_dtype == "bfloat16" and model.dtype == "float32":
         yield Problem("model.master_dtype", "bfloat16 is coarser than dtype: float32", hint="float32")
     if model is not None and model.attention.startswith("flash") and spec.resources.device == "cpu":
         yield Problem("model.attention", f"{model.attention} needs CUDA, and device is cpu", hint="auto")
@@ -207,7 +207,7 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
             "training.exact", "cannot hold with local_steps: what the replicas learn depends on how many there are",
             hint="deterministic: true, which holds on the same layout",
         )  # fmt: skip
-    if model is not None and (model.dtype, model.master_dtype) != ("float32", "float32"):
+    if model is not None and (model.dtype, model.trained_dtype) != ("float32", "float32"):
         yield Problem(
             "training.exact", "needs model.dtype: float32 (and master_dtype): sums are exact only then",
             hint="dtype: float32",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 from muster.train.model import lora, pretrained
-from muster.train.model.causal_lm import DTYPES, dtype_on_meta, grows, on_meta, read_config, set_initial_values
+from muster.train.model.causal_lm import dtype_on_meta, grows, on_meta, read_config, set_initial_values
 from muster.train_jax.layout import split_dimensions
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def build_host_model(spec: RunSpec, *, vocab_size: int, hosts: DeviceMesh, chips
     module = on_meta(copy.deepcopy(config), dtype_on_meta(spec.model))
     lora_config = None
     if spec.model.lora:
-        master = DTYPES[spec.model.master_dtype]
-        lora_config = lora.add_adapters(module, spec.model.lora, master, embeddings=spec.trains_embeddings)
+        embeddings = spec.trains_embeddings
+        lora_config = lora.add_adapters(module, spec.model.lora, torch.float32, embeddings=embeddings)
     tp = spec.parallelism.tp
     _give_memory(module, hosts, chips // tp, tp)
     module.tie_weights()

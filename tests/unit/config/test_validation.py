@@ -10,7 +10,10 @@ import pytest
 
 from muster.config import load
 from muster.core.errors import RunFileError
+from muster.core.flops import ModelShape
+from muster.plan.workload import workload
 
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 GOOD = """\
 name: demo
 model:
@@ -203,6 +206,7 @@ NO_EFFECT = {
     ],
     "model.revision=main": [],
     "model.master_dtype=float32": [],
+    "model.master_dtype=bfloat16": ["model.lora={}"],
     "data.sources.0.weight=2": [],
     "data.heldout_fraction=0.2": [],
     "data.workers=2": ["data.sources=[{type: random}]"],
@@ -310,3 +314,19 @@ def test_a_trainer_without_its_packages_is_refused_before_anything_starts(monkey
     assert not [
         each for each in check("model=null", "data=null", "command=[-m, this]", environment=True) if "torch" in each
     ]
+
+
+def test_bfloat16_weights_in_full_training_are_doubted_with_figures():
+    bf16 = ["model.dtype=bfloat16", "model.master_dtype=bfloat16"]
+    (doubt,) = load.loads(GOOD, bf16, environment=False).warnings
+    assert (
+        doubt.key == "model.master_dtype"
+        and "at a learning rate of 1e-5 only 15.6 % of them had moved" in doubt.message
+    )
+    (unused,) = load.loads(GOOD, [*bf16, "model.lora={}"], environment=False).warnings
+    assert "has no effect: adapters and their moments are float32" in unused.message
+    shape = ModelShape.from_config({"model_type": "llama", "num_hidden_layers": 2, "intermediate_size": 96, **SIZES})
+    planned = [
+        workload(load.loads(GOOD, [*bf16, *more], environment=False).spec, shape) for more in ([], ["model.lora={}"])
+    ]
+    assert [work.master_bytes for work in planned] == [2, 4], "memory is counted as it is trained"

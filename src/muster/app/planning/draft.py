@@ -196,8 +196,7 @@ def _model(base: Base | None, lora: bool, gpus: int, rows: RowsSeen, assumed: li
     if not lora:
         return text
     assumed.append("adapters of rank 16 are trained, the base stays as it is (without `model.lora`: all weights)")
-    frozen = "\n  master_dtype: bfloat16  # the base is frozen; adapters stay float32" if gpus else ""
-    return text + frozen + "\n  lora: {rank: 16, alpha: 32}"
+    return text + "\n  lora: {rank: 16, alpha: 32}"
 
 
 def _data(base: Base | None, rows: RowsSeen, assumed: list[str]) -> str:

@@ -158,7 +158,7 @@ def laid_out(
     """The model with its loss (this rank's stage of it), cut over ``mesh``, still on the meta device; peft's
     LoraConfig, if any; and what the whole model counts."""
     assert spec.model is not None
-    compute_dtype, master_dtype = DTYPES[spec.model.dtype], DTYPES[spec.model.master_dtype]
+    compute_dtype = DTYPES[spec.model.dtype]
     # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.
     model = on_meta(copy.deepcopy(config), dtype_on_meta(spec.model))
     needs = needs_of(model, spec.training.sequence_length)
@@ -166,7 +166,7 @@ def laid_out(
     model.set_attn_implementation(attention.implementation)
     lora_config = None
     if spec.model.lora:
-        lora_config = lora.add_adapters(model, spec.model.lora, master_dtype, embeddings=spec.trains_embeddings)
+        lora_config = lora.add_adapters(model, spec.model.lora, torch.float32, embeddings=spec.trains_embeddings)
     reshard_layers = spec.parallelism.reshard_after_forward
     layers = decoder_layers(model)
     counted = Counted.of(model)

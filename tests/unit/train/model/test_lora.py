@@ -48,8 +48,9 @@ def test_a_is_kaiming_uniform_and_b_zero():
             assert 0.9 * bound < float(value.detach().abs().max()) <= bound, name
 
 
-def test_the_frozen_base_is_held_in_the_compute_dtype_and_adapters_in_float32():
-    built = build(spec_of(LLAMA, dtype="bfloat16", lora={"rank": 2}))
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_the_frozen_base_is_held_in_the_compute_dtype_and_adapters_in_float32(master):
+    built = build(spec_of(LLAMA, dtype="bfloat16", master_dtype=master, lora={"rank": 2}))
     for name, parameter in built.module.model.named_parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
     loss_sum(built.module, batch(), chunk_tokens=8, scale=1.0).backward()

@@ -2,6 +2,7 @@
 any system call. Each host is a thread that a scheduler lets go from one call to the next; time is virtual."""
 
 import contextlib
+import itertools
 import os
 import random
 import threading
@@ -157,7 +158,7 @@ class World:
         """What is published is whole, at any moment."""
         place = self.folder.parent / os.readlink(self.folder) if self.folder.is_symlink() else None
         if place is not None and (place / "sums.json").exists():
-            assert cache.damage(place) is None
+            assert cache.damage(place) is None and all((place / name).exists() for name in FILES)
         return place
 
     def left(self):
@@ -250,6 +251,61 @@ def test_hosts_killed_and_halted_at_any_call_harm_nobody(world, seed):
     again = here.start("four")
     here.run()
     assert again.result is False
+
+
+def test_a_host_killed_at_each_call_of_a_withdrawal_leaves_whole_data_or_none(world):
+    for number in itertools.count(1):
+        here = world(f"withdrawn-{number}", False)
+        here.start("one")
+        here.run()
+        place = cache.published(here.folder)
+        victim = Host(here, 1, "two", lambda host: cache.discard(here.folder, place, 0))  # noqa: B023 (of this round)
+        here.hosts.append(victim)
+        victim.start()
+        while victim.calls < number and not victim.over:
+            here.turn(victim)
+            here.is_whole()
+        was_over = victim.over
+        here.kill(victim)
+        here.run()
+        here.is_whole()
+        after = here.start("one")
+        here.run(here.is_whole)
+        assert after.result in (True, False), (number, after.result)
+        if was_over:
+            assert number > 15 and after.result is True
+            break
+
+
+def test_who_has_lost_the_lease_does_not_publish(tmp_path):
+    """A successor may be removing what this one made."""
+    folder, builds = tmp_path / FINGERPRINT, []
+
+    def build(data, kept):
+        builds.append(data)
+        if len(builds) == 1:
+            (tmp_path / f".{FINGERPRINT}.lease-1").unlink()
+            os.symlink(f"{link_lease.here()}-4194999-1-ab:1:host", tmp_path / f".{FINGERPRINT}.lease-2")
+        cache.seal(data)
+
+    assert cache.build_once(folder, build)
+    assert len(builds) == 2 and cache.published(folder) == builds[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name, builds[1].name]
+
+
+def test_what_a_halted_host_may_still_write_to_is_copied_and_a_dead_ones_is_renamed(tmp_path):
+    lease = link_lease.LinkLease(tmp_path, FINGERPRINT)
+    for token, is_copied in (("elsewhere-7-1-ab", True), (f"{link_lease.here()}-4194999-1-ab", False)):
+        old = tmp_path / f".work-{FINGERPRINT}.{token}"
+        (old / "kept").mkdir(parents=True)
+        (old / "kept" / "spool.ids").write_bytes(b"tokens")
+        before = (old / "kept" / "spool.ids").stat().st_ino
+        work = tmp_path / f".work-{FINGERPRINT}.{lease.token}"
+        work.mkdir()
+        kept = cache._resumed(tmp_path / FINGERPRINT, work, lease)
+        assert (kept / "spool.ids").read_bytes() == b"tokens" and not old.exists()
+        assert ((kept / "spool.ids").stat().st_ino != before) == is_copied
+        cache._remove(work)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -32,7 +32,7 @@ from muster.transport.connections import ConnectionPool
 RETRY_S = 10.0
 #: Data preparation that was killed is restarted this often: what it has done is in the cache.
 PREPARE_KILLS = 1
-#: A preparation that takes longer says in the run's log each while how far it is.
+#: A preparation that takes longer says in the run's log each while how far it is, or which host it waits for.
 NOTE_S = 60.0
 #: In the host's folder in memory: the digest of the setup that this host has had. A new host has none.
 SETUP_DONE = "setup.done"
@@ -162,9 +162,10 @@ class Programs:
             self._result = said
             return
         self._on_progress(HostPreparing(activity=said.activity, done=said.done, total=said.total))
-        if said.done and said.total and time.monotonic() - self._noted_s >= NOTE_S:
+        if time.monotonic() - self._noted_s >= NOTE_S:
             self._noted_s = time.monotonic()
-            self._log.note(f"{self._identity.host}: {said.activity}: {said.done / said.total:.0%}")
+            share = f": {said.done / said.total:.0%}" if said.done and said.total else ""
+            self._log.note(f"{self._identity.host}: {said.activity}{share}")
 
     def _on_prepare_exit(self, child: subprocess.Popen[bytes], output: ProgramOutput) -> None:
         host = self._identity.host

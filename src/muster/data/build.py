@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +17,7 @@ from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject
 from muster.data import collect_questions, mixture
 from muster.data.arrays import Int64s
+from muster.data.cache import Progress
 from muster.data.collect_questions import located
 from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages, row_text
 from muster.data.packing import pack
@@ -26,9 +27,6 @@ from muster.data.source_type import OpenedSource, TokenRows
 from muster.data.spool import Spool
 from muster.data.tokenise import Recipe, RowError, Tokens, tokenise
 from muster.data.tokenizer import Encoder, check_vocabulary
-
-Progress = Callable[[str, int, int], None]
-"""(activity, done, total; total 0: not known)."""
 
 
 @dataclass(frozen=True)

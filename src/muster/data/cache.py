@@ -60,6 +60,9 @@ _ARRAYS = ".npy"
 #: What a repeated request reports although the first one, whose answer was lost, did what was asked for.
 _LOOK_AGAIN = (errno.ENOENT, errno.EEXIST, errno.ESTALE)
 _TRIES = 5
+_COPY_BYTES = 1 << 24
+Progress = Callable[[str, int, int], None]
+"""(activity, done, total; total 0: not known)."""
 
 
 def fingerprint(identity: Json) -> str:
@@ -93,18 +96,15 @@ def published(folder: Path) -> Path | None:
 
 
 def build_once(
-    folder: Path,
-    build: Callable[[Path, Path], None],
-    *,
-    on_wait: Callable[[Holder], None] = lambda holder: None,
-    scratch: Path | None = None,
+    folder: Path, build: Callable[[Path, Path], None], report: Progress, *, scratch: Path | None = None
 ) -> bool:
     """Make sure ``folder`` is published, built by ``build`` in a folder of its own; False where it was already.
 
     Safe among processes of any machines (see the module). The second folder that ``build`` is given is for work that
     outlasts a kill: the next build of the same ``folder`` finds it, as the kill left it. ``build`` ends with ``seal``,
-    and may be called again. ``on_wait`` is called every few seconds while another process builds. ``scratch``: a folder
-    on a disk, in which ``build`` works where the cache is a mounted bucket; it is removed once ``folder`` is published.
+    and may be called again. ``report`` is called every few seconds while another process builds, with its host.
+    ``scratch``: a folder on a disk, in which ``build`` works where the cache is a mounted bucket; it is removed once
+    ``folder`` is published.
 
     Raises:
         AccessError, MusterError: the folder cannot be written, or the disk is full. Nothing is left behind.
@@ -114,7 +114,7 @@ def build_once(
         for tries_left in reversed(range(_TRIES)):
             try:
                 while (place := published(folder)) is None:
-                    is_built = _build(folder, build, on_wait, scratch)
+                    is_built = _build(folder, build, report, scratch)
                 break
             except OSError as error:
                 if error.errno not in _LOOK_AGAIN or not tries_left:
@@ -127,16 +127,15 @@ def build_once(
     return is_built
 
 
-def _build(
-    folder: Path, build: Callable[[Path, Path], None], on_wait: Callable[[Holder], None], scratch: Path | None
-) -> bool:
+def _build(folder: Path, build: Callable[[Path, Path], None], report: Progress, scratch: Path | None) -> bool:
     """Wait for the lease, and build if nothing is published then; whether it was this process that published."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     lease = LinkLease(folder.parent, folder.name)
 
     def is_needless(holder: Holder | None) -> bool:
         if holder is not None:
-            on_wait(holder)
+            since = time.strftime("%H:%M:%S", time.gmtime(holder.since_s))
+            report(f"wait for {holder.host}, which prepares this data since {since} UTC", 0, 0)
         return published(folder) is not None
 
     if not lease.take(is_needless):
@@ -159,7 +158,7 @@ def _build(
             if built == data:
                 _sync(data)
             else:
-                _copy(built, data)
+                _copy(built, data, report)
             return lease.is_held() and _publish(data, folder)
         except (KeyboardInterrupt, OSError) as error:
             is_resumable = isinstance(error, KeyboardInterrupt) or error.errno in _LOOK_AGAIN
@@ -358,16 +357,22 @@ def _is_published(path: Path) -> bool:
         return False
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path, report: Progress) -> None:
     """Copy a folder onto a mounted bucket: each file once and in order, ``sums.json`` last. Raises OSError."""
     target.mkdir(exist_ok=True)
-    for path in sorted(source.rglob("*"), key=lambda path: (path == source / _SUMS, path)):
+    paths = sorted(source.rglob("*"), key=lambda path: (path == source / _SUMS, path))
+    done, total = 0, sum(path.stat().st_size for path in paths if path.is_file())
+    for path in paths:
         copy = target / path.relative_to(source)
         if path.is_dir():
             copy.mkdir(exist_ok=True)
             continue
         try:
-            shutil.copyfile(path, copy)
+            with open(path, "rb") as read, open(copy, "wb") as written:
+                while block := read.read(_COPY_BYTES):
+                    written.write(block)
+                    done += len(block)
+                    report("copy to the mounted bucket", done, total)
         except OSError as error:
             if error.errno not in _LOOK_AGAIN or not filecmp.cmp(path, copy, shallow=False):
                 raise

@@ -19,8 +19,8 @@ from muster.config.spec import Data, Model, RunSpec, TrainedTokenizer
 from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import JsonObject, text, whole
 from muster.data import build
-from muster.data.build import Progress
 from muster.data.cache import (
+    Progress,
     build_once,
     code_version,
     damage,
@@ -38,7 +38,6 @@ from muster.data.text.templates import ChatTemplate
 from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, find_template, install_template, locate, model_vocab_size, train
 from muster.storage.mounts import uri_of_mounted
-from muster.storage.store.link_lease import Holder
 
 _POINTER = "data.json"
 _NEW_TOKENS = "new_tokens"
@@ -107,17 +106,13 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
         build.build(spec, data, sources, encoder, model_vocab, partial, kept, report, new_tokens)
         seal(partial)
 
-    def wait(holder: Holder) -> None:
-        since = time.strftime("%H:%M:%S", time.gmtime(holder.since_s))
-        report(f"wait for {holder.host}, which prepares this data since {since} UTC", 0, 0)
-
     scratch = run_dir / ".preparing" if uri_of_mounted(folder) else None
-    built = build_once(folder, make, on_wait=wait, scratch=scratch)
+    built = build_once(folder, make, report, scratch=scratch)
     try:
         prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
     except _Damaged as error:  # it has been discarded
         report(f"{error}: prepared again", 0, 0)
-        built = build_once(folder, make, on_wait=wait, scratch=scratch)
+        built = build_once(folder, make, report, scratch=scratch)
         prepared = _open(folder, cached=not built, seconds=time.monotonic() - began)
     _refuse_without_questions(spec, prepared.stats)
     _point(run_dir, folder, prepared, _request(spec))

@@ -144,15 +144,22 @@ print(encode(Preparing(activity="fetch org/name (2.0 GB)", done=1, total=4)).dec
 go = pathlib.Path({go!r})
 while not go.exists():
     time.sleep(0.01)
-print(encode(Preparing(activity="fetch org/name (2.0 GB)", done=3, total=4)).decode())
+print(encode(Preparing(activity={later[0]!r}, done={later[1]}, total={later[2]})).decode())
 print(encode(DataPrepared(fingerprint="f", tokens=1, sequences=1, cached=False, more={{"weights_bytes": 4}})).decode())
 """
 
 
-def test_what_it_says_while_it_runs_is_told_and_noted_now_and_then(tmp_path, now, monkeypatch):
+@pytest.mark.parametrize(
+    ("later", "note"),
+    [
+        (("fetch org/name (2.0 GB)", 3, 4), "host-0: fetch org/name (2.0 GB): 75%"),
+        (("wait for host-1, which prepares", 0, 0), "host-0: wait for host-1, which prepares"),
+    ],
+)
+def test_what_it_says_while_it_runs_is_told_and_noted_now_and_then(tmp_path, now, monkeypatch, later, note):
     """A download of an hour: the supervisor hears that it moves, the run's log a line each minute."""
     source, go = str(Path(programs_module.__file__).parents[2]), tmp_path / "go"
-    code = SAYS.format(source=source, go=str(go))
+    code = SAYS.format(source=source, go=str(go), later=later)
 
     def start(self, log, module, *arguments, stdout, **given):
         return subprocess.Popen([sys.executable, "-c", code], stdout=stdout)
@@ -172,8 +179,8 @@ def test_what_it_says_while_it_runs_is_told_and_noted_now_and_then(tmp_path, now
     go.touch()
     programs._prepare.wait()
     calls.pop()()
-    assert host.sent[1:] == [HostPreparing(activity="fetch org/name (2.0 GB)", done=3, total=4)]
-    assert host.notes == ["host-0: fetch org/name (2.0 GB): 75%"]
+    assert host.sent[1:] == [HostPreparing(activity=later[0], done=later[1], total=later[2])]
+    assert host.notes == [note]
     assert written == [
         ("data.prepared", {"fingerprint": "f", "tokens": 1, "sequences": 1, "cached": False, "weights_bytes": 4})
     ]

@@ -31,7 +31,7 @@ class Host(threading.Thread):
         self.world, self.number, self.machine, self.target = world, number, machine, target
         self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.killed = self.over = False
-        self.wake_s, self.calls, self.lease, self.result, self.waited = 0.0, 0, None, None, []
+        self.wake_s, self.calls, self.lease, self.result = 0.0, 0, None, None
 
     def run(self):
         self.world.local.host = self
@@ -119,11 +119,8 @@ class World:
             (kept / "tokens").write_text("tokens")
             cache.seal(data)
 
-        def wait(holder):
-            host.waited.append(holder.token.start_ticks)
-
         scratch = self.folder.parent.with_suffix(f".{host.machine}") if self.has_scratch else None
-        built = cache.build_once(self.folder, build, on_wait=wait, scratch=scratch)
+        built = cache.build_once(self.folder, build, lambda *_: None, scratch=scratch)
         place = cache.published(self.folder)
         assert place is not None and cache.damage(place) is None
         return built
@@ -288,7 +285,7 @@ def test_who_has_lost_the_lease_does_not_publish(tmp_path):
             os.symlink(f"{link_lease.here()}-4194999-1-ab:1:host", tmp_path / f".{FINGERPRINT}.lease-2")
         cache.seal(data)
 
-    assert cache.build_once(folder, build)
+    assert cache.build_once(folder, build, lambda *_: None)
     assert len(builds) == 2 and cache.published(folder) == builds[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name, builds[1].name]
 

@@ -1,5 +1,6 @@
 """Preparation: what ends up in a sequence, the fate of every row, the fingerprint, and every refusal."""
 
+import contextlib
 import errno
 import json
 import os
@@ -497,19 +498,26 @@ def test_a_mounted_cache_gets_finished_files_alone(make_spec, tmp_path, mounted,
 
 def test_a_copy_whose_answer_was_lost_is_looked_at_again(make_spec, tmp_path, mounted, monkeypatch):
     """GCSFuse says ESTALE at a close though the bucket has the file. What is not there is written again."""
-    real, lost = cache.shutil.copyfile, set()
+    real, lost, told = open, set(), []
 
-    def copyfile(source, target, **more):
-        name = Path(target).name
-        is_lost = Path(target).is_relative_to(tmp_path / "cache") and name not in lost
-        if name != "labels.npy" or not is_lost:
-            real(source, target, **more)
-        if is_lost:
-            lost.add(name)
-            raise OSError(errno.ESTALE, "Stale file handle", str(target))
+    @contextlib.contextmanager
+    def losing(path, mode):
+        with real(path, mode) as file:
+            yield file
+        if Path(path).name not in lost:
+            lost.add(Path(path).name)
+            if Path(path).name == "labels.npy":
+                Path(path).unlink()
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    monkeypatch.setattr(cache.shutil, "copyfile", copyfile)
-    prepared = prepare(make_spec([TEXT2SQL]), run_dir=tmp_path / "r")
+    def opened(path, mode="r", *args, **kwargs):
+        is_copy = mode == "wb" and Path(path).is_relative_to(tmp_path / "cache")
+        return losing(path, mode) if is_copy else real(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", opened)
+    spec = make_spec([TEXT2SQL])
+    prepared = prepare(spec, run_dir=tmp_path / "r", progress=lambda *args: told.append(args))
+    assert told[-1][0] == "copy to the mounted bucket" and told[-1][1] == told[-1][2] > 0
     assert len(lost) > 10 and not prepared.stats["cached"] and prepared.train[0].tokens > 0
     assert {path.name for path in (tmp_path / "cache").iterdir()} == {prepared.fingerprint, prepared.folder.name}
 

@@ -98,7 +98,15 @@ class Token:
     @property
     def is_dead(self) -> bool:
         """Whether its process is known to be gone; False also where one cannot know."""
-        return self.is_of_here and not processes.lives(self.pid, self.start_ticks)
+        if not self.is_of_here or processes.lives(self.pid, self.start_ticks):
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except PermissionError:
+            return False  # another user's, which /proc may hide
+        except ProcessLookupError:
+            pass
+        return True
 
 
 @dataclass(frozen=True)

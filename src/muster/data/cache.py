@@ -101,8 +101,8 @@ def build_once(
     """Make sure ``folder`` is published, built by ``build`` in a folder of its own; False where it was already.
 
     Safe among processes of any machines (see the module). The second folder that ``build`` is given is for work that
-    outlasts a kill: the next build of the same ``folder`` finds it, as the kill left it. ``build`` ends with ``seal``,
-    and may be called again. ``report`` is called every few seconds while another process builds, with its host.
+    outlasts a kill: the next build of the same ``folder`` finds it, as the kill left it. ``build`` may be called
+    again. ``report`` is called every few seconds while another process builds, with its host.
     ``scratch``: a folder on a disk, in which ``build`` works where the cache is a mounted bucket; it is removed once
     ``folder`` is published.
 
@@ -155,6 +155,7 @@ def _build(folder: Path, build: Callable[[Path, Path], None], report: Progress, 
             _clear_others(folder)
             built.mkdir(exist_ok=True)
             build(built, kept)
+            seal(built)
             if built == data:
                 _sync(data)
             else:

@@ -104,7 +104,6 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
             encoder = Encoder(Path(shutil.copytree(ready / "tokenizer", partial / "tokenizer")))
         new_tokens = int((ready / _NEW_TOKENS).read_text())
         build.build(spec, data, sources, encoder, model_vocab, partial, kept, report, new_tokens)
-        seal(partial)
 
     scratch = run_dir / ".preparing" if uri_of_mounted(folder) else None
     built = build_once(folder, make, report, scratch=scratch)

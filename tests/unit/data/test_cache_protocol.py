@@ -117,7 +117,6 @@ class World:
                     host.step()
                     file.write(name)
             (kept / "tokens").write_text("tokens")
-            cache.seal(data)
 
         scratch = self.folder.parent.with_suffix(f".{host.machine}") if self.has_scratch else None
         built = cache.build_once(self.folder, build, lambda *_: None, scratch=scratch)
@@ -283,7 +282,6 @@ def test_who_has_lost_the_lease_does_not_publish(tmp_path):
         if len(builds) == 1:
             (tmp_path / f".{FINGERPRINT}.lease-1").unlink()
             os.symlink(f"{link_lease.here()}-4194999-1-ab:1:host", tmp_path / f".{FINGERPRINT}.lease-2")
-        cache.seal(data)
 
     assert cache.build_once(folder, build, lambda *_: None)
     assert len(builds) == 2 and cache.published(folder) == builds[1]

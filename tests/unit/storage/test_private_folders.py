@@ -107,5 +107,9 @@ def test_another_users_folder_with_the_runs_name_is_no_leftover_of_it(tmp_path, 
 
 def test_prepared_data_follow_the_umask(tmp_path):
     """A cache may be shared on purpose; here nobody is kept out."""
-    cache.build_once(tmp_path / "cache" / "data", lambda partial, kept: (partial / "rows").write_text("x") and None)
+
+    def build(data, kept):
+        (data / "rows").write_text("x")
+
+    cache.build_once(tmp_path / "cache" / "data", build, lambda *_: None)
     assert {stat.S_IMODE(path.stat().st_mode) & 0o066 for path in (tmp_path / "cache" / "data").rglob("*")} == {0o066}

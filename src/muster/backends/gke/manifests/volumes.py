@@ -29,8 +29,8 @@ SHARE_OF_WEIGHTS = 1.1
 _READ = ["implicit-dirs", "profile=aiml-training"]
 _CACHED = ["file-cache-enable-parallel-downloads"]
 # Prepared data: every host may write them, and the hosts agree by links on the mount which one does
-# (``muster.data.cache``): no name may be remembered. Nothing there is renamed; libraries that rename a folder of theirs
-# may, up to this many files (the default off the large machines is 0).
+# (``muster.data.cache``): no name may be remembered. Muster renames no folder there; an export or a script may, on flat
+# buckets up to this many files (the default off the large machines is 0).
 _WRITTEN = ["implicit-dirs", "metadata-cache-ttl-secs=0", "rename-dir-limit=200000"]
 
 

@@ -281,7 +281,7 @@ def data(
 ) -> None:
     """Prepare the run's data and show a few documents.
 
-    Tokens without a loss are dimmed.
+    What is learned is green, or between [[ and ]] where there is no colour; the rest is dimmed.
     """
     import sys
 

@@ -91,10 +91,14 @@ class Data(Section):
     chat_template: str | None = None
     """How chats become text: ``chatml``, ``llama3``, a Jinja file, or ``from MODEL`` (a folder or hub id); default: the
     tokenizer's own. Special tokens that the tokenizer lacks are added, and the model's embedding grows by them."""
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """Whether chats are asked with thinking, where the template has a switch for it: ``auto``: an answer with reasoning
+    is, one without is not (an empty think block is then the prompt's); ``on``: all; ``off``: none, reasoning is left
+    out."""
     packing: bool = True
     """Several documents share a sequence, kept apart by attention; false pads each row to the length."""
     on_overlong: Literal["drop", "split", "truncate"] = "drop"
-    """Rows longer than the sequence: dropped, split (plain text), or cut; always counted and reported."""
+    """Rows longer than the sequence: dropped, split (plain text), or cut (chats never are); always counted."""
     workers: NotNegative = 0
     """Tokenising processes; 0: one per core."""
     cache_dir: str | None = None

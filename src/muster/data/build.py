@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,15 +19,19 @@ from muster.core.typed_json import Json, JsonObject
 from muster.data import collect_questions, mixture
 from muster.data.arrays import Int64s
 from muster.data.cache import Progress
+from muster.data.chat.engine import ChatReport, ChatRules
+from muster.data.chat.rows import RowError, spoken
 from muster.data.collect_questions import located
-from muster.data.formats import Format, choose_format, prompt_and_completion, row_messages, row_text
+from muster.data.formats import Format, choose_format, prompt_and_completion, row_text
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order
 from muster.data.sequences import write_store
 from muster.data.source_type import OpenedSource, TokenRows
 from muster.data.spool import Spool
-from muster.data.tokenise import Recipe, RowError, Tokens, tokenise
+from muster.data.tokenise import Recipe, Tokens, tokenise
 from muster.data.tokenizer import Encoder, check_vocabulary
+
+_CHAT_HINT = "see `muster data` for what a chat template gets, and data.chat_template for another one"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class _Part:
     documents: mixture.Documents
     counts: dict[str, int]
     rows: int
+    report: ChatReport = field(default_factory=ChatReport)
+    stops: int = 0
+    """Targets that end an answer."""
 
 
 def build(
@@ -48,6 +56,8 @@ def build(
     spooled: Path,
     progress: Progress,
     new_tokens: int = 0,
+    *,
+    chat: ChatRules,
 ) -> None:
     """Write a whole prepared folder: train/, heldout/, questions.jsonl, meta.json (tokenizer/ is there already).
 
@@ -65,23 +75,23 @@ def build(
     try:
         formats = [_format(opened, data) for opened in sources]
         train, heldout, questions = [], [], []
+        recipes: list[Recipe | None] = [None] * len(sources)
         for number, (opened, format) in enumerate(zip(sources, formats, strict=True)):
             if opened.token_rows is not None:
                 parts = _token_parts(f"{number}", opened.token_rows(length, vocab_size), spool, data.heldout_fraction)
             else:
                 assert encoder is not None and format is not None
-                train_on = data.train_on if isinstance(data.train_on, str) else tuple(data.train_on)
-                recipe = Recipe(encoder.folder, format, opened.section.template, train_on)
+                recipes[number] = recipe = Recipe(encoder.folder, format, opened.section.template, chat)
                 parts, held_rows = _source(number, opened, recipe, data, spool, length, progress)
-                questions.append(collect_questions.collect(opened, format, number, held_rows))
+                questions.append(collect_questions.collect(opened, recipe, number, held_rows))
             train.append(parts[0])
             heldout.append(parts[1])
-        stats = _write(folder, data, sources, train, heldout, spool, encoder, length, progress)
+        stats = _write(folder, data, sources, train, heldout, formats, spool, encoder, length, progress)
     finally:
         spool.close()
     stats["unknown_tokens"] = spool.unknown
     asked = [each.entries for each in questions]
-    stats["majority_template"] = collect_questions.add_majority_answers(sources, formats, asked) if any(asked) else ""
+    stats["majority_template"] = collect_questions.add_majority_answers(sources, recipes, asked) if any(asked) else ""
     stats["questions"] = collect_questions.write(folder, asked)
     stats["questions_left_out"] = sum(each.left_out.total() for each in questions)
     stats["questions_left_out_why"] = collect_questions.left_out_why(questions)
@@ -90,6 +100,8 @@ def build(
         "tokenizer_size": size,
         "pad_id": encoder.pad_id if encoder else 0,
         "eos_id": encoder.eos_id if encoder else None,
+        "stop_ids": sorted({*chat.stop_ids, *(stop for part in train for stop in part.report.stops)}),
+        "today": chat.today,
         "formats": formats,
         "stats": stats,
     }
@@ -104,9 +116,8 @@ def training_texts(opened: OpenedSource) -> Iterator[str]:
             format = format or choose_format(opened.section, [name for name in row if not name.startswith("_")])
             if format == "text":
                 texts = [row_text(row)]
-            elif format == "chat":
-                turns = row_messages(row)  # with what chat templates write around them: role and line ends
-                texts = [part for turn in turns for part in (f"{turn['role']}\n", str(turn["content"] or ""), "\n\n")]
+            elif format == "chat":  # with what chat templates write around the turns: role and line ends
+                texts = [part for role, text in spoken(row) for part in (f"{role}\n", text, "\n\n")]
             else:
                 texts = [*prompt_and_completion(row, opened.section.template)]
         except UsageError as error:
@@ -138,11 +149,13 @@ def _source(
     """Tokenise one source: (train, held out) and the numbers of training rows held out (None: it has its own)."""
     train = _part(number, opened, False, recipe, data, spool, length, progress)
     if not len(train.documents):
-        _refuse_empty(opened.label, train, length)
+        _refuse_empty(opened, train, length)
+    if recipe.format != "text" and recipe.chat.learns_answers and not train.stops:
+        _refuse_endless(opened, recipe)
     if opened.heldout_rows is not None:
         held = _part(number, opened, True, recipe, data, spool, length, progress)
         return (train, held), None
-    kept, out, rows = mixture.hold_out(train.documents, data.heldout_fraction)
+    kept, out, rows = mixture.hold_out(train.documents, data.heldout_fraction, parts_are_apart=recipe.format != "chat")
     return (replace(train, documents=kept), _Part(documents=out, counts={}, rows=len(np.unique(out.rows)))), rows
 
 
@@ -160,19 +173,25 @@ def _part(
     name = f"{number}-heldout" if heldout else f"{number}"
     documents: list[mixture.Documents] = []
     counts = dict.fromkeys(mixture.COUNTS, 0)
-    done = 0
+    done = stops = 0
+    report = ChatReport()
+    rule: mixture.Overlong = "drop" if recipe.format == "chat" else data.on_overlong  # the tail holds the answer
 
     def take(tokens: Tokens, first_token: int) -> int:
+        nonlocal stops
         found, more = mixture.cut(
-            tokens.lengths, tokens.supervised, length=length, on_overlong=data.on_overlong, first_token=first_token
-        )
+            tokens.lengths, tokens.supervised, length=length, on_overlong=rule, first_token=first_token,
+            of_rows=np.repeat(np.arange(len(tokens.documents)), tokens.documents),
+        )  # fmt: skip
         documents.append(replace(found, rows=found.rows + done))
-        more["empty_completions"] = tokens.empty_completions
-        more["empty"] -= tokens.empty_completions
+        report.add(tokens.report)
+        ends = tokens.supervised * np.isin(tokens.ids, [*recipe.chat.stop_ids, *report.stops])
+        stops += mixture.targets(replace(found, starts=found.starts - first_token), ends).sum()
+        more["empty_completions"] = tokens.report.empty
         for count in counts:
             counts[count] += more[count]
-        progress("tokenise", *opened.how_far(done + len(tokens.lengths), heldout))
-        return done + len(tokens.lengths)
+        progress("tokenise", *opened.how_far(done + len(tokens.documents), heldout))
+        return done + len(tokens.documents)
 
     for tokens in spool.resume(name):
         done = take(tokens, spool.tokens - len(tokens.ids))
@@ -183,11 +202,30 @@ def _part(
             done = take(tokens, spool.tokens - len(tokens.ids))
     except RowError as error:
         raise located(opened, error, error.index, heldout) from error
-    return _Part(documents=mixture.joined(documents), counts=counts, rows=done)
+    return _Part(documents=mixture.joined(documents), counts=counts, rows=done, report=report, stops=int(stops))
 
 
-def _refuse_empty(name: str, part: _Part, length: int) -> NoReturn:
+def _refuse_endless(opened: OpenedSource, recipe: Recipe) -> NoReturn:
+    """Say that generation would never stop."""
+    tokens = [recipe.encoder.fast.id_to_token(id) for id in recipe.chat.stop_ids]
+    if not tokens:
+        raise UsageError(
+            f"nothing ends an answer of data source {opened.label}: the tokenizer names no end token",
+            hint='name one of its tokens as "eos_token" in tokenizer_config.json, or set data.chat_template for chats',
+        )
+    raise UsageError(
+        f"no answer of data source {opened.label} ends: none of {', '.join(map(repr, tokens))} is ever learned",
+        hint="check data.train_on; if rows are longer than training.sequence_length, data.on_overlong: drop",
+    )
+
+
+def _refuse_empty(opened: OpenedSource, part: _Part, length: int) -> NoReturn:
     """Say why a source yields no document."""
+    name = opened.label
+    if part.report.first is not None and part.report.refused.total() == part.rows:
+        index, reason = part.report.first
+        every = f" ({refused_why(part.report, opened)})" if part.rows > 1 else ""
+        raise UsageError(f"{opened.locate(index, False)}: {reason}; no row can be used{every}", hint=_CHAT_HINT)
     if part.rows == 0:
         raise UsageError(f"data source {name} has no rows", hint="check its path, split and limit")
     if part.counts["masked"]:
@@ -210,13 +248,19 @@ def _refuse_empty(name: str, part: _Part, length: int) -> NoReturn:
     raise UsageError(f"all {part.rows} rows of data source {name} are empty")
 
 
+def refused_why(report: ChatReport, opened: OpenedSource) -> str:
+    """Reasons with counts, and where the first row is that was left out."""
+    if report.first is None:
+        return ""
+    reasons = "; ".join(f"{count:,}: {reason}" for reason, count in report.refused.most_common())
+    return f"{reasons}; first: {opened.locate(report.first[0], False)}"
+
+
 def _token_parts(name: str, token_rows: TokenRows, spool: Spool, fraction: float) -> tuple[_Part, _Part]:
     """Rows of token ids as (train, held out)."""
-    start = spool.tokens
+    start, none = spool.tokens, np.zeros(0, dtype=np.int64)
     for ids in token_rows.blocks:
-        spool.add(
-            name, Tokens(ids=ids, supervised=np.ones(len(ids), dtype=np.uint8), lengths=np.zeros(0, dtype=np.int64))
-        )
+        spool.add(name, Tokens(ids=ids, supervised=np.ones(len(ids), dtype=np.uint8), lengths=none, documents=none))
     rows = np.arange(token_rows.count, dtype=np.int64)
     lengths = np.full(token_rows.count, token_rows.tokens - 1, dtype=np.int64)
     documents = mixture.Documents(rows=rows, starts=start + rows * token_rows.tokens, lengths=lengths)
@@ -230,6 +274,7 @@ def _write(
     sources: list[OpenedSource],
     train: list[_Part],
     heldout: list[_Part],
+    formats: list[Format | None],
     spool: Spool,
     encoder: Encoder | None,
     length: int,
@@ -238,10 +283,8 @@ def _write(
     """Mix, pack and write both splits; the statistics of the build."""
     ids, mask = spool.arrays()
     pad_id = encoder.pad_id if encoder else 0
-    used = mixture.mix([len(part.documents) for part in train], [opened.section.weight for opened in sources])
-    chosen = [
-        part.documents.take(np.repeat(np.arange(len(uses)), uses)) for part, uses in zip(train, used, strict=True)
-    ]
+    weights = [opened.section.weight for opened in sources]
+    chosen = mixture.mix_rows([part.documents for part in train], weights, [format == "chat" for format in formats])
     written = {}
     for name, parts in (("train", chosen), ("heldout", [part.documents for part in heldout])):
         joined = mixture.joined(parts)
@@ -256,18 +299,24 @@ def _write(
             folder / name, windows=windows, ids=ids, supervised=mask, starts=joined.starts, lengths=joined.lengths,
             pad_id=pad_id, length=length, progress=report,
         )  # fmt: skip
-    return _stats(sources, train, heldout, used, written)
+    return _stats(sources, train, heldout, list(map(len, chosen)), written)
 
 
 def _packed(progress: Progress, count: int, documents: int) -> None:
     progress("pack", documents, count)
 
 
+def _changes(train: list[_Part]) -> str:
+    """What was changed in rows, with counts."""
+    changes = sum((part.report.changes for part in train), Counter[str]())
+    return "; ".join(f"{count:,} {change}" for change, count in changes.most_common())
+
+
 def _stats(
     sources: list[OpenedSource],
     train: list[_Part],
     heldout: list[_Part],
-    used: list[Int64s],
+    used: list[int],
     written: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Json]:
     """Statistics: rows and what became of them, and positions as supervised, context, padding."""
@@ -277,7 +326,7 @@ def _stats(
             "name": opened.label,
             "rows": part.rows,
             "documents": len(part.documents),
-            "documents_used": int(uses.sum()),
+            "documents_used": uses,
             "heldout_documents": len(held.documents),
             "weight": opened.section.weight,
             **part.counts,
@@ -291,6 +340,11 @@ def _stats(
         "context_tokens": counts["tokens"] - counts["supervised_tokens"],
         "padding_tokens": counts["positions"] - counts["tokens"],
         "fill": counts["tokens"] / counts["positions"],
+        "rows_refused": sum(part.report.refused.total() for part in train),
+        "rows_refused_why": "; ".join(
+            refused_why(part.report, opened) for part, opened in zip(train, sources, strict=True) if part.report.first
+        ),
+        "rows_changed": _changes(train),
         "heldout": written.get("heldout"),
         "sources": by_source,
     }

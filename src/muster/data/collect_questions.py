@@ -15,9 +15,11 @@ from pathlib import Path
 
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject, whole
-from muster.data.formats import Format, completions, prompt_and_completion, row_messages, row_tools
+from muster.data.chat.rows import RowRefusal, answer_text
+from muster.data.formats import completions, prompt_and_completion
 from muster.data.source_type import OpenedSource
 from muster.data.task import TASKS, AnsweredRow, LeftOut, Row
+from muster.data.tokenise import Recipe
 
 FILE = "questions.jsonl"
 MAX_QUESTIONS = 2_000
@@ -38,14 +40,14 @@ class Collected:
     """The first of them: where it stands, and why."""
 
 
-def collect(opened: OpenedSource, format: Format, number: int, held_rows: Iterable[int] | None) -> Collected:
+def collect(opened: OpenedSource, recipe: Recipe, number: int, held_rows: Iterable[int] | None) -> Collected:
     """The questions of one source: of its held-out part (``held_rows`` None), or of those training rows.
 
     Raises:
         UsageError: what the source names for scoring is missing, unreadable or does not fit a row.
     """
     found = Collected()
-    if format == "text" or opened.type.task is None:
+    if recipe.format == "text" or opened.type.task is None:
         return found
     if held_rows is None:
         assert opened.heldout_rows is not None
@@ -56,7 +58,7 @@ def collect(opened: OpenedSource, format: Format, number: int, held_rows: Iterab
     task, context = TASKS.get(opened.type.task), opened.type.scoring_context(opened.section)
     for index, row in itertools.islice(rows, MAX_QUESTIONS):
         try:
-            answered = _answered(row, opened, format)
+            answered = _answered(row, opened, recipe)
             question = task.question(answered, context) if answered is not None else None
         except UsageError as error:
             raise located(opened, error, index, held_rows is None) from error
@@ -65,7 +67,7 @@ def collect(opened: OpenedSource, format: Format, number: int, held_rows: Iterab
             message = " ".join(question.message.split())[:_SHOWN]
             found.first = found.first or f"{opened.locate(index, held_rows is None)}: {message}"
         elif question is not None:
-            found.entries.append({"source": number, **_shown(row, opened, format), **question})
+            found.entries.append({"source": number, **_shown(row, opened, recipe), **question})
     return found
 
 
@@ -84,17 +86,17 @@ def located(opened: OpenedSource, error: UsageError, index: int, heldout: bool =
 
 
 def add_majority_answers(
-    sources: Sequence[OpenedSource], formats: Sequence[Format | None], by_source: Sequence[list[dict[str, Json]]]
+    sources: Sequence[OpenedSource], recipes: Sequence[Recipe | None], by_source: Sequence[list[dict[str, Json]]]
 ) -> str:
     """Add each task's majority answer to its questions; returns the templates (empty: there are none)."""
     templates = []
     for name in sorted({opened.type.task for opened in sources if opened.type.task}):
         rows = (
             answered
-            for opened, format in zip(sources, formats, strict=True)
-            if opened.type.task == name and format not in (None, "text")
+            for opened, recipe in zip(sources, recipes, strict=True)
+            if opened.type.task == name and recipe is not None and recipe.format != "text"
             for row in itertools.islice(opened.rows(), _BASELINE_ROWS)
-            if (answered := _answered(row, opened, format)) is not None
+            if (answered := _answered(row, opened, recipe)) is not None
         )
         majority = TASKS.get(name).majority_answer(rows)
         if majority is None:
@@ -116,22 +118,32 @@ def write(folder: Path, by_source: Sequence[list[dict[str, Json]]]) -> int:
     return len(chosen)
 
 
-def _shown(row: Row, opened: OpenedSource, format: Format) -> JsonObject:
-    """What the model is shown."""
-    if format == "chat":
-        tools = row_tools(row)
-        return {"messages": row_messages(row)[:-1], **({"tools": tools} if tools else {})}
-    return {"prompt": prompt_and_completion(row, opened.section.template)[0]}
+def _shown(row: Row, opened: OpenedSource, recipe: Recipe) -> JsonObject:
+    """What the model is shown: of a chat what training showed before the last answer."""
+    if recipe.format != "chat":
+        return {"prompt": prompt_and_completion(row, opened.section.template)[0]}
+    found = recipe.chat_engine.conversation(row)
+    _, options = recipe.chat_engine.answer(found, len(found.messages) - 1)
+    return {"messages": found.messages[:-1], "tools": found.tools, "options": dict(options)}
 
 
-def _answered(row: Row, opened: OpenedSource, format: Format | None) -> AnsweredRow | None:
-    """The row with the answer that it has; None: it is a conversation that ends without one."""
+def _answered(row: Row, opened: OpenedSource, recipe: Recipe) -> AnsweredRow | None:
+    """The row with the answer that it has; None: it is a conversation that ends without one, or that is left out.
+
+    The answer of a chat is the assistant's turn, whatever columns there are, without the reasoning before it: that is
+    not what an answer is judged by.
+    """
     section = opened.section
-    if format == "chat":
-        last = row_messages(row)[-1]
-        if last["role"] != "assistant":
-            return None
-        answers: tuple[str, ...] = (str(last["content"] or ""),)
-    else:
+    if recipe.format != "chat":
         answers = tuple(answer.strip() for answer in completions(row, section.template))
-    return AnsweredRow(row=row, answers=answers, is_stated=section.template is not None or section.format is not None)
+        is_stated = section.template is not None or section.format is not None
+        return AnsweredRow(row=row, answers=answers, is_stated=is_stated)
+    try:
+        found = recipe.chat_engine.conversation(row)
+        if found.messages[-1]["role"] != "assistant":
+            return None
+        recipe.chat_engine.answer(found, len(found.messages) - 1)
+    except RowRefusal:
+        return None
+    said = answer_text(str(found.messages[-1].get("content") or ""))
+    return AnsweredRow(row=row, answers=(said,), is_stated=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -48,15 +48,23 @@ def joined(parts: Sequence[Documents]) -> Documents:
 
 
 #: What is counted of rows: over-long ones by what became of them, ones without a token, ones whose answer is empty,
-#: documents left out because none of their targets counts, and rows of which no document remained for that reason.
-COUNTS = ("dropped", "truncated", "split", "empty", "empty_completions", "masked", "masked_rows")
+#: documents left out because none of their targets counts, and rows of which no document remained for that reason;
+#: over-long answers of conversations of which a shorter one fits.
+COUNTS = ("dropped", "truncated", "split", "empty", "empty_completions", "masked", "masked_rows", "dropped_answers")
 
 
 def cut(
-    row_tokens: Int64s, supervised: Bytes, *, length: int, on_overlong: Overlong, first_token: int = 0
+    row_tokens: Int64s,
+    supervised: Bytes,
+    *,
+    length: int,
+    on_overlong: Overlong,
+    first_token: int = 0,
+    of_rows: Int64s | None = None,
 ) -> tuple[Documents, dict[str, int]]:
     """Rows of ``row_tokens[i]`` tokens, end to end from ``first_token`` of the token array on, as documents of at most
-    ``length`` positions; and the ``COUNTS``. ``supervised``: the mask of these rows.
+    ``length`` positions; and the ``COUNTS``. ``supervised``: the mask of these rows. ``of_rows``: the number of the
+    row that each is of, where several are of one.
 
     A split row's parts share one token (the last target of one is the first input of the next), so no
     prediction is lost. Documents without a supervised target are left out.
@@ -73,32 +81,47 @@ def cut(
     else:
         parts = np.where(long, -(-positions // length), 1)
     parts = np.where(keep, parts, 0)
-    rows = np.repeat(np.arange(len(row_tokens)), parts)
+    of_rows = np.arange(len(row_tokens)) if of_rows is None else of_rows
+    places = np.repeat(np.arange(len(row_tokens)), parts)
+    rows = of_rows[places]
     number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
-    starts = row_starts[rows] + number * length
-    lengths = np.minimum(positions[rows] - number * length, length)
-    counted = np.concatenate([[0], np.cumsum(supervised, dtype=np.int64)])
-    targets = counted[starts + lengths + 1] - counted[starts + 1]
-    useful = targets > 0
+    starts = row_starts[places] + number * length
+    lengths = np.minimum(positions[places] - number * length, length)
+    long_rows = np.unique(of_rows[long])
+    shortened = np.isin(long_rows, of_rows[keep]) if on_overlong == "drop" else np.zeros(len(long_rows), dtype=bool)
+    documents = Documents(rows=rows, starts=starts, lengths=lengths)
+    useful = targets(documents, supervised) > 0
+    outcome = {"drop": "dropped", "truncate": "truncated", "split": "split"}[on_overlong]
     counts = {
         **dict.fromkeys(COUNTS, 0),
-        {"drop": "dropped", "truncate": "truncated", "split": "split"}[on_overlong]: int(long.sum()),
+        outcome: len(long_rows) - int(shortened.sum()),
+        "dropped_answers": int(np.isin(of_rows[long], long_rows[shortened]).sum()),
         "empty": int((row_tokens < 2).sum()),
         "masked": int((~useful).sum()),
         "masked_rows": len(np.unique(rows)) - len(np.unique(rows[useful])),
     }
-    return Documents(rows=rows, starts=starts + first_token, lengths=lengths).take(useful), counts
+    return replace(documents, starts=starts + first_token).take(useful), counts
 
 
-def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents, Int64s]:
+def targets(documents: Documents, supervised: Bytes) -> Int64s:
+    """Targets of each document that count; ``supervised``: the mask of the tokens that ``documents`` are ranges of."""
+    counted = np.concatenate([[0], np.cumsum(supervised, dtype=np.int64)])
+    result: Int64s = counted[documents.starts + documents.lengths + 1] - counted[documents.starts + 1]
+    return result
+
+
+def hold_out(
+    documents: Documents, fraction: float, *, parts_are_apart: bool = True
+) -> tuple[Documents, Documents, Int64s]:
     """(train, held out, held-out row numbers): whole rows, at least one where there are two or more.
 
-    A single row (one long text) gives up the last part of its documents instead; then no row number is held out.
+    A single row (one long text) gives up the last part of its documents instead, if ``parts_are_apart`` (those of a
+    chat begin alike); then no row number is held out.
     """
     none = np.zeros(0, dtype=np.int64)
-    if fraction <= 0 or len(documents) < 2:
-        return documents, documents.take(none), none
     present = np.unique(documents.rows)
+    if fraction <= 0 or len(documents) < 2 or (len(present) == 1 and not parts_are_apart):
+        return documents, documents.take(none), none
     if len(present) == 1:
         count = max(1, math.floor(fraction * len(documents)))
         positions = np.arange(len(documents))
@@ -107,6 +130,22 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     chosen = np.sort(present[hashed_order(len(present), "heldout")[:count]])
     out = np.isin(documents.rows, chosen)
     return documents.take(~out), documents.take(out), chosen
+
+
+def mix_rows(parts: Sequence[Documents], weights: Sequence[float], by_row: Sequence[bool]) -> list[Documents]:
+    """The documents of an epoch of the mixture, for each source.
+
+    Weights are shares of documents; of rows where ``by_row``, since a chat is as many documents as its template makes.
+    """
+    units = [
+        np.unique(part.rows, return_inverse=True)[1] if whole else np.arange(len(part))
+        for part, whole in zip(parts, by_row, strict=True)
+    ]
+    uses = mix([int(unit.max()) + 1 if len(unit) else 0 for unit in units], weights)
+    result = []
+    for part, unit, use in zip(parts, units, uses, strict=True):
+        result.append(part.take(np.repeat(np.arange(len(part)), use[unit])))
+    return result
 
 
 def mix(rows: Sequence[int], weights: Sequence[float]) -> list[Int64s]:

@@ -6,6 +6,7 @@ sources' content, tokenizer, template, mask, length, packing, over-long rule and
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ from types import MappingProxyType
 
 from muster.config.spec import Data, Model, RunSpec, TrainedTokenizer
 from muster.core.errors import MusterError, UsageError
-from muster.core.typed_json import JsonObject, text, whole
+from muster.core.typed_json import Json, JsonObject, text, whole
 from muster.data import build
 from muster.data.cache import (
     Progress,
@@ -31,6 +32,8 @@ from muster.data.cache import (
     seal,
     translated,
 )
+from muster.data.chat.engine import ChatRules
+from muster.data.chat.template import writes_date
 from muster.data.sequences import SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
@@ -41,6 +44,8 @@ from muster.storage.mounts import uri_of_mounted
 
 _POINTER = "data.json"
 _NEW_TOKENS = "new_tokens"
+#: For templates that write none.
+_NO_DATE = ChatRules.today
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,10 @@ class Prepared:
     """Of the model: its config's where that has one, else the tokenizer's."""
     pad_id: int
     eos_id: int | None
+    stop_ids: tuple[int, ...]
+    """Ids that end generation: those that the model's configs name, and those that training learned as an end."""
+    today: str
+    """ISO date of preparation, which a chat template may write."""
     train: SequenceStore
     heldout: SequenceStore | None
     tokenizer_dir: Path | None
@@ -60,7 +69,8 @@ class Prepared:
     stats: JsonObject
     """rows, dropped, truncated, split, empty, empty_completions, masked_rows, documents, sequences, positions, tokens,
     supervised_tokens, context_tokens, padding_tokens, fill, unknown_tokens, questions, questions_left_out(_why),
-    majority_template, heldout (its counts), sources (the same counts for each), cached, seconds."""
+    majority_template, rows_changed, rows_refused(_why), dropped_answers,
+    heldout (its counts), sources (the same counts for each), cached, seconds."""
 
 
 def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -> Prepared:
@@ -87,7 +97,9 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
     model_vocab = model_vocab_size(model)
     if tokenizer_source is None and model_vocab is None:
         raise UsageError("random tokens need a vocabulary size", hint="set model.config.vocab_size")
-    name = _fingerprint(spec, data, sources, tokenizer_source, template, model_vocab)
+    stops = Encoder(tokenizer_source).stop_ids if isinstance(tokenizer_source, Path) else ()
+    today = _today(run_dir, _chat_template(tokenizer_source, template))
+    name = _fingerprint(spec, data, sources, tokenizer_source, template, [model_vocab, *stops, today])
     folder = cache_folder(data) / name
     report = progress or (lambda activity, done, total: None)
 
@@ -103,7 +115,10 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
         if tokenizer_source is not None:
             encoder = Encoder(Path(shutil.copytree(ready / "tokenizer", partial / "tokenizer")))
         new_tokens = int((ready / _NEW_TOKENS).read_text())
-        build.build(spec, data, sources, encoder, model_vocab, partial, kept, report, new_tokens)
+        train_on = data.train_on if isinstance(data.train_on, str) else tuple(data.train_on)
+        own = encoder.stop_ids if encoder is not None else ()
+        chat = ChatRules(train_on, data.thinking, today, tuple(dict.fromkeys([*own, *stops])))
+        build.build(spec, data, sources, encoder, model_vocab, partial, kept, report, new_tokens, chat=chat)
 
     scratch = run_dir / ".preparing" if uri_of_mounted(folder) else None
     built = build_once(folder, make, report, scratch=scratch)
@@ -170,8 +185,9 @@ def _fingerprint(
     sources: list[OpenedSource],
     tokenizer_source: Path | TrainedTokenizer | None,
     template: ChatTemplate | None,
-    vocab: int | None,
+    model: list[Json],
 ) -> str:
+    """``model``: what is known of it besides, and the day where a template writes it."""
     import tokenizers
 
     if isinstance(tokenizer_source, TrainedTokenizer):
@@ -184,12 +200,29 @@ def _fingerprint(
             "tokenizers": tokenizers.__version__,
             "sources": [source.identity for source in sources],
             "tokenizer": tokenizer,
-            "model_vocab": vocab,
+            "model": model,
             "sequence_length": spec.training.sequence_length,
             "data": data.model_dump(mode="json", exclude={"sources", "workers", "cache_dir", "chat_template"}),
             "chat_template": [template.text, *template.tokens] if template else None,
         }
     )
+
+
+def _chat_template(tokenizer_source: Path | TrainedTokenizer | None, template: ChatTemplate | None) -> str:
+    if template is not None:
+        return template.text
+    return (Encoder(tokenizer_source).chat_template or "") if isinstance(tokenizer_source, Path) else ""
+
+
+def _today(run_dir: Path, chat_template: str) -> str:
+    """The date that a chat template may write. It is that of the run's first preparation: a run that is resumed on
+    another day has the same data."""
+    if not writes_date(chat_template):
+        return _NO_DATE
+    try:
+        return str(json.loads((run_dir / _POINTER).read_text())["today"])
+    except (OSError, ValueError, KeyError):
+        return datetime.date.today().isoformat()
 
 
 def _modules(sources: list[OpenedSource]) -> set[str]:
@@ -257,6 +290,8 @@ def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
         vocab_size=meta["vocab_size"],
         pad_id=meta["pad_id"],
         eos_id=meta["eos_id"],
+        stop_ids=tuple(meta["stop_ids"]),
+        today=meta["today"],
         train=train,
         heldout=heldout,
         tokenizer_dir=tokenizer if tokenizer.is_dir() else None,
@@ -279,7 +314,8 @@ def _point(run_dir: Path, folder: Path, prepared: Prepared, request: str) -> Non
     mine = secrets.token_hex(8)
     with translated(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        pointer = json.dumps({"folder": str(folder.parent.resolve() / folder.name), "request": request})
+        folder_text = str(folder.parent.resolve() / folder.name)
+        pointer = json.dumps({"folder": folder_text, "request": request, "today": prepared.today})
         if not _says(run_dir / _POINTER, pointer):  # a restarted agent needs no room on a full disk
             temporary = run_dir / f".{_POINTER}.{mine}"
             temporary.write_text(pointer)

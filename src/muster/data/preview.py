@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -13,7 +14,8 @@ from muster.data.sequences import UNSUPERVISED, Sequence
 from muster.data.tokenizer import Encoder
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 #: Documents whose supervised share goes into the histogram.
 _SAMPLED = 2_000
@@ -25,6 +27,8 @@ class Preview:
     """A few documents, and how much of the data is learned from."""
 
     examples: tuple[tuple[Segment, ...], ...]
+    shares: tuple[float, ...]
+    """Of each example the share of predicted tokens that is learned."""
     histogram: tuple[int, ...]
     """Documents by supervised share: ten bins of 10 %, over the first documents of the data."""
     stats: JsonObject
@@ -32,6 +36,7 @@ class Preview:
     def to_json(self) -> JsonObject:
         return {
             "examples": [[vars(segment) for segment in example] for example in self.examples],
+            "learned_shares": list(self.shares),
             "supervised_share_histogram": list(self.histogram),
             "stats": dict(self.stats),
         }
@@ -41,33 +46,41 @@ def preview(prepared: Prepared, *, examples: int = 3) -> Preview:
     """The first ``examples`` documents of the training data, decoded, and the histogram. Reads what is prepared."""
     encoder = Encoder(prepared.tokenizer_dir) if prepared.tokenizer_dir else None
     shown: list[tuple[Segment, ...]] = []
+    shares: list[float] = []
     histogram = [0] * 10
     seen = 0
     for sequence in prepared.train:
         for ids, supervised in _documents(sequence):
+            share = sum(supervised[1:]) / max(1, len(supervised) - 1)
             if len(shown) < examples:
                 shown.append(_segments(ids, supervised, encoder))
-            share = sum(supervised[1:]) / max(1, len(supervised) - 1)
+                shares.append(share)
             histogram[min(9, int(share * 10))] += 1
             seen += 1
         if seen >= _SAMPLED:
             break
-    return Preview(examples=tuple(shown), histogram=tuple(histogram), stats=prepared.stats)
+    return Preview(examples=tuple(shown), shares=tuple(shares), histogram=tuple(histogram), stats=prepared.stats)
 
 
-def render_preview(result: Preview) -> Group:
-    """The preview for a terminal: supervised text bright, the masked part dimmed, then the counts."""
-    from rich.console import Group
-    from rich.text import Text
+@dataclass(frozen=True)
+class RenderedPreview:
+    """The preview for a terminal: what is learned bright, the rest dimmed (in brackets without colour), the counts."""
 
-    parts: list[Text] = []
-    for number, example in enumerate(result.examples, start=1):
-        text = Text(f"[{number}] ", style="bold")
-        for segment in example:
-            text.append(segment.text, style="green" if segment.supervised else "dim")
-        parts.append(text)
-    parts.append(Text(summary(result)))
-    return Group(*parts)
+    result: Preview
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        before, after = ("", "") if console.color_system else ("[[", "]]")
+        for number, (example, share) in enumerate(zip(self.result.examples, self.result.shares, strict=True), start=1):
+            text = Text(f"[{number}] {share:.0%} learned: ", style="bold")
+            for segment in example:
+                if segment.supervised:
+                    text.append(f"{before}{segment.text}{after}", style="green")
+                else:
+                    text.append(segment.text, style="dim")
+            yield text
+        yield Text(summary(self.result))
 
 
 def summary(result: Preview) -> str:
@@ -87,6 +100,7 @@ def summary(result: Preview) -> str:
     ]
     row_counts = {
         "too long, dropped": stats["dropped"],
+        "answers too long, dropped": stats["dropped_answers"],
         "truncated": stats["truncated"],
         "split": stats["split"],
         "empty": stats["empty"],
@@ -94,7 +108,12 @@ def summary(result: Preview) -> str:
         "without a supervised token": stats["masked_rows"],
     }
     changed = [f"{count:,} {outcome}" for outcome, count in row_counts.items() if count]
-    lines.append("rows: " + (", ".join(changed) or "all used whole"))
+    if refused := whole(stats, "rows_refused"):
+        changed.append(f"{refused:,} left out")
+        lines.append(f"left out: {stats['rows_refused_why']}")
+    lines.append("rows: " + (", ".join(changed) or "all used" + ("" if stats["rows_changed"] else " whole")))
+    if stats["rows_changed"]:
+        lines.append(f"put in order: {stats['rows_changed']}")
     sources = children(stats, "sources")
     if len(sources) > 1:
         for source in sources:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
-from muster.core.typed_json import children, text, whole
+from muster.core.typed_json import child, children, text, whole
+from muster.data.chat.template import Template
 from muster.data.collect_questions import FILE
-from muster.data.formats import row_tools
 from muster.data.prepare import Prepared
 from muster.data.source_type import SOURCES
 from muster.data.task import TASKS, Entry, Outcome
@@ -45,7 +45,10 @@ def heldout_questions(spec: RunSpec, prepared: Prepared, count: int) -> list[Que
     if prepared.tokenizer_dir is None or count < 1 or spec.data is None:
         return []
     encoder = Encoder(prepared.tokenizer_dir)
-    return [_question(entry, spec, encoder) for entry in _entries(prepared.folder / FILE, count)]
+    template = None
+    if encoder.chat_template is not None:
+        template = Template(encoder.chat_template, encoder.template_variables, prepared.today)
+    return [_question(entry, spec, encoder, template) for entry in _entries(prepared.folder / FILE, count)]
 
 
 def majority_baseline(questions: Sequence[Question]) -> float | None:
@@ -64,9 +67,11 @@ def _entries(path: Path, count: int) -> list[Entry]:
         raise MusterError(f"{path} is damaged: {error}", hint="remove its folder and start again") from error
 
 
-def _question(entry: Entry, spec: RunSpec, encoder: Encoder) -> Question:
+def _question(entry: Entry, spec: RunSpec, encoder: Encoder, template: Template | None) -> Question:
     if "messages" in entry:
-        prompt = encoder.render_chat(children(entry, "messages"), True, row_tools(entry))
+        assert template is not None
+        tools, options = children(entry, "tools"), child(entry, "options")
+        prompt = template.render(children(entry, "messages"), tools, options, prompt=True)
         ids = encoder.encode([prompt])[0]
     else:
         prompt = text(entry, "prompt")

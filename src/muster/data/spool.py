@@ -1,7 +1,8 @@
 """The tokens of a build, on disk while it goes on, chunk after chunk: what a killed preparation has done is kept.
 
-A spool's folder holds the tokens of all chunks end to end, their mask, the rows' lengths, and ``chunks.jsonl``: a line
-for each chunk with its sizes and a checksum (XXH3-64), written after its data. Memory does not grow with the data.
+A spool's folder holds the tokens of all chunks end to end, their mask, the documents' lengths, how many of them each
+row has, and ``chunks.jsonl``: a line for each chunk with its sizes and a checksum (XXH3-64), written after its data.
+Memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from muster.data.arrays import Bytes, Int32s
+from muster.data.chat.engine import ChatReport
 from muster.data.tokenise import Tokens
 
 _JOURNAL = "chunks.jsonl"
 #: File of a spool -> its numbers.
-_KINDS = {"ids": "<i4", "mask": "u1", "lengths": "<i8"}
+_KINDS = {"ids": "<i4", "mask": "u1", "lengths": "<i8", "documents": "<i8"}
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,12 @@ class _Chunk:
 
     part: str
     rows: int
+    documents: int
     tokens: int
     unknown: int
-    empty_completions: int
+    report: dict[str, Any]
     sum: str
-    """XXH3-64 of its ids, its mask and its rows' lengths, in hexadecimal digits."""
+    """XXH3-64 of its arrays, in hexadecimal digits."""
 
     def line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -43,7 +46,7 @@ class _Chunk:
     @property
     def counts(self) -> tuple[int, int, int]:
         """Elements in each file, in the order of ``_KINDS``."""
-        return self.tokens, self.tokens, self.rows
+        return self.tokens, self.tokens, self.documents, self.rows
 
 
 class Spool:
@@ -56,7 +59,7 @@ class Spool:
         self.tokens = 0
         """Tokens in use."""
         self.unknown = 0
-        self._rows = self._journal_bytes = 0
+        self._documents = self._rows = self._journal_bytes = 0
         self._kept: deque[_Chunk] = deque()
         self._journal.seek(0)
         for line in self._journal.read().splitlines():
@@ -66,17 +69,17 @@ class Spool:
             self._kept.append(chunk)
             self._use(chunk)
         self._cut()
-        self.tokens = self.unknown = self._rows = self._journal_bytes = 0
+        self.tokens = self.unknown = self._documents = self._rows = self._journal_bytes = 0
 
     def resume(self, part: str) -> Iterator[Tokens]:
         """The chunks of ``part`` that an earlier process left, if the next ones are of that part."""
         while self._kept and self._kept[0].part == part:
             chunk = self._kept.popleft()
-            ids, supervised, lengths = self._read(chunk)
+            ids, supervised, lengths, documents = self._read(chunk)
             self._use(chunk)
             yield Tokens(
-                ids=ids, supervised=supervised, lengths=lengths,
-                unknown=chunk.unknown, empty_completions=chunk.empty_completions,
+                ids=ids, supervised=supervised, lengths=lengths, documents=documents,
+                unknown=chunk.unknown, report=ChatReport.from_json(chunk.report),
             )  # fmt: skip
 
     def add(self, part: str, tokens: Tokens) -> None:
@@ -86,12 +89,15 @@ class Spool:
             self._cut()
         arrays = tuple(
             np.ascontiguousarray(array, dtype=kind)
-            for array, kind in zip((tokens.ids, tokens.supervised, tokens.lengths), _KINDS.values(), strict=True)
+            for array, kind in zip(
+                (tokens.ids, tokens.supervised, tokens.lengths, tokens.documents), _KINDS.values(), strict=True
+            )
         )
         for file, array in zip(self._files.values(), arrays, strict=True):
             file.write(array.tobytes())
             file.flush()
-        chunk = _Chunk(part, len(arrays[2]), len(arrays[0]), tokens.unknown, tokens.empty_completions, _sum(arrays))
+        ids, _, lengths, documents = map(len, arrays)
+        chunk = _Chunk(part, documents, lengths, ids, tokens.unknown, tokens.report.to_json(), _sum(arrays))
         self._journal.write(chunk.line())
         self._journal.flush()
         self._use(chunk)
@@ -112,19 +118,20 @@ class Spool:
     def _use(self, chunk: _Chunk) -> None:
         self.tokens += chunk.tokens
         self.unknown += chunk.unknown
+        self._documents += chunk.documents
         self._rows += chunk.rows
         self._journal_bytes += len(chunk.line())
 
     def _cut(self) -> None:
         """Shorten the files to what is in use."""
-        counts = (self.tokens, self.tokens, self._rows)
+        counts = (self.tokens, self.tokens, self._documents, self._rows)
         for (name, kind), count in zip(_KINDS.items(), counts, strict=True):
             self._files[name].truncate(count * np.dtype(kind).itemsize)
         self._journal.truncate(self._journal_bytes)
 
     def _read(self, chunk: _Chunk) -> tuple[NDArray[Any], ...]:
         """The arrays of the chunk that comes next. ValueError: the files are too short."""
-        starts = (self.tokens, self.tokens, self._rows)
+        starts = (self.tokens, self.tokens, self._documents, self._rows)
         read = []
         for (name, kind), start, count in zip(_KINDS.items(), starts, chunk.counts, strict=True):
             size = np.dtype(kind).itemsize
@@ -136,8 +143,9 @@ class Spool:
         """The next chunk by its line in the journal; None: it is not what was written."""
         try:
             chunk = _Chunk(**json.loads(line))
+            ChatReport.from_json(chunk.report)
             return chunk if _sum(self._read(chunk)) == chunk.sum else None
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, LookupError):
             return None
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing import current_process, get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,6 +28,9 @@ from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import Json
 from muster.data import formats
 from muster.data.arrays import Bytes, Int32s, Int64s
+from muster.data.chat.engine import ChatEngine, ChatReport, ChatRules
+from muster.data.chat.masks import Document as Masked
+from muster.data.chat.rows import row_error
 from muster.data.formats import Document, Format
 from muster.data.task import Row
 from muster.data.tokenizer import Encoder
@@ -46,27 +50,31 @@ class Recipe:
     folder: Path
     format: Format
     template: PromptTemplate | None
-    train_on: str | tuple[str, ...]
+    chat: ChatRules
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return Encoder(self.folder)
+
+    @cached_property
+    def chat_engine(self) -> ChatEngine:
+        return ChatEngine(self.encoder, self.chat)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The documents of a chunk, end to end. Row i has ``lengths[i]`` tokens (0: nothing in it)."""
+    """The documents of a chunk, end to end, and how many each row has (0: it is left out)."""
 
     ids: Int32s = field(repr=False)
     supervised: Bytes = field(repr=False)
     """1 where the token counts as a target"""
     lengths: Int64s = field(repr=False)
+    """Tokens of each document"""
+    documents: Int64s = field(repr=False)
+    """Documents of each row"""
     unknown: int = 0
     """Tokens that are the unknown token."""
-    empty_completions: int = 0
-    """Rows left out because there is no answer to learn from."""
-
-
-class RowError(UsageError):
-    """A row does not fit; ``index``: its number from 0."""
-
-    index = 0
+    report: ChatReport = field(default_factory=ChatReport)
 
 
 def tokenise(rows: Iterable[Row], recipe: Recipe, *, workers: int, first_row: int = 0) -> Iterator[Tokens]:
@@ -82,10 +90,9 @@ def tokenise(rows: Iterable[Row], recipe: Recipe, *, workers: int, first_row: in
     first = list(itertools.islice(chunks, _CHUNKS_HERE))
     count = workers or len(os.sched_getaffinity(0))
     if len(first) < _CHUNKS_HERE or count == 1:
-        encoder = Encoder(recipe.folder)
         for start, chunk in itertools.chain(first, chunks):
             with _one_thread(count == 1):
-                tokens = tokenise_rows(chunk, recipe, encoder, first_row=start)
+                tokens = tokenise_rows(chunk, recipe, first_row=start)
             yield tokens
         return
     yield from _in_processes(itertools.chain(first, chunks), recipe, count)
@@ -116,21 +123,24 @@ def refuse_while_starting() -> None:
         raise UsageError("data prepared by a script without a main guard", hint="use if __name__ == '__main__'")
 
 
-def tokenise_rows(rows: Sequence[Row], recipe: Recipe, encoder: Encoder, *, first_row: int = 0) -> Tokens:
+def tokenise_rows(rows: Sequence[Row], recipe: Recipe, *, first_row: int = 0) -> Tokens:
     """One chunk, here. Raises RowError."""
-    documents: list[Document] = []
-    for index, row in enumerate(rows):
-        try:
-            as_text = formats.document(
-                row, recipe.format, recipe.template, recipe.train_on, encoder.render_chat, lambda: encoder.turn_end
-            )
-            documents.append(as_text)
-        except UsageError as error:
-            raise row_error(error, first_row + index) from error
+    encoder = recipe.encoder
+    report = ChatReport()
     if recipe.format == "chat":
-        result = _by_offsets(documents, encoder)
+        by_row, report = recipe.chat_engine.documents(rows, first_row)
+        result = list(itertools.chain.from_iterable(by_row))
+        counts = list(map(len, by_row))
     else:
-        result = _by_segments(documents, encoder)
+        documents: list[Document] = []
+        for index, row in enumerate(rows):
+            try:
+                documents.append(formats.document(row, recipe.format, recipe.template, recipe.chat.train_on))
+            except UsageError as error:
+                raise row_error(error, first_row + index) from error
+        counts = [int(bool(document.segments)) for document in documents]
+        report.empty = len(counts) - sum(counts)
+        result = _by_segments([document for document in documents if document.segments], encoder)
     ids = np.fromiter(itertools.chain.from_iterable(row_ids for row_ids, _ in result), dtype=np.int32)
     supervised = np.fromiter(itertools.chain.from_iterable(mask for _, mask in result), dtype=np.uint8)
     unknown = encoder.fast.token_to_id(encoder.special["unk"]) if "unk" in encoder.special else None
@@ -138,88 +148,40 @@ def tokenise_rows(rows: Sequence[Row], recipe: Recipe, encoder: Encoder, *, firs
         ids=ids,
         supervised=supervised,
         lengths=np.array([len(row_ids) for row_ids, _ in result], dtype=np.int64),
+        documents=np.array(counts, dtype=np.int64),
         unknown=0 if unknown is None else int((ids == unknown).sum()),
-        empty_completions=sum(not document.segments for document in documents),
+        report=report,
     )
 
 
-def row_error(error: UsageError, index: int) -> RowError:
-    """``error`` of row ``index``. (Pickled with its attributes: it comes from other processes, too.)"""
-    result = RowError(str(error), hint=error.hint)
-    result.index = index
-    return result
+def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[Masked]:
+    """Segments tokenised apart: a prompt's tokens are then exactly those that generation will start from.
 
-
-def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
-    """Segments tokenised apart: a prompt's tokens are then exactly those that generation will start from."""
+    Tokens that the texts have already, a beginning and an end, are not added again.
+    """
     encoded = iter(encoder.encode([segment.text for document in documents for segment in document.segments]))
-    prefix, end = list(encoder.prefix), encoder.eos_id
-    result: list[tuple[list[int], bytes]] = []
+    end = encoder.eos_id
+    result: list[Masked] = []
     for document in documents:
-        if not document.segments:
-            result.append(([], b""))
-            continue
-        ids, mask = _joined(document, encoded)
-        if not document.whole:
-            ids, mask = [*prefix, *ids], bytes(len(prefix)) + mask
-        if document.ends and end is not None:
+        joined, mask = _joined(document, encoded)
+        ids = encoder.begun(joined)
+        mask = bytearray(len(ids) - len(joined)) + mask
+        if document.ends and end is not None and ids[-1:] != [end]:
             ids.append(end)
             mask += b"\1" if document.segments[-1].supervised else b"\0"
         result.append((ids, mask))
     return result
 
 
-def _joined(document: Document, encoded: Iterator[list[int]]) -> tuple[list[int], bytes]:
+def _joined(document: Document, encoded: Iterator[list[int]]) -> Masked:
     """The tokens of a document's segments, end to end, and their mask."""
     ids: list[int] = []
-    mask = b""
+    mask = bytearray()
     for segment in document.segments:
         part = next(encoded)
         ids += part
         mask += (b"\1" if segment.supervised else b"\0") * len(part)
     return ids, mask
-
-
-def _by_offsets(documents: Sequence[Document], encoder: Encoder) -> list[tuple[list[int], bytes]]:
-    """The whole text tokenised at once; a token is supervised where all its characters are.
-
-    Where a token would lie across the border of a turn (a header's line end and one that the answer begins with), the
-    segments are tokenised apart, as generation will see the header; unless the tokenizer then adds to the text.
-    """
-    result: list[tuple[list[int], bytes]] = []
-    encoded = encoder.encode_with_offsets([document.text for document in documents])
-    for document, (ids, offsets) in zip(documents, encoded, strict=True):
-        if not document.segments:
-            result.append(([], b""))
-            continue
-        mask, crosses = _mask(document, offsets)
-        if crosses and encoder.cuts_cleanly:
-            result += _by_segments([document], encoder)
-        else:
-            result.append((ids, bytes(mask)))
-    return result
-
-
-def _mask(document: Document, offsets: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
-    """1 for each token within a supervised segment; and whether a token lies across the border of one."""
-    spans = []
-    position = 0
-    for segment in document.segments:
-        if segment.supervised:
-            spans.append((position, position + len(segment.text)))
-        position += len(segment.text)
-    mask = bytearray(len(offsets))
-    at, crosses = 0, False
-    for number, (start, end) in enumerate(offsets):
-        while at < len(spans) and spans[at][1] <= start:
-            at += 1
-        if at == len(spans):
-            break
-        if spans[at][0] <= start and end <= spans[at][1]:
-            mask[number] = 1
-        elif end > spans[at][0]:
-            crosses = True
-    return mask, crosses
 
 
 def _chunks(rows: Iterable[Row], first_row: int) -> Iterator[tuple[int, list[Row]]]:
@@ -264,7 +226,7 @@ def _in_processes(chunks: Iterator[tuple[int, list[Row]]], recipe: Recipe, count
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: tuple[Recipe, Encoder] | None = None
+_worker: Recipe | None = None
 
 
 def _start_worker(recipe: Recipe) -> None:
@@ -272,7 +234,7 @@ def _start_worker(recipe: Recipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ[_THREADS] = "false"
-    _worker = recipe, Encoder(recipe.folder)
+    _worker = recipe
 
 
 def _end_with_parent() -> None:
@@ -285,4 +247,4 @@ def _end_with_parent() -> None:
 
 def _work(start: int, chunk: list[Row]) -> Tokens:
     assert _worker is not None
-    return tokenise_rows(chunk, *_worker, first_row=start)
+    return tokenise_rows(chunk, _worker, first_row=start)

@@ -1,6 +1,6 @@
 """Tokenizers: a folder's ``tokenizer.json`` opened directly, or a small one trained on the run's own text.
 
-transformers is imported only where it must be: for chat templates, and for folders without a ``tokenizer.json``.
+transformers is imported only for folders without a ``tokenizer.json``.
 The tokenizer is saved as a Hugging Face folder in the run's folder, so that readers need no hub.
 """
 
@@ -114,38 +114,15 @@ class Encoder:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids as a model reads a prompt: with the beginning token, where the tokenizer has one."""
-        return [*self.prefix, *self.encode([text])[0]]
+        return self.begun(self.encode([text])[0])
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text and the characters [start, end) that each came from."""
-        result = self.fast.encode_batch(list(texts), add_special_tokens=False)
-        return [(name.ids, name.offsets) for name in result]
+    def begun(self, ids: list[int]) -> list[int]:
+        """``ids`` of a text with the beginning token before them, unless the text begins with it."""
+        prefix = list(self.prefix)
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self.fast.decode(list(ids), skip_special_tokens=skip_special))
-
-    def render_chat(
-        self, messages: Sequence[JsonObject], add_generation_prompt: bool, tools: Sequence[Json] | None = None
-    ) -> str:
-        """The conversation by the folder's chat template. ``tools``: JSON schemas of the functions it may call.
-
-        Raises:
-            UsageError: there is no template, or it refuses the conversation.
-        """
-        if self.chat_template is None:
-            raise UsageError(
-                "the model's tokenizer has no chat template, and the rows are chats",
-                hint="set data.chat_template: chatml (or llama3, a file, 'from MODEL')",
-            )
-        try:
-            return str(
-                self._transformers.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
-                    tools=list(tools) if tools else None,
-                )
-            )  # fmt: skip
-        except Exception as error:
-            raise UsageError(f"the chat template refuses a conversation: {str(error)[:200]}") from error
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -165,19 +142,24 @@ class Encoder:
         return tuple(token.content for _, token in added if token.special)
 
     @cached_property
-    def turn_end(self) -> str | None:
-        """The special token that ends the assistant's turn by the chat template; None: it ends with none."""
-        answer = "An answer."
-        turns: list[JsonObject] = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
-        tail = self.render_chat(turns, False).rpartition(answer)[2]
-        found = [(tail.find(token), -len(token), token) for token in self.special_tokens if token in tail]
-        return min(found)[2] if found else None
+    def template_variables(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates use: ``bos_token`` and the like."""
+        named = {f"{role}_token": token for role, token in self.special.items()}
+        for source in (_read_json(self.folder / "special_tokens_map.json"), self.config):
+            for name, value in source.items():
+                value = value.get("content") if isinstance(value, Mapping) else value
+                if name.endswith("_token") and isinstance(value, str):
+                    named[name] = value
+        return named
 
     @cached_property
-    def cuts_cleanly(self) -> bool:
-        """Whether texts tokenised apart are the tokens of the whole: nothing is put before a text's first word."""
-        line, letter, both = self.encode(["\n", "a", "\na"])
-        return line + letter == both and self.decode(letter) == "a"
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end generation: the tokenizer's end token, and those of the model's configs in its folder."""
+        ids = [self.eos_id]
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(self.folder / name).get("eos_token_id")
+            ids += value if isinstance(value, list) else [value]  # type: ignore[list-item]
+        return tuple(dict.fromkeys(id for id in ids if isinstance(id, int) and id < self.vocab_size))
 
     def fingerprint(self) -> str:
         """SHA-256 over the folder's tokenizer files."""
@@ -207,7 +189,7 @@ class Encoder:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise UsageError("chat templates need transformers", hint="pip install 'muster[train]'") from error
+            raise UsageError("this tokenizer needs transformers", hint="pip install 'muster[train]'") from error
         try:
             return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:
@@ -242,8 +224,8 @@ def locate(model: Model) -> Path | TrainedTokenizer | None:
         return folder
     if chosen.startswith((".", "/", "~")) or chosen.count("/") > 1:
         raise UsageError(f"tokenizer folder {chosen!r} does not exist", hint="check model.source and model.tokenizer")
-    files = hub.fetch_model_files(chosen, model.revision, FILES)
-    if not files:
+    files = hub.fetch_model_files(chosen, model.revision, (*FILES, "generation_config.json"))
+    if not {*files} & {*FILES}:
         raise UsageError(f"{chosen!r} has no tokenizer on the hub", hint="set model.tokenizer")
     return next(iter(files.values())).parent
 
@@ -287,7 +269,9 @@ def install_template(folder: Path, template: ChatTemplate) -> int:
     (folder / "chat_template.jinja").write_text(template.text, encoding="utf-8")
     config.pop("chat_template", None)
     _write_json(folder / "tokenizer_config.json", config)
-    ending = Encoder(folder).turn_end
+    from muster.data.chat.engine import ending_token
+
+    ending = ending_token(Encoder(folder))
     if ending is not None:
         _write_json(folder / "tokenizer_config.json", {**config, "eos_token": ending})
         roles = {f"{role}_token": name for role, name in encoder.special.items()}

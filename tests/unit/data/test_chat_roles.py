@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from muster.config.spec import TrainedTokenizer
+from muster.data.chat.engine import ChatRules
 from muster.data.tokenise import Recipe, tokenise_rows
 from muster.data.tokenizer import Encoder, find_template, install_template, train
 
@@ -39,7 +40,7 @@ def test_the_words_of_these_roles(folder, tmp_path, template, roles):
     (tmp_path / "own.jinja").write_text(OWN)
     install_template(folder, find_template(str(tmp_path / "own.jinja") if template == "own" else template))
     encoder = Encoder(folder)
-    tokens = tokenise_rows([{"messages": TURNS}], Recipe(folder, "chat", None, tuple(roles)), encoder)
+    tokens = tokenise_rows([{"messages": TURNS}], Recipe(folder, "chat", None, ChatRules(tuple(roles))))
     marks = set(map(encoder.fast.token_to_id, encoder.special_tokens))
     parts = {flag: [id for id, mask in pairs(tokens) if mask == flag and id not in marks] for flag in (True, False)}
     for turn in TURNS:
@@ -49,7 +50,7 @@ def test_the_words_of_these_roles(folder, tmp_path, template, roles):
         assert words
         assert all((word in inside) == is_learned for word in words), (inside, outside)
         assert all(word in outside for word in words) != is_learned
-    ends = encoder.fast.token_to_id(encoder.turn_end)
+    ends = encoder.fast.token_to_id(encoder.special["eos"])
     learned_ends = sum(id == ends and mask for id, mask in pairs(tokens))
     assert learned_ends == sum(turn["role"] in roles for turn in TURNS), "each turn's end, and no other's"
 

@@ -7,6 +7,7 @@ import pytest
 
 from muster.config.spec import Model, TrainedTokenizer
 from muster.core.errors import UsageError
+from muster.data.chat.engine import ChatEngine, ChatRules
 from muster.data.tokenizer import Encoder, check_vocabulary, locate, model_vocab_size, train
 from muster.tasks.text2sql.generator import examples
 
@@ -69,7 +70,7 @@ def test_special_tokens_of_the_folder_are_used(tmp_path):
 def test_no_chat_template_is_said(tmp_path):
     found = train(lambda: TEXTS, TrainedTokenizer(vocab_size=100), tmp_path)
     with pytest.raises(UsageError, match="no chat template"):
-        found.render_chat([{"role": "user", "content": "hi"}], True)
+        ChatEngine(found, ChatRules())
 
 
 def test_saving_keeps_what_matters(tmp_path):
@@ -120,9 +121,10 @@ def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(tmp_pat
     train(lambda: TEXTS, TrainedTokenizer(vocab_size=400), folder)
     (folder / "tokenization_theirs.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "Theirs", "chat_template": "{{ messages[0].content }}"}
+    config |= {"tokenizer_class": "Theirs"}
+    (folder / "tokenizer.json").unlink()  # with it transformers is not asked at all
     config["auto_map"] = {"AutoTokenizer": ["tokenization_theirs.Slow", "tokenization_theirs.Theirs"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with contextlib.suppress(UsageError):
-        assert Encoder(folder).render_chat([{"role": "user", "content": "hi"}], False) == "hi"
+        assert Encoder(folder).fast
     assert not ran.exists() and asked == []

@@ -1,5 +1,7 @@
 """Cutting, holding out and mixing: arithmetic that loses no prediction and repeats nothing it should not."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +9,9 @@ from hypothesis import strategies as st
 
 from muster.config.spec import TrainedTokenizer
 from muster.data.formats import Document, Segment
-from muster.data.mixture import Documents, cut, hold_out, mix
-from muster.data.tokenise import _by_offsets, _by_segments
-from muster.data.tokenizer import train
+from muster.data.mixture import Documents, cut, hold_out, mix, mix_rows
+from muster.data.tokenise import _by_segments
+from muster.data.tokenizer import Encoder, train
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=20)
 
@@ -78,21 +80,40 @@ def encoder(tmp_path):
     return train(lambda: ["abab " * 50], TrainedTokenizer(kind="bpe", vocab_size=261), tmp_path)
 
 
-def test_a_token_across_the_edge_of_a_turn_is_not_supervised(encoder):
-    assert len(encoder.encode(["ab"])[0]) == 1
-    segments = (Segment("ab", False), Segment("aba", True), Segment("b", False))
-    ((ids, mask),) = _by_offsets([Document(segments=segments, whole=True, ends=False)], encoder)
-    texts = [encoder.decode([token]) for token in ids]
-    assert "".join(texts) == "ababab"
-    place = 0
-    for text, flag in zip(texts, mask, strict=True):
-        assert bool(flag) == (place >= 2 and place + len(text) <= 5)
-        place += len(text)
-    assert any(mask)
-
-
 def test_segments_are_tokenised_apart_and_ended(encoder):
     segments = (Segment("a", False), Segment("b", True))
-    ((ids, mask),) = _by_segments([Document(segments=segments, whole=False, ends=True)], encoder)
+    ((ids, mask),) = _by_segments([Document(segments=segments, ends=True)], encoder)
     assert ids == [*encoder.encode_prompt("a"), *encoder.encode(["b"])[0], encoder.eos_id]
     assert mask == b"\0\1\1"
+
+
+def test_tokens_that_texts_have_already_are_not_added(tmp_path, encoder):
+    config = json.loads((encoder.folder / "tokenizer_config.json").read_text())
+    (encoder.folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
+    encoder = Encoder(encoder.folder)
+    begin = encoder.fast.token_to_id("<s>")
+    assert encoder.prefix == (begin,)
+    rows = [("a", "b"), ("<s>a", "b</s>")]
+    documents = [Document(segments=(Segment(prompt, False), Segment(text, True)), ends=True) for prompt, text in rows]
+    plain, given = _by_segments(documents, encoder)
+    assert plain == given and plain[0].count(begin) == 1 and plain[0].count(encoder.eos_id) == 1
+
+
+def test_a_conversation_is_held_out_and_weighed_as_a_whole():
+    chats = Documents(rows=np.repeat(np.arange(10), 3), starts=np.arange(30), lengths=np.ones(30))
+    train, out, chosen = hold_out(chats, 0.3, parts_are_apart=False)
+    assert not set(train.rows) & set(out.rows) and len(chosen) == 3
+    one = Documents(rows=np.zeros(3, dtype=np.int64), starts=np.arange(3), lengths=np.ones(3))
+    assert len(hold_out(one, 0.5, parts_are_apart=False)[1]) == 0, "its documents begin alike"
+    assert len(hold_out(one, 0.5)[1]) == 1
+    others = Documents(rows=np.arange(10), starts=np.arange(10), lengths=np.ones(10))
+    assert [len(each) for each in mix_rows([chats, others], [1.0, 1.0], [True, True])] == [30, 10]
+    assert [len(each) for each in mix_rows([chats, others], [1.0, 1.0], [False, False])] == [30, 30]
+    assert [len(each) for each in mix_rows([chats.take(np.arange(0)), others], [1.0, 1.0], [True, False])] == [0, 10]
+
+
+def test_of_a_conversation_the_answers_that_fit_are_kept():
+    tokens, rows = np.array([4, 9, 9, 4, 9]), np.array([0, 0, 1, 2, 2])
+    found, counts = cut(tokens, np.ones(35, dtype=np.uint8), length=5, on_overlong="drop", of_rows=rows)
+    assert found.rows.tolist() == [0, 2] and found.starts.tolist() == [0, 22]
+    assert (counts["dropped"], counts["dropped_answers"]) == (1, 2)

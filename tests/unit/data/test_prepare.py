@@ -220,8 +220,8 @@ def test_chat_through_a_template_without_generation_marks(make_spec, tmp_path):
     prepared = prepare(make_spec([source], model=model, heldout_fraction=0.0), run_dir=tmp_path / "r")
     encoder = Encoder(prepared.tokenizer_dir)
     for ids, kept in documents(prepared.train):
-        answer = encoder.decode([token for token, flag in zip(ids[1:], kept, strict=True) if flag])
-        assert answer.replace("\n", "") == " hello<|end|> hello<|end|>"
+        answer = encoder.decode([token for token, flag in zip(ids[1:], kept, strict=True) if flag], skip_special=False)
+        assert answer.replace("\n", "") == " hello<|end|></s>", "<|end|> is text here and ends nothing"
     with pytest.raises(UsageError, match=r"every label of data source .* is masked: .* its 3 rows"):
         prepare(make_spec([source], model=model, train_on=["critic"]), run_dir=tmp_path / "r2")
 
@@ -255,7 +255,8 @@ def test_conversations_without_an_answer_are_left_out_and_counted(make_spec, tmp
     prepared = prepare(
         make_spec([jsonl(tmp_path / "a.jsonl", rows)], model=model, heldout_fraction=0.0), run_dir=tmp_path / "r"
     )
-    assert (prepared.stats["documents"], prepared.stats["empty_completions"]) == (2, 2)
+    assert (prepared.stats["documents"], prepared.stats["empty_completions"]) == (1, 2)
+    assert "1: the chat template does not write calls of tools; first: " in prepared.stats["rows_refused_why"]
 
 
 REFUSED = {

@@ -9,7 +9,7 @@ import pytest
 from muster.config.spec import TrainedTokenizer
 from muster.core.errors import UsageError
 from muster.data.prepare import prepare
-from muster.data.preview import preview, render_preview, summary
+from muster.data.preview import RenderedPreview, preview, summary
 from muster.data.questions import heldout_questions, majority_baseline
 from muster.data.tokenizer import Encoder, train
 from muster.tasks.text2sql.baseline import abstract, fill, majority_template, names
@@ -261,9 +261,12 @@ def test_the_masked_part_is_dimmed(make_spec, tmp_path):
     spec = make_spec([{"type": "file", "path": jsonl(tmp_path / "a.jsonl", rows)}], heldout_fraction=0.0)
     found = preview(prepare(spec, run_dir=tmp_path / "r"), examples=1)
     out = console.Console(force_terminal=True, width=100, color_system="standard", file=io.StringIO())
-    out.print(render_preview(found))
+    out.print(RenderedPreview(found))
     shown = out.file.getvalue()
-    assert "2mask [bold]me" in shown and "32m answer" in shown
+    assert "2mask [bold]me" in shown and "32m answer" in shown and "33% learned" in shown and "[[" not in shown
+    out = console.Console(width=100, color_system=None, file=io.StringIO())
+    out.print(RenderedPreview(found))
+    assert "ask [bold]me[[ answer</s>]]" in out.file.getvalue()
 
 
 def test_random_tokens_preview_as_ids(make_spec, tmp_path):

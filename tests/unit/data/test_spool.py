@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from muster.data import build, tokenise
+from muster.data.chat.engine import ChatReport
 from muster.data.prepare import prepare
 from muster.data.spool import Spool
 from muster.data.tokenise import Tokens
@@ -15,7 +16,8 @@ def tokens(first, *lengths):
     count = sum(lengths)
     return Tokens(
         ids=np.arange(first, first + count, dtype=np.int32), supervised=np.ones(count, dtype=np.uint8),
-        lengths=np.array(lengths, dtype=np.int64), unknown=1, empty_completions=2,
+        lengths=np.array(lengths, dtype=np.int64), documents=np.array([len(lengths), 0], dtype=np.int64), unknown=1,
+        report=ChatReport(empty=1),
     )  # fmt: skip
 
 
@@ -55,14 +57,20 @@ def test_what_is_not_taken_up_goes_with_the_next_chunk(tmp_path):
     assert taken(tmp_path) == [WHOLE[0], ([100], [1])]
 
 
-@pytest.mark.parametrize("name", ["spool.ids", "spool.mask", "spool.lengths", "chunks.jsonl"])
+@pytest.mark.parametrize("name", ["spool.ids", "spool.mask", "spool.lengths", "spool.documents", "chunks.jsonl"])
 @pytest.mark.parametrize("how", ["cut", "flipped"])
 def test_a_damaged_chunk_and_all_after_it_are_done_again(tmp_path, name, how):
     written(tmp_path)
     path = tmp_path / name
     data = bytearray(path.read_bytes())
     # In the second of the three chunks.
-    at = {"spool.ids": 4 * 9, "spool.mask": 9, "spool.lengths": 8 * 2, "chunks.jsonl": len(data) // 2}[name]
+    at = {
+        "spool.ids": 4 * 9,
+        "spool.mask": 9,
+        "spool.lengths": 8 * 2,
+        "spool.documents": 8 * 2,
+        "chunks.jsonl": len(data) // 2,
+    }[name]
     if how == "cut":
         del data[at:]
     else:

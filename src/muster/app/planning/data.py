@@ -35,6 +35,6 @@ def prepare_and_preview(
 
 def render(result: Preview) -> object:
     """The preview for a terminal (a rich renderable)."""
-    from muster.data.preview import render_preview
+    from muster.data.preview import RenderedPreview
 
-    return render_preview(result)
+    return RenderedPreview(result)

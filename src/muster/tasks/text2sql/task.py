@@ -66,7 +66,8 @@ class Text2Sql:
 
 
 def answer(said: str) -> str:
-    """The query in a model's answer: the content of its first code fence, or all of it."""
+    """The query in a model's answer, after its reasoning: the content of its first code fence, or all of it."""
+    said = said.rpartition("</think>")[2]
     fenced = _FENCE.search(said)
     query = (fenced[1] if fenced else said).strip()
     return query.encode("utf-8", "replace").decode()  # a model's bytes may decode to half a character

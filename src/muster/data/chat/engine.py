@@ -1,0 +1,284 @@
+"""Chats as documents: token ids with a mask, one document an answer where the template rewrites history, else fewer.
+
+For every answer that is learned: the ids before it are those of its prompt alone, as generation gets them, and the last
+learned id ends generation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.core.errors import UsageError
+from muster.core.typed_json import Json
+from muster.core.typed_json import JsonObject as Row
+from muster.data.chat.answers import Answer, AnswerFinder, Options
+from muster.data.chat.masks import ChatText, ChatTokenizer, Document, Masker
+from muster.data.chat.rows import (
+    Conversation,
+    RowRefusal,
+    conversation,
+    reasoning_of,
+    row_error,
+    without_reasoning,
+)
+from muster.data.chat.template import Span, Template, TemplateRefusal
+
+#: Variables by which templates take whether the model thinks before it answers.
+_THINKING = ("enable_thinking", "thinking")
+
+
+@dataclass(frozen=True)
+class ChatRules:
+    """What decides how chats become tokens, beside the tokenizer; travels to workers."""
+
+    train_on: str | tuple[str, ...] = "completions"
+    thinking: str = "auto"
+    """``data.thinking``."""
+    today: str = "2025-01-01"
+    """ISO date, for templates that write it."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end generation by the model's configs."""
+
+    @property
+    def learns_answers(self) -> bool:
+        return "assistant" in self.roles
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset({"assistant"} if isinstance(self.train_on, str) else self.train_on)
+
+
+@dataclass
+class ChatReport:
+    """What was done to rows, in words with counts."""
+
+    changes: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    """Rows left out, by reason."""
+    first: tuple[int, str] | None = None
+    """Number and reason of the first row that was left out."""
+    empty: int = 0
+    """Rows with nothing to learn from: no answer says anything."""
+    stops: set[int] = field(default_factory=set)
+    """Ids that end what is learned."""
+
+    def add(self, other: ChatReport) -> None:
+        self.changes += other.changes
+        self.refused += other.refused
+        self.first = self.first or other.first
+        self.empty += other.empty
+        self.stops |= other.stops
+
+    def to_json(self) -> dict[str, Json]:
+        return {
+            "changes": dict(self.changes), "refused": dict(self.refused), "empty": self.empty,
+            "first": list(self.first) if self.first else None, "stops": sorted(self.stops),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ChatReport:
+        first = value["first"]
+        return cls(
+            changes=Counter(value["changes"]), refused=Counter(value["refused"]), empty=value["empty"],
+            first=(first[0], first[1]) if first else None, stops=set(value["stops"]),
+        )  # fmt: skip
+
+
+class ChatEngine:
+    """Makes documents of rows with one tokenizer and its template."""
+
+    def __init__(self, encoder: ChatTokenizer, rules: ChatRules) -> None:
+        """Raises UsageError where the tokenizer has no chat template or none that can be read."""
+        text = encoder.chat_template
+        if text is None:
+            raise UsageError(
+                "the model's tokenizer has no chat template, and the rows are chats",
+                hint="set data.chat_template: chatml (or llama3, a file, 'from MODEL')",
+            )
+        self._encoder, self._rules = encoder, rules
+        self.template = Template(text, encoder.template_variables, rules.today)
+        ids = [*([] if encoder.eos_id is None else [encoder.eos_id]), *rules.stop_ids]
+        stops = [token for token in map(encoder.fast.id_to_token, dict.fromkeys(ids)) if token]
+        self._finder = AnswerFinder(
+            self.template, tuple(stops), encoder.special_tokens, closes_reasoning=rules.thinking == "off"
+        )
+        self._masker = Masker(encoder)
+
+    def documents(self, rows: Sequence[Row], first_row: int = 0) -> tuple[list[list[Document]], ChatReport]:
+        """The documents of each row (none: it is left out, and counted). Raises RowError."""
+        report = ChatReport()
+        texts = [self._texts_or_refusal(row, report, first_row + index) for index, row in enumerate(rows)]
+        encodings = iter(
+            self._encoder.fast.encode_batch([each.text for row in texts for each in row], add_special_tokens=False)
+        )
+        result: list[list[Document]] = []
+        for index, row in enumerate(texts):
+            encoded = [next(encodings) for _ in row]
+            try:
+                result.append(self._masker.documents(row, encoded, report.stops))
+            except RowRefusal as refusal:
+                result.append([])
+                _refuse(report, str(refusal), first_row + index)
+        return result, report
+
+    def conversation(self, row: Row, changes: Counter[str] | None = None) -> Conversation:
+        """A row's conversation as it is rendered. Raises UsageError, RowRefusal."""
+        changes = Counter() if changes is None else changes
+        found = conversation(row, changes, text_arguments=self.template.arguments_are_text)
+        if self._rules.thinking != "off":
+            return found
+        turns = [without_reasoning(turn, changes) if turn["role"] == "assistant" else turn for turn in found.messages]
+        return Conversation(messages=turns, tools=found.tools, untrained=found.untrained)
+
+    def answer(self, found: Conversation, turn: int) -> tuple[Answer, Options]:
+        """The answer in turn ``turn``, and the template's options it is asked with. Raises RowRefusal."""
+        first: Exception | None = None
+        for options in self._options(found.messages[turn]):
+            try:
+                return self._finder.find(found.messages, found.tools, turn, options), options
+            except (RowRefusal, TemplateRefusal) as error:
+                first = first or error
+        assert first is not None
+        raise _as_refusal(first)
+
+    def _options(self, answer: Row) -> list[Options]:
+        """Options to try, in order: what the row shows, then the template's own default."""
+        names = [name for name in _THINKING if name in self.template.variables]
+        if not names:
+            return [{}]
+        if self._rules.thinking != "auto":
+            return [dict.fromkeys(names, self._rules.thinking == "on")]
+        return [dict.fromkeys(names, bool(reasoning_of(answer))), {}]
+
+    def _texts_or_refusal(self, row: Row, report: ChatReport, index: int) -> list[ChatText]:
+        changes: Counter[str] = Counter()
+        try:
+            texts = self._texts(self.conversation(row, changes), changes)
+        except UsageError as error:
+            raise row_error(error, index) from error
+        except RowRefusal as refusal:
+            _refuse(report, str(refusal), index)
+            return []
+        report.changes += changes
+        report.empty += not texts
+        return texts
+
+    def _texts(self, found: Conversation, changes: Counter[str]) -> list[ChatText]:
+        """The documents of a conversation; none: no answer says anything. Raises RowRefusal."""
+        roles, train_on = self._rules.roles, self._rules.train_on
+        trained = [
+            turn for turn, message in enumerate(found.messages)
+            if message["role"] in roles and turn not in found.untrained
+        ]  # fmt: skip
+        saying = [turn for turn in trained if _says_something(found.messages[turn])]
+        if trained and not saying and train_on != "all":
+            return []
+        if train_on == "all":
+            return [self._all(found, saying)]
+        answers = [self.answer(found, turn)[0] for turn in saying if found.messages[turn]["role"] == "assistant"]
+        empty = sum(found.messages[turn]["role"] == "assistant" for turn in set(trained) - set(saying))
+        unnamed = sum(each.stop not in self._finder.stops for each in answers)
+        changes["empty answers, not learned"] += empty
+        changes["answers whose reasoning the template does not write"] += sum(each.drops_reasoning for each in answers)
+        changes["answers end with a token that no config names as an end"] += unnamed
+        others = [turn for turn in saying if found.messages[turn]["role"] != "assistant"]
+        if others or not answers:
+            text = self._whole(found)
+            spans = tuple(self._turn_span(found, turn, text) for turn in others)
+            covered = [each for each in answers if text.startswith(each.prompt + each.text)]
+            left = [each for each in answers if each not in covered]
+            return [ChatText(text, tuple(covered), spans), *_covers(left)]
+        return _covers(answers)
+
+    def _all(self, found: Conversation, saying: Sequence[int]) -> ChatText:
+        """The whole conversation, with the stop token where it ends with an answer."""
+        text = self._whole(found)
+        if saying and saying[-1] == len(found.messages) - 1:
+            try:
+                last = self.answer(found, saying[-1])[0]
+            except RowRefusal:  # a text that is learned whole needs no prompt
+                return ChatText(text, spans=((0, len(text)),))
+            if (last.prompt + last.text).startswith(text):
+                text = last.prompt + last.text
+            return ChatText(text, spans=((0, len(text)),), stop=last.stop)
+        return ChatText(text, spans=((0, len(text)),))
+
+    def _whole(self, found: Conversation) -> str:
+        try:
+            return self.template.render(found.messages, found.tools, {}, prompt=False)
+        except TemplateRefusal as error:
+            raise _as_refusal(error) from error
+
+    def _turn_span(self, found: Conversation, turn: int, text: str) -> Span:
+        """What a turn of another role adds to ``text``, up to its end token. Raises RowRefusal."""
+        try:
+            texts = [
+                self.template.render(found.messages[:count], found.tools, {}, prompt=False) if count else ""
+                for count in (turn, turn + 1)
+            ]
+        except TemplateRefusal as error:
+            raise _as_refusal(error) from error
+        before, after = texts
+        for token in self._finder.special:
+            place = after.rfind(token, len(before))
+            if place >= 0 and not after[place + len(token) :].strip():
+                after = after[: place + len(token)]
+                break
+        if not (text.startswith(before) and text.startswith(after)):
+            raise RowRefusal(
+                f"the chat template writes turns of {found.messages[turn]['role']} differently inside the whole "
+                "conversation, so they cannot be learned alone"
+            )
+        return len(before), len(after)
+
+
+def ending_token(encoder: ChatTokenizer) -> str | None:
+    """The token that ends an assistant's turn by the tokenizer's chat template; None: the template refuses a question
+    with its answer, or nothing ends it.
+
+    Raises UsageError where there is no template that can be read.
+    """
+    engine = ChatEngine(encoder, ChatRules())
+    turns: list[Row] = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "An answer."}]
+    try:
+        return engine.answer(Conversation(turns, [], frozenset()), 1)[0].stop
+    except RowRefusal:
+        return None
+
+
+def _covers(answers: Sequence[Answer]) -> list[ChatText]:
+    """The fewest documents that hold all answers: one that another begins with is part of it."""
+    texts = [each.prompt + each.text for each in answers]
+    result: list[ChatText] = []
+    taken: set[int] = set()
+    for number in reversed(range(len(answers))):  # a later turn's text is the longer one
+        if number in taken:
+            continue
+        inside = [other for other in range(number + 1) if other not in taken and texts[number].startswith(texts[other])]
+        taken.update(inside)
+        result.append(ChatText(texts[number] + answers[number].rest, tuple(answers[other] for other in inside)))
+    return result[::-1]
+
+
+def _says_something(message: Row) -> bool:
+    return any(
+        value.strip() if isinstance(value, str) else value
+        for name, value in message.items()
+        if name not in ("role", "name", "tool_call_id")
+    )
+
+
+def _refuse(report: ChatReport, reason: str, index: int) -> None:
+    report.refused[reason] += 1
+    if report.first is None or index < report.first[0]:
+        report.first = (index, reason)
+
+
+def _as_refusal(error: Exception) -> RowRefusal:
+    if isinstance(error, TemplateRefusal):
+        return RowRefusal(f"the chat template refuses a conversation: {error}")
+    assert isinstance(error, RowRefusal)
+    return error

@@ -1,0 +1,248 @@
+"""A row's conversation put in order before it is rendered; every change is counted, in words that are reported."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from muster.core.errors import UsageError
+from muster.core.typed_json import Json
+from muster.core.typed_json import JsonObject as Row
+
+#: Columns that hold a chat: turns of role and content, or (ShareGPT's way) of from and value.
+CHAT_COLUMNS = ("messages", "conversations")
+#: Roles that chat templates name.
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "tool_response"})
+#: Names that data sets use for them, in small letters.
+_ALIASES = {
+    **dict.fromkeys(("human", "prompter", "customer"), "user"),
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "bot", "model", "bing", "bard", "ai", "chatbot", "claude", "gemini", "function_call"),
+        "assistant",
+    ),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+    "instruction": "system",
+}
+#: One field under three names, the one that templates read first (as in transformers).
+REASONING = ("reasoning_content", "thinking", "reasoning")
+_TEXT_PARTS = {None, "text", "input_text", "output_text"}
+_INLINE = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+
+
+class RowRefusal(Exception):
+    """The row is left out. Its text is the same for all rows of this kind: they are counted."""
+
+
+class RowError(UsageError):
+    """A row does not fit; ``index``: its number from 0."""
+
+    index = 0
+
+
+def row_error(error: UsageError, index: int) -> RowError:
+    """``error`` of row ``index``. (Pickled with its attributes: it comes from other processes, too.)"""
+    result = RowError(str(error), hint=error.hint)
+    result.index = index
+    return result
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as a chat template takes it."""
+
+    messages: list[Row]
+    tools: list[Json]
+    untrained: frozenset[int]
+    """Turns that the row says are context: ``weight: 0``, ``train: false``."""
+
+
+def conversation(row: Row, changes: Counter[str], *, text_arguments: bool = False) -> Conversation:
+    """The conversation of a row; what was changed in it is added to ``changes``.
+
+    ``text_arguments``: the template takes the arguments of calls as JSON text, not as objects.
+
+    Raises:
+        UsageError: the row holds no conversation.
+        RowRefusal: something in it cannot be written by a template.
+    """
+    turns = _turns(row, changes)
+    return Conversation(
+        messages=[_turn(turn, changes, text_arguments) for turn in turns],
+        tools=_tools(row, changes),
+        untrained=frozenset(place for place, turn in enumerate(turns) if isinstance(turn, dict) and _is_context(turn)),
+    )
+
+
+def reasoning_of(message: Row) -> str:
+    """What the assistant thought before it answered, in a field of its own or within the content; empty: nothing."""
+    value = message.get(REASONING[0])
+    if isinstance(value, str) and value:
+        return value
+    inline = _INLINE.match(str(message.get("content") or ""))
+    return inline[1] if inline else ""
+
+
+def without_reasoning(message: Row, changes: Counter[str]) -> Row:
+    """The assistant's turn as if it had answered at once."""
+    if not reasoning_of(message):
+        return message
+    changes["reasoning left out (data.thinking: off)"] += 1
+    kept = {name: value for name, value in message.items() if name not in REASONING}
+    if isinstance(text := kept.get("content"), str):
+        kept["content"] = answer_text(text)
+    return kept
+
+
+def answer_text(content: str) -> str:
+    """An answer without the thinking that is written within it."""
+    inline = _INLINE.match(content)
+    return content[inline.end() :].lstrip("\n") if inline else content
+
+
+def spoken(row: Row) -> list[tuple[str, str]]:
+    """Role and text of each turn. Raises UsageError; a turn that no template can write is left out."""
+    result = []
+    for turn in _turns(row, Counter()):
+        try:
+            message = _turn(turn, Counter(), True)
+        except RowRefusal:
+            continue
+        result.append((str(message["role"]), str(message.get("content") or "")))
+    return result
+
+
+def _turns(row: Row, changes: Counter[str]) -> list[Json]:
+    name = next((name for name in CHAT_COLUMNS if name in row), CHAT_COLUMNS[0])
+    turns = row.get(name)
+    if isinstance(turns, str):
+        try:
+            turns = json.loads(turns)
+        except ValueError:
+            turns = None
+        else:
+            changes["conversations given as JSON text"] += 1
+    if not isinstance(turns, list) or not turns:
+        raise UsageError(f"column {name!r} must be a list with at least one turn")
+    return turns
+
+
+def _turn(turn: Json, changes: Counter[str], text_arguments: bool) -> Row:
+    if not isinstance(turn, dict) or not ({"role", "from"} & {*turn}):
+        raise UsageError(f"a chat turn needs 'role' and 'content', got {str(turn)[:80]}")
+    if not {"content", "value", "tool_calls", *REASONING} & {*turn}:
+        raise UsageError(f"a chat turn needs 'role' and 'content', got {str(turn)[:80]}")
+    message: dict[str, Json] = {name: value for name, value in turn.items() if value is not None}
+    if "value" in turn and "content" not in turn:
+        message["content"] = message.pop("value", None)
+    message["role"] = _role(message, changes, is_sharegpt="role" not in turn)
+    for name in ("from", "weight", "train", "training"):
+        message.pop(name, None)
+    if message.get("tool_calls"):
+        message["tool_calls"] = _calls(message["tool_calls"], changes, text_arguments)
+    else:
+        message.pop("tool_calls", None)
+    content = _content(message.get("content"), changes)
+    if content is not None:
+        message["content"] = content
+    elif "tool_calls" in message:  # as transformers, which drops what is null
+        message.pop("content", None)
+    else:
+        changes["null content read as empty text"] += 1
+        message["content"] = ""
+    thought = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if isinstance(thought, list):
+        thought = _content(thought, changes)
+    if thought is not None:
+        return {"thinking": thought, **message, "reasoning_content": thought}
+    return message
+
+
+def _role(message: Row, changes: Counter[str], *, is_sharegpt: bool) -> str:
+    given = str(message.get("role", message.get("from", "")))
+    role = given.strip().lower()
+    if given in ROLES:
+        return given
+    known = _ALIASES.get(role, role if role in ROLES else None)
+    if known is not None:
+        changes[f"turns of role {given!r} read as {known!r}"] += 1
+        return known
+    if is_sharegpt:
+        raise RowRefusal(f"unknown role {given[:40]!r} (known: {', '.join(sorted(_ALIASES))})")
+    changes[f"turns of role {given[:40]!r}, which is not known, kept as context"] += 1
+    return given
+
+
+def _content(content: Json, changes: Counter[str]) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RowRefusal(f"content of kind {type(content).__name__!r}, not text")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            raise RowRefusal(f"content with a part of kind {str(kind or type(part).__name__)[:40]!r}, not text")
+        texts.append(text)
+    changes["content in parts joined to one text"] += 1
+    return "".join(texts)
+
+
+def _calls(calls: Json, changes: Counter[str], text_arguments: bool) -> list[Json]:
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except ValueError:
+            calls = None
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowRefusal("tool_calls that are not a list of calls")
+    return [_call(call, changes, text_arguments) for call in calls if isinstance(call, dict)]
+
+
+def _call(call: Row, changes: Counter[str], text_arguments: bool) -> Row:
+    call = {name: value for name, value in call.items() if value is not None}
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": _call(inner, changes, text_arguments)}
+    given = call.get("arguments", {})
+    if isinstance(given, str) and not text_arguments:
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except ValueError as error:
+            raise RowRefusal("tool arguments that are not JSON") from error
+        changes["tool arguments decoded from JSON text"] += 1
+    elif not isinstance(given, str):  # Parquet and Arrow give every row the keys of all rows
+        given = _without_nulls(given, changes)
+        if text_arguments:
+            given = json.dumps(given, ensure_ascii=False)
+            changes["tool arguments written as JSON text"] += 1
+    return {**call, "arguments": given}
+
+
+def _without_nulls(value: Json, changes: Counter[str]) -> Json:
+    if isinstance(value, list):
+        return [_without_nulls(item, changes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without_nulls(item, changes) for name, item in value.items() if item is not None}
+    if len(kept) < len(value):
+        changes["null keys left out of tool arguments and schemas"] += len(value) - len(kept)
+    return kept
+
+
+def _tools(row: Row, changes: Counter[str]) -> list[Json]:
+    """The JSON schemas of the chat's functions: a list, or (for columns of one type) its JSON text."""
+    tools = row.get("tools") or []
+    try:
+        if isinstance(tools, str):
+            tools = json.loads(tools) or []
+        if not isinstance(tools, list):
+            raise UsageError(f"column 'tools' must be a list, got {type(tools).__name__}")
+        return [_without_nulls(json.loads(tool) if isinstance(tool, str) else tool, changes) for tool in tools]
+    except ValueError as error:
+        raise UsageError(f"column 'tools' is not JSON: {error}") from error
+
+
+def _is_context(turn: Row) -> bool:
+    return turn.get("weight") in (0, False) or turn.get("train") is False or turn.get("training") is False

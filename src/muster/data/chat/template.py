@@ -1,0 +1,188 @@
+"""A chat template, rendered as transformers' ``apply_chat_template`` renders it, without importing transformers.
+
+The environment is our own for two reasons: transformers' is private and copies all data on each call, and a date that a
+template writes must be the day of preparation on every host and at every resume.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+from muster.core.errors import UsageError
+from muster.core.typed_json import Json
+from muster.core.typed_json import JsonObject as Row
+
+#: Noncharacters of Unicode around what ``{% generation %}`` marks: no text has them.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+Span = tuple[int, int]
+"""Characters [start, end)."""
+
+
+class TemplateRefusal(Exception):
+    """The template raised: its own message, or what went wrong in it."""
+
+
+class Template:
+    """One template with the special tokens that it may write."""
+
+    def __init__(self, text: str, variables: Mapping[str, str], today: str) -> None:
+        """``variables``: ``bos_token`` and the like. ``today``: ISO date for templates that write one.
+
+        Raises UsageError where jinja2 is missing or the text is no template.
+        """
+        try:
+            from jinja2 import TemplateError
+        except ImportError as error:
+            raise UsageError("chat templates need jinja2", hint="pip install 'muster[train]'") from error
+        self.text, self._variables, self.today = text, dict(variables), today
+        try:
+            self._plain = _environment(today, marks=False).from_string(text)
+        except TemplateError as error:
+            raise UsageError(f"the chat template cannot be read: {error}") from error
+
+    def render(
+        self, messages: Sequence[Row], tools: Sequence[Json], options: Mapping[str, Json], *, prompt: bool
+    ) -> str:
+        """The text of ``messages``; with ``prompt`` up to where the assistant's answer begins. Raises
+        TemplateRefusal."""
+        return self._rendered(self._plain, messages, tools, options, prompt=prompt)
+
+    def marked(self, messages: Sequence[Row], tools: Sequence[Json], options: Mapping[str, Json]) -> list[Span]:
+        """What ``{% generation %}`` blocks wrote in the text of ``messages``. Raises TemplateRefusal."""
+        spans, place, start = [], 0, 0
+        for character in self._rendered(self._with_marks, messages, tools, options, prompt=False):
+            if character == _OPEN:
+                start = place
+            elif character == _CLOSE:
+                spans.append((start, place))
+            else:
+                place += 1
+        return spans
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that a caller may set, ``enable_thinking`` for example."""
+        from jinja2.meta import find_undeclared_variables
+
+        environment = _environment(self.today, marks=False)
+        return frozenset(find_undeclared_variables(environment.parse(self.text)))
+
+    @cached_property
+    def has_marks(self) -> bool:
+        return "endgeneration" in self.text
+
+    @cached_property
+    def arguments_are_text(self) -> bool:
+        """Whether calls of tools must hold their arguments as JSON text: an object makes the template raise."""
+
+        def refuses(arguments: Json) -> bool:
+            call: Row = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            turns: list[Row] = [
+                {"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]  # fmt: skip
+            try:
+                self.render(turns, [], {}, prompt=False)
+            except TemplateRefusal:
+                return True
+            return False
+
+        return refuses({"a": "b"}) and not refuses('{"a": "b"}')
+
+    @cached_property
+    def _with_marks(self) -> Any:
+        return _environment(self.today, marks=True).from_string(self.text)
+
+    def _rendered(
+        self,
+        compiled: Any,
+        messages: Sequence[Row],
+        tools: Sequence[Json],
+        options: Mapping[str, Json],
+        *,
+        prompt: bool,
+    ) -> str:
+        try:
+            return str(
+                compiled.render(
+                    messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt,
+                    **{**self._variables, **options},
+                )
+            )  # fmt: skip
+        except Exception as error:
+            raise TemplateRefusal(" ".join(str(error).split())[:200]) from error
+
+
+def writes_date(text: str) -> bool:
+    return "strftime_now" in text
+
+
+def _environment(today: str, *, marks: bool) -> Any:
+    """As transformers 5.23 builds it (``chat_template_utils``), ``strftime_now`` frozen to ``today``."""
+    import jinja2.ext
+    from jinja2 import nodes, utils
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """``{% generation %}``: its body, between marks where they are asked for."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Any) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}" if marks else str(caller())
+
+    class Namespace(utils.Namespace):
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, *rest = args
+            values = dict(*rest, **kwargs)
+            for name in values:
+                _refuse_private(name)
+            utils.Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _refuse_private(name)
+            utils.Namespace.__setitem__(self, name, value)
+
+    class Dictionaries:
+        """``dict(...)`` without the class's attributes."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict(*args, **kwargs)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    day = datetime.datetime.fromisoformat(today)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=raise_exception, strftime_now=day.strftime, dict=Dictionaries(), namespace=Namespace
+    )
+    return environment
+
+
+def _refuse_private(name: object) -> None:
+    from jinja2.exceptions import SecurityError
+
+    if isinstance(name, str) and name.startswith("_"):  # the way into Python's own objects
+        raise SecurityError(f"a chat template may not store {name!r} in a namespace")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

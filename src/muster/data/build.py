@@ -100,12 +100,16 @@ def build(
         "tokenizer_size": size,
         "pad_id": encoder.pad_id if encoder else 0,
         "eos_id": encoder.eos_id if encoder else None,
-        "stop_ids": sorted({*chat.stop_ids, *(stop for part in train for stop in part.report.stops)}),
+        "stop_ids": list(dict.fromkeys([*_learned_stops(train), *chat.stop_ids])),
         "today": chat.today,
         "formats": formats,
         "stats": stats,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True))
+
+
+def _learned_stops(parts: list[_Part]) -> list[int]:
+    return sorted({stop for part in parts for stop in part.report.stops})
 
 
 def training_texts(opened: OpenedSource) -> Iterator[str]:

@@ -59,7 +59,7 @@ class Prepared:
     pad_id: int
     eos_id: int | None
     stop_ids: tuple[int, ...]
-    """Ids that end generation: those that the model's configs name, and those that training learned as an end."""
+    """Ids that end generation: those that training learns as an end first, then those that configs name."""
     today: str
     """ISO date of preparation, which a chat template may write."""
     train: SequenceStore

@@ -44,7 +44,7 @@ class _Chunk:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @property
-    def counts(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, int, int, int]:
         """Elements in each file, in the order of ``_KINDS``."""
         return self.tokens, self.tokens, self.documents, self.rows
 

@@ -90,7 +90,7 @@ def look(given: str, encoder: Encoder | None = None) -> RowsSeen:
 
 def _kind(row: Row, opened: OpenedSource) -> tuple[str, str | None, PromptTemplate | None]:
     """(kind, ``format`` and ``template`` of the source) by the columns of its first row."""
-    from muster.data.formats import CHAT_COLUMNS
+    from muster.data.chat.rows import CHAT_COLUMNS
 
     columns = [name for name in row if not name.startswith("_")]
     if any(name in columns for name in CHAT_COLUMNS):
@@ -171,14 +171,13 @@ def _measured(opened: OpenedSource, kind: str, encoder: Encoder | None) -> RowsS
 
 def _text(row: Row, kind: str, template: PromptTemplate | None) -> tuple[str, int, bool]:
     """(a row's text, its turns, whether there is something to learn in it). Raises UsageError."""
-    from muster.data.formats import prompt_and_completion, row_messages, row_text, row_tools
+    from muster.data.chat.rows import spoken
+    from muster.data.formats import prompt_and_completion, row_text
 
     if kind == "chat":
-        messages = row_messages(row)
-        tools = " ".join(map(str, row_tools(row)))
-        spoken = [str(message.get("content") or message.get("tool_calls") or "") for message in messages]
-        answered = any(m["role"] == "assistant" and text for m, text in zip(messages, spoken, strict=True))
-        return "\n".join([tools, *spoken]), len(messages), answered
+        turns = spoken(row)
+        answered = any(role == "assistant" and text for role, text in turns)
+        return "\n".join([str(row.get("tools") or ""), *(text for _, text in turns)]), len(turns), answered
     if kind == "text" and template is None:
         text = row_text(row)
         return text, 1, bool(text.strip())

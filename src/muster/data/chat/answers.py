@@ -231,12 +231,12 @@ class AnswerFinder:
         """``suffix``: what follows an answer that is the last turn; ``between``: what is between it and the next turn.
 
         A known stop token in ``suffix``, unless that ends the conversation and another special token the turn
-        (Phi-3.5); else the first stop or special token of ``between``, which may be the next role's mark (GLM); else
-        the end token, appended.
+        (Phi-3.5); else the first special token of it; else the first stop or special token of ``between``, which may be
+        the next role's mark (GLM); else the end token, appended.
         """
         known, special = _first(suffix, self.stops), _first(suffix, self.special)
         ends_turn = special and special[1] in between and not (known and known[1] in between)
-        found = special if ends_turn else known
+        found = special if ends_turn else known or special
         if found:
             return suffix[: found[0] + len(found[1])], found[1]
         found = _first(between, self.stops) or _first(between, self.special)

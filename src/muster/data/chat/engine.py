@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from muster.core.errors import UsageError
@@ -22,6 +22,7 @@ from muster.data.chat.rows import (
     conversation,
     reasoning_of,
     row_error,
+    with_content,
     without_reasoning,
 )
 from muster.data.chat.template import Span, Template, TemplateRefusal
@@ -106,6 +107,10 @@ class ChatEngine:
             self.template, tuple(stops), encoder.special_tokens, closes_reasoning=rules.thinking == "off"
         )
         self._masker = Masker(encoder)
+        self._named = frozenset(stops)
+        # What ends a plain answer ends one that calls tools: `</tool_call>` may be a special token, too.
+        if (plain := self.plain_stop()) and plain not in stops:
+            self._finder = replace(self._finder, stops=(*stops, plain))
 
     def documents(self, rows: Sequence[Row], first_row: int = 0) -> tuple[list[list[Document]], ChatReport]:
         """The documents of each row (none: it is left out, and counted). Raises RowError."""
@@ -128,10 +133,23 @@ class ChatEngine:
         """A row's conversation as it is rendered. Raises UsageError, RowRefusal."""
         changes = Counter() if changes is None else changes
         found = conversation(row, changes, text_arguments=self.template.arguments_are_text)
-        if self._rules.thinking != "off":
-            return found
-        turns = [without_reasoning(turn, changes) if turn["role"] == "assistant" else turn for turn in found.messages]
+        turns = found.messages
+        changes["texts with special tokens of the tokenizer, which stay what they are"] += sum(
+            any(token in str(turn.get("content")) for token in self._finder.special) for turn in turns
+        )
+        if self.template.needs_content:
+            turns = with_content(turns)
+        if self._rules.thinking == "off":
+            turns = [without_reasoning(turn, changes) if turn["role"] == "assistant" else turn for turn in turns]
         return Conversation(messages=turns, tools=found.tools, untrained=found.untrained)
+
+    def plain_stop(self) -> str | None:
+        """The token that ends the answer to a question; None: the template refuses them, or nothing ends it."""
+        turns: list[Row] = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "An answer."}]
+        try:
+            return self.answer(Conversation(turns, [], frozenset()), 1)[0].stop
+        except RowRefusal:
+            return None
 
     def answer(self, found: Conversation, turn: int) -> tuple[Answer, Options]:
         """The answer in turn ``turn``, and the template's options it is asked with. Raises RowRefusal."""
@@ -180,7 +198,7 @@ class ChatEngine:
             return [self._all(found, saying)]
         answers = [self.answer(found, turn)[0] for turn in saying if found.messages[turn]["role"] == "assistant"]
         empty = sum(found.messages[turn]["role"] == "assistant" for turn in set(trained) - set(saying))
-        unnamed = sum(each.stop not in self._finder.stops for each in answers)
+        unnamed = sum(each.stop not in self._named for each in answers)
         changes["empty answers, not learned"] += empty
         changes["answers whose reasoning the template does not write"] += sum(each.drops_reasoning for each in answers)
         changes["answers end with a token that no config names as an end"] += unnamed
@@ -241,12 +259,7 @@ def ending_token(encoder: ChatTokenizer) -> str | None:
 
     Raises UsageError where there is no template that can be read.
     """
-    engine = ChatEngine(encoder, ChatRules())
-    turns: list[Row] = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "An answer."}]
-    try:
-        return engine.answer(Conversation(turns, [], frozenset()), 1)[0].stop
-    except RowRefusal:
-        return None
+    return ChatEngine(encoder, ChatRules()).plain_stop()
 
 
 def _covers(answers: Sequence[Answer]) -> list[ChatText]:

@@ -64,8 +64,8 @@ class Masker:
         for each, encoding in zip(texts, encodings, strict=True):
             ids: list[int] = encoding.ids
             mask = bytearray(len(ids))
-            for start, end in each.spans:
-                _learn(mask, encoding.offsets, start, end)
+            for begin, end in each.spans:
+                _learn(mask, encoding.offsets, begin, end)
             if each.stop:
                 stops.add(self._id(each.stop))
             length = 0 if each.answers else len(ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.core.errors import UsageError
@@ -25,6 +26,8 @@ _ALIASES = {
     **dict.fromkeys(("observation", "function_response"), "tool"),
     "instruction": "system",
 }
+#: ShareGPT's own names, which are no change.
+_SHAREGPT = {"human", "gpt", "function_call", "observation"}
 #: One field under three names, the one that templates read first (as in transformers).
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = {None, "text", "input_text", "output_text"}
@@ -84,6 +87,11 @@ def reasoning_of(message: Row) -> str:
     return inline[1] if inline else ""
 
 
+def with_content(messages: Sequence[Row]) -> list[Row]:
+    """The turns with empty text where there is no content, for templates that cannot do without."""
+    return [{"content": "", **message} for message in messages]
+
+
 def without_reasoning(message: Row, changes: Counter[str]) -> Row:
     """The assistant's turn as if it had answered at once."""
     if not reasoning_of(message):
@@ -102,14 +110,16 @@ def answer_text(content: str) -> str:
 
 
 def spoken(row: Row) -> list[tuple[str, str]]:
-    """Role and text of each turn. Raises UsageError; a turn that no template can write is left out."""
+    """Role and text of each turn, calls of tools as JSON. Raises UsageError; a turn that no template can
+    write is left out."""
     result = []
     for turn in _turns(row, Counter()):
         try:
-            message = _turn(turn, Counter(), True)
+            message = _turn(turn, Counter(), text_arguments=True)
         except RowRefusal:
             continue
-        result.append((str(message["role"]), str(message.get("content") or "")))
+        calls = json.dumps(message["tool_calls"], ensure_ascii=False) if "tool_calls" in message else ""
+        result.append((str(message["role"]), str(message.get("content") or calls)))
     return result
 
 
@@ -166,10 +176,11 @@ def _role(message: Row, changes: Counter[str], *, is_sharegpt: bool) -> str:
         return given
     known = _ALIASES.get(role, role if role in ROLES else None)
     if known is not None:
-        changes[f"turns of role {given!r} read as {known!r}"] += 1
+        if not (is_sharegpt and given in _SHAREGPT):
+            changes[f"turns of role {given!r} read as {known!r}"] += 1
         return known
     if is_sharegpt:
-        raise RowRefusal(f"unknown role {given[:40]!r} (known: {', '.join(sorted(_ALIASES))})")
+        raise RowRefusal(f"unknown role {given[:40]!r}")
     changes[f"turns of role {given[:40]!r}, which is not known, kept as context"] += 1
     return given
 

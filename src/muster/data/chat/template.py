@@ -78,19 +78,24 @@ class Template:
     @cached_property
     def arguments_are_text(self) -> bool:
         """Whether calls of tools must hold their arguments as JSON text: an object makes the template raise."""
+        return not self._takes_call({"a": "b"}, {"content": ""}) and self._takes_call('{"a": "b"}', {"content": ""})
 
-        def refuses(arguments: Json) -> bool:
-            call: Row = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
-            turns: list[Row] = [
-                {"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]},
-            ]  # fmt: skip
-            try:
-                self.render(turns, [], {}, prompt=False)
-            except TemplateRefusal:
-                return True
+    @cached_property
+    def needs_content(self) -> bool:
+        """Whether a turn that calls tools must have content, if only empty text."""
+        arguments: Json = '{"a": "b"}' if self.arguments_are_text else {"a": "b"}
+        return not self._takes_call(arguments, {}) and self._takes_call(arguments, {"content": ""})
+
+    def _takes_call(self, arguments: Json, content: Row) -> bool:
+        call: Row = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns: list[Row] = [
+            {"role": "user", "content": "Q"}, {"role": "assistant", "tool_calls": [call], **content},
+        ]  # fmt: skip
+        try:
+            self.render(turns, [], {}, prompt=False)
+        except TemplateRefusal:
             return False
-
-        return refuses({"a": "b"}) and not refuses('{"a": "b"}')
+        return True
 
     @cached_property
     def _with_marks(self) -> Any:

@@ -7,6 +7,7 @@ same weights is the same bits at any number of ranks.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -117,7 +118,7 @@ class Evaluator:
 
     def _complete(self, questions: Sequence[Question]) -> list[list[int]]:
         """Completions of all prompts, on every rank; each rank generates its share."""
-        width = self.spec.evaluation.max_new_tokens
+        width, stops = self.spec.evaluation.max_new_tokens, self.prepared.stop_ids
         local = range(self.data_rank, len(questions), self.data_ranks)
         share = -(-len(questions) // self.data_ranks)
         prompts = [list(questions[index].prompt_ids) for index in local]
@@ -125,7 +126,7 @@ class Evaluator:
         completions = self.model.complete(
             prompts,
             max_new_tokens=width,
-            eos_id=self.prepared.eos_id,
+            eos_id=stops[0] if stops else self.prepared.eos_id,
             pad_id=self.prepared.pad_id,
             progress=self.agent.progress,
         )
@@ -133,7 +134,8 @@ class Evaluator:
         for index, ids in zip(local if self.counts else (), completions, strict=False):
             table[index, : len(ids)] = torch.tensor(ids[:width], dtype=torch.int64, device=self.device) + 1
         self.groups.sum_everywhere_(table)
-        return [[token - 1 for token in row if token > 0] for row in table.tolist()]
+        written = ([token - 1 for token in row if token > 0] for row in table.tolist())
+        return [list(itertools.takewhile(lambda token: token not in stops, row)) for row in written]
 
     def _score(self, questions: Sequence[Question], texts: Sequence[str]) -> list[Verdict]:
         """Every verdict on every rank; each rank scores its share of the answers."""

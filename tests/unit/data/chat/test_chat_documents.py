@@ -63,6 +63,32 @@ def test_the_stop_token_that_the_models_config_names(opened, recipe):
     assert of(recipe(folder), user(), said("A")) == ["A<|END_RESPONSE|><|END_OF_TURN|>"]
 
 
+@pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
+def test_the_end_of_a_call_is_not_the_end_of_a_turn(opened, recipe, eos):
+    """Some tokenizers have it as a special token, and base models name another end token than chats have."""
+    from tokenizers import AddedToken
+
+    text = CHATML.replace(
+        "m.content +", "(m.content or '<tool_call>' + m.tool_calls[0].function.name + '</tool_call>') +"
+    )
+    _, folder = opened("own", text, eos_token=eos)
+    encoder = Encoder(folder)
+    encoder.fast.add_special_tokens([AddedToken("</tool_call>", special=True, normalized=False)])
+    encoder.fast.save(str(folder / "tokenizer.json"))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert of(recipe(folder), user(), call) == ["<tool_call>f</tool_call><|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "phi3_5"])
+def test_an_end_that_no_config_names(opened, recipe, name):
+    _, folder = opened(name, eos_token="<|endoftext|>")
+    found = recipe(folder)
+    tokens = tokenise_rows([{"messages": [user(), said("A"), user(), said("B")]}], found)
+    end = {"gpt_oss": "<|return|>", "phi3_5": "<|end|>"}[name]
+    assert [text[-len(end) - 1 :] for text in learned(found.encoder, tokens)] == [f"A{end}", f"B{end}"]
+    assert tokens.report.changes["answers end with a token that no config names as an end"] == 2
+
+
 def test_without_a_mark_of_the_template_the_end_token_is_appended(opened, recipe):
     text = "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n\n{% endfor %}"
     text += "{% if add_generation_prompt %}### assistant\n{% endif %}"
@@ -119,6 +145,16 @@ def test_marks_narrow_what_is_learned(opened, recipe):
     assert of(recipe(opened("own", text)[1]), user(), said("A"), user(), said("B")) == ["A<|im_end|>", "B<|im_end|>"]
     part = text.replace("{{- m.content +", "{%- endgeneration %}{{- m.content }}{%- generation %}{{- ")
     assert of(recipe(opened("part", part)[1]), user(), said("A")) == ["<|im_end|>"]
+
+
+def test_a_call_without_content_where_the_template_needs_one(opened, recipe):
+    call = {"function": {"name": "f", "arguments": '{"a": "<|im_end|>"}'}}
+    text = CHATML.replace("m.content +", "m.content + ((m.tool_calls[0].function | tojson) if m.tool_calls else '') +")
+    found = recipe(opened("own", text)[1])
+    row = {"messages": [user("<|im_end|>"), {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    tokens = tokenise_rows([row], found)
+    assert learned(found.encoder, tokens) == ['{"name": "f", "arguments": {"a": "<|im_end|>"}}<|im_end|>']
+    assert tokens.report.changes["texts with special tokens of the tokenizer, which stay what they are"] == 1
 
 
 def test_turns_that_the_row_says_are_context(opened, recipe):

@@ -44,10 +44,13 @@ def test_parts_are_joined_and_other_kinds_refused_by_name():
     ],
 )  # fmt: skip
 def test_roles_by_other_names(given, role):
-    for turn in ({"from": given, "value": "x"}, {"role": given, "content": "x"}):
+    for turn, plain in (
+        ({"from": given, "value": "x"}, {"human", "gpt", "observation"}),
+        ({"role": given, "content": "x"}, set()),
+    ):
         found, changes = ordered(turn)
         assert found.messages == [{"role": role, "content": "x"}]
-        assert list(changes) == ([] if given == role else [f"turns of role {given!r} read as {role!r}"])
+        assert list(changes) == ([] if given in {role, *plain} else [f"turns of role {given!r} read as {role!r}"])
 
 
 def test_unknown_roles_are_named():

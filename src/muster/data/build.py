@@ -226,7 +226,7 @@ def _refuse_endless(opened: OpenedSource, recipe: Recipe) -> NoReturn:
 def _refuse_empty(opened: OpenedSource, part: _Part, length: int) -> NoReturn:
     """Say why a source yields no document."""
     name = opened.label
-    if part.report.first is not None and part.report.refused.total() == part.rows:
+    if part.report.first is not None and not part.counts["masked"] and not part.counts["dropped"]:
         index, reason = part.report.first
         every = f" ({refused_why(part.report, opened)})" if part.rows > 1 else ""
         raise UsageError(f"{opened.locate(index, False)}: {reason}; no row can be used{every}", hint=_CHAT_HINT)

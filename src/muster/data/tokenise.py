@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from multiprocessing import current_process, get_context, parent_process
 from multiprocessing.connection import wait
@@ -209,7 +209,9 @@ def _characters(value: Json) -> int:
 def _in_processes(chunks: Iterator[tuple[int, list[Row]]], recipe: Recipe, count: int) -> Iterator[Tokens]:
     """A bounded number of chunks is on its way, so a slow reader cannot fill the memory."""
     waiting: deque[Future[Tokens]] = deque()
-    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(recipe,))
+    pool = ProcessPoolExecutor(
+        count, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(replace(recipe),)
+    )
     try:
         for start, chunk in chunks:
             waiting.append(pool.submit(_work, start, chunk))

@@ -40,7 +40,7 @@ class Template:
             raise UsageError("chat templates need jinja2", hint="pip install 'muster[train]'") from error
         self.text, self._variables, self.today = text, dict(variables), today
         try:
-            self._plain = _environment(today, marks=False).from_string(text)
+            self._plain = _compiled(text, today, marks=False)
         except TemplateError as error:
             raise UsageError(f"the chat template cannot be read: {error}") from error
 
@@ -99,7 +99,7 @@ class Template:
 
     @cached_property
     def _with_marks(self) -> Any:
-        return _environment(self.today, marks=True).from_string(self.text)
+        return _compiled(self.text, self.today, marks=True)
 
     def _rendered(
         self,
@@ -123,6 +123,14 @@ class Template:
 
 def writes_date(text: str) -> bool:
     return "strftime_now" in text
+
+
+def _compiled(text: str, today: str, *, marks: bool) -> Any:
+    result = _environment(today, marks=marks).from_string(text)
+    result.globals = dict(
+        result.globals
+    )  # each rendering copies them, and of a ChainMap that takes as long as the rest
+    return result
 
 
 def _environment(today: str, *, marks: bool) -> Any:

@@ -7,6 +7,7 @@ import pytest
 
 from muster.config.spec import TrainedTokenizer
 from muster.core.errors import UsageError
+from muster.data import tokenise
 from muster.data.chat.engine import ChatEngine, ChatRules
 from muster.data.prepare import prepare
 from muster.data.preview import preview, summary
@@ -87,6 +88,20 @@ def test_an_end_that_no_config_names(opened, recipe, name):
     end = {"gpt_oss": "<|return|>", "phi3_5": "<|end|>"}[name]
     assert [text[-len(end) - 1 :] for text in learned(found.encoder, tokens)] == [f"A{end}", f"B{end}"]
     assert tokens.report.changes["answers end with a token that no config names as an end"] == 2
+
+
+def test_processes_make_the_same_documents(opened, recipe, monkeypatch):
+    """Also where this process has tokenised before: what it compiled does not travel."""
+    found = recipe(opened("qwen3")[1])
+    rows = [{"messages": [user(f"Q{number}"), said("A"), user("R"), said("B")]} for number in range(6)]
+    rows.append({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]})
+    here = tokenise_rows(rows, found)
+    monkeypatch.setattr(tokenise, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(tokenise, "_CHUNKS_HERE", 1)
+    chunks = list(tokenise.tokenise(rows, found, workers=2))
+    assert [id for chunk in chunks for id in chunk.ids.tolist()] == here.ids.tolist()
+    assert [count for chunk in chunks for count in chunk.documents.tolist()] == [2] * 6 + [0]
+    assert chunks[-1].report.first == here.report.first == (6, "content with a part of kind 'image', not text")
 
 
 def test_without_a_mark_of_the_template_the_end_token_is_appended(opened, recipe):

@@ -222,7 +222,7 @@ def _today(run_dir: Path, chat_template: str) -> str:
     try:
         return str(json.loads((run_dir / _POINTER).read_text())["today"])
     except (OSError, ValueError, KeyError):
-        return datetime.date.today().isoformat()
+        return datetime.datetime.now(datetime.UTC).date().isoformat()  # hosts may be in several time zones
 
 
 def _modules(sources: list[OpenedSource]) -> set[str]:

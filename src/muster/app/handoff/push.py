@@ -47,8 +47,8 @@ def push(api: Any, folder: Path, repo: str, *, message: str, replaced: Mapping[s
     from huggingface_hub import CommitOperationAdd
 
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    named = {path.relative_to(folder).as_posix(): path for path in files}
-    add = [CommitOperationAdd(name, data) for name, data in {**named, **(replaced or {})}.items()]
+    contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in files}
+    add = [CommitOperationAdd(name, content) for name, content in {**contents, **(replaced or {})}.items()]
     try:
         commit = api.create_commit(repo, add, commit_message=message)
     except Exception as error:

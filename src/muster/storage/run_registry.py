@@ -6,9 +6,9 @@
     <home>/index/<run_id>     one line: the folder of a run elsewhere
 
 A run's folder holds ``run_id``, ``run.yaml`` (as given), ``resolved.json`` and a copy, ``token``, ``job.json``,
-``lease.json``, ``events/``, ``logs/``, ``memory/``, ``checkpoints/``, ``traces/``, ``tensorboard/``, ``tokenizer/``
-and exports. It is made for its owner alone (mode 0700); whoever opens it to readers later may, but nobody else may
-write in it.
+``lease.json``, ``events/``, ``logs/``, ``memory/``, ``checkpoints/``, ``traces/``, ``tensorboard/``, ``trackers/``,
+``tokenizer/`` and exports. It is made for its owner alone (mode 0700), who may open it to readers later; no other user
+may write in it.
 """
 
 from __future__ import annotations

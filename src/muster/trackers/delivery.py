@@ -242,5 +242,5 @@ class Delivery:
             self._record(away_since_ns=self._clock.wall_ns())
             self._report(
                 f"{self.name} does not accept this run's figures ({' '.join(redact(reason).split())[:200]}): training "
-                "goes on, they stay in the run's events and are sent once it does"
+                "goes on, they are kept and sent once it does; after the end of the run by muster track RUN"
             )

@@ -118,8 +118,8 @@ def test_what_was_refused_is_sent_later_in_order_and_reported_once(run):
     restarted = run.delivery()
     assert not restarted.deliver()
     assert run.notes == [
-        "mlflow does not accept this run's figures (no route to https://***@host/): training goes on, they stay in the "
-        "run's events and are sent once it does"
+        "mlflow does not accept this run's figures (no route to https://***@host/): training goes on, they are kept "
+        "and sent once it does; after the end of the run by muster track RUN"
     ]
     run.clock.sleep(90)
     run.write(range(5, 8))

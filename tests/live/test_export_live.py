@@ -173,7 +173,7 @@ def test_lora_with_tokens_that_a_chat_template_added(tmp_path, tied):
     adapter = exporting.export(run_dir, tmp_path / "adapter", merge_lora=False)
     assert adapter.checked["relative_difference"] < 1e-5
     assert adapter.lines()[-1] == adapter.note
-    assert f"has {size + 2} tokens, its base {size}: load it with peft's AutoPeftModelForCausalLM" in adapter.note
+    assert f"has {size + 2} tokens, its base {size}: load it by peft's AutoPeftModelForCausalLM" in adapter.note
     for folder, note in ((merged.folder, ""), (adapter.folder, adapter.note[1:])):
         assert (folder / "LICENSE").read_text() == "Apache License\n"
         card = (folder / "README.md").read_text()
@@ -290,8 +290,8 @@ def test_the_check_can_fail(tmp_path):
     stored[name] = stored[name] + 0.01
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="differ from the training state"):
-        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell(), ids={})
+        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell(), ids=None)
     del stored[name]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="missing"):
-        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell(), ids={})
+        verification.verify(folder, reference, base=None, dtype="float32", shell=SystemShell(), ids=None)

@@ -75,7 +75,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     # transformers 4 has no TokenizersBackend. transformers 5 builds some classes by its own rules, LlamaTokenizer
     # among them; where these give other ids, the class that reads tokenizer.json is named.
     try:
-        wrong = different_ids(folder, training_ids(source, None))
+        ids = training_ids(source, None)
+        wrong = different_ids(folder, ids) if ids is not None else None
     except Exception:  # noqa: BLE001 (whatever a class that cannot be opened raises)
         wrong = "it cannot be opened"
     if wrong or config.get("tokenizer_class") == "TokenizersBackend":

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from muster.core.errors import BackendError, CheckpointError, UsageError
 from muster.core.protocols import Shell
-from muster.core.typed_json import Json, JsonObject, parse_object, text, texts
+from muster.core.typed_json import JsonObject, parse_object, text, texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,8 +41,21 @@ CHAT: Sequence[JsonObject] = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingIds:
+    """Texts and their ids in training."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    chat: str | None
+    """``CHAT`` as rendered; None: there is no template for it."""
+    eos: int | None
+    end: int | list[int] | None
+    """The end tokens that the folder's generation config must have; None: any."""
+
+
 def verify(
-    folder: Path, reference: PreTrainedModel, *, base: str | None, dtype: str, shell: Shell, ids: JsonObject
+    folder: Path, reference: PreTrainedModel, *, base: str | None, dtype: str, shell: Shell, ids: TrainingIds | None
 ) -> JsonObject:
     """Compare the folder with ``reference`` (the training state, float32, on the CPU) and with ``ids`` of training.
 
@@ -65,7 +79,7 @@ def verify(
 
         file = f"{scratch}/expected.safetensors"
         save_file(expected, file)
-        Path(scratch, "ids.json").write_text(json.dumps(ids))
+        Path(scratch, "ids.json").write_text(json.dumps(asdict(ids) if ids is not None else None))
         program = [sys.executable, "-P", "-m", "muster.train.export.verification"]
         argv = [*program, str(folder), file, f"{scratch}/ids.json"]
         result = shell.run([*argv, *(["--base", base] if base else [])], timeout_s=TIMEOUT_S)
@@ -98,38 +112,37 @@ def check_report(report: JsonObject) -> None:
         )
 
 
-def training_ids(tokenizer: Path, end: Json) -> JsonObject:
-    """Texts and their ids in training, by the run's ``tokenizer``; empty without one. ``end``: the end tokens that the
-    folder's generation config must have; None: any."""
+def training_ids(tokenizer: Path, end: int | list[int] | None) -> TrainingIds | None:
+    """By the run's ``tokenizer``; None without one."""
     from muster.data.tokenizer import Encoder
 
     if not (tokenizer / "tokenizer.json").is_file():
-        return {}
+        return None
     encoder = Encoder(tokenizer)
     chat = None
     if encoder.chat_template is not None:
         with contextlib.suppress(UsageError):  # a template for conversations of another kind
             chat = encoder.render_chat(CHAT, True)
     both = [PLAIN] if chat is None else [PLAIN, chat]
-    return {"texts": both, "ids": encoder.encode(both), "chat": chat, "eos": encoder.eos_id, "end": end}
+    return TrainingIds(texts=both, ids=encoder.encode(both), chat=chat, eos=encoder.eos_id, end=end)
 
 
-def different_ids(folder: Path, expected: JsonObject) -> str | None:
+def different_ids(folder: Path, expected: TrainingIds) -> str | None:
     """What ``AutoTokenizer`` makes otherwise of the folder than training did; None: nothing."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if expected["chat"] is not None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if expected.chat is not None:
         rendered = tokenizer.apply_chat_template(list(CHAT), tokenize=False, add_generation_prompt=True)
-        if rendered != expected["chat"]:
+        if rendered != expected.chat:
             return f"a chat is rendered as {rendered[:80]!r}"
-    for given, wanted in zip(expected["texts"], expected["ids"], strict=True):
+    for given, wanted in zip(expected.texts, expected.ids, strict=True):
         ids = tokenizer(given, add_special_tokens=False)["input_ids"]
         if ids != wanted:
             at = next((at for at, pair in enumerate(zip(ids, wanted, strict=False)) if pair[0] != pair[1]), 0)
             return f"{given[:40]!r} has the ids {ids[at : at + 4]} from token {at} on, not {wanted[at : at + 4]}"
-    if expected["eos"] not in (None, tokenizer.eos_token_id):
-        return f"its end token is {tokenizer.eos_token_id}, not {expected['eos']}"
+    if expected.eos not in (None, tokenizer.eos_token_id):
+        return f"its end token is {tokenizer.eos_token_id}, not {expected.eos}"
     return None
 
 
@@ -176,8 +189,8 @@ def compare(model: nn.Module, expected: Mapping[str, Tensor]) -> dict[str, float
     }
 
 
-def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None, end: Json = None) -> JsonObject:
-    """The work of the new process. ``end``: as in ``training_ids``."""
+def reload(folder: Path, expected: Mapping[str, Tensor], base: str | None, end: int | list[int] | None) -> JsonObject:
+    """The work of the new process. ``end``: as in ``TrainingIds``."""
     from transformers import AutoModelForCausalLM
 
     if base is None:
@@ -229,10 +242,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base")
     given = parser.parse_args(argv)
     try:
-        ids = parse_object(given.ids.read_bytes())
-        wrong = different_ids(given.folder, ids) if ids else None
-        expected = load_file(given.expected)
-        report = {"tokenizer": wrong} if wrong else reload(given.folder, expected, given.base, ids.get("end"))
+        read = json.loads(given.ids.read_bytes())
+        ids = TrainingIds(**read) if read is not None else None
+        wrong = different_ids(given.folder, ids) if ids is not None else None
+        expected, end = load_file(given.expected), ids.end if ids is not None else None
+        report = {"tokenizer": wrong} if wrong else reload(given.folder, expected, given.base, end)
     except Exception as error:  # noqa: BLE001 (process boundary: any failure is the answer)
         print(json.dumps({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}), flush=True)
         return 1

@@ -20,6 +20,8 @@ FILES = {
     "src/muster/plan/member.py": "ONE = 1\n",
     "src/muster/plan/tables/prices.csv": "1\n",
     "src/muster/rank/__init__.py": "",
+    "src/muster/rank/lazy.py": "def lazy() -> object:\n    from muster.core import deep\n\n    return deep\n",
+    "src/muster/core/deep.py": "",
     "src/muster/rank/program.py": "from muster.core import words\n",
     "docs/page.md": "text\n",
     "docs/other.md": "text\n",
@@ -31,6 +33,7 @@ FILES = {
     ),
     "tests/unit/plan/test_families.py": "from muster.plan import families\n",
     "tests/unit/core/test_words.py": "from muster.core import words\ndef test_words():\n    assert words\n",
+    "tests/unit/core/test_lazy.py": "from muster.rank.lazy import lazy\n\n\ndef test_lazy():\n    assert lazy()\n",
     "tests/unit/core/test_program.py": 'PROGRAM = ["python", "-m", "muster.rank.program"]\n',
     "tests/unit/core/test_page.py": (
         "import pytest\npytestmark = [pytest.mark.reads('docs/page.md', 'examples/*'),"

@@ -8,13 +8,14 @@ import pytest
 from tests.plugin import select
 from tests.plugin.closure import INPUTS, ROOT, Graph, covers, matches
 
-EVERY = {"test_search.py", "test_families.py", "test_words.py", "test_program.py", "test_page.py"}
+EVERY = {"test_search.py", "test_families.py", "test_words.py", "test_lazy.py", "test_program.py", "test_page.py"}
 
 
 @pytest.mark.parametrize(
     ("path", "tests"),
     [
         ("src/muster/plan/search.py", {"test_search.py"}),
+        ("src/muster/core/deep.py", {"test_lazy.py"}),
         # Imported in a function by `search`, and at the top by the fake that the folder's conftest imports.
         ("src/muster/core/units.py", {"test_search.py", "test_families.py"}),
         ("tests/fakes/clock.py", {"test_search.py", "test_families.py"}),
@@ -24,6 +25,7 @@ EVERY = {"test_search.py", "test_families.py", "test_words.py", "test_program.py
         ("src/muster/plan/member.py", {"test_families.py"}),
         ("src/muster/plan/tables/prices.csv", {"test_search.py", "test_families.py"}),
         ("src/muster/rank/program.py", {"test_program.py"}),
+        ("src/muster/rank/__init__.py", {"test_program.py", "test_lazy.py"}),
         ("tools/helper.py", {"test_page.py"}),
         ("docs/page.md", {"test_page.py"}),
         ("docs/other.md", set()),

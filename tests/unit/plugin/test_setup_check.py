@@ -80,16 +80,16 @@ def test_a_bad_commit_fails(clone, name):
 @pytest.mark.slow
 def test_a_good_one_runs_what_it_can_affect_and_the_second_time_nothing(clone):
     code, output = check(clone)
-    assert code == 0 and "tools/base-commit changed: 0 of 6 test files" in output, output
+    assert code == 0 and "tools/base-commit changed: 0 of 7 test files" in output, output
     clone.write({"src/muster/plan/search.py": GOOD["src/muster/plan/search.py"].replace("return 1", "return 2")})
     code, output = check(clone)
-    assert code == 0 and "changed: 1 of 6 test files" in output and "1 passed" in output, output
+    assert code == 0 and "changed: 1 of 7 test files" in output and "1 passed" in output, output
     code, output = check(clone)
-    assert code == 0 and "1 more passed with the same inputs before: 0 of 6 test files" in output, output
+    assert code == 0 and "1 more passed with the same inputs before: 0 of 7 test files" in output, output
     code, output = check(clone, "--why", "tests/unit/plan/test_search.py")
     assert code == 0 and "    -> src/muster/plan/search.py" in output
     code, output = check(clone, "--all")
-    assert code == 0 and "6 passed" in output and "undeclared inputs of tests/unit/core/test_undeclared.py" in output, (
+    assert code == 0 and "7 passed" in output and "undeclared inputs of tests/unit/core/test_undeclared.py" in output, (
         output
     )
     code, output = check(clone, "--declare")
@@ -97,7 +97,7 @@ def test_a_good_one_runs_what_it_can_affect_and_the_second_time_nothing(clone):
     clone.commit()
     clone.write({"docs/other.md": "changed\n"})
     code, output = check(clone, "--since", "HEAD")
-    assert code == 1 and "docs/other.md changed: 1 of 6 test files" in output and "test_undeclared.py" in output, output
+    assert code == 1 and "docs/other.md changed: 1 of 7 test files" in output and "test_undeclared.py" in output, output
 
 
 @pytest.mark.slow
@@ -105,6 +105,6 @@ def test_a_crash_or_an_interruption_is_not_green(clone):
     clone.write({"tests/unit/core/test_words.py": "import os\n\n\ndef test_words():\n    os._exit(1)\n"})
     for _ in range(2):
         code, output = check(clone)
-        assert code == 1 and "1 of 6 test files" in output, output
+        assert code == 1 and "1 of 7 test files" in output, output
     code, output = check(clone, "--since", "no such commit")
     assert code == 2 and "this clone has no commit 'no such commit'" in output

@@ -139,8 +139,12 @@ def _is_sql(value: object) -> bool:
 
 def _measured(opened: OpenedSource, kind: str, encoder: Encoder | None) -> RowsSeen:
     """Every row checked; lengths by the encoder over the first rows, then by characters."""
+    from muster.data.chat.engine import ChatEngine, ChatRules
     from muster.data.collect_questions import located
 
+    engine = None
+    if kind == "chat" and encoder is not None and encoder.chat_template is not None:
+        engine = ChatEngine(encoder, ChatRules(stop_ids=encoder.stop_ids))
     characters = turns = count = answers = longest = most_turns = sampled = sampled_tokens = 0
     complete = True
     for index, row in enumerate(opened.rows()):
@@ -152,8 +156,12 @@ def _measured(opened: OpenedSource, kind: str, encoder: Encoder | None) -> RowsS
         except UsageError as error:
             raise located(opened, error, index) from error
         if encoder is not None and index < _TOKENISED_ROWS:
-            sampled += len(text)
-            sampled_tokens += len(encoder.encode([text])[0])
+            # A template that rewrites history makes several documents of a chat.
+            documents = engine.documents([row])[0][0] if engine is not None else [(encoder.encode([text])[0], None)]
+            sampled += len(text) if documents else 0
+            sampled_tokens += sum(len(ids) for ids, _ in documents)
+        if engine is not None:  # what the template writes around turns is measured
+            row_turns = 0
         count, characters, turns, answers = count + 1, characters + len(text), turns + row_turns, answers + answered
         longest, most_turns = max(longest, len(text)), max(most_turns, row_turns)
     if not answers:

@@ -286,3 +286,18 @@ def test_a_trained_tokenizer_learns_the_end(tmp_path, prepared):
     folder = train(lambda: ["user assistant Q A"], TrainedTokenizer(kind="bpe", vocab_size=300), tmp_path / "t").folder
     found = prepared(folder, [{"messages": [user(), said("A")]}] * 4, chat_template="chatml", heldout_fraction=0.0)
     assert preview(found).examples[0][-1].text == "A<|im_end|>" and found.eos_id in found.stop_ids
+
+
+def test_a_look_at_rows_counts_every_document(opened, tmp_path):
+    """Qwen3's template makes two of a conversation with two answers."""
+    from muster.app.planning.rows_seen import look
+
+    path = tmp_path / "a.jsonl"
+    row = {"messages": [user("Q" * 50), said("A"), user("R"), said("B")]}
+    path.write_text((json.dumps(row) + "\n") * 10)
+    tokens = {}
+    for name in ("qwen2_5", "qwen3"):
+        found = Recipe(opened(name)[1], "chat", None, ChatRules())
+        tokens[name] = look(str(path), found.encoder).tokens
+        assert tokens[name] == pytest.approx(10 * len(tokenise_rows([row], found).ids))
+    assert tokens["qwen3"] > 1.2 * tokens["qwen2_5"]

@@ -15,7 +15,7 @@ from muster.core.errors import UsageError
 from muster.core.typed_json import Json
 from muster.core.typed_json import JsonObject as Row
 from muster.data.chat.answers import Answer, AnswerFinder, Options
-from muster.data.chat.masks import ChatText, ChatTokenizer, Document, Masker
+from muster.data.chat.masks import ChatText, ChatTokenizer, Document, Masker, any_of
 from muster.data.chat.rows import (
     Conversation,
     RowRefusal,
@@ -106,7 +106,7 @@ class ChatEngine:
         self._finder = AnswerFinder(
             self.template, tuple(stops), encoder.special_tokens, closes_reasoning=rules.thinking == "off"
         )
-        self._masker = Masker(encoder)
+        self._masker, self._control = Masker(encoder), any_of(encoder.special_tokens)
         self._named = frozenset(stops)
         # What ends a plain answer ends one that calls tools: `</tool_call>` may be a special token, too.
         if (plain := self.plain_stop()) and plain not in stops:
@@ -135,7 +135,7 @@ class ChatEngine:
         found = conversation(row, changes, text_arguments=self.template.arguments_are_text)
         turns = found.messages
         changes["texts with special tokens of the tokenizer, which stay what they are"] += sum(
-            any(token in str(turn.get("content")) for token in self._finder.special) for turn in turns
+            self._control.search(str(turn.get("content"))) is not None for turn in turns
         )
         if self.template.needs_content:
             turns = with_content(turns)

@@ -6,7 +6,9 @@ tokenised alone: of the joint text a token may lie across the border, which gene
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -94,32 +96,23 @@ class Masker:
 
         Special tokens cut a text before anything else, so ids up to the last of them do not depend on what follows.
         """
-        token, begins = max(((token, prompt.rfind(token)) for token in self._marks(prompt)), key=lambda each: each[1],
-                            default=("", -1))  # fmt: skip
-        if begins >= 0:
-            place = encoding.char_to_token(begins)
-            if place is not None and ids[place] == self._encoder.fast.token_to_id(token):
-                tail = self._encode(prompt[begins + len(token) :])
+        for last in deque(self._cutting.finditer(prompt), maxlen=1):
+            place = encoding.char_to_token(last.start())
+            if place is not None and ids[place] == self._encoder.fast.token_to_id(last[0]):
+                tail = self._encode(prompt[last.end() :])
                 if ids[place + 1 : place + 1 + len(tail)] == tail:
                     return int(place) + 1 + len(tail)
         alone = self._encoder.encode([prompt])[0]
         return len(alone) if ids[: len(alone)] == alone else None
 
-    def _marks(self, prompt: str) -> Iterator[str]:
-        """Special tokens of ``prompt`` that no other contains."""
-        return (token for token in self._cutting if token in prompt)
-
     @cached_property
-    def _cutting(self) -> tuple[str, ...]:
-        tokens = self._encoder.special_tokens
-        plain = {
+    def _cutting(self) -> re.Pattern[str]:
+        """Special tokens that take nothing of the text around them."""
+        plain = [
             token.content for token in self._encoder.fast.get_added_tokens_decoder().values()
-            if not (token.lstrip or token.rstrip or token.normalized or token.single_word)
-        }  # fmt: skip
-        return tuple(
-            token for token in tokens
-            if token in plain and not any(token != other and token in other for other in tokens)
-        )  # fmt: skip
+            if token.special and not (token.lstrip or token.rstrip or token.normalized or token.single_word)
+        ]  # fmt: skip
+        return any_of(plain)
 
     def _encode(self, text: str) -> list[int]:
         """Ids of the end of a prompt: a handful of texts in most templates."""
@@ -154,6 +147,12 @@ class Masker:
         if result is None:
             raise RowRefusal(f"the token that ends an answer, {stop!r}, is not in the vocabulary")
         return int(result)
+
+
+def any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Matches the longest of ``tokens``, as tokenizers do; nothing where there are none."""
+    longest_first = sorted(tokens, key=lambda token: -len(token))
+    return re.compile("|".join(map(re.escape, longest_first)) if tokens else r"(?!)")
 
 
 def _merged(documents: list[Document]) -> list[Document]:

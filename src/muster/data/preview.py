@@ -113,7 +113,7 @@ def summary(result: Preview) -> str:
         lines.append(f"left out: {stats['rows_refused_why']}")
     lines.append("rows: " + (", ".join(changed) or "all used" + ("" if stats["rows_changed"] else " whole")))
     if stats["rows_changed"]:
-        lines.append(f"put in order: {stats['rows_changed']}")
+        lines.append(f"counted: {stats['rows_changed']}")
     sources = children(stats, "sources")
     if len(sources) > 1:
         for source in sources:

@@ -6,6 +6,7 @@ learned id ends generation.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from muster.data.chat.template import Span, Template, TemplateRefusal
 
 #: Variables by which templates take whether the model thinks before it answers.
 _THINKING = ("enable_thinking", "thinking")
+_EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*")
 
 
 @dataclass(frozen=True)
@@ -197,11 +199,12 @@ class ChatEngine:
         if train_on == "all":
             return [self._all(found, saying)]
         answers = [self.answer(found, turn)[0] for turn in saying if found.messages[turn]["role"] == "assistant"]
-        empty = sum(found.messages[turn]["role"] == "assistant" for turn in set(trained) - set(saying))
-        unnamed = sum(each.stop not in self._named for each in answers)
-        changes["empty answers, not learned"] += empty
-        changes["answers whose reasoning the template does not write"] += sum(each.drops_reasoning for each in answers)
-        changes["answers end with a token that no config names as an end"] += unnamed
+        changes["empty answers, not learned"] += sum(
+            found.messages[turn]["role"] == "assistant" for turn in set(trained) - set(saying)
+        )
+        for answer in answers:
+            for change, applies in self._remarks(answer).items():
+                changes[change] += applies
         others = [turn for turn in saying if found.messages[turn]["role"] != "assistant"]
         if others or not answers:
             text = self._whole(found)
@@ -210,6 +213,16 @@ class ChatEngine:
             left = [each for each in answers if each not in covered]
             return [ChatText(text, tuple(covered), spans), *_covers(left)]
         return _covers(answers)
+
+    def _remarks(self, answer: Answer) -> dict[str, bool]:
+        return {
+            "answers whose reasoning the template does not write": answer.drops_reasoning,
+            "answers end with a token that no config names as an end": answer.stop not in self._named,
+            "answers after an empty think block, which is the prompt's": bool(
+                _EMPTY_BLOCK.fullmatch(answer.prompt[answer.prompt.rfind("<think>") :])
+            ),
+            "answers learn an empty think block first": bool(_EMPTY_BLOCK.match(answer.text)),
+        }
 
     def _all(self, found: Conversation, saying: Sequence[int]) -> ChatText:
         """The whole conversation, with the stop token where it ends with an answer."""

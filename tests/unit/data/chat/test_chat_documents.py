@@ -188,6 +188,43 @@ def test_thinking(opened, recipe, thinking, expected):
     assert of(found, user(), said("One."), user(), said("Two.", reasoning_content="T")) == expected
 
 
+@pytest.mark.parametrize(("thinking", "remark"), [
+    ("auto", "answers after an empty think block, which is the prompt's"),
+    ("on", "answers learn an empty think block first"),
+])  # fmt: skip
+def test_empty_think_blocks_are_counted(opened, recipe, thinking, remark):
+    rows = [{"messages": [user("<think>"), said("One.")]}] * 3
+    report = tokenise_rows(rows, recipe(opened("qwen3")[1], thinking=thinking)).report
+    assert {change: count for change, count in report.changes.items() if "empty think" in change} == {remark: 3}
+    tokens = tokenise_rows(rows, recipe(opened("own", CHATML, eos_token="<|im_end|>")[1]))
+    assert not tokens.report.changes, "what a user typed is no block of the prompt"
+
+
+COHERE = """{{ bos_token }}{% for m in messages %}<|START|>
+{%- if m.role == 'assistant' %}<|CHATBOT|><|ANSWER|>{{ m.content }}
+{%- else %}<|USER|>{{ m.content }}{% endif %}<|END|>{% endfor %}
+{%- if add_generation_prompt %}<|START|><|CHATBOT|>{% endif %}"""
+#: Its prompt has a line end that its turns do not have.
+BY_HAND = """{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}
+{{- 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (COHERE, "QAQB", ["<|ANSWER|>A<|END|>", "<|ANSWER|>B<|END|>"]),
+        (COHERE, "AQB", ["<|ANSWER|>A<|END|>", "<|ANSWER|>B<|END|>"]),
+        (COHERE, "QAB", ["<|ANSWER|>A<|END|>", "<|ANSWER|>B<|END|>"]),
+        (COHERE, "QAQ", ["<|ANSWER|>A<|END|>"]),
+        (BY_HAND, "QAQB", ["A</s>", "B</s>"]),
+    ],
+)
+def test_other_shapes(opened, recipe, template, messages, expected):
+    turns = [user() if text == "Q" else said(text) for text in messages]
+    assert of(recipe(opened("own", template)[1]), *turns) == expected
+
+
 def test_a_prompt_that_opens_a_think_block(opened, recipe):
     _, folder = opened("deepseek_r1")
     tokens = tokenise_rows([{"messages": [user(), said("A")]}], recipe(folder))

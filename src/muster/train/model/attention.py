@@ -8,7 +8,6 @@ attention mask of ones would disable the separation silently. The others take th
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
 import inspect
@@ -20,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from muster.core.errors import UsageError
+from muster.core.errors import RunFailed, UsageError
 from muster.train.data_feed.batch import Batch
+from muster.train.model.attention_needs import Needs
 from muster.train.model.document_attention import document_attention
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 #: Names of the run file -> names in transformers.
 IMPLEMENTATIONS = {
@@ -77,29 +77,6 @@ class Attention:
     @property
     def name(self) -> str:
         return f"{self.kernel} with {self.flash}" if self.flash else self.kernel
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a model requires of its attention."""
-
-    window: int | None
-    """Sliding window that is shorter than the sequences, if any."""
-    softcap: bool
-    sinks: bool
-    head_dim: int
-    dropout: bool
-    own_kernels: bool
-    """The model calls kernels through transformers' table, so that others can be registered."""
-    sdpa: bool
-    flash: bool
-    flex: bool
-    own_mask: bool = False
-    """It masks more than the future: what a kernel without masks would drop."""
-    value_dim: int | None = None
-    """Head dimension of the values, where it differs."""
-    takes_arguments: bool = True
-    """Its layers hand our keyword arguments on to the kernel."""
 
 
 def choose_attention(requested: str, needs: Needs, device: torch.device, dtype: torch.dtype) -> Attention:
@@ -198,99 +175,6 @@ def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtyp
     return next((reason for applies, reason in conditions if applies), None)
 
 
-@dataclass(frozen=True)
-class Call:
-    """One layer's call of its attention function."""
-
-    head_dim: int
-    value_dim: int
-    masked: bool
-    given: dict[str, Any]
-    """Other keyword arguments."""
-
-
-def needs_of(model: PreTrainedModel, sequence_length: int) -> Needs:
-    """What a transformers model on the meta device needs, by its config and by what its layers ask of a kernel."""
-    config = model.config.get_text_config()
-    calls = observe(model)
-    passed = [{name: value for name, value in call.given.items() if value is not None} for call in calls]
-    kinds = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
-    windows = [window] if slides and window else []
-    windows += [given["sliding_window"] for given in passed if "sliding_window" in given]
-    if "chunked_attention" in kinds:
-        windows.append(getattr(config, "attention_chunk_size", None) or sequence_length)
-    heads = [call.head_dim for call in calls] or [_head_dim(config)]
-    values = [call.value_dim for call in calls if call.value_dim != call.head_dim]
-    return Needs(
-        window=min((each for each in windows if each < sequence_length), default=None),
-        softcap=bool(getattr(config, "attn_logit_softcapping", None)) or any("softcap" in given for given in passed),
-        sinks=any("s_aux" in given for given in passed)
-        or any(name.endswith("sinks") for name, _ in model.named_parameters()),
-        head_dim=max(heads),
-        dropout=attention_dropout(config) > 0 or any(given.get("dropout", 0.0) > 0 for given in passed),
-        own_kernels=bool(getattr(model, "_supports_attention_backend", False)),
-        sdpa=bool(getattr(model, "_supports_sdpa", False)),
-        flash=bool(getattr(model, "_supports_flash_attn", False)),
-        flex=bool(getattr(model, "_supports_flex_attn", False)),
-        own_mask=any(call.masked for call in calls),
-        value_dim=values[0] if values else None,
-        takes_arguments=all("cu_seq_lens_q" in given for given in passed),
-    )
-
-
-def attention_dropout(config: PreTrainedConfig) -> float:
-    """By any of the names that it has in configs (GPT-2: ``attn_pdrop``)."""
-    values = config.to_dict()
-    names = [name for name in values if name.startswith(("attention_", "attn_")) and "drop" in name]
-    return max((float(values[name]) for name in names if isinstance(values[name], int | float)), default=0.0)
-
-
-def _head_dim(config: PreTrainedConfig) -> int:
-    heads = getattr(config, "num_attention_heads", 1)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
-def observe(model: PreTrainedModel) -> tuple[Call, ...]:
-    """The calls of attention that a training step of ``model`` makes, from a forward pass without memory of a copy.
-
-    Those before the first operation that the meta device lacks; none of attention that takes no registered function.
-    """
-    from transformers import AttentionInterface
-
-    key = f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}"
-    if key in _OBSERVED:
-        return _OBSERVED[key]
-    calls: list[Call] = []
-
-    def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
-    ) -> tuple[Tensor, None]:
-        calls.append(Call(query.shape[3], value.shape[3], attention_mask is not None, given))
-        return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2), None
-
-    AttentionInterface.register("muster_observer", record)
-    probe = copy.deepcopy(model).train()  # transformers' rotary embeddings remember what they have seen
-    tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    bounds = torch.zeros(2, dtype=torch.int32, device="meta")
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    ours = dict(zip(names, (bounds, bounds, 8, 8), strict=True))
-    for arguments in (ours, {}):  # layers that need packages for packed sequences refuse ours
-        calls.clear()
-        with suppress(Exception), torch.no_grad():
-            probe.set_attn_implementation("muster_observer")
-            probe(input_ids=tokens, position_ids=torch.arange(8, device="meta")[None], use_cache=False, **arguments)
-        if calls:
-            break
-    _OBSERVED[key] = tuple(calls)
-    return _OBSERVED[key]
-
-
-#: What ``observe`` saw in this process, by the model's class and config.
-_OBSERVED: dict[str, tuple[Call, ...]] = {}
-
-
 def attention_arguments(batch: Batch, attention: Attention, config: PreTrainedConfig) -> dict[str, Any]:
     """Keyword arguments that carry the documents' bounds through the model of ``config`` to its kernel."""
     if attention.kernel == "flex":
@@ -332,9 +216,10 @@ def _document(
     *,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor,
-    **_: object,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """[B, H, S, D] -> [B, S, H, D] through ``document_attention``."""
+    _refuse_dropped("document", attention_mask, given)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -354,11 +239,12 @@ def _varlen(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
-    **_: object,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """[B, H, S, D] -> [B, S, H, D] through PyTorch's own flash attention over documents."""
     from torch.nn.attention.varlen import varlen_attn
 
+    _refuse_dropped("varlen", attention_mask, given)
     left = -1 if sliding_window is None else sliding_window - 1
     attend: Any = varlen_attn  # its annotated result is a union over an argument that is not used here
     output: Tensor = attend(
@@ -374,6 +260,15 @@ def _varlen(
         **_grouped(query.shape[1], key.shape[1]),
     )
     return torch.unflatten(output, 0, (query.shape[0], query.shape[2])), None
+
+
+def _refuse_dropped(kernel: str, mask: Tensor | None, given: dict[str, Any]) -> None:
+    """Raise RunFailed where a model asks for what this kernel would drop in silence: ``observe`` did not see it."""
+    dropped = [name for name in ("dropout", "softcap") if given.get(name)]
+    dropped += ["s_aux"] if given.get("s_aux") is not None else []
+    dropped += ["a mask of the model's own"] if mask is not None else []
+    if dropped:
+        raise RunFailed(f"attention kernel {kernel} would drop {dropped[0]}", hint="set model.attention: sdpa")
 
 
 def _grouped(query_heads: int, key_heads: int) -> dict[str, bool]:

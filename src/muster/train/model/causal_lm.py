@@ -36,8 +36,9 @@ from muster.train.model import (
     weights,
 )
 from muster.train.model.activation_checkpointing import recompute
-from muster.train.model.attention import Attention, choose_attention, needs_of
+from muster.train.model.attention import Attention, choose_attention
 from muster.train.model.attention_isolation_check import Proof, border, keep_proof, prove_isolation, proven_before
+from muster.train.model.attention_needs import needs_of
 from muster.train.model.compile import compile_layers, compiles
 from muster.train.model.loss import compiled_kernel
 from muster.train.model.model_with_loss import ModelWithLoss

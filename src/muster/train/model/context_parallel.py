@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from muster.core.errors import UsageError
 from muster.train.data_feed.batch import IGNORED, Batch
-from muster.train.model.attention import Needs
+from muster.train.model.attention_needs import Needs
 
 #: Its name in transformers' table.
 IMPLEMENTATION = "muster_context"

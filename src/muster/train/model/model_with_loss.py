@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from muster.train.data_feed.batch import IGNORED, Batch
-from muster.train.model.attention import Attention, Needs, attention_arguments
+from muster.train.model.attention import Attention, attention_arguments
+from muster.train.model.attention_needs import Needs
 from muster.train.model.context_parallel import Context
 from muster.train.model.loss import Kernel, LogitRule, chunked_cross_entropy, logit_rule
 from muster.train.model.pipeline_stage import Stage

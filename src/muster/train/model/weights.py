@@ -71,8 +71,8 @@ def initialise(model: PreTrainedModel, *, seed: int, device: torch.device) -> No
     deviation = initializer_range(model.config)
     seen: set[int] = set()
     for unit in units(model):
-        own: dict[str, Tensor] = {}
-        linear: dict[str, Tensor] = {}
+        own: dict[str, nn.Parameter] = {}
+        linear: dict[str, nn.Parameter] = {}
         for path, module in unit.modules:
             group = linear if isinstance(module, (nn.Linear, nn.Embedding)) else own
             for name, parameter in module.named_parameters(recurse=False):
@@ -228,13 +228,15 @@ def _initialise_from_above(unit: Unit, layer: nn.Module) -> None:
         unit.model._init_weights(holder)
 
 
-def _copied(module: nn.Module, path: str, wanted: Collection[str]) -> nn.Module:
-    """A module without its children, with tensors of its own: memory for the ``wanted``, the others on the meta device.
+def _unwrapped(module: nn.Module) -> type[nn.Module]:
+    """Its class before FSDP wrapped it, which copies and constructs no wrapped one."""
+    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
-    Of the class that it had before FSDP wrapped it, which copies no module.
-    """
-    kind = type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
-    copied: nn.Module = kind.__new__(kind)
+
+def _copied(module: nn.Module, path: str, wanted: Collection[str]) -> nn.Module:
+    """A module without its children, with new tensors: memory for the ``wanted``, the others on the meta device."""
+    kind = _unwrapped(module)
+    copied = kind.__new__(kind)
     copied.__dict__.update(module.__dict__)
     copied._modules = {name: None for name, child in module._modules.items() if child is None}
 
@@ -256,7 +258,7 @@ def _blank(tensor: Tensor, device: str) -> Tensor:
 def _constructed(unit: Unit, names: list[str], seed: int) -> dict[str, Tensor]:
     """The values that the constructor of ``unit`` gives."""
     module, number = unit.modules[0][1], unit.prefix.rpartition(".")[2]
-    kind = type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
+    kind = _unwrapped(module)
     config = getattr(module, "config", None) or unit.model.config.get_text_config()
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):

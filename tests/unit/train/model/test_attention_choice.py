@@ -7,9 +7,10 @@ import pytest
 import torch
 from fakes.small_model import LLAMA
 
-from muster.core.errors import UsageError
+from muster.core.errors import RunFailed, UsageError
 from muster.train.model import attention
-from muster.train.model.attention import Needs, choose_attention, needs_of, newer_flash
+from muster.train.model.attention import choose_attention, newer_flash
+from muster.train.model.attention_needs import Needs, needs_of
 
 PLAIN = Needs(
     window=None,
@@ -155,3 +156,15 @@ def test_needs_are_read_from_the_model():
     gemma = needs(model_type="gemma2", head_dim=8, sliding_window=16)
     assert gemma.softcap and gemma.window == 16
     assert needs(attention_dropout=0.1).dropout
+
+
+@pytest.mark.parametrize(
+    "asked", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"mask": torch.ones(1)}]
+)
+def test_a_kernel_drops_nothing_in_silence(asked):
+    mask = asked.pop("mask", None)
+    query = torch.zeros(1, 4, 6, 8)
+    bounds = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(RunFailed, match="attention kernel document would drop"):
+        attention._document(None, query, query, query, mask, cu_seq_lens_q=bounds, **asked)
+    attention._document(None, query, query, query, None, cu_seq_lens_q=bounds, dropout=0.0, softcap=None, s_aux=None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from muster.core.errors import UsageError
 from muster.train.data_feed.batch import make_batch
 from muster.train.model import context_parallel
-from muster.train.model.attention import Needs
+from muster.train.model.attention_needs import Needs
 from muster.train.model.context_parallel import Context, lower_right, pieces
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from muster.core.types import Layout
 from muster.train.data_feed.batch import make_batch
 from muster.train.distributed.device_mesh import make_meshes
 from muster.train.model import weights
-from muster.train.model.attention import needs_of
 from muster.train.model.attention_isolation_check import Proof, border, rotary_border
+from muster.train.model.attention_needs import needs_of
 from muster.train.model.causal_lm import on_meta, read_config
 from muster.train.model.loss import loss_sum
 

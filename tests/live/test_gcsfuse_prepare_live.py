@@ -102,7 +102,8 @@ class Host:
         return found
 
     def kill(self):
-        os.kill(self.child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it had just done all it does
+            os.kill(self.child, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_a_host_that_comes_while_another_publishes_takes_nothing_for_damaged(wea
     only_the_data_is_left(fake, "cache", found[0]["fingerprint"])
 
 
-@pytest.mark.parametrize("number", [14, *(pytest.param(number, marks=NIGHT) for number in range(1, 40, 2))])
+@pytest.mark.parametrize("number", [14, *(pytest.param(number, marks=NIGHT) for number in range(1, 34, 2))])
 def test_a_host_killed_at_a_change_of_the_bucket_is_replaced_by_one_that_waits(weather, pods, number):
     """Its mount lives on, as a pod's does: what the process had open is finished by its death."""
     fake = weather(seed=number)

@@ -7,6 +7,9 @@ Rules, the surest first; the first that names somebody decides:
 3. whom the others wait for, by the flight recorders (``wait_graph``), and why, by its own stack and findings;
 4. without recorders: whose stack is not in a collective while others' are;
 5. a rank that NCCL's own report cannot reach; a host with faulty hardware.
+
+Of captures that people send, a rank of which there is nothing is the first suspect: what it would show lowers the
+confidence in the others, unless they were seen stopped or gone. Of a run that is asked, its hosts are looked after.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ def analyse(evidence: Evidence) -> Analysis:
     ranks = {one.rank: one for one in evidence.ranks}
     recorders = {rank: one.recorder for rank, one in ranks.items() if one.recorder is not None}
     members = {rank for rec in recorders.values() for group in rec.groups.values() for rank in group.members}
-    everybody = sorted({*ranks, *members, *range(evidence.world or 0)})
+    numbered = max(ranks, default=-1) + 1 if len(ranks) > 1 else 0  # a gap in the numbers of files
+    everybody = sorted({*ranks, *members, *range(numbered if evidence.world is None else evidence.world)})
     waiting = {rank for rank, one in ranks.items() if one.recorder is None and _in_collective(one)}
     silent = tuple(rank for rank in everybody if rank not in recorders and rank not in waiting)
     graph = WaitGraph(recorders, silent)
@@ -38,6 +42,9 @@ def analyse(evidence: Evidence) -> Analysis:
     )
     order = list(Confidence)
     culprits = sorted(culprits, key=lambda one: (order.index(one.confidence), one.rank))
+    absent = [rank for rank in everybody if rank not in ranks]
+    if evidence.world is None and absent and not any(one.kind in (Kind.STOPPED, Kind.DEAD) for one in culprits):
+        culprits = _suspects(absent, ranks, graph) + [_less_sure(one) for one in culprits if one.rank not in absent]
     named = {one.rank for one in culprits}
     return Analysis(
         culprits=tuple(culprits),
@@ -45,6 +52,23 @@ def analyse(evidence: Evidence) -> Analysis:
         summary="" if culprits else _nobody(ranks, graph),
         missing=_missing(evidence, everybody, ranks),
     )
+
+
+def _suspects(absent: list[int], ranks: Mapping[int, RankEvidence], graph: WaitGraph) -> list[Culprit]:
+    """None where less was captured than is missing: then it was not collected."""
+    found = []
+    for rank in absent if len(absent) <= len(ranks) else ():
+        wait = graph.awaited_in(rank)
+        waits = f", and others wait for it in {_text(wait)}" if wait is not None else ""
+        one = _culprit(
+            RankEvidence(rank=rank), Kind.UNKNOWN, Confidence.LOW, f"has left nothing that can be read{waits}"
+        )
+        found.append(one if wait is None else replace(one, group=wait.group.words, operation=wait.operation.name))
+    return found
+
+
+def _less_sure(one: Culprit) -> Culprit:
+    return replace(one, confidence=Confidence.MEDIUM if one.confidence is Confidence.HIGH else Confidence.LOW)
 
 
 def _not_running(ranks: Mapping[int, RankEvidence]) -> list[Culprit]:

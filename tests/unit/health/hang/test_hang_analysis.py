@@ -58,10 +58,27 @@ def test_both_ranks_of_the_capture_and_nobody_else():
 
 @captured
 @pytest.mark.parametrize("absent", range(16))
-def test_a_dump_that_is_missing_blames_nobody_who_waits(absent):
-    analysis = analyse(Evidence(ranks=tuple(one for one in megatron() if one.rank != absent)))
-    assert {one.rank for one in analysis.culprits} == {9, 14} - {absent}
-    assert f"nothing of rank {absent}" in analysis.missing
+def test_a_rank_without_a_dump_is_the_first_suspect_and_the_others_are_less_sure(absent):
+    ranks = tuple(one for one in megatron() if one.rank != absent)
+    first, *others = analyse(Evidence(ranks=ranks)).culprits
+    assert (first.rank, first.kind, first.confidence) == (absent, Kind.UNKNOWN, Confidence.LOW)
+    assert {one.rank for one in others} == {9, 14} - {absent} and {one.confidence for one in others} == {Confidence.LOW}
+    assert f"nothing of rank {absent}" in analyse(Evidence(ranks=ranks)).missing
+    asked = analyse(Evidence(ranks=ranks, world=16))
+    assert {one.rank for one in asked.culprits} == {9, 14} - {absent}, "of a run its hosts are looked after"
+
+
+def test_a_gap_in_the_numbers_of_files_is_a_rank_that_is_missing():
+    """gloo's dumps do not say who is in a group."""
+    first, *_ = analyse(Evidence(ranks=(waiting(0), waiting(1), waiting(3)))).culprits
+    assert first.rank == 2 and "others wait for it in all_reduce" in first.because
+    stopped = analyse(Evidence(ranks=(waiting(0), waiting(1), late(3, spy_dump(ASLEEP), "T"))))
+    assert only(stopped).rank == 3 and only(stopped).confidence is Confidence.HIGH, "seen directly"
+
+
+@captured
+def test_where_less_was_captured_than_is_missing_nobody_is_suspected():
+    assert {one.rank for one in analyse(Evidence(ranks=tuple(megatron()[8:10]))).culprits} <= {8, 9}
 
 
 @captured

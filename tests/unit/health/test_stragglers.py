@@ -10,7 +10,7 @@ from thorough import usually
 
 from muster.core.event_detail import Detail
 from muster.core.event_details.training import RankPace, Step
-from muster.health.stragglers import Cause, find_straggler, usd_per_day
+from muster.health.stragglers import Cause, NotAssessed, Straggler, find_straggler, usd_per_day
 from muster.train.distributed.arrivals import (
     FIELDS,
     KEPT_STEPS,
@@ -238,6 +238,22 @@ def test_noise_of_the_others_is_counted():
     assert find_straggler([slow, *(replace(one, ahead_us=20_000 + 9000 * one.rank) for one in others)]) is None
     assert find_straggler([slow]) is None
     assert find_straggler([]) is None
+
+
+def test_where_processors_are_shared_no_verdict_is_given():
+    """Of a healthy run beside 18 ready threads on two processors (2026-11-29): rank 0 was last in 20 of 20 steps."""
+    seen = pace(0, steps=20, last=20, ahead_us=0, late_us=575_924, wait_us=69_376, gap_us=486_076, stall_us=9572)
+    other = pace(
+        1, steps=20, ahead_us=137_864, ahead_spread_us=67_629, late_us=450_000, wait_us=237_679, gap_us=374_223
+    )
+    found = find_straggler([seen, other])
+    assert isinstance(found, NotAssessed)
+    assert found.reason.startswith("stragglers not assessed: processors shared (the other ranks' threads wait 374.2 ms")
+    assert isinstance(find_straggler([replace(seen, last=3), other]), type(None)), "nobody stands out"
+    quiet = replace(other, gap_us=3000)
+    assert isinstance(find_straggler([seen, quiet]), Straggler), "its processor alone is taken"
+    beyond = replace(seen, late_us=2_000_000, gap_us=1_900_000), replace(other, ahead_us=1_500_000)
+    assert isinstance(find_straggler(beyond), Straggler), "far beyond what the others wait"
 
 
 def test_of_a_large_world_a_choice_is_sent():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from muster.core.event_details import training
 from muster.core.incidents import HOST_UNHEALTHY, RANK_HANG, START_UP, STRAGGLER, traits_of
 from muster.core.typed_json import Json, JsonObject, Unreadable
-from muster.health.stragglers import find_straggler, usd_per_day
+from muster.health.stragglers import NOT_ASSESSED, NotAssessed, find_straggler, usd_per_day
 from muster.protocol.client import HealthReport
 from muster.protocol.to_agent import GatherEvidence
 from muster.protocol.to_supervisor import (
@@ -144,6 +144,11 @@ def _pace(ctx: SupervisorContext, step: int, detail: JsonObject) -> None:
     except Unreadable:  # no rank of Muster's own: training goes on
         return
     state, found = ctx.state, find_straggler(paces)
+    if isinstance(found, NotAssessed):
+        if (None, NOT_ASSESSED) not in state.progress.stragglers:  # once
+            ctx.log("run.message", {"text": found.reason}, step=step)
+        state.progress.stragglers.add((None, NOT_ASSESSED))
+        return
     if found is None or (found.rank, found.cause.value) in state.progress.stragglers:
         return
     state.progress.stragglers.add((found.rank, found.cause.value))

@@ -84,6 +84,14 @@ def test_equal_ranks_are_named_by_nobody():
     assert not kinds(found, "straggler.named")
 
 
+def test_where_processors_are_shared_that_is_said_once_and_nobody_is_named():
+    found = run_with([pace(rank, slow=rank == 1, gap_us=40_000) for rank in range(3)])
+    assert found.run().exit_code == 0
+    assert not kinds(found, "straggler.named") and not kinds(found, "incident.detected")
+    told = [event.detail["text"] for _, event in kinds(found, "run.message") if "not assessed" in event.detail["text"]]
+    assert len(told) == 1 and "processors shared" in told[0]
+
+
 def test_a_new_supervisor_knows_who_was_named():
     found = run_with([pace(rank, slow=rank == 1) for rank in range(3)])
     known = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from muster.core.processes import program
 from muster.core.typed_json import Unreadable
 from muster.health.hang import stacks
-from muster.health.hang.evidence import RankEvidence
+from muster.health.hang.evidence import NO_SPY, RankEvidence
 from muster.health.hang.process_state import GONE, ProcessState, parse_stat
 from muster.probe.programs import output_of
 
@@ -31,7 +31,7 @@ def _of(rank: int, pid: int, until: float, proc: Path) -> RankEvidence:
     found = RankEvidence(rank=rank, pid=pid, process=_process(proc / str(pid)))
     spy = program("py-spy")
     if spy is None:
-        return replace(found, missing=("py-spy is not installed there (pip install muster[inspect])",))
+        return replace(found, missing=(NO_SPY,))
     command = [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:
         output, code = output_of(command, limit_s=max(0.0, until - time.monotonic()))

@@ -15,7 +15,7 @@ from muster.agent.evidence.gatherer import EvidenceGatherer
 from muster.agent.evidence.proc import cgroup_state, process_state
 from muster.agent.ranks.rank_process import Worker
 from muster.core.typed_json import decode
-from muster.health.hang.evidence import RankEvidence
+from muster.health.hang.evidence import NO_SPY, RankEvidence, in_words
 from muster.health.hang.process_state import CgroupState
 from muster.health.verdicts import Finding, Verdict
 from muster.protocol.rank_agent import CaptureRank, RankCaptured
@@ -82,6 +82,16 @@ def test_a_rank_tells_its_own_stack_and_what_is_no_recorder_is_named(hub, child,
     found = decode(RankEvidence, answer.ranks[0])
     assert found.answers and found.threads is not None and found.threads[0].frames[0].place == "/home/u/train.py:9"
     assert found.recorder is None and "not a JSON object" in found.missing[0]
+
+
+def test_without_py_spy_its_absence_stands_where_the_line_would(hub, child, monkeypatch):
+    monkeypatch.setattr(gatherer, "program", lambda name: None)
+    child.send_signal(signal.SIGSTOP)
+    answer, _ = gather(hub, worker(child.pid))
+    found = decode(RankEvidence, answer.ranks[0])
+    assert "pip install muster[inspect]" in in_words(found) and NO_SPY in found.missing
+    answer, _ = gather(hub, worker(child.pid), captured=RankCaptured(stacks=OWN_WORDS))
+    assert NO_SPY not in decode(RankEvidence, answer.ranks[0]).missing, "its own thread has told the line"
 
 
 def test_a_process_that_is_gone(hub, child):

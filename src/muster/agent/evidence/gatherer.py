@@ -26,7 +26,7 @@ from muster.agent.ranks.rank_process import Worker, on_exit
 from muster.core.processes import program
 from muster.core.typed_json import Unreadable, encode
 from muster.health.hang import flight_recorder, stacks
-from muster.health.hang.evidence import RankEvidence
+from muster.health.hang.evidence import NO_SPY, RankEvidence
 from muster.health.hang.process_state import GONE, CgroupState, ProcessState
 from muster.health.hardware.own_gpus import GPUS
 from muster.health.verdicts import Finding
@@ -257,6 +257,8 @@ def _threads(worker: Worker, spy: _Spy | None, missing: list[str]) -> tuple[stac
             return _bounded(stacks.parse(worker.captured.stacks))
         except Unreadable as error:
             missing.append(str(error))
+    if spy is None and program("py-spy") is None:
+        missing.append(NO_SPY)
     return None
 
 

@@ -12,6 +12,9 @@ from muster.health.hang.ras import Ras
 from muster.health.hang.stacks import Thread, main_thread
 from muster.health.verdicts import Finding
 
+#: Where a stack would be.
+NO_SPY = "py-spy is not installed there (pip install muster[inspect])"
+
 
 class Kind(StrEnum):
     """Why a rank holds the others up."""
@@ -137,5 +140,7 @@ def in_words(one: RankEvidence) -> str:
     if main is not None and main.frames:
         frame = main.user_line or main.frames[0]
         parts.append(f"{frame.function} at {frame.place}" + (", holds Python's lock" if main.blocked_in_c else ""))
+    elif NO_SPY in one.missing:
+        parts.append(f"its line is not known: {NO_SPY}")
     parts += [finding.message for finding in one.findings[:2]]
     return f"rank {one.rank}{host}: {'; '.join(parts) or 'nothing captured'}"

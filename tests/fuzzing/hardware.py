@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+
+from fakes.captures import DIAG_TABLE, HEALTH_TABLE, SMI_TABLE, diag_json, health_json, smi_xml
 
 from fuzzing.running import Target
 from muster.health.recognise import kind_of, recognise
@@ -67,13 +70,23 @@ NCCL_TESTS = (
     b"           8             2   float     sum    34.83    0.10    0.10      0    34.61    0.10    0.10    N/A\n"
     b"# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 0.1\n"
 )
+EVENTS = (
+    b"[ 1.0] oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a,task=python,pid=7,uid=0\n"
+    b"[ 2.0] x[7]: segfault at 8 ip 00007f1f0ba9b33c sp 0 error 4 in libnccl.so.2[7f1f0ba60000+9e000]\n"
+    b"[ 3.0] mlx5_core 0000:5c:00.0 ib0: Link up\n[ 4.0] mlx5_core 0000:5c:00.0 ib0: Link down\n"
+    b"[ 5.0] Buffer I/O error on dev sda1, logical block 9\n[ 6.0] Kernel panic - not syncing: x\n"
+)
+FABRIC = b"[Jul 23 2026 07:53:01] [ERROR] [tid 841] detected NVSwitch fatal error 20034 on fid 0 port 33\n"
 SERVICE = (
     b"x nvidia-fabricmanager.service - y\n   Active: active (running) since z\nFabric Manager version is : 535.1\n"
 )
 
 
 def reports() -> Iterator[Target]:
-    samples = (SMI, CSV, KERNEL_LOG, IBSTAT, SYSFS, NVLINK, NCCL_TESTS, SERVICE, NODE)
+    written = (SMI_TABLE, smi_xml(), DIAG_TABLE, HEALTH_TABLE.format("Healthy", ""), json.dumps(diag_json()),
+               json.dumps(health_json("Failure", "link 3 is down")))  # fmt: skip
+    samples = (SMI, CSV, KERNEL_LOG, EVENTS, IBSTAT, SYSFS, NVLINK, NCCL_TESTS, SERVICE, FABRIC, NODE,
+               *(text.encode() for text in written))  # fmt: skip
     for sample in samples:
         kind = kind_of(sample)
         assert kind, sample

@@ -24,9 +24,9 @@ from muster.agent.host_event_log import HostLog
 from muster.agent.host_identity import HostIdentity
 from muster.agent.ranks.rank_process import Worker, end_child
 from muster.config.spec import RunSpec
-from muster.health.hardware.driver_errors import RECOVERY_ACTION, Burst, finding_of, judge_burst, same_burst
+from muster.health.hardware.driver_errors import Burst, finding_of, judge_burst, same_burst
 from muster.health.hardware.error_table import OwnNumbers
-from muster.health.hardware.kernel_log import KernelFault, KernelLogReader, pci_address
+from muster.health.hardware.kernel_log import RECOVERY_ACTION, KernelFault, KernelLogReader, pci_address
 from muster.health.hardware.own_gpus import GPUS, own_gpus
 from muster.health.verdicts import Finding, Verdict
 from muster.protocol.to_supervisor import HostFault
@@ -189,6 +189,7 @@ class KernelLogFollower:
     # ------------------------------------------------------------ what they mean
 
     def _on_line(self, line: str) -> None:
+        self._note_resets()
         fault = self._reader.read(line)
         if fault is not None:
             self._on_fault(fault)
@@ -237,6 +238,7 @@ class KernelLogFollower:
         """A reset ends the burst, and what was told of it stands no longer."""
         if self._resets() != self._resets_seen:
             self._resets_seen, self._standing = self._resets(), None
+            self._reader.note_reset()
             self._close()
 
     def standing(self) -> HostFault | None:

@@ -120,7 +120,6 @@ class _Gpu:
             address=pci_address(ask("PCI", lambda: _text(n.nvmlDeviceGetPciInfo(handle).busId)) or ""),
             name=ask("name", lambda: _text(n.nvmlDeviceGetName(handle))) or "",
             uuid=ask("uuid", lambda: _text(n.nvmlDeviceGetUUID(handle))) or "",
-            serial=ask("serial", lambda: _text(n.nvmlDeviceGetSerial(handle))) or "",
             vbios=ask("vbios", lambda: _text(n.nvmlDeviceGetVbiosVersion(handle))) or "",
             ecc_uncorrected=ecc(n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             ecc_corrected=ecc(n.NVML_MEMORY_ERROR_TYPE_CORRECTED),
@@ -136,8 +135,6 @@ class _Gpu:
             slowdown_c=ask("slowdown", lambda: int(n.nvmlDeviceGetTemperatureThreshold(
                 handle, n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
             ))),
-            pcie_generation=number("PCIe generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_generation_max=number("PCIe generation", "nvmlDeviceGetMaxPcieLinkGeneration"),
             pcie_width=number("PCIe width", "nvmlDeviceGetCurrPcieLinkWidth"),
             pcie_width_max=number("PCIe width", "nvmlDeviceGetMaxPcieLinkWidth"),
             recovery_action=self._recovery(), fabric_state=state, fabric_status=status,

@@ -2,7 +2,8 @@
 
 One fault prints several numbers (a double-bit error kills processes, whose channels are then removed: 48, 45, 45...),
 so all errors of a host until three minutes of silence are one burst, judged by its gravest member. Three minutes:
-NVIDIA Fleet Intelligence, "Xid bursts" (read 2026-11-22).
+NVIDIA Fleet Intelligence, "Xid bursts" (read 2026-11-22). What a reset answers is one incident until something was
+reset, however often it comes: only then does the same number on the same GPU mean more.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from muster.health.hardware.error_table import ErrorRow, OwnNumbers, error_rows
-from muster.health.hardware.kernel_log import Family, KernelFault, KernelLog, newest_boot
-from muster.health.verdicts import Finding, Verdict, worst
+from muster.health.hardware.kernel_events import judge_events
+from muster.health.hardware.kernel_log import RECOVERY_ACTION, Family, KernelFault, KernelLog, newest_boot
+from muster.health.verdicts import Finding, Verdict
 
 SILENCE_S = 180.0
 #: How long an error counts as "the same again".
 DAY_S = 86400.0
-#: Xid 154: the driver says what the GPU needs, and that overrides the table.
-RECOVERY_ACTION = 154
 _NOTHING = OwnNumbers()
 
 
@@ -89,8 +89,7 @@ def _judge_burst(
     earlier = [fault for fault in earlier if _within_a_day(fault, group[0])]
     members = _follow_the_driver([_judge(fault, group, earlier, own, several) for fault in group], own)
     # Equally grave: the first that decides (the cause comes before what follows from it).
-    decisive = max(members, key=lambda one: (one.decides, _gravity(one.verdict)))
-    return Burst(members=tuple(members), decisive=decisive)
+    return Burst(members=tuple(members), decisive=max(members, key=_weight))
 
 
 def same_burst(before: KernelFault, after: KernelFault) -> bool:
@@ -101,12 +100,12 @@ def same_burst(before: KernelFault, after: KernelFault) -> bool:
 def judge_kernel_log(
     log: KernelLog,
     *,
-    host: str = "",
     gpus: Mapping[str, int] | None = None,
     own: OwnNumbers = _NOTHING,
     not_before_s: float | None = None,
 ) -> list[Finding]:
-    """One finding for each burst of the log's last boot, and one for the log itself where it was cut or held none.
+    """One finding for each incident of the log's last boot, one for what else happened to the host, and one for the
+    log itself where it may be cut and holds nothing.
 
     ``gpus``: PCI address -> number, where known. ``not_before_s``: what is older (on the log's own clock) is not
     judged: the start of the run, or the last reset.
@@ -115,26 +114,42 @@ def judge_kernel_log(
     faults = newest_boot(log.faults, log.boots)
     if not_before_s is not None:
         faults = tuple(fault for fault in faults if fault.time_s is None or fault.time_s >= not_before_s)
-    findings = [finding_of(burst, host=host, gpus=numbers) for burst in judge_bursts(faults, own)]
+    findings = [finding_of(one, gpus=numbers) for one in _incidents(judge_bursts(faults, own))]
+    findings += judge_events(log, not_before_s)
     if log.mismatch:
         findings.append(
             Finding(
-                check="driver.version", verdict=Verdict.DRAIN, host=host, evidence=log.mismatch,
+                check="driver.version", verdict=Verdict.DRAIN, evidence=log.mismatch,
                 message="the driver's library and kernel module are of different versions: restart the host",
             )
         )  # fmt: skip
     if log.unread:
         message = "a line of the driver's errors holds no number"
-        findings.append(
-            Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, host=host, message=message, evidence=log.unread)
-        )
-    if log.cut or not log.lines:
-        message = "the kernel log is cut in its last line" if log.lines else "the kernel log is empty"
-        findings.append(Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, host=host, message=message))
+        findings.append(Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, message=message, evidence=log.unread))
+    if not findings and (log.cut or not log.lines):
+        message = "the last line of the kernel log has no end" if log.lines else "the kernel log is empty"
+        findings.append(Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, message=message))
     elif not findings:
-        message = f"no Xid in {log.lines} lines of the kernel log"
-        findings.append(Finding(check="gpu.xid", verdict=Verdict.HEALTHY, host=host, message=message))
+        message = f"no Xid in {log.lines} lines of the kernel log, and nothing else that is known"
+        findings.append(Finding(check="gpu.xid", verdict=Verdict.HEALTHY, message=message))
     return findings
+
+
+def _incidents(bursts: Iterable[Burst]) -> list[Burst]:
+    """Bursts that are one thing: the same number on one GPU without a reset between; errors of programs with
+    what follows from them; notes."""
+    found: dict[tuple[object, ...], Burst] = {}
+    for burst in bursts:
+        fault = burst.decisive.fault
+        key: tuple[object, ...] = ("program" if burst.verdict is Verdict.APP or not burst.decisive.decides else "note",)
+        if burst.verdict.faulty:
+            key = (burst.verdict, fault.family, fault.number, fault.device, fault.resets, fault.boot)
+        first = found.get(key)
+        if first is not None:
+            decisive = max(first.decisive, burst.decisive, key=_weight)
+            burst = Burst(members=(*first.members, *burst.members), decisive=decisive)
+        found[key] = burst
+    return list(found.values())
 
 
 def finding_of(burst: Burst, *, host: str = "", gpus: Mapping[str, int] | None = None) -> Finding:
@@ -145,8 +160,13 @@ def finding_of(burst: Burst, *, host: str = "", gpus: Mapping[str, int] | None =
     where = fault.device and (f" on {fault.device}" if gpu is None else f" on GPU {gpu} ({fault.device})")
     counts = Counter((one.fault.family, one.fault.number) for one in burst.members)
     times = counts.pop((fault.family, fault.number))
+    alike = [one.fault for one in burst.members if one.fault.number == fault.number]
+    if len(devices := {one.device for one in alike}) > 1:
+        gpu, where = None, f" on {len(devices)} GPUs"
     text = f"{fault.family} {fault.number}{where}" + (f", {times} times" if times > 1 else "") + f": {decisive.what}"
-    if fault.pid is not None:
+    if len(processes := {one.pid for one in alike if one.pid is not None}) > 1:
+        text += f" ({len(processes)} processes)"
+    elif fault.pid is not None:
         text += f" (process {fault.pid}{' ' + fault.process if fault.process else ''})"
     if counts:
         others = (
@@ -205,7 +225,8 @@ def _by_row(
     """(verdict, what to add to the sentence) from the row, what stands beside the error and what came before it."""
     if row.beside_app is not None and any(_of_program(other) for other in burst):
         return row.beside_app, ", beside an error of the program"
-    before = any(_same(fault, other) for other in earlier)
+    # What was answered with nothing yet asks for nothing more; of a program's errors nothing is to be reset.
+    before = any(_same(fault, other) and (not row.verdict.faulty or _reset_since(other, fault)) for other in earlier)
     if not before or row.if_again is row.verdict:
         return row.verdict, ""
     if row.verdict is Verdict.APP and several[fault.family, fault.number] > 1:
@@ -217,7 +238,9 @@ def _recovery_action(fault: KernelFault, earlier: Sequence[KernelFault]) -> Judg
     verdict = recovery_action(fault.text.rpartition(" to ")[2])
     if verdict is None:
         verdict, what = Verdict.DRAIN, f"the driver asks for an unknown action: {fault.text[:80]}"
-    elif verdict is Verdict.RESET and any(_same(fault, one) and "Reset" in one.text for one in earlier):
+    elif verdict is Verdict.RESET and any(
+        _same(fault, one) and "Reset" in one.text and _reset_since(one, fault) for one in earlier
+    ):
         verdict, what = Verdict.REPLACE, "the driver asks for a reset again within a day"
     else:
         what = f"the driver says what is needed: {fault.text.rpartition(' to ')[2][:80]}"
@@ -273,6 +296,10 @@ def _same(fault: KernelFault, other: KernelFault) -> bool:
     )
 
 
+def _reset_since(before: KernelFault, after: KernelFault) -> bool:
+    return before.resets < after.resets or before.boot < after.boot
+
+
 def _devices_by_number(faults: Iterable[KernelFault]) -> Counter[tuple[Family, int]]:
     seen = {(fault.family, fault.number, fault.device) for fault in faults}
     return Counter((family, number) for family, number, _ in seen)
@@ -301,13 +328,12 @@ def _within_a_day(before: KernelFault, after: KernelFault) -> bool:
     return _gap_s(before, after) < DAY_S
 
 
+def _weight(one: Judged) -> tuple[bool, int]:
+    return one.decides, _gravity(one.verdict)
+
+
 def _gravity(verdict: Verdict) -> int:
     return _ORDER[verdict]
 
 
 _ORDER = {verdict: place for place, verdict in enumerate(Verdict)}
-
-
-def gravest(bursts: Iterable[Burst]) -> Verdict:
-    """The gravest verdict of all bursts; HEALTHY where there are none."""
-    return worst([Finding(check="gpu.xid", verdict=Verdict.HEALTHY, message=""), *map(finding_of, bursts)])

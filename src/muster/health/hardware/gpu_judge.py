@@ -1,17 +1,19 @@
-"""What readings of GPUs mean. Rules by field, each with its source; one judge for NVML and for ``nvidia-smi``."""
+"""What readings of GPUs mean: one table of rules, each with its source; the same for NVML and for ``nvidia-smi``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from muster.health.hardware.driver_errors import recovery_action
 from muster.health.hardware.readings import ClockReason, GpuReading, GpuReport
 from muster.health.verdicts import Finding, Verdict
 
-_FIELDS = "nvidia-smi(1), NVIDIA GPU memory error management"
+_SMI = "nvidia-smi(1), NVIDIA GPU memory error management"
 _GPUD = "leptonai/gpud at 4a8de33, 2026-08"
 _GCM = "facebookresearch/gcm at 1b7bde9, 2025-12"
+_FABRIC = "nvidia-smi(1), Fabric; NVIDIA Fabric Manager user guide"
 #: A lifetime count of uncorrectable cache errors from which the GPU counts as defective: Stas Bekman, ml-engineering
 #: (accelerators, nvidia debug, read 2026-11-22).
 SRAM_DEFECTIVE = 5
@@ -19,30 +21,109 @@ SRAM_DEFECTIVE = 5
 RETIRED_PAGES = 10
 #: Degrees below the slowdown temperature from which it is said.
 NEAR_SLOWDOWN_C = 5
-#: What the driver itself takes; with more and no process shown, somebody else's container holds the GPU.
+#: What the driver itself takes; with more and no process shown, another container holds the GPU.
 DRIVER_BYTES = 1 << 30
 #: Fields that every GPU has: without one of them the driver has lost the GPU. Others are shown and ignored.
-_VITAL = ("uuid", "power", "fan", "temp", "pci", "bus", "memory", "clocks", "performance state", "pstate")
+_VITAL = ("uuid", "power", "fan", "temp", "pci", "bus", "memory", "clocks", "pstate", "performance")
+#: The driver's library and module differ, the driver does not answer, or no GPU does.
+_REFUSED = re.compile(r"version mismatch|couldn't communicate|No devices were found")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """``value``: of a GPU that is not as it should be; None, False or 0: it is. ``{v}`` in the texts stands for it."""
+
+    check: str
+    verdict: Verdict
+    value: Callable[[GpuReading], object]
+    what: str
+    expected: str = "No"
+    source: str = _SMI
+    command: str = ""
+    """``{i}`` stands for the GPU's number."""
+
+
+def _reason(gpu: GpuReading, reason: ClockReason) -> bool:
+    return bool((gpu.clock_reasons or ClockReason(0)) & reason)
+
+
+def _slowdown(gpu: GpuReading) -> bool:
+    """By its hardware, and neither for heat nor for power."""
+    explained = _reason(gpu, ClockReason.HW_THERMAL) or _reason(gpu, ClockReason.HW_POWER_BRAKE)
+    return _reason(gpu, ClockReason.HW_SLOWDOWN) and not explained
+
+
+def _asked(gpu: GpuReading, verdict: Verdict) -> str:
+    """An action that is not known drains."""
+    asks = recovery_action(gpu.recovery_action) if gpu.recovery_action else Verdict.HEALTHY
+    return gpu.recovery_action if (asks or Verdict.DRAIN) is verdict else ""
+
+
+def _fabric(gpu: GpuReading) -> str:
+    ready = gpu.fabric_state in ("", "Completed") and gpu.fabric_status in ("", "Success")
+    return "" if ready else f"{gpu.fabric_state}/{gpu.fabric_status}"
+
+
+def _content(gpu: GpuReading) -> bool:
+    """The driver asks for nothing."""
+    return not gpu.recovery_action or recovery_action(gpu.recovery_action) is Verdict.HEALTHY
+
+
+_ACTION, _ASKS = "GPU Recovery Action, driver 570", "the driver asks for: {v}"
+_RULES = (
+    _Rule("gpu.ecc", Verdict.RESET, lambda gpu: gpu.ecc_uncorrected,
+          "{v} uncorrectable memory errors since the driver was loaded", "0"),
+    _Rule("gpu.sram", Verdict.REPLACE, lambda gpu: gpu.sram_threshold_exceeded,
+          "the threshold of uncorrectable cache errors is exceeded"),
+    _Rule("gpu.sram", Verdict.REPLACE, lambda gpu: not gpu.sram_threshold_exceeded
+          and (gpu.sram_uncorrected_aggregate or 0) >= SRAM_DEFECTIVE and gpu.sram_uncorrected_aggregate,
+          "{v} uncorrectable cache errors over its life", f"< {SRAM_DEFECTIVE}", "ml-engineering, read 2026-11-22"),
+    _Rule("gpu.memory", Verdict.REPLACE, lambda gpu: gpu.unrepairable, "its memory cannot be repaired"),
+    _Rule("gpu.memory", Verdict.RESET, lambda gpu: gpu.repair_pending, "a repair waits for a reset"),
+    _Rule("gpu.pages", Verdict.RESET, lambda gpu: gpu.retired_pages_pending, "a page's retirement waits for a reset"),
+    _Rule("gpu.pages", Verdict.DRAIN, lambda gpu: (gpu.retired_pages or 0) > RETIRED_PAGES and gpu.retired_pages,
+          "{v} retired pages", f"<= {RETIRED_PAGES}", _GCM),
+    _Rule("gpu.rows", Verdict.REPLACE, lambda gpu: gpu.remap_failed, "a memory row could not be remapped"),
+    _Rule("gpu.rows", Verdict.RESET, lambda gpu: gpu.remap_pending, "a remapped memory row waits for a reset"),
+    _Rule("gpu.rows", Verdict.REPLACE, lambda gpu: gpu.remap_banks.get("none"),
+          "{v} memory banks have no spare rows left", "0"),
+    _Rule("gpu.rows", Verdict.DRAIN, lambda gpu: not gpu.remap_banks.get("none") and gpu.remap_banks.get("low"),
+          "{v} memory banks have few spare rows left", "0"),
+    _Rule("gpu.recovery", Verdict.RESET, lambda gpu: _asked(gpu, Verdict.RESET), _ASKS, "None", _ACTION),
+    _Rule("gpu.recovery", Verdict.DRAIN, lambda gpu: _asked(gpu, Verdict.DRAIN), _ASKS, "None", _ACTION),
+    _Rule("gpu.recovery", Verdict.REPLACE, lambda gpu: _asked(gpu, Verdict.REPLACE), _ASKS, "None", _ACTION),
+    _Rule("gpu.recovery", Verdict.RESET, lambda gpu: _content(gpu) and gpu.reset_required,
+          "the driver asks for a reset"),
+    _Rule("gpu.recovery", Verdict.DRAIN, lambda gpu: _content(gpu) and not gpu.reset_required and gpu.drain_recommended,
+          "the driver recommends to drain it"),
+    _Rule("gpu.power", Verdict.DRAIN, lambda gpu: _reason(gpu, ClockReason.HW_POWER_BRAKE),
+          "slowed down by the power brake", "not active", _GPUD),
+    _Rule("gpu.heat", Verdict.DRAIN, lambda gpu: _reason(gpu, ClockReason.HW_THERMAL), "slowed down by heat{d}",
+          "not active", _GPUD),
+    _Rule("gpu.clocks", Verdict.DRAIN, _slowdown, "slowed down by its hardware", "not active", _GPUD),
+    _Rule("gpu.pcie", Verdict.DRAIN, lambda gpu: (gpu.pcie_width or 99) < (gpu.pcie_width_max or 0)
+          and f"{gpu.pcie_width} of {gpu.pcie_width_max}", "PCIe link of {v} lanes", "all"),
+    _Rule("gpu.persistence", Verdict.NOTE, lambda gpu: gpu.persistence is False,
+          "persistence mode is off: each start takes seconds longer", "Enabled", command="nvidia-smi -pm 1{i}"),
+    _Rule("gpu.mig", Verdict.DRAIN, lambda gpu: gpu.mig,
+          "it is cut into instances (MIG), which training cannot use together", "Disabled",
+          command="nvidia-smi -mig 0{i}"),
+    _Rule("gpu.compute_mode", Verdict.DRAIN, lambda gpu: gpu.compute_mode != "Default" and gpu.compute_mode,
+          "compute mode {v}: warm standbys cannot share the GPU", "Default", command="nvidia-smi -c DEFAULT{i}"),
+    # Without it, CUDA answers error 802, "system not yet initialized".
+    _Rule("gpu.fabric", Verdict.DRAIN, _fabric, "it has not joined the NVLink fabric ({v})", "Completed/Success",
+          _FABRIC, "systemctl restart nvidia-fabricmanager"),
+)  # fmt: skip
 
 
 def judge_gpus(
-    report: GpuReport,
-    *,
-    host: str = "",
-    expected_count: int | None = None,
-    expected_source: str = "",
-    under_load: bool = False,
-    idle: bool = False,
+    report: GpuReport, *, expected_count: int | None = None, expected_source: str = "", idle: bool = False
 ) -> list[Finding]:
     """Findings on every GPU and on the report; a HEALTHY one alone where nothing was found.
 
-    ``under_load``: the GPUs compute, so a slow PCIe generation means something (it drops when they idle). ``idle``:
-    nothing of ours runs yet, so processes on the GPUs are somebody else's.
+    ``idle``: nothing of ours runs yet, so processes on the GPUs are another's.
     """
-    rules = [_lost, _memory, _rows, _recovery, _clocks, _pcie, _settings, _fabric]
-    findings = [found for gpu in report.gpus for rule in rules for found in rule(gpu)]
-    if under_load:
-        findings += [found for gpu in report.gpus for found in _pcie_generation(gpu)]
+    findings = [found for gpu in report.gpus for found in _judge(gpu)]
     if idle:
         findings += [found for gpu in report.gpus for found in _in_use(gpu)]
     findings = [_of_all(found, report) for found in findings]
@@ -52,194 +133,97 @@ def judge_gpus(
         text = f"{len(report.gpus)} x {names}" + (f", driver {report.driver}" if report.driver else "")
         value = str(len(report.gpus))
         findings = [Finding(check="gpu", verdict=Verdict.HEALTHY, message=f"{text}: nothing found", value=value)]
-    return [_at(found, host) for found in findings]
+    return findings
 
 
-def _at(found: Finding, host: str) -> Finding:
-    return replace(found, host=host) if host else found
-
-
-def _of_all(found: Finding, report: GpuReport) -> Finding:
-    """Power brakes on every GPU are the rack's power, not a GPU's."""
-    braked = [gpu for gpu in report.gpus if gpu.clock_reasons and ClockReason.HW_POWER_BRAKE & gpu.clock_reasons]
-    if found.check == "gpu.power" and len(report.gpus) > 1 and len(braked) == len(report.gpus):
-        return replace(found, message=f"{found.message}; so on all {len(braked)} GPUs: the rack's power supply")
-    return found
-
-
-def _count(report: GpuReport, expected: int | None, source: str) -> Iterator[Finding]:
-    for name in report.unreachable:
-        yield Finding(
-            check="gpu.count", verdict=Verdict.REPLACE, message=f"the driver has no handle for GPU {name}",
-            evidence=f"Unable to determine the device handle for GPU {name}", source=_FIELDS,
-        )  # fmt: skip
-    there = len(report.gpus)
-    if report.missing:
-        message = f"{report.source}: {report.missing}"
-        yield Finding(check="gpu.report", verdict=Verdict.INCOMPLETE, message=message, value=str(there))
-    elif expected is not None and there != expected:
-        verdict = Verdict.REPLACE if there < expected else Verdict.NOTE
-        message = f"{there} GPUs, and there should be {expected}"
-        yield Finding(
-            check="gpu.count", verdict=verdict, message=message, value=str(there), expected=str(expected), source=source
+def _judge(gpu: GpuReading) -> Iterator[Finding]:
+    for name in gpu.lost_fields:
+        verdict = Verdict.RESET if any(part in name.lower() for part in _VITAL) else Verdict.NOTE
+        yield _found(
+            gpu,
+            _Rule("gpu.lost", verdict, bool, f"the driver cannot read {name.replace('_', ' ')}", "a value"),
+            "error",
         )
-    elif expected is None and report.count is None:
-        message = f"{report.source} does not say how many GPUs there should be: ask for the column count, too"
-        yield Finding(check="gpu.report", verdict=Verdict.INCOMPLETE, message=message, value=str(there))
-    elif not there:
-        yield Finding(check="gpu.count", verdict=Verdict.INCOMPLETE, message="no GPU in the report", value="0")
+    for rule in _RULES:
+        if value := rule.value(gpu):
+            yield _found(gpu, rule, value)
+    yield from _heat(gpu)
 
 
-def _found(
-    gpu: GpuReading, check: str, verdict: Verdict, what: str, value: object, expected: str, source: str = _FIELDS,
-    command: str = "",
-) -> Finding:  # fmt: skip
+def _found(gpu: GpuReading, rule: _Rule, value: object) -> Finding:
     name = f"GPU {gpu.index}" if gpu.index is not None else f"GPU {gpu.address or gpu.uuid}"
-    if verdict is Verdict.RESET and not command and gpu.index is not None:
-        command = f"nvidia-smi --gpu-reset -i {gpu.index}"
+    degrees = "" if gpu.temperature_c is None else f" ({gpu.temperature_c} C)"
+    which = f" -i {gpu.index}" if gpu.index is not None else ""
+    command = rule.command.replace("{i}", which)
+    if rule.verdict is Verdict.RESET and which:
+        command = f"nvidia-smi --gpu-reset{which}"
+    shown = "Yes" if value is True else str(value)
     return Finding(
-        check=check, verdict=verdict, message=f"{name}: {what}", gpu=gpu.index, value=str(value), expected=expected,
-        evidence=f"{gpu.address or gpu.uuid}: {value}", source=source, command=command,
+        check=rule.check, verdict=rule.verdict, gpu=gpu.index, value=shown, expected=rule.expected, source=rule.source,
+        message=f"{name}: {rule.what.replace('{v}', shown).replace('{d}', degrees)}", command=command,
+        evidence=f"{gpu.address or gpu.uuid}: {shown}",
     )  # fmt: skip
 
 
-def _lost(gpu: GpuReading) -> Iterator[Finding]:
-    for name in gpu.lost_fields:
-        vital = any(part in name.lower() for part in _VITAL)
-        verdict = Verdict.RESET if vital else Verdict.NOTE
-        yield _found(
-            gpu, "gpu.lost", verdict, f"the driver cannot read {name}", "error", "a value", "check of nvidia-smi"
-        )
-
-
-def _memory(gpu: GpuReading) -> Iterator[Finding]:
-    if gpu.ecc_uncorrected:
-        what = f"{gpu.ecc_uncorrected} uncorrectable memory errors since the driver was loaded"
-        yield _found(gpu, "gpu.ecc", Verdict.RESET, what, gpu.ecc_uncorrected, "0")
-    if gpu.sram_threshold_exceeded:
-        what = "the threshold of uncorrectable cache errors is exceeded"
-        yield _found(gpu, "gpu.sram", Verdict.REPLACE, what, "Yes", "No")
-    elif (gpu.sram_uncorrected_aggregate or 0) >= SRAM_DEFECTIVE:
-        what = f"{gpu.sram_uncorrected_aggregate} uncorrectable cache errors over its life"
-        source = "ml-engineering, read 2026-11-22"
-        yield _found(
-            gpu, "gpu.sram", Verdict.REPLACE, what, gpu.sram_uncorrected_aggregate, f"< {SRAM_DEFECTIVE}", source
-        )
-    if gpu.unrepairable:
-        yield _found(gpu, "gpu.memory", Verdict.REPLACE, "its memory cannot be repaired", "Yes", "No")
-    if gpu.repair_pending:
-        yield _found(gpu, "gpu.memory", Verdict.RESET, "a repair waits for a reset", "Yes", "No")
-    if gpu.retired_pages_pending:
-        yield _found(gpu, "gpu.pages", Verdict.RESET, "a page's retirement waits for a reset", "Yes", "No")
-    if (gpu.retired_pages or 0) > RETIRED_PAGES:
-        what = f"{gpu.retired_pages} retired pages"
-        yield _found(gpu, "gpu.pages", Verdict.DRAIN, what, gpu.retired_pages, f"<= {RETIRED_PAGES}", _GCM)
-
-
-def _rows(gpu: GpuReading) -> Iterator[Finding]:
-    if gpu.remap_failed:
-        yield _found(gpu, "gpu.rows", Verdict.REPLACE, "a memory row could not be remapped", "Yes", "No")
-    if gpu.remap_pending:
-        yield _found(gpu, "gpu.rows", Verdict.RESET, "a remapped memory row waits for a reset", "Yes", "No")
-    for level, verdict in (("none", Verdict.REPLACE), ("low", Verdict.DRAIN)):
-        if gpu.remap_banks.get(level):
-            what = f"{gpu.remap_banks[level]} memory banks have {'no' if level == 'none' else 'few'} spare rows left"
-            yield _found(gpu, "gpu.rows", verdict, what, gpu.remap_banks[level], "0")
-            return
-
-
-def _recovery(gpu: GpuReading) -> Iterator[Finding]:
-    action = recovery_action(gpu.recovery_action) if gpu.recovery_action else Verdict.HEALTHY
-    if action is None:
-        action = Verdict.DRAIN
-    if action is not Verdict.HEALTHY:
-        what = f"the driver asks for: {gpu.recovery_action}"
-        yield _found(gpu, "gpu.recovery", action, what, gpu.recovery_action, "None", "GPU Recovery Action, driver 570")
-    elif gpu.reset_required:
-        yield _found(gpu, "gpu.recovery", Verdict.RESET, "the driver asks for a reset", "Yes", "No")
-    elif gpu.drain_recommended:
-        yield _found(gpu, "gpu.recovery", Verdict.DRAIN, "the driver recommends to drain it", "Yes", "No")
-
-
-def _clocks(gpu: GpuReading) -> Iterator[Finding]:
-    reasons = gpu.clock_reasons or ClockReason(0)
-    if reasons & ClockReason.HW_POWER_BRAKE:
-        what = "slowed down by the power brake"
-        yield _found(gpu, "gpu.power", Verdict.DRAIN, what, "HW Power Brake", "not active", _GPUD)
-    if reasons & ClockReason.HW_THERMAL:
-        what = f"slowed down by heat{_degrees(gpu)}"
-        yield _found(gpu, "gpu.heat", Verdict.DRAIN, what, "HW Thermal", "not active", _GPUD)
-    elif reasons & ClockReason.HW_SLOWDOWN and not reasons & ClockReason.HW_POWER_BRAKE:
-        what = "slowed down by its hardware"
-        yield _found(gpu, "gpu.clocks", Verdict.DRAIN, what, "HW Slowdown", "not active", _GPUD)
+def _heat(gpu: GpuReading) -> Iterator[Finding]:
+    """Near the slowdown temperature, or slowed down by the driver for it; both together drain."""
     near = gpu.margin_c is not None and gpu.margin_c <= NEAR_SLOWDOWN_C
     if gpu.temperature_c is not None and gpu.slowdown_c is not None:
         near |= gpu.temperature_c >= gpu.slowdown_c - NEAR_SLOWDOWN_C
-    warm = bool(reasons & ClockReason.SW_THERMAL)
-    if (near or warm) and not reasons & ClockReason.HW_THERMAL:
-        what = (
-            f"clocks lowered because of heat{_degrees(gpu)}"
-            if warm
-            else f"near its slowdown temperature{_degrees(gpu)}"
-        )
+    warm = _reason(gpu, ClockReason.SW_THERMAL)
+    if (near or warm) and not _reason(gpu, ClockReason.HW_THERMAL):
+        what = "clocks lowered because of heat{d}" if warm else "near its slowdown temperature{d}"
         limit = (
             f"< {gpu.slowdown_c - NEAR_SLOWDOWN_C} C" if gpu.slowdown_c is not None else f"> {NEAR_SLOWDOWN_C} C left"
         )
-        yield _found(
-            gpu, "gpu.heat", Verdict.DRAIN if near and warm else Verdict.NOTE, what, gpu.temperature_c, limit, _GPUD
-        )
-
-
-def _degrees(gpu: GpuReading) -> str:
-    return "" if gpu.temperature_c is None else f" ({gpu.temperature_c} C)"
-
-
-def _pcie(gpu: GpuReading) -> Iterator[Finding]:
-    if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
-        what = f"PCIe link of {gpu.pcie_width} lanes, and {gpu.pcie_width_max} are possible"
-        yield _found(gpu, "gpu.pcie", Verdict.DRAIN, what, gpu.pcie_width, str(gpu.pcie_width_max))
-
-
-def _pcie_generation(gpu: GpuReading) -> Iterator[Finding]:
-    if gpu.pcie_generation and gpu.pcie_generation_max and gpu.pcie_generation < gpu.pcie_generation_max:
-        what = f"PCIe generation {gpu.pcie_generation} under load, and {gpu.pcie_generation_max} is possible"
-        yield _found(gpu, "gpu.pcie", Verdict.DRAIN, what, gpu.pcie_generation, str(gpu.pcie_generation_max))
-
-
-def _settings(gpu: GpuReading) -> Iterator[Finding]:
-    which = f" -i {gpu.index}" if gpu.index is not None else ""
-    if gpu.persistence is False:
-        command = f"nvidia-smi -pm 1{which}"
-        what = "persistence mode is off: each start takes seconds longer"
-        yield _found(gpu, "gpu.persistence", Verdict.NOTE, what, "Disabled", "Enabled", command=command)
-    if gpu.mig:
-        what, command = (
-            "it is cut into instances (MIG), which training cannot use together",
-            f"nvidia-smi -mig 0{which}",
-        )
-        yield _found(gpu, "gpu.mig", Verdict.DRAIN, what, "Enabled", "Disabled", command=command)
-    if gpu.compute_mode and gpu.compute_mode != "Default":
-        what = f"compute mode {gpu.compute_mode}: warm standbys cannot share the GPU"
-        command = f"nvidia-smi -c DEFAULT{which}"
-        yield _found(gpu, "gpu.compute_mode", Verdict.DRAIN, what, gpu.compute_mode, "Default", command=command)
-
-
-def _fabric(gpu: GpuReading) -> Iterator[Finding]:
-    """Of GPUs behind NVSwitch. Without it, CUDA answers error 802, "system not yet initialized"."""
-    ready = gpu.fabric_state in ("", "Completed") and gpu.fabric_status in ("", "Success")
-    if not ready:
-        value = f"{gpu.fabric_state}/{gpu.fabric_status}"
-        what = f"it has not joined the NVLink fabric ({value})"
-        source = "nvidia-smi(1), Fabric; NVIDIA Fabric Manager user guide"
-        command = "systemctl restart nvidia-fabricmanager"
-        yield _found(gpu, "gpu.fabric", Verdict.DRAIN, what, value, "Completed/Success", source, command)
+        verdict = Verdict.DRAIN if near and warm else Verdict.NOTE
+        yield _found(gpu, _Rule("gpu.heat", verdict, bool, what, limit, _GPUD), gpu.temperature_c)
 
 
 def _in_use(gpu: GpuReading) -> Iterator[Finding]:
     for pid, name in gpu.processes:
         what = f"process {pid}{' (' + name + ')' if name else ''} uses it"
-        yield _found(gpu, "gpu.in_use", Verdict.NOTE, what, pid, "none", command=f"ps -fp {pid}")
+        yield _found(gpu, _Rule("gpu.in_use", Verdict.NOTE, bool, what, "none", command=f"ps -fp {pid}"), pid)
     if not gpu.processes and (gpu.memory_used_bytes or 0) > DRIVER_BYTES:
         used = f"{(gpu.memory_used_bytes or 0) / (1 << 30):.1f} GiB"
         what = f"{used} of its memory are in use, by a process that is not shown"
-        yield _found(gpu, "gpu.in_use", Verdict.NOTE, what, used, "< 1 GiB")
+        yield _found(gpu, _Rule("gpu.in_use", Verdict.NOTE, bool, what, "< 1 GiB"), used)
+
+
+def _of_all(found: Finding, report: GpuReport) -> Finding:
+    """Power brakes on every GPU are the rack's power, not a GPU's."""
+    count = len(report.gpus)
+    if (
+        found.check == "gpu.power"
+        and count > 1
+        and all(_reason(gpu, ClockReason.HW_POWER_BRAKE) for gpu in report.gpus)
+    ):
+        return replace(found, message=f"{found.message}; so on all {count} GPUs: the rack's power supply")
+    return found
+
+
+def _count(report: GpuReport, expected: int | None, source: str) -> Iterator[Finding]:
+    there = str(len(report.gpus))
+    for name in report.unreachable:
+        yield Finding(
+            check="gpu.count", verdict=Verdict.REPLACE, message=f"the driver has no handle for GPU {name}", source=_SMI,
+            evidence=f"Unable to determine the device handle for GPU {name}",
+        )  # fmt: skip
+    check, verdict = "gpu.report", Verdict.INCOMPLETE
+    if report.missing:
+        refused = _REFUSED.search(report.missing)
+        check, verdict = ("gpu.driver", Verdict.DRAIN) if refused else (check, verdict)
+        message = f"{report.source}: {report.missing}" + ("; restart the host" if refused else "")
+    elif expected is not None and there != str(expected):
+        check, verdict = "gpu.count", Verdict.REPLACE if len(report.gpus) < expected else Verdict.NOTE
+        message = f"{there} GPUs, and there should be {expected}"
+    elif expected is None and report.count is None:
+        message = f"{report.source} does not say how many GPUs there should be: ask for the column count, too"
+    elif not report.gpus:
+        check, message = "gpu.count", "no GPU in the report"
+    else:
+        return
+    wanted = str(expected) if check == "gpu.count" and expected is not None else ""
+    yield Finding(
+        check=check, verdict=verdict, message=message, value=there, expected=wanted, source=source if wanted else ""
+    )

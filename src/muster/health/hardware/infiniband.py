@@ -20,6 +20,7 @@ COUNTERS = (_LINK_DOWNED, *_FAULTY)
 #: Ports of one kind from which the kind counts as the data network: fewer are storage or management.
 _MANY = 4
 _SYSFS = re.compile(r"(?:.*/)?infiniband/([^/\s]+)/(?:ports/(\d+)/)?([a-z_A-Z0-9/]+)")
+_IBSTATUS = re.compile(r"^Infiniband device '([^']+)' port (\d{1,6}) status:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,41 +60,47 @@ class Ports:
 
 
 def is_ibstat(text: str) -> bool:
-    return re.search(r"^CA '[^']+'\s*$", text, re.MULTILINE) is not None
+    return re.search(r"^CA '[^']+'\s*$|^ib(?:panic|warn|error): ", text, re.MULTILINE) is not None
 
 
 def read_ibstat(text: str) -> Ports:
-    """``ibstat``. Never raises. It names no total, so one that is cut between two adapters looks whole."""
+    """``ibstat``. Never raises. It names no total, so one that is cut between two adapters looks whole.
+
+    It ends at an adapter that it cannot read (``ibpanic``), or passes it over (``ibwarn``: rdma-core from 55 on).
+    """
     ports: list[Port] = []
-    missing = ""
+    refused = re.search(r"^ib(?:panic|warn|error): .*", text, re.MULTILINE)
+    missing = refused[0].strip() if refused else ""
     blocks = re.split(r"^CA '([^']*)'[ \t]*$", text, flags=re.MULTILINE)
     for adapter, block in zip(blocks[1::2], blocks[2::2], strict=True):
         head, *parts = re.split(r"^\s*Port (\d{1,6}):[ \t]*$", block, flags=re.MULTILINE)
         numbers, bodies = parts[::2], parts[1::2]
         announced = _field(head, "Number of ports")
         if announced != str(len(numbers)):
-            missing = (
-                missing or f"{adapter} has {announced or 'an unknown number of'} ports, and {len(numbers)} are shown"
-            )
+            shown = f"{adapter} has {announced or 'an unknown number of'} ports, and {len(numbers)} are shown"
+            missing = missing or shown
+            if len(set(numbers)) < len(numbers):
+                continue  # two adapters in one: the line between them is lost
         for number, body in zip(numbers, bodies, strict=True):
-            layer = _field(body, "Link layer")
-            if layer not in ("InfiniBand", "Ethernet"):
-                missing = missing or f"port {number} of {adapter} has no end"
-            rate = _field(body, "Rate")
-            ports.append(
-                Port(
-                    adapter=adapter, port=int(number), kind=_field(head, "CA type"), state=_field(body, "State"),
-                    physical=_field(body, "Physical state"), rate=_rate(rate), link_layer=layer,
-                )
+            one = Port(
+                adapter=adapter, port=int(number), kind=_field(head, "CA type"), state=_field(body, "State"),
+                physical=_field(body, "Physical state"), rate=_rate(_field(body, "Rate")),
+                link_layer=_field(body, "Link layer"),
             )  # fmt: skip
-    if not text.endswith("\n") and not text.endswith(("InfiniBand", "Ethernet")):
+            if one.link_layer not in ("InfiniBand", "Ethernet"):
+                missing = missing or f"port {number} of {adapter} has no end"
+            elif not (one.state and one.physical):
+                missing = missing or f"port {number} of {adapter} has no state"
+                continue
+            ports.append(one)
+    if not text.endswith(("\n", "InfiniBand", "Ethernet")):
         missing = missing or "the last line is cut"
     return Ports(ports=tuple(ports), source="ibstat", missing=missing or ("" if ports else "there is no port in it"))
 
 
 def is_sysfs(text: str) -> bool:
-    """Whether ``text`` is what ``grep -r . /sys/class/infiniband`` prints."""
-    return any(_SYSFS.match(line.partition(":")[0]) for line in text.splitlines()[:20])
+    """Whether lines of it are what ``grep -r . /sys/class/infiniband`` or ``ibstatus`` prints."""
+    return bool(files_of_listing(text + "\n"))
 
 
 def read_sysfs(files: Mapping[str, str]) -> Ports:
@@ -108,10 +115,10 @@ def read_sysfs(files: Mapping[str, str]) -> Ports:
             kinds[match[1]] = text.strip()
     ports, missing = [], ""
     for (adapter, number), found in sorted(values.items()):
-        if not {"state", "phys_state", "rate"} <= found.keys():
-            missing = (
-                missing or f"port {number} of {adapter} has no {min({'state', 'phys_state', 'rate'} - found.keys())}"
-            )
+        if lacking := {"state", "phys_state", "rate"} - found.keys():
+            missing = missing or f"port {number} of {adapter} has no {min(lacking)}"
+        if "state" in lacking or "phys_state" in lacking:
+            continue
         ports.append(
             Port(
                 adapter=adapter, port=number, kind=kinds.get(adapter, ""), state=_named(found.get("state", "")),
@@ -123,13 +130,22 @@ def read_sysfs(files: Mapping[str, str]) -> Ports:
 
 
 def files_of_listing(text: str) -> dict[str, str]:
-    """The files that ``grep -r . /sys/class/infiniband`` printed, one ``path:text`` a line. A cut line is left out."""
-    pairs = [line.partition(":") for line in text.split("\n")[:-1]]
-    return {path: value for path, colon, value in pairs if colon}
+    """The files that ``grep -r . /sys/class/infiniband`` printed, one ``path:text`` a line, or those of which
+    ``ibstatus`` tells. A cut line is left out."""
+    found, folder = {}, ""
+    for line in text.split("\n")[:-1]:
+        path, _, value = line.partition(":")
+        if match := _IBSTATUS.match(line):
+            folder = f"infiniband/{match[1]}/ports/{match[2]}/"
+        elif _SYSFS.fullmatch(path):
+            found[path] = value
+        elif folder and path.strip() in ("state", "phys state", "rate", "link_layer"):
+            found[folder + path.strip().replace(" ", "_")] = value.strip()
+    return found
 
 
 def judge_ports(
-    found: Ports, *, host: str = "", expected: int | None = None, rate: int | None = None, source: str = ""
+    found: Ports, *, expected: int | None = None, rate: int | None = None, source: str = ""
 ) -> list[Finding]:
     """Findings on every port that is not as it should be; one HEALTHY finding where all are.
 
@@ -139,7 +155,7 @@ def judge_ports(
     out: list[Finding] = []
     if found.missing:
         message = f"{found.source}: {found.missing}"
-        out.append(Finding(check="net.port", verdict=Verdict.INCOMPLETE, host=host, message=message))
+        out.append(Finding(check="net.port", verdict=Verdict.INCOMPLETE, message=message))
     if expected is not None:
         working = [port for port in found.ports if port.up and (rate is None or (port.rate or 0) >= rate)]
         if len(working) < expected and not found.missing:
@@ -147,21 +163,21 @@ def judge_ports(
             others = ", ".join(_told(port) for port in found.ports if port not in working) or "none besides"
             out.append(
                 Finding(
-                    check="net.port", verdict=Verdict.REPLACE, host=host, evidence=others, value=str(len(working)),
+                    check="net.port", verdict=Verdict.REPLACE, evidence=others, value=str(len(working)),
                     message=f"{len(working)} of {expected} ports work{speed}", expected=str(expected), source=source,
                 )
             )  # fmt: skip
     else:
-        out += [one for one in _among_like(found.ports, host)]
+        out += [one for one in _among_like(found.ports)]
     if not out:
         rates = Counter(port.rate for port in found.ports if port.up)
         speeds = ", ".join(f"{count} at {speed} Gbit/s" for speed, count in rates.most_common())
         message = f"{sum(rates.values())} ports work ({speeds})" if rates else "no RDMA port, and none is needed"
-        out.append(Finding(check="net.port", verdict=Verdict.HEALTHY, host=host, message=message))
+        out.append(Finding(check="net.port", verdict=Verdict.HEALTHY, message=message))
     return out
 
 
-def _among_like(ports: Sequence[Port], host: str) -> Iterator[Finding]:
+def _among_like(ports: Sequence[Port]) -> Iterator[Finding]:
     kinds = Counter(port.kind for port in ports)
     commonest = max(kinds, key=lambda kind: kinds[kind], default="")
     like = [port for port in ports if port.kind == commonest]
@@ -176,19 +192,19 @@ def _among_like(ports: Sequence[Port], host: str) -> Iterator[Finding]:
             if verdict is Verdict.INCOMPLETE:
                 message += ", as most are: whether they should be up is not known"
             yield Finding(
-                check="net.port", verdict=verdict, host=host, message=message, evidence=_told(port),
+                check="net.port", verdict=verdict, message=message, evidence=_told(port),
                 value=port.state, expected="Active", source=source,
             )  # fmt: skip
         elif data and port.rate is not None and port.rate < fastest:
             message = f"port {port.name} runs at {port.rate} Gbit/s, and others of its model at {fastest}"
             yield Finding(
-                check="net.port", verdict=Verdict.DRAIN, host=host, message=message, evidence=_told(port),
+                check="net.port", verdict=Verdict.DRAIN, message=message, evidence=_told(port),
                 value=str(port.rate), expected=str(fastest), source=source,
             )  # fmt: skip
 
 
 def judge_counters(
-    before: Mapping[str, str], after: Mapping[str, str], *, seconds: float, host: str = "", idle: bool = True
+    before: Mapping[str, str], after: Mapping[str, str], *, seconds: float, idle: bool = True
 ) -> list[Finding]:
     """From two readings of the sysfs files (as for ``read_sysfs``), ``seconds`` apart.
 
@@ -210,7 +226,7 @@ def judge_counters(
             )
             out.append(
                 Finding(
-                    check="net.counters", verdict=verdict, host=host, message=message, value=str(grown),
+                    check="net.counters", verdict=verdict, message=message, value=str(grown),
                     evidence=f"{path}: {old}, then {new}", expected="0", source="mlx5 counters",
                 )
             )  # fmt: skip

@@ -7,6 +7,7 @@ monotonic) and syslog files hold. Old drivers print ``Xid (0000:03:00): 14`` wit
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -45,7 +46,19 @@ class KernelFault:
     process: str = ""
     fatal: bool | None = None
     """What the line says itself; None: nothing."""
-    link: int | None = None
+    resets: int = 0
+    """How often the GPU was reset before this line, as far as is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelMessage:
+    """One line without its prefixes. ``time_s``: on ``clock``; None: the line has none."""
+
+    text: str
+    line: str
+    time_s: float | None = None
+    clock: Clock = Clock.BOOT
+    boot: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +66,33 @@ class KernelLog:
     """A kernel log, read."""
 
     faults: tuple[KernelFault, ...]
-    lines: int
+    messages: tuple[KernelMessage, ...] = ()
     boots: int = 1
     mismatch: str = ""
     """A line that says that library and kernel module are of different versions."""
     unread: str = ""
     """A line that begins as an error's but holds no number."""
     cut: bool = False
-    """The last line is not whole."""
-    first_s: float | None = None
-    first_clock: Clock = Clock.BOOT
+    """The last line has no end, and may be cut."""
+    lines: int = 0
 
 
+#: More than any record of the kernel's (CONSOLE_EXT_LOG_MAX) with its prefixes.
+_LONGEST = 16384
 _KMSG = re.compile(r"(\d+),\d+,(\d+),[^;]*;")
-_SINCE_BOOT = re.compile(r"(?:<\d+>)?\[ *(\d+\.\d+)\] ?")
+_SINCE_BOOT = re.compile(r"(?:<\d+>)?\[ *(\d+\.\d+)(?: <[^>]*>)?\](?:\[ *[CT]\d+\])? ?")
 _LOCAL = re.compile(r"\[(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})\] ?")
-_ISO = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z|[+-]\d\d:?\d\d)? +")
+_ISO = re.compile(
+    r"(?:\w{3} )?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z|[+-]\d\d:?\d\d| UTC)?(?: (?:GMT|[A-Z]{1,4}T))? +"
+)
 _SHORT = re.compile(r"(\w{3} +\d+ \d\d:\d\d:\d\d)(?:\.(\d+))? +")
-_UNTIMED = re.compile(r"(?:<\d+>|\w+ *:\w+ *: ?|(?:\S+ )?kernel: ?)")
+#: Levels, the facility, a host and the kernel's name, times since the line before, and the file that grep names.
+_UNTIMED = re.compile(
+    r"<\d+>\d? ?|(?:kern|user|daemon|syslog) *:\w+ *: ?|(?:\S+ )?kernel(?:\[\d+\])?(?:: ?| - - - )"
+    r"|\[(?:[A-Z][a-z]{2}\d\d \d\d:\d\d| *\+[\d.]+)\] ?"
+    r"|message repeated \d+ times: \[ ?|[\w.-]+ (?=NVRM: |nvidia-nvswitch\d)"
+    r"|[\w./-]+(?:\.(?:log|txt)|dmesg|syslog|messages)(?:\.\d+)?:(?:\d+:)?"
+)
 
 _PCI = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-9a-fA-F])?"
 _XID = re.compile(rf"(?:NVRM: )?Xid \((?:PCI:)?({_PCI})\): (\d+)(?![\w.])[, ]*(.*)")
@@ -86,7 +108,10 @@ _BOOT = re.compile(r"Linux version \d|-- Boot [0-9a-f]{32}")
 _PID = re.compile(r"\bpid='?(\d+)")
 _PROCESS = re.compile(r"\bname=([^,]+)")
 _FATAL = re.compile(r"\b(Non-?)?fatal\b", re.IGNORECASE)
-_LINK = re.compile(r"\bLink (\d+)")
+#: A GPU's reset: the kernel's own words, NVSentinel's, and the driver's when it is loaded.
+_RESET = re.compile(rf"(?:\S+ )?({_PCI}): (?:reset done|resetting)\b|GPU reset executed|NVRM: loading NVIDIA")
+#: Xid 154: what the driver says that the GPU needs.
+RECOVERY_ACTION = 154
 #: The number of "fallen off the bus", which some lines leave out.
 OFF_THE_BUS = 79
 
@@ -100,26 +125,34 @@ def pci_address(text: str) -> str:
     return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{int(function or '0', 16):x}"
 
 
-def is_kernel_log(text: str) -> bool:
-    """Whether ``text`` is a kernel log: it names the driver's module, or most of its lines begin as the kernel's do."""
-    lines = [line for line in text.splitlines()[:2000] if line.strip()]
-    messages = [_message(line)[0] for line in lines]
-    if any(message.startswith(("NVRM: ", "nvidia-nvswitch", "Linux version ")) for message in messages):
-        return True
+def looks_stamped(text: str) -> bool:
+    """Whether most of its lines begin as those of a kernel log do."""
+    lines = [line for line in text.splitlines() if line.strip()]
     stamped = sum(bool(_KMSG.match(line) or _SINCE_BOOT.match(line) or _LOCAL.match(line)) for line in lines)
     named = sum(" kernel: " in line for line in lines)
     return 2 * max(stamped, named) > len(lines) > 0
 
 
 def read_kernel_log(text: str) -> KernelLog:
-    """Every error line of the GPU driver in ``text``. Never raises; a line that is cut in its number is left out."""
-    reader = KernelLogReader()
+    """Every error line of the GPU driver in ``text``, and all messages. Never raises.
+
+    A line without an end is read, too, unless its number may be cut.
+    """
+    reader, unread = KernelLogReader(), ""
     lines = text.split("\n")
     cut = bool(lines[-1].strip())
-    faults = tuple(fault for line in (lines if not cut else lines[:-1]) if (fault := reader.read(line)) is not None)
+    faults, messages = [], []
+    for number, line in enumerate(lines, 1):
+        fault = reader.read(line)
+        if reader.message is not None:
+            messages.append(reader.message)
+        if fault is not None and cut and number == len(lines) and not fault.text:
+            unread = line.strip()
+        elif fault is not None:
+            faults.append(fault)
     return KernelLog(
-        faults=faults, lines=sum(bool(line.strip()) for line in lines), boots=reader.boot + 1,
-        mismatch=reader.mismatch, unread=reader.unread, cut=cut, first_s=reader.first_s, first_clock=reader.first_clock,
+        faults=tuple(faults), messages=tuple(messages), boots=reader.boot + 1, mismatch=reader.mismatch,
+        unread=unread or reader.unread, cut=cut, lines=sum(bool(line.strip()) for line in lines),
     )  # fmt: skip
 
 
@@ -130,21 +163,28 @@ class KernelLogReader:
         self.boot = 0
         self.mismatch = ""
         self.unread = ""
-        self.first_s: float | None = None
-        self.first_clock = Clock.BOOT
+        self.message: KernelMessage | None = None
+        """Of the line that was read last."""
         self._seen_any = False
         self._named = ""
+        self._resets: Counter[str] = Counter()
+
+    def note_reset(self, device: str = "") -> None:
+        """The GPU was reset; without an address all were."""
+        self._resets[device] += 1
 
     def read(self, line: str) -> KernelFault | None:
         """The fault that this line reports, if it does."""
-        message, time_s, clock = _message(line.rstrip("\r\n"))
+        message, time_s, clock = _message(line[:_LONGEST].rstrip("\r\n"))
+        self.message = None
         if not message:
             return None
         if _BOOT.match(message):
             self.boot += self._seen_any
         self._seen_any = True
-        if self.first_s is None and time_s is not None:
-            self.first_s, self.first_clock = time_s, clock
+        self.message = KernelMessage(text=message, line=line.strip(), time_s=time_s, clock=clock, boot=self.boot)
+        if reset := _RESET.match(message):
+            self.note_reset(pci_address(reset[1] or ""))
         if _MISMATCH.match(message):
             self.mismatch = line.strip()
         named = _GPU_NAMED.match(message)
@@ -156,11 +196,14 @@ class KernelLogReader:
                 self.unread = line.strip()
             return None
         family, device, number, text = found
-        pid, process, fatal, link = (pattern.search(text) for pattern in (_PID, _PROCESS, _FATAL, _LINK))
+        pid, process, fatal = (pattern.search(text) for pattern in (_PID, _PROCESS, _FATAL))
+        resets = self._resets[device] + (self._resets[""] if device else 0)
+        if number == RECOVERY_ACTION and re.search(r" to 0x0\b.*None", text):  # it has been reset
+            self.note_reset(device)
         return KernelFault(
             family=family, number=number, device=device, text=text, line=line.strip(), time_s=time_s, clock=clock,
             boot=self.boot, pid=int(pid[1]) if pid else None, process=process[1].strip() if process else "",
-            fatal=None if fatal is None else fatal[1] is None, link=int(link[1]) if link else None,
+            fatal=None if fatal is None else fatal[1] is None, resets=resets,
         )  # fmt: skip
 
     def _found(self, message: str) -> tuple[Family, str, int, str] | None:
@@ -219,7 +262,7 @@ def _stamp(rest: str) -> tuple[float, Clock, str] | None:
             at = datetime.strptime(f"{match[1]} +0000", "%a %b %d %H:%M:%S %Y %z")
             return at.timestamp(), Clock.LOCAL, rest[match.end() :]
         if match := _ISO.match(rest):
-            at = datetime.fromisoformat(match[1].replace(" ", "T") + (match[3] or "+00:00"))
+            at = datetime.fromisoformat(match[1].replace(" ", "T") + ((match[3] or "+00:00").replace(" UTC", "+00:00")))
             return at.timestamp() + _part(match[2]), Clock.WALL if match[3] else Clock.LOCAL, rest[match.end() :]
         if match := _SHORT.match(rest):  # no year: any leap year will do
             at = datetime.strptime(f"1972 {match[1]} +0000", "%Y %b %d %H:%M:%S %z")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from muster.health.verdicts import Finding, Verdict
 
-_COLLECTIVE = re.compile(r"Collective test starting: (\w+?)_perf")
+_COLLECTIVE = re.compile(r"Collective test starting: (\w+?)_perf|\b([a-z_]+?)_perf(?:_mpi)?(?:\s+-|\s*$)", re.MULTILINE)
 _RANGE = re.compile(r"minBytes (\d{1,18}) maxBytes (\d{1,18})")
 _RANK = re.compile(r"^#\s+Rank +(\d{1,6}) .*?\bon +(\S+) device +(\d{1,6}) \[\w+(?::\w+)*\] (.*)$", re.MULTILINE)
 _HEAD = re.compile(r"^#\s+size\s+count", re.MULTILINE)
@@ -54,14 +54,14 @@ def is_nccl_tests(text: str) -> bool:
 
 def read_nccl_tests(text: str) -> NcclTable:
     """Never raises. Lines that NCCL itself or a launcher wrote between the rows are passed over."""
-    rows, redop = [], ""
+    rows, cells = [], list[str]()
     for line in text.splitlines():
         if (match := _ROW.match(line)) and (row := _row(int(match[1]), match[4].split())) is not None:
             rows.append(row)
-            redop = match[4].split()[0] if len(match[4].split()) > 8 else ""
+            cells = match[4].split()
     ranks = _RANK.findall(text)
     bounds, failure, named = _BOUNDS.search(text), _FAILURE.search(text), _COLLECTIVE.search(text)
-    collective = named[1] if named else _told_from(rows, len(ranks), redop)
+    collective = named[1] or named[2] if named else _told_from(rows, len(ranks), cells)
     return NcclTable(
         collective=collective, rows=tuple(rows), hosts=tuple(dict.fromkeys(host for _, host, _, _ in ranks)),
         gpus=len(ranks), device=ranks[0][3].strip() if ranks else "",
@@ -131,15 +131,27 @@ def _row(size: int, cells: list[str]) -> Row | None:
         return None
 
 
-def _told_from(rows: list[Row], gpus: int, redop: str) -> str:
-    """By the ratio of bus to algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md): 2(n-1)/n or (n-1)/n of size/time."""
+def _told_from(rows: list[Row], gpus: int, cells: list[str]) -> str:
+    """By the last row (nccl-tests, doc/PERFORMANCE.md, src/*.cu at 2.17): the ratio of bus to algorithm bandwidth is
+    2(n-1)/n, (n-1)/n or 1 of size/time; an operation is named where it reduces; only where one rank is the root its
+    number stands there; what has no form in place does not check it (N/A)."""
     largest = max(rows, key=lambda row: row.size_bytes, default=None)
     algorithm_gb_s = largest.size_bytes / largest.time_us / 1e3 if largest is not None and largest.time_us > 0 else 0.0
     if largest is None or gpus < 2 or not algorithm_gb_s > 0:
         return ""
-    ratio = largest.busbw / algorithm_gb_s
-    if abs(ratio - 2 * (gpus - 1) / gpus) < 0.02:
+    before, checked = cells[:-8], (cells[-5] != "N/A", cells[-1] != "N/A")
+    reduces, rooted = before[:1] not in ([], ["none"]), len(before) > 1 and before[1] != "-1"
+    ratio, in_place = largest.busbw / algorithm_gb_s, checked != (True, False)
+    if abs(ratio - 2 * (gpus - 1) / gpus) < 0.02 and (reduces or not before) and gpus > 2:
         return "all_reduce"
     if abs(ratio - (gpus - 1) / gpus) < 0.02:
-        return "reduce_scatter" if redop == "sum" else "all_gather"
+        if reduces:
+            return "reduce_scatter"
+        if rooted:
+            return "gather or scatter"
+        return "alltoall" if not in_place else "all_gather" if checked[1] or not before else "all_gather or alltoall"
+    if abs(ratio - 1) < 0.02:
+        if rooted or (gpus == 2 and reduces):
+            return ("reduce" if rooted else "all_reduce") if reduces else "broadcast"
+        return "sendrecv" if not in_place else ""
     return ""

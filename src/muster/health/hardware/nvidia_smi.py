@@ -1,20 +1,23 @@
-"""``nvidia-smi -q`` and ``nvidia-smi --query-gpu=... --format=csv`` as readings.
+"""What ``nvidia-smi`` prints, as readings: ``-q``, ``-q -x``, ``--query-gpu=... --format=csv``, and its table.
 
-Old and new names both occur: clocks had "throttle reasons" and now have "event reasons"; errors in caches were one
-count (SRAM Uncorrectable) and are two (parity and SEC-DED); before A100 they were "Double Bit". Names from outputs of
-drivers 535 to 595.
+Each form becomes fields of one GPU, name -> value; one table (``_FIELDS``) says which names mean which reading. A name
+is the path of sections in small letters (``ecc_mode/current``), as XML has it. Old and new names both occur: clocks had
+"throttle reasons" and now have "event reasons"; errors in caches were one count (SRAM Uncorrectable) and are two
+(parity and SEC-DED); before A100 they were "Double Bit". Names from outputs of drivers 470 to 595.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from xml.etree import ElementTree
 
 from muster.health.hardware.kernel_log import pci_address
 from muster.health.hardware.readings import ClockReason, GpuReading, GpuReport
 
 _HEADER = re.compile(r"^=+ *NVSMI LOG *=+\s*$", re.MULTILINE)
+_XML = re.compile(r"<nvidia_smi_log>.*?(</nvidia_smi_log>|\Z)", re.DOTALL)
 _GPU = re.compile(r"^GPU ([0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])\s*$")
 _PAIR = re.compile(r"^( *)(\S.*?)\s*:(?: (.*))?$")
 _NO_HANDLE = re.compile(r"Unable to determine the device handle for (?:GPU|gpu) ?([0-9A-Fa-f:.]*)")
@@ -34,25 +37,65 @@ def is_query(text: str) -> bool:
 def read_query(text: str) -> GpuReport:
     """``nvidia-smi -q``. Never raises; what is missing at its end, or in a GPU's block, is said in ``missing``."""
     head, blocks = _blocks(text)
-    readings = tuple(_reading(address, fields, number) for number, (address, fields) in enumerate(blocks))
-    count = _number(head.get("Attached GPUs", ""))
+    count = _number(head.get("attached_gpus", ""))
+    missing = _missing(text, count, blocks)
+    return _report("nvidia-smi -q", text, blocks, driver=head.get("driver_version", ""), count=count, missing=missing)
+
+
+def _report(
+    source: str, text: str, gpus: Sequence[Fields], *, driver: str, count: int | None, missing: str
+) -> GpuReport:
     return GpuReport(
-        gpus=readings, source="nvidia-smi -q", driver=head.get("Driver Version", ""), count=count,
+        gpus=tuple(_reading(fields, number) for number, fields in enumerate(gpus)), source=source, driver=driver,
         unreachable=tuple(match[1].rstrip(":.") or "of unknown address" for match in _NO_HANDLE.finditer(text)),
-        missing=_missing(text, count, [fields for _, fields in blocks]),
+        count=count, missing=missing,
     )  # fmt: skip
 
 
-def _blocks(text: str) -> tuple[dict[str, str], list[tuple[str, dict[str, str]]]]:
-    """(fields before the first GPU, (address, fields) of each GPU). A field's key is its path: ``ECC Mode/Current``."""
+def is_xml(text: str) -> bool:
+    return _XML.search(text) is not None
+
+
+def read_xml(text: str) -> GpuReport:
+    """``nvidia-smi -q -x``. Never raises. No entity is expanded: one that declares any is not read."""
+    found, missing = _XML.search(text), ""
+    root = ElementTree.Element("nvidia_smi_log")
+    if found is None or not found[1]:
+        missing = "the report has no end"
+    elif "<!ENTITY" in text:
+        missing = "the report declares entities"
+    else:
+        try:
+            root = ElementTree.fromstring(found[0])
+        except ElementTree.ParseError as error:
+            missing = f"the report is damaged: {error}"
+    gpus = [_flat(gpu) | {"pci_bus_id": gpu.get("id", "")} for gpu in root.findall("gpu")]
+    count = _number(root.findtext("attached_gpus", ""))
+    if not missing and (count is None or len(gpus) < count):
+        missing = f"the report says {count} GPUs and shows {len(gpus)}"
+    driver = root.findtext("driver_version", "")
+    return _report("nvidia-smi -q -x", text, gpus, driver=driver, count=count, missing=missing)
+
+
+def _flat(element: ElementTree.Element, path: str = "") -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for child in element:
+        name = f"{path}{child.tag}"
+        name = f"{name}#{sum(one.startswith(name) for one in fields)}" if name in fields else name
+        fields |= _flat(child, f"{name}/") if len(child) else {name: (child.text or "").strip()}
+    return fields
+
+
+def _blocks(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """(fields before the first GPU, fields of each GPU). A field's key is its path: ``ecc_mode/current``."""
     head: dict[str, str] = {}
-    blocks: list[tuple[str, dict[str, str]]] = []
+    blocks: list[dict[str, str]] = []
     fields, path = head, list[tuple[int, str]]()
     repeated: Counter[tuple[int, str]] = Counter()
     for line in text.splitlines():
         if match := _GPU.match(line):
-            fields, path = {}, []
-            blocks.append((match[1], fields))
+            fields, path = {"pci_bus_id": match[1]}, []
+            blocks.append(fields)
             continue
         if not line.strip() or _NO_HANDLE.search(line):
             continue
@@ -60,7 +103,7 @@ def _blocks(text: str) -> tuple[dict[str, str], list[tuple[str, dict[str, str]]]
         indent = len(line) - len(line.lstrip())
         while path and path[-1][0] >= indent:
             path.pop()
-        key = pair[2] if pair else line.strip()
+        key = _key(pair[2] if pair else line)
         path.append((indent, key))
         name = "/".join(part for _, part in path)
         if name in fields:  # one of several processes
@@ -78,192 +121,24 @@ def _missing(text: str, count: int | None, blocks: list[dict[str, str]]) -> str:
     if not text.endswith("\n") and not _WHOLE_LINE.search(text):
         return "the last line is cut"
     for number, fields in enumerate(blocks):
-        if "Processes" not in fields:
+        if "processes" not in fields:
             return f"the block of GPU {number} has no end, or only parts were asked for"
         lacking = _stable(blocks[0]) - fields.keys()
-        if lacking and fields.get("Product Name") == blocks[0].get("Product Name"):
+        if lacking and fields.get("product_name") == blocks[0].get("product_name"):
             return f"the block of GPU {number} lacks {sorted(lacking)[0]}"
     return ""
 
 
 def _stable(fields: Fields) -> set[str]:
-    return {name for name in fields if not name.startswith("Processes")}
+    return {name for name in fields if not name.startswith("processes")}
 
 
-def _reading(address: str, fields: Fields, number: int) -> GpuReading:
-    sram = "ECC Errors/Aggregate/SRAM Uncorrectable"
-    banks = "Remapped Rows/Bank Remap Availability Histogram"
-    link = "PCI/GPU Link Info"
-    margin = _number(_first(fields, "Temperature/GPU T.Limit Temp"))
-    return GpuReading(
-        index=number, address=pci_address(address), name=fields.get("Product Name", ""),
-        uuid=fields.get("GPU UUID", ""), serial=fields.get("Serial Number", ""), vbios=fields.get("VBIOS Version", ""),
-        lost_fields=tuple(name for name, value in fields.items() if _LOST.fullmatch(value)),
-        ecc_uncorrected=_total(fields, "ECC Errors/Volatile", ("Uncorrectable", "Double Bit/Total")),
-        ecc_corrected=_total(fields, "ECC Errors/Volatile", (" Correctable", "Single Bit/Total")),
-        sram_uncorrected_aggregate=_sum(fields, sram, f"{sram} Parity", f"{sram} SEC-DED"),
-        sram_threshold_exceeded=_yes(_first(fields, "ECC Errors/Aggregate/SRAM Threshold Exceeded")),
-        remap_pending=_yes(_first(fields, "Remapped Rows/Pending")),
-        remap_failed=_yes(_first(fields, "Remapped Rows/Remapping Failure Occurred")),
-        remap_banks={
-            name.lower(): found
-            for name in ("Max", "High", "Partial", "Low", "None")
-            if (found := _number(_first(fields, f"{banks}/{name}"))) is not None
-        },
-        retired_pages=_sum(fields, *(f"Retired Pages/{kind} Bit ECC" for kind in ("Single", "Double"))),
-        retired_pages_pending=_yes(
-            _first(fields, "Retired Pages/Pending Page Blacklist", "Retired Pages/Pending Page Retirement")
-        ),
-        repair_pending=_any(fields, "Channel Repair Pending", "TPC Repair Pending"),
-        unrepairable=_any(fields, "Unrepairable Memory"),
-        clock_reasons=_clock_reasons(fields),
-        temperature_c=_number(_first(fields, "Temperature/GPU Current Temp")),
-        slowdown_c=None if margin is not None else _number(_first(fields, "Temperature/GPU Slowdown Temp")),
-        margin_c=margin,
-        pcie_generation=_number(_first(fields, f"{link}/PCIe Generation/Current")),
-        pcie_generation_max=_number(_first(fields, f"{link}/PCIe Generation/Max")),
-        pcie_width=_number(_first(fields, f"{link}/Link Width/Current")),
-        pcie_width_max=_number(_first(fields, f"{link}/Link Width/Max")),
-        recovery_action=_told(_first(fields, "GPU Recovery Action")),
-        reset_required=_yes(_first(fields, "GPU Reset Status/Reset Required")),
-        drain_recommended=_yes(_first(fields, "GPU Reset Status/Drain and Reset Recommended")),
-        persistence=_enabled(_first(fields, "Persistence Mode")),
-        mig=_enabled(_first(fields, "MIG Mode/Current")),
-        compute_mode=_told(_first(fields, "Compute Mode")),
-        fabric_state=_told(_first(fields, "Fabric/State")), fabric_status=_told(_first(fields, "Fabric/Status")),
-        memory_used_bytes=_bytes(_first(fields, "FB Memory Usage/Used")),
-        processes=_processes(fields),
-    )  # fmt: skip
+def _key(name: str) -> str:
+    return re.sub(r"\W+", "_", name.strip().lower()).strip("_")
 
 
-def _clock_reasons(fields: Fields) -> ClockReason | None:
-    named = {
-        "Idle": ClockReason.IDLE, "Applications Clocks Setting": ClockReason.APPLICATION_CLOCKS,
-        "SW Power Cap": ClockReason.SW_POWER_CAP, "HW Slowdown": ClockReason.HW_SLOWDOWN,
-        "HW Slowdown/HW Thermal Slowdown": ClockReason.HW_THERMAL,
-        "HW Slowdown/HW Power Brake Slowdown": ClockReason.HW_POWER_BRAKE, "Sync Boost": ClockReason.SYNC_BOOST,
-        "SW Thermal Slowdown": ClockReason.SW_THERMAL, "Display Clock Setting": ClockReason.DISPLAY_CLOCKS,
-    }  # fmt: skip
-    reasons, told = ClockReason(0), False
-    for section in ("Clocks Event Reasons", "Clocks Throttle Reasons"):
-        for name, reason in named.items():
-            value = fields.get(f"{section}/{name}", "")
-            told |= value in ("Active", "Not Active")
-            reasons |= reason if value == "Active" else ClockReason(0)
-    return reasons if told else None
-
-
-def _processes(fields: Fields) -> tuple[tuple[int, str], ...]:
-    pids = [_number(value) for name, value in fields.items() if re.fullmatch(r"Processes/Process ID(#\d+)?", name)]
-    names = [value for name, value in fields.items() if re.fullmatch(r"Processes/Process ID/Name(#\d+)?", name)]
-    names += [""] * len(pids)
-    return tuple((pid, name) for pid, name in zip(pids, names, strict=False) if pid is not None)
-
-
-# ---------------------------------------------------------------- CSV
-
-
-def is_csv(text: str) -> bool:
-    """Whether ``text`` is the output of ``nvidia-smi --query-gpu=... --format=csv`` with its header."""
-    names = {_column(cell) for cell in text.split("\n", 1)[0].split(",")}
-    return bool({"index", "uuid", "pci.bus_id", "gpu_bus_id", "name"} & names) and len(names & _CSV_NAMES) >= 2
-
-
-def read_csv(text: str) -> GpuReport:
-    """``--query-gpu`` and ``--query-remapped-rows`` with a header line, with or without units. Never raises.
-
-    Only a column ``count`` says how many GPUs there are.
-    """
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
-    names = [_column(cell) for cell in rows[0]] if rows else []
-    unreachable = tuple(match[1].rstrip(":.") or "of unknown address" for match in _NO_HANDLE.finditer(text))
-    told = [row for row in rows[1:] if not _NO_HANDLE.search(",".join(row))]
-    gpus = [dict(zip(names, row, strict=False)) for row in told]
-    count = _number(gpus[0].get("count", "")) if gpus else None
-    missing = ""
-    if not text.endswith("\n"):
-        missing = "the last line is cut"
-    elif any(len(row) != len(names) for row in told):
-        missing = "a row has fewer values than the header"
-    elif not gpus:
-        missing = "there is a header and no row"
-    elif count is not None and len(gpus) < count:
-        missing = f"the report says {count} GPUs and shows {len(gpus)}"
-    return GpuReport(
-        gpus=tuple(_csv_reading(fields, number) for number, fields in enumerate(gpus)), source="nvidia-smi --query-gpu",
-        driver=gpus[0].get("driver_version", "") if gpus else "", count=count, unreachable=unreachable, missing=missing,
-    )  # fmt: skip
-
-
-def _csv_reading(fields: Fields, number: int) -> GpuReading:
-    index = _number(fields.get("index", ""))
-    corrected, uncorrected = (f"ecc.errors.{kind}.volatile.total" for kind in ("corrected", "uncorrected"))
-    return GpuReading(
-        index=number if index is None else index,
-        address=pci_address(_first(fields, "pci.bus_id", "gpu_bus_id")), name=_first(fields, "name", "gpu_name"),
-        uuid=_first(fields, "uuid", "gpu_uuid"), serial=_first(fields, "serial", "gpu_serial"),
-        vbios=fields.get("vbios_version", ""),
-        lost_fields=tuple(name for name, value in fields.items() if _LOST.fullmatch(value)),
-        ecc_uncorrected=_number(fields.get(uncorrected, "")), ecc_corrected=_number(fields.get(corrected, "")),
-        sram_uncorrected_aggregate=_number(fields.get("ecc.errors.uncorrected.aggregate.sram", "")),
-        remap_pending=_yes(fields.get("remapped_rows.pending", "")),
-        remap_failed=_yes(fields.get("remapped_rows.failure", "")),
-        retired_pages_pending=_yes(fields.get("retired_pages.pending", "")),
-        retired_pages=_sum(fields, "retired_pages.single_bit_ecc.count", "retired_pages.double_bit.count"),
-        clock_reasons=_csv_clock_reasons(fields), temperature_c=_number(fields.get("temperature.gpu", "")),
-        margin_c=_number(fields.get("temperature.gpu.tlimit", "")),
-        pcie_generation=_number(fields.get("pcie.link.gen.current", "")),
-        pcie_generation_max=_number(fields.get("pcie.link.gen.max", "")),
-        pcie_width=_number(fields.get("pcie.link.width.current", "")),
-        pcie_width_max=_number(fields.get("pcie.link.width.max", "")),
-        recovery_action=_told(fields.get("gpu_recovery_action", "")),
-        reset_required=_yes(fields.get("reset_status.reset_required", "")),
-        drain_recommended=_yes(fields.get("reset_status.drain_and_reset_recommended", "")),
-        persistence=_enabled(fields.get("persistence_mode", "")), mig=_enabled(fields.get("mig.mode.current", "")),
-        compute_mode=_told(fields.get("compute_mode", "")), fabric_state=_told(fields.get("fabric.state", "")),
-        fabric_status=_told(fields.get("fabric.status", "")), memory_used_bytes=_bytes(fields.get("memory.used", "")),
-    )  # fmt: skip
-
-
-def _csv_clock_reasons(fields: Fields) -> ClockReason | None:
-    reasons, told = ClockReason(0), False
-    for old in ("clocks_event_reasons", "clocks_throttle_reasons"):
-        mask = fields.get(f"{old}.active", "")
-        if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", mask):
-            reasons, told = reasons | ClockReason(int(mask, 16) & 0x1FF), True
-        for name, reason in _CSV_REASONS.items():
-            value = fields.get(f"{old}.{name}", "")
-            told |= value in ("Active", "Not Active")
-            reasons |= reason if value == "Active" else ClockReason(0)
-    return reasons if told else None
-
-
-_CSV_REASONS = {
-    "gpu_idle": ClockReason.IDLE, "applications_clocks_setting": ClockReason.APPLICATION_CLOCKS,
-    "sw_power_cap": ClockReason.SW_POWER_CAP, "hw_slowdown": ClockReason.HW_SLOWDOWN,
-    "hw_thermal_slowdown": ClockReason.HW_THERMAL, "hw_power_brake_slowdown": ClockReason.HW_POWER_BRAKE,
-    "sw_thermal_slowdown": ClockReason.SW_THERMAL, "sync_boost": ClockReason.SYNC_BOOST,
-}  # fmt: skip
-_CSV_NAMES = {
-    "index", "uuid", "gpu_uuid", "name", "gpu_name", "pci.bus_id", "gpu_bus_id", "driver_version", "count", "serial",
-    "vbios_version", "temperature.gpu", "memory.used", "memory.total", "persistence_mode", "mig.mode.current",
-    "pcie.link.width.current", "pcie.link.gen.current", "remapped_rows.pending", "remapped_rows.failure",
-    "ecc.errors.uncorrected.volatile.total", "ecc.errors.corrected.volatile.total", "gpu_recovery_action",
-    "clocks_event_reasons.active", "clocks_throttle_reasons.active", "fabric.state", "compute_mode",
-    "clocks_event_reasons.hw_slowdown", "clocks_throttle_reasons.hw_slowdown", "utilization.gpu", "power.draw",
-}  # fmt: skip
-
-
-def _column(cell: str) -> str:
-    """``memory.used [MiB]`` -> ``memory.used``."""
-    return cell.partition("[")[0].strip()
-
-
-# ---------------------------------------------------------------- values
-
-
-def _first(fields: Fields, *names: str) -> str:
-    return next((fields[name] for name in names if name in fields), "")
+def _yes(value: str) -> bool | None:
+    return {"yes": True, "no": False, "enabled": True, "disabled": False, "on": True, "off": False}.get(value.lower())
 
 
 def _told(value: str) -> str:
@@ -281,30 +156,225 @@ def _bytes(value: str) -> int | None:
     return None if number is None else number * _MIB
 
 
-def _yes(value: str) -> bool | None:
-    return {"yes": True, "no": False}.get(value.lower())
-
-
-def _enabled(value: str) -> bool | None:
-    return {"enabled": True, "disabled": False}.get(value.lower())
-
-
 def _sum(fields: Fields, *names: str) -> int | None:
     values = [number for name in names if (number := _number(fields.get(name, ""))) is not None]
     return sum(values) if values else None
 
 
-def _total(fields: Fields, section: str, endings: tuple[str, str]) -> int | None:
-    """The sum of the section's counts whose names hold the first ending (or are the second)."""
-    names = [
-        name
-        for name in fields
-        if name.startswith(section + "/") and (endings[0] in name or name == f"{section}/{endings[1]}")
-    ]
-    return _sum(fields, *names)
+def _total(fields: Fields, endings: tuple[str, str, str]) -> int | None:
+    """The sum of the volatile counts whose names hold the first ending, or are the second or third."""
+    wanted = (f"{_ECC}/{endings[1]}", endings[2])
+    return _sum(fields, *(
+        name for name in fields if name in wanted or (name.startswith(_ECC) and endings[0] in name)
+    ))  # fmt: skip
 
 
 def _any(fields: Fields, *endings: str) -> bool | None:
     told = [_yes(value) for name, value in fields.items() if name.rpartition("/")[2] in endings]
     known = [one for one in told if one is not None]
     return any(known) if known else None
+
+
+_ECC, _RETIRED = "ecc_errors/volatile", "retired_pages"
+#: Reading -> (how the value is read, its names in any of the forms).
+_FIELDS: Mapping[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
+    "address": (pci_address, ("pci_bus_id", "gpu_bus_id")), "name": (str, ("product_name", "name", "gpu_name")),
+    "uuid": (str, ("gpu_uuid", "uuid")),
+    "vbios": (str, ("vbios_version",)),
+    "sram_threshold_exceeded": (_yes, ("ecc_errors/aggregate/sram_threshold_exceeded",)),
+    "remap_pending": (_yes, ("remapped_rows/pending", "remapped_rows/remapped_row_pending", "remapped_rows_pending")),
+    "remap_failed": (_yes, ("remapped_rows/remapping_failure_occurred", "remapped_rows/remapped_row_failure",
+                            "remapped_rows_failure")),
+    "retired_pages_pending": (_yes, tuple(
+        f"{_RETIRED}{name}" for name in ("/pending_page_blacklist", "/pending_page_retirement", "/pending_blacklist",
+                                         "/pending_retirement", "_pending"))),
+    "temperature_c": (_number, ("temperature/gpu_current_temp", "temperature/gpu_temp", "temperature_gpu")),
+    "margin_c": (_number, ("temperature/gpu_t_limit_temp", "temperature/gpu_temp_tlimit", "temperature_gpu_tlimit")),
+    "slowdown_c": (_number, ("temperature/gpu_slowdown_temp", "temperature/gpu_temp_slow_threshold")),
+    "pcie_width": (_number, ("pci/gpu_link_info/link_width/current", "pcie_link_width_current",
+                             "pci/pci_gpu_link_info/link_widths/current_link_width")),
+    "pcie_width_max": (_number, ("pci/gpu_link_info/link_width/max", "pcie_link_width_max",
+                                 "pci/pci_gpu_link_info/link_widths/max_link_width")),
+    "recovery_action": (_told, ("gpu_recovery_action",)),
+    "reset_required": (_yes, ("gpu_reset_status/reset_required", "reset_status_reset_required")),
+    "drain_recommended": (_yes, ("gpu_reset_status/drain_and_reset_recommended",
+                                 "reset_status_drain_and_reset_recommended")),
+    "persistence": (_yes, ("persistence_mode",)),
+    "mig": (_yes, ("mig_mode/current", "mig_mode/current_mig", "mig_mode_current")),
+    "compute_mode": (_told, ("compute_mode",)),
+    "fabric_state": (_told, ("fabric/state", "fabric_state")),
+    "fabric_status": (_told, ("fabric/status", "fabric_status")),
+    "memory_used_bytes": (_bytes, ("fb_memory_usage/used", "memory_used")),
+}  # fmt: skip
+_REASONS = {
+    "idle": ClockReason.IDLE, "gpu_idle": ClockReason.IDLE,
+    "applications_clocks_setting": ClockReason.APPLICATION_CLOCKS, "sw_power_cap": ClockReason.SW_POWER_CAP,
+    "hw_slowdown": ClockReason.HW_SLOWDOWN,
+    "hw_thermal_slowdown": ClockReason.HW_THERMAL, "hw_power_brake_slowdown": ClockReason.HW_POWER_BRAKE,
+    "sync_boost": ClockReason.SYNC_BOOST, "sw_thermal_slowdown": ClockReason.SW_THERMAL,
+    "display_clock_setting": ClockReason.DISPLAY_CLOCKS, "display_clocks_setting": ClockReason.DISPLAY_CLOCKS,
+}  # fmt: skip
+
+
+def _reading(fields: Fields, number: int) -> GpuReading:
+    """One GPU, from whatever form. A form that gives no number is in the order of numbers."""
+    read = {}
+    for reading, (convert, names) in _FIELDS.items():
+        value = next((fields[name] for name in names if name in fields), None)
+        if value is not None:
+            read[reading] = convert(value)
+    if read.get("margin_c") is not None:
+        read["slowdown_c"] = None
+    index = _number(fields.get("index", ""))
+    sram = "ecc_errors/aggregate/sram_uncorrectable"
+    return GpuReading(
+        index=number if index is None else index,
+        lost_fields=tuple(name for name, value in fields.items() if _LOST.fullmatch(value)),
+        ecc_uncorrected=_total(fields, ("uncorrectable", "double_bit/total", "ecc_errors_uncorrected_volatile_total")),
+        ecc_corrected=_total(fields, ("_correctable", "single_bit/total", "ecc_errors_corrected_volatile_total")),
+        sram_uncorrected_aggregate=_sum(fields, sram, f"{sram}_parity", f"{sram}_sec_ded", f"{sram}_secded",
+                                        "ecc_errors_uncorrected_aggregate_sram"),
+        remap_banks={
+            level: found for level in ("max", "high", "partial", "low", "none")
+            if (found := _sum(fields, f"remapped_rows/bank_remap_availability_histogram/{level}",
+                              f"remapped_rows/row_remapper_histogram/row_remapper_histogram_{level}")) is not None
+        },
+        retired_pages=_sum(
+            fields, f"{_RETIRED}/single_bit_ecc", f"{_RETIRED}/double_bit_ecc", f"{_RETIRED}_single_bit_ecc_count",
+            f"{_RETIRED}/multiple_single_bit_retirement/retired_count", f"{_RETIRED}_double_bit_count",
+            f"{_RETIRED}/double_bit_retirement/retired_count",
+        ),
+        repair_pending=_any(fields, "channel_repair_pending", "tpc_repair_pending"),
+        unrepairable=_any(fields, "unrepairable_memory"),
+        clock_reasons=_clock_reasons(fields), processes=_processes(fields), **read,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _clock_reasons(fields: Fields) -> ClockReason | None:
+    reasons, told = ClockReason(0), False
+    for name, value in fields.items():
+        match = re.match(
+            r"clocks_(?:event|throttle)_reasons(?:/|_)(?:hw_slowdown/)?(?:clocks_(?:event|throttle)_reason_)?", name
+        )
+        reason = _REASONS.get(name[match.end() :]) if match else None
+        if reason is not None and value in ("Active", "Not Active"):
+            told, reasons = True, reasons | reason if value == "Active" else reasons
+        elif match and name.endswith("reasons_active") and re.fullmatch(r"0x[0-9a-fA-F]{1,16}", value):
+            told, reasons = True, reasons | ClockReason(int(value, 16) & 0x1FF)
+    return reasons if told else None
+
+
+def _processes(fields: Fields) -> tuple[tuple[int, str], ...]:
+    pids = [
+        _number(value) for name, value in fields.items() if re.fullmatch(r"processes/process_i\w+(#\d+)?(/pid)?", name)
+    ]
+    names = [value for name, value in fields.items() if re.match(r"processes/.*/(?:process_)?name(#\d+)?$", name)]
+    names += [""] * len(pids)
+    return tuple((pid, name) for pid, name in zip(pids, names, strict=False) if pid is not None)
+
+
+# ---------------------------------------------------------------- the table, and what it says in place of one
+
+_VERSIONS = re.compile(r"^\| NVIDIA-SMI\s+\S+\s+(?:Driver|KMD) Version: (\S+)", re.MULTILINE)
+_FIRST = re.compile(
+    r"^\|\s*(?P<index>\d{1,4})\s+(?P<name>\S.*?)\s+(?P<persistence_mode>On|Off|N/A|ERR!)\s*"
+    r"\|\s*(?P<pci_bus_id>[0-9A-Fa-f]{4,8}:\S+)\s+\S+\s*\|\s*(?P<ecc_errors_uncorrected_volatile_total>\S.*?)\s*\|"
+)
+_SECOND = re.compile(
+    r"^\|\s*(?P<fan>\S+)\s+(?P<temperature_gpu>\S+)\s+(?P<pstate>\S+)\s+(?P<power>\S+)\s*/\s*\S+\s*"
+    r"\|\s*(?P<memory_used>\S+)\s*/\s*\S+\s*\|\s*\S+\s+(?P<compute_mode>\S.*?)\s*\|"
+)
+_USE = re.compile(r"^\|\s+\d+\s+(?:\S+\s+\S+\s+)?(\d+)\s+[CGM+]+\s+(\S+)\s+.*\|$")
+_REFUSED = re.compile(
+    r"^.*(?:NVIDIA-SMI has failed|Failed to initialize NVML|No devices were found|couldn't communicate with).*",
+    re.MULTILINE,
+)
+
+
+def is_table(text: str) -> bool:
+    if _VERSIONS.search(text):
+        return True
+    return bool(_REFUSED.search(text) or _NO_HANDLE.search(text)) and not (
+        is_query(text) or is_xml(text) or is_csv(text)
+    )
+
+
+def read_table(text: str) -> GpuReport:
+    """``nvidia-smi`` alone. Never raises. The list of processes ends it; it names no total."""
+    gpus: list[dict[str, str]] = []
+    for line in text.splitlines():
+        if match := _FIRST.match(line):
+            gpus.append(match.groupdict())
+        elif gpus and "pstate" not in gpus[-1] and (match := _SECOND.match(line)):
+            gpus[-1] |= match.groupdict()
+            gpus[-1]["compute_mode"] = gpus[-1]["compute_mode"].replace("E. ", "Exclusive_")
+        elif gpus and "pstate" not in gpus[-1] and re.match(r"^\|.*(?:ERR!|is lost)", line):
+            gpus[-1]["pstate"] = "ERR!"
+        elif gpus and "mig_mode_current" not in gpus[-1] and re.match(r"^\|\s+\|\s+\|\s*\S+\s*\|$", line):
+            gpus[-1]["mig_mode_current"] = line.rstrip("| \r").rpartition("|")[2].strip(" *")
+        elif gpus and (match := _USE.match(line)):
+            gpus[0][f"processes/process_id#{match[1]}"] = match[1]
+    refused, version = _REFUSED.search(text), _VERSIONS.search(text)
+    missing = ""
+    if refused and not gpus:
+        missing = refused[0].strip()
+    elif version and not re.search(r"^\| Processes:.*(?:\n\|.*)+\n\+-+", text, re.MULTILINE):
+        missing = "the table has no end"
+    elif any("pstate" not in one for one in gpus):
+        missing = "a GPU's lines cannot be read"
+    driver = version[1] if version else ""
+    return _report("nvidia-smi", text, gpus, driver=driver, count=len(gpus), missing=missing)
+
+
+# ---------------------------------------------------------------- CSV
+
+
+def is_csv(text: str) -> bool:
+    """Whether a line of it is the header of ``nvidia-smi --query-gpu=... --format=csv``."""
+    return bool(_csv_rows(text))
+
+
+def _csv_rows(text: str) -> list[list[str]]:
+    """The header and the lines below it that have commas."""
+    lines = text.splitlines()
+    for place, line in enumerate(lines):
+        names = {_column(cell) for cell in line.split(",")} if "," in line else set()
+        if {"index", "uuid", "pci_bus_id", "gpu_bus_id", "name"} & names and len(names & _CSV_NAMES) >= 2:
+            ended = next((at for at in range(place, len(lines)) if "," not in lines[at]), len(lines))
+            return [[cell.strip() for cell in one.split(",")] for one in lines[place:ended]]
+    return []
+
+
+def read_csv(text: str) -> GpuReport:
+    """``--query-gpu`` and ``--query-remapped-rows`` with a header line, with or without units. Never raises.
+
+    Only a column ``count`` says how many GPUs there are.
+    """
+    rows = _csv_rows(text)
+    names = [_column(cell) for cell in rows[0]] if rows else []
+    told = [row for row in rows[1:] if not _NO_HANDLE.search(",".join(row))]
+    gpus = [dict(zip(names, row, strict=False)) for row in told]
+    count = _number(gpus[0].get("count", "")) if gpus else None
+    missing = ""
+    if not text.endswith("\n"):
+        missing = "the last line is cut"
+    elif any(len(row) != len(names) for row in told):
+        missing = "a row has fewer values than the header"
+    elif not gpus:
+        missing = "there is a header and no row"
+    elif count is not None and len(gpus) < count:
+        missing = f"the report says {count} GPUs and shows {len(gpus)}"
+    driver = gpus[0].get("driver_version", "") if gpus else ""
+    return _report("nvidia-smi --query-gpu", text, gpus, driver=driver, count=count, missing=missing)
+
+
+_CSV_NAMES = {name for _, names in _FIELDS.values() for name in names} | {
+    "index", "driver_version", "count", "serial", "memory_total", "utilization_gpu", "power_draw",
+    "ecc_errors_uncorrected_volatile_total", "ecc_errors_corrected_volatile_total", "clocks_event_reasons_active",
+    "clocks_throttle_reasons_active", "clocks_event_reasons_hw_slowdown", "clocks_throttle_reasons_hw_slowdown",
+}  # fmt: skip
+
+
+def _column(cell: str) -> str:
+    """``memory.used [MiB]`` -> ``memory_used``."""
+    return _key(cell.partition("[")[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from muster.catalog.devices import accelerator_of
@@ -64,37 +64,37 @@ def read_nvlink(text: str) -> LinkReport:
     return LinkReport(gpus=tuple(gpus), missing=missing)
 
 
-def judge_links(report: LinkReport, *, host: str = "") -> list[Finding]:
-    """Inactive and slow links; error counts are noted (``judge_growth`` tells whether they grow).
+def judge_links(report: LinkReport) -> list[Finding]:
+    """Inactive and slow links; error counts are noted.
 
     One GPU alone needs no links, and PCIe cards have bridges of their own kind: those are compared with each other.
     """
     out: list[Finding] = []
     if report.missing:
         message = f"nvidia-smi nvlink: {report.missing}"
-        out.append(Finding(check="gpu.nvlink", verdict=Verdict.INCOMPLETE, host=host, message=message))
+        out.append(Finding(check="gpu.nvlink", verdict=Verdict.INCOMPLETE, message=message))
     shown = [one for one in report.gpus if one.gb_s]
     active = {one.gpu: sum(speed > 0 for speed in one.gb_s.values()) for one in shown}
     if len(shown) > 1 and not any(active.values()):
         message = f"no NVLink is active on any of {len(shown)} GPUs: the fabric is not up"
         command = "systemctl restart nvidia-fabricmanager"
-        out.append(Finding(check="gpu.nvlink", verdict=Verdict.DRAIN, host=host, message=message, command=command))
+        out.append(Finding(check="gpu.nvlink", verdict=Verdict.DRAIN, message=message, command=command))
     elif len(shown) > 1:
-        out += [found for one in shown for found in _slow(one, active[one.gpu], max(active.values()), host)]
+        out += [found for one in shown for found in _slow(one, active[one.gpu], max(active.values()))]
     for one in report.gpus:
         counted = {key: count for key, count in one.errors.items() if count}
         if counted:
             told = ", ".join(f"link {link} {kind} {count}" for (link, kind), count in sorted(counted.items())[:4])
             message = f"GPU {one.gpu}: {sum(counted.values())} NVLink errors so far ({told})"
-            out.append(Finding(check="gpu.nvlink", verdict=Verdict.NOTE, host=host, gpu=one.gpu, message=message))
+            out.append(Finding(check="gpu.nvlink", verdict=Verdict.NOTE, gpu=one.gpu, message=message))
     if not out:
         total = sum(active.values())
         message = f"{total} NVLinks active on {len(report.gpus)} GPUs" if shown else "no NVLink errors"
-        out.append(Finding(check="gpu.nvlink", verdict=Verdict.HEALTHY, host=host, message=message))
+        out.append(Finding(check="gpu.nvlink", verdict=Verdict.HEALTHY, message=message))
     return out
 
 
-def _slow(one: Links, active: int, most: int, host: str) -> Iterator[Finding]:
+def _slow(one: Links, active: int, most: int) -> Iterator[Finding]:
     known = accelerator_of(one.name)
     links, gb_s = _FULL.get(known.name if known else "", (most, max(one.gb_s.values())))
     source = "the accelerator's row" if known and known.name in _FULL else "compared with this host's other GPUs"
@@ -102,7 +102,7 @@ def _slow(one: Links, active: int, most: int, host: str) -> Iterator[Finding]:
         message = f"GPU {one.gpu}: {active} of {links} NVLinks are active"
         off = ", ".join(f"Link {link}" for link, speed in one.gb_s.items() if not speed)
         yield Finding(
-            check="gpu.nvlink", verdict=Verdict.REPLACE, host=host, gpu=one.gpu, message=message, value=str(active),
+            check="gpu.nvlink", verdict=Verdict.REPLACE, gpu=one.gpu, message=message, value=str(active),
             expected=str(links), evidence=f"inactive: {off or 'not shown'}", source=source,
         )  # fmt: skip
     slow = {link: speed for link, speed in one.gb_s.items() if 0 < speed < 0.95 * gb_s}
@@ -110,30 +110,9 @@ def _slow(one: Links, active: int, most: int, host: str) -> Iterator[Finding]:
         link, speed = min(slow.items(), key=lambda pair: pair[1])
         message = f"GPU {one.gpu}: link {link} runs at {speed:g} GB/s, and {gb_s:g} are possible"
         yield Finding(
-            check="gpu.nvlink", verdict=Verdict.DRAIN, host=host, gpu=one.gpu, message=message, value=f"{speed:g}",
+            check="gpu.nvlink", verdict=Verdict.DRAIN, gpu=one.gpu, message=message, value=f"{speed:g}",
             expected=f"{gb_s:g}", source=source,
         )  # fmt: skip
-
-
-def judge_growth(before: LinkReport, after: LinkReport, *, host: str = "") -> list[Finding]:
-    """Errors that were counted between two readings: drain."""
-    old: Mapping[tuple[int, int, str], int] = {
-        (one.gpu, *key): count for one in before.gpus for key, count in one.errors.items()
-    }
-    out = []
-    for one in after.gpus:
-        grown = {key: count - old.get((one.gpu, *key), count) for key, count in one.errors.items()}
-        grown = {key: count for key, count in grown.items() if count > 0}
-        if grown:
-            told = ", ".join(f"link {link} {kind} +{count}" for (link, kind), count in sorted(grown.items())[:4])
-            message = f"GPU {one.gpu}: NVLink errors are growing ({told})"
-            out.append(
-                Finding(
-                    check="gpu.nvlink", verdict=Verdict.DRAIN, host=host, gpu=one.gpu, message=message, expected="0",
-                    value=str(sum(grown.values())),
-                )
-            )  # fmt: skip
-    return out
 
 
 def _links(name: str) -> int:

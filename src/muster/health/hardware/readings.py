@@ -34,7 +34,6 @@ class GpuReading:
     """PCI address, normalised (``0000:9b:00.0``)."""
     name: str = ""
     uuid: str = ""
-    serial: str = ""
     vbios: str = ""
     lost_fields: tuple[str, ...] = ()
     """Fields for which the driver said ``ERR!``, ``Unknown Error`` or ``GPU is lost``, as it named them."""
@@ -61,8 +60,6 @@ class GpuReading:
     """Where the GPU slows down."""
     margin_c: int | None = None
     """Degrees left to the limit, where the driver gives that (``T.Limit``) in place of ``slowdown_c``."""
-    pcie_generation: int | None = None
-    pcie_generation_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
 

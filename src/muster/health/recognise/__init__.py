@@ -1,4 +1,8 @@
-"""Captured outputs, each known by its content whatever its file is called: findings, and what could not be read."""
+"""Captured outputs, each known by its content whatever its file is called: findings, and what could not be read.
+
+One table (``FORMS``) has a row for each form: how it is known, and who judges it. A file may hold several, one after
+the other or between other text; every one that is there is judged.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,10 @@ from muster.health.hang.analysis import analyse
 from muster.health.hang.captures import evidence_of
 from muster.health.hang.evidence import Analysis
 from muster.health.hardware import (
+    dcgm,
     fabric_manager,
     infiniband,
+    kernel_events,
     kernel_log,
     nccl_tests,
     node_condition,
@@ -21,6 +27,7 @@ from muster.health.hardware import (
 from muster.health.hardware.driver_errors import judge_kernel_log
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.gpu_judge import judge_gpus
+from muster.health.hardware.readings import GpuReport
 from muster.health.machine.expected import Expected
 from muster.health.verdicts import Finding, Verdict
 
@@ -39,11 +46,71 @@ class Recognised:
 
 
 @dataclass
-class _Host:
-    """One host's captures."""
+class Host:
+    """One host: what its captures say of each other, what its machine should have, and the run file's numbers."""
 
+    expected: Expected = field(default_factory=Expected)
+    own: OwnNumbers = _NO_NUMBERS
     gpus: dict[str, int] = field(default_factory=dict)
     driver: str = ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """``judge``: None for captures of a hang, which are judged together. ``gpus``: of a report of GPUs, its reader."""
+
+    name: str
+    fits: Callable[[str], bool]
+    judge: Callable[[str, Host], list[Finding]] | None
+    gpus: Callable[[str], GpuReport] | None = None
+
+
+def _of_gpus(name: str, fits: Callable[[str], bool], read: Callable[[str], GpuReport]) -> Form:
+    def judge(text: str, host: Host) -> list[Finding]:
+        return judge_gpus(read(text), expected_count=host.expected.gpus, expected_source=host.expected.source)
+
+    return Form(name, fits, judge, read)
+
+
+def _ports(ports: infiniband.Ports, host: Host) -> list[Finding]:
+    wanted = host.expected
+    return infiniband.judge_ports(ports, expected=wanted.ports, rate=wanted.port_gbps, source=wanted.source)
+
+
+def _sysfs(text: str, host: Host) -> list[Finding]:
+    found = infiniband.read_sysfs(infiniband.files_of_listing(text))
+    return _ports(found if text.endswith("\n") else replace(found, missing="the last line is cut"), host)
+
+
+def _kernel_log(text: str, host: Host) -> list[Finding]:
+    return judge_kernel_log(kernel_log.read_kernel_log(text), gpus=host.gpus, own=host.own)
+
+
+NODES = Form(
+    "nodes of Kubernetes", node_condition.is_nodes, lambda text, host: node_condition.judge_nodes(text, host.own)
+)
+QUERY = _of_gpus("nvidia-smi -q", nvidia_smi.is_query, nvidia_smi.read_query)
+XML = _of_gpus("nvidia-smi -q -x", nvidia_smi.is_xml, nvidia_smi.read_xml)
+CSV = _of_gpus("nvidia-smi --query-gpu", nvidia_smi.is_csv, nvidia_smi.read_csv)
+TABLE = _of_gpus("nvidia-smi", nvidia_smi.is_table, nvidia_smi.read_table)
+NVLINK = Form("nvidia-smi nvlink", nvlink.is_nvlink, lambda text, host: nvlink.judge_links(nvlink.read_nvlink(text)))
+DCGM = Form("dcgmi", dcgm.is_dcgm, lambda text, host: dcgm.judge_dcgm(text))
+IBSTAT = Form("ibstat", infiniband.is_ibstat, lambda text, host: _ports(infiniband.read_ibstat(text), host))
+SYSFS = Form("files of /sys/class/infiniband", infiniband.is_sysfs, _sysfs)
+NCCL_TESTS = Form(
+    "nccl-tests",
+    nccl_tests.is_nccl_tests,
+    lambda text, host: nccl_tests.judge_nccl_tests(nccl_tests.read_nccl_tests(text)),
+)
+FABRIC_MANAGER = Form(
+    "fabric manager", fabric_manager.is_fabric_manager,
+    lambda text, host: fabric_manager.judge_fabric_manager(text, driver=host.driver),
+)  # fmt: skip
+#: Known by ``health.hang`` itself, which names what it does not know.
+HANG = Form("capture of a hang", lambda text: False, None)
+#: Tried last, since its lines are of many kinds.
+KERNEL_LOG = Form("kernel log", kernel_events.is_kernel_log, _kernel_log)
+FORMS = (NODES, QUERY, XML, CSV, TABLE, NVLINK, DCGM, IBSTAT, SYSFS, NCCL_TESTS, FABRIC_MANAGER)
 
 
 def recognise(
@@ -53,94 +120,46 @@ def recognise(
 
     Never raises: what is cut, empty or of no known form is an INCOMPLETE finding.
     """
-    wanted = expected or Expected()
-    named = [(name, content, kind_of(content)) for name, content in files]
-    hosts: dict[str, _Host] = {}
-    for name, content, kind in named:  # first, since other files need to know which GPU has which address
-        if kind in (QUERY, CSV):
-            report = (nvidia_smi.read_query if kind == QUERY else nvidia_smi.read_csv)(_text(content))
-            host = hosts.setdefault(_host_of(name), _Host())
+    named = [(name, content, forms_of(content)) for name, content in files]
+    hosts = {_host_of(name): Host(expected=expected or Expected(), own=own) for name, _, _ in named}
+    for name, content, forms in named:  # first, since other files need to know which GPU has which address
+        host = hosts[_host_of(name)]
+        for report in [form.gpus(text_of(content)) for form in forms if form.gpus is not None]:
             host.gpus |= {gpu.address: gpu.index for gpu in report.gpus if gpu.address and gpu.index is not None}
             host.driver = host.driver or report.driver
     findings: list[Finding] = []
-    for name, content, kind in named:
-        if kind in _JUDGES:
-            host = hosts.get(_host_of(name), _Host())
-            found = _JUDGES[kind](_text(content), host, wanted, own)
+    for name, content, forms in named:
+        for form in forms:
+            found = form.judge(text_of(content), hosts[_host_of(name)]) if form.judge is not None else []
             findings += [replace(one, host=one.host or _host_of(name)) for one in found]
-        elif not kind:
+        if not forms:
             what = "is empty" if not content.strip() else "is of no known form"
             message = f"{name} {what}: nothing was learned from it"
             findings.append(Finding(check="capture", verdict=Verdict.INCOMPLETE, host=_host_of(name), message=message))
-    hang = [(name, content) for name, content, kind in named if kind == HANG]
+    hang = [(name, content) for name, content, forms in named if HANG in forms]
     analysis = analyse(evidence_of(hang)) if hang else None
     if analysis is not None:
         findings += _of_hang(analysis)
-    return Recognised(findings=tuple(findings), kinds={name: kind for name, _, kind in named}, analysis=analysis)
+    kinds = {name: ", ".join(form.name for form in forms) for name, _, forms in named}
+    return Recognised(findings=tuple(findings), kinds=kinds, analysis=analysis)
 
 
-QUERY, CSV, KERNEL_LOG = "nvidia-smi -q", "nvidia-smi --query-gpu", "kernel log"
-NVLINK, IBSTAT, SYSFS = "nvidia-smi nvlink", "ibstat", "files of /sys/class/infiniband"
-NODES = "nodes of Kubernetes"
-NCCL_TESTS, FABRIC_MANAGER, HANG = "nccl-tests", "status of the fabric manager", "capture of a hang"
+def forms_of(content: bytes) -> tuple[Form, ...]:
+    """The forms that are in ``content``; none for what is of no known form."""
+    text = text_of(content)
+    found = [form for form in FORMS if form.fits(text)]
+    if (
+        not found
+        and content.strip()
+        and not any("no known form" in one for one in evidence_of([("0", content)]).missing)
+    ):
+        return (HANG,)
+    return (*found, *([KERNEL_LOG] if KERNEL_LOG.fits(text) else []))
 
 
 def kind_of(content: bytes) -> str:
-    """What ``content`` is, in words; "" for no known form."""
-    text = _text(content)
-    for kind, fits in (
-        (NODES, node_condition.is_nodes), (QUERY, nvidia_smi.is_query),
-        (NVLINK, nvlink.is_nvlink), (IBSTAT, infiniband.is_ibstat),
-        (SYSFS, infiniband.is_sysfs), (NCCL_TESTS, nccl_tests.is_nccl_tests), (CSV, nvidia_smi.is_csv),
-        (FABRIC_MANAGER, fabric_manager.is_fabric_manager),
-    ):  # fmt: skip
-        if fits(text):
-            return kind
-    if _is_hang(content):
-        return HANG
-    return KERNEL_LOG if kernel_log.is_kernel_log(text) else ""
-
-
-def _is_hang(content: bytes) -> bool:
-    """Known by ``health.hang`` itself, which names what it does not know."""
-    missing = evidence_of([("rank-0", content)]).missing
-    return bool(content.strip()) and not any("of no known form" in one for one in missing)
-
-
-def _query(text: str, host: _Host, wanted: Expected, own: OwnNumbers) -> list[Finding]:
-    return judge_gpus(nvidia_smi.read_query(text), expected_count=wanted.gpus, expected_source=wanted.source)
-
-
-def _csv(text: str, host: _Host, wanted: Expected, own: OwnNumbers) -> list[Finding]:
-    return judge_gpus(nvidia_smi.read_csv(text), expected_count=wanted.gpus, expected_source=wanted.source)
-
-
-def _ports(ports: infiniband.Ports, wanted: Expected) -> list[Finding]:
-    return infiniband.judge_ports(ports, expected=wanted.ports, rate=wanted.port_gbps, source=wanted.source)
-
-
-def _sysfs(text: str, host: _Host, wanted: Expected, own: OwnNumbers) -> list[Finding]:
-    found = infiniband.read_sysfs(infiniband.files_of_listing(text))
-    if not text.endswith("\n"):
-        found = replace(found, missing="the last line is cut")
-    return _ports(found, wanted)
-
-
-def _kernel_log(text: str, host: _Host, wanted: Expected, own: OwnNumbers) -> list[Finding]:
-    return judge_kernel_log(kernel_log.read_kernel_log(text), gpus=host.gpus, own=own)
-
-
-_JUDGES: Mapping[str, Callable[[str, _Host, Expected, OwnNumbers], list[Finding]]] = {
-    QUERY: _query,
-    CSV: _csv,
-    SYSFS: _sysfs,
-    KERNEL_LOG: _kernel_log,
-    NODES: lambda text, host, wanted, own: node_condition.judge_nodes(text, own),
-    IBSTAT: lambda text, host, wanted, own: _ports(infiniband.read_ibstat(text), wanted),
-    NVLINK: lambda text, host, wanted, own: nvlink.judge_links(nvlink.read_nvlink(text)),
-    NCCL_TESTS: lambda text, host, wanted, own: nccl_tests.judge_nccl_tests(nccl_tests.read_nccl_tests(text)),
-    FABRIC_MANAGER: lambda text, host, wanted, own: [fabric_manager.judge_fabric_manager(text, driver=host.driver)],
-}
+    """The forms in words; "" for no known form."""
+    return ", ".join(form.name for form in forms_of(content))
 
 
 def _of_hang(analysis: Analysis) -> list[Finding]:
@@ -160,5 +179,7 @@ def _host_of(name: str) -> str:
     return parts[-2] if len(parts) > 1 and parts[-2] not in (".", "..") else ""
 
 
-def _text(content: bytes) -> str:
-    return content.decode(errors="replace")
+def text_of(content: bytes) -> str:
+    """As text: without colours of a terminal, with lines that end as Linux ends them."""
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", content.decode(encoding, errors="replace")).replace("\r\n", "\n")

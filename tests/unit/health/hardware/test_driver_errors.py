@@ -59,12 +59,36 @@ def test_three_minutes_of_silence_end_a_burst():
     assert len(verdicts((0, A, "31, x"), (181, B, "31, x"))) == 2
 
 
-def test_the_same_again_within_a_day_is_graver():
-    assert verdicts((0, A, "119, x"), (400, A, "119, x")) == ["reset", "replace"]
-    assert verdicts((0, A, "48, x"), (400, A, "48, x")) == ["reset", "drain"]
-    assert verdicts((0, A, "94, x"), (400, A, "94, x")) == ["reset", "drain"]
-    assert verdicts((0, A, "119, x"), (400, B, "119, x")) == ["reset", "reset"], "another GPU"
-    assert verdicts((0, A, "119, x"), (90000, A, "119, x")) == ["reset", "reset"], "another day"
+def reset(second, gpu=A):
+    return second, f"nvidia {gpu}.0: reset done"
+
+
+def test_the_same_again_after_a_reset_and_within_a_day_is_graver():
+    assert verdicts((0, A, "119, x"), reset(200), (400, A, "119, x")) == ["reset", "replace"]
+    assert verdicts((0, A, "48, x"), (200, "NVRM: loading NVIDIA UNIX x86_64"), (400, A, "48, x")) == ["reset", "drain"]
+    assert verdicts((0, A, "94, x"), reset(200), (400, A, "94, x")) == ["reset", "drain"]
+    assert verdicts((0, A, "119, x"), reset(200, B), (400, A, "119, x")) == ["reset", "reset"], "another GPU was reset"
+    assert verdicts((0, A, "119, x"), reset(200), (400, B, "119, x")) == ["reset", "reset"], "another GPU"
+    assert verdicts((0, A, "119, x"), reset(200), (90000, A, "119, x")) == ["reset", "reset"], "another day"
+
+
+def test_until_something_is_reset_the_same_error_is_one_incident():
+    five = log(*[(second, A, f"119, pid={second}, Timeout") for second in (0, 5, 10, 15, 360)])
+    (found,) = judge_kernel_log(five, gpus=GPUS)
+    assert found.verdict is Verdict.RESET and "Xid 119 on GPU 0" in found.message and "5 times" in found.message
+    assert "(5 processes)" in found.message and found.command == "nvidia-smi --gpu-reset -i 0"
+    both = judge_kernel_log(log((0, A, "119, x"), (400, B, "119, x"), (800, A, "119, x")), gpus=GPUS)
+    assert [(one.gpu, one.verdict) for one in both] == [(0, "reset"), (4, "reset")]
+
+
+def test_however_many_errors_of_programs_are_one_line():
+    """Of many bursts, with what follows from them."""
+    lines = [
+        (n * 40 + n // 50 * 600, (A, B)[n // 4 % 2], f"{(13, 31, 43, 45)[n % 4]}, pid={n % 7}, x") for n in range(629)
+    ]
+    (found,) = judge_kernel_log(log(*lines, (90_000, A, "45, pid=1, x")), gpus=GPUS)
+    assert found.verdict is Verdict.APP and "Xid 13 on 2 GPUs, 158 times" in found.message
+    assert "(7 processes)" in found.message and "Xid 31 x157" in found.message and "Xid 45 x158" in found.message
 
 
 def test_the_programs_errors_never_get_graver_however_often():
@@ -86,8 +110,12 @@ def test_the_drivers_own_word_overrides_the_table():
     ) == ["note"]
     assert verdicts((0, A, "119, x"), (1, B, f"154, {TO} 0x0 (None)")) == ["reset"], "of that GPU alone"
     assert verdicts((0, A, f"154, {TO} 0x77 (Dance)")) == ["drain"]
-    again = [(0, A, f"154, {TO} 0x1 (GPU Reset Required)"), (999, A, f"154, {TO} 0x1 (GPU Reset Required)")]
-    assert verdicts(*again) == ["reset", "replace"]
+    asks, done = (
+        f"154, {TO} 0x1 (GPU Reset Required)",
+        "154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)",
+    )
+    assert verdicts((0, A, asks), (999, A, asks)) == ["reset", "reset"], "nothing was reset"
+    assert verdicts((0, A, asks), (400, A, done), (999, A, asks)) == ["reset", "note", "replace"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +134,7 @@ def test_nvlinks_of_the_fifth_generation_say_whether_they_are_fatal():
     assert verdicts((0, A, mild)) == ["note"] and verdicts((0, A, mild), (400, A, mild)) == ["note", "note"]
     (burst,) = judge_bursts(log((0, A, bad)).faults)
     assert burst.verdict is Verdict.RESET and burst.resettable(GPUS) == (0, 4), "through the switch: all GPUs"
-    assert verdicts((0, A, bad), (400, A, bad)) == ["reset", "replace"]
+    assert verdicts((0, A, bad), reset(200), (400, A, bad)) == ["reset", "replace"]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +179,10 @@ def test_library_and_module_of_different_versions():
 
 
 def test_the_recorded_timeouts_of_a_system_processor():
-    """Four lines of one GPU, then one more after 181 s: the same again, so the host goes."""
-    first, second = judge_kernel_log(read_kernel_log(capture(XID_119)), host="node-1", gpus=GPUS)
-    assert (first.verdict, second.verdict) == (Verdict.RESET, Verdict.REPLACE)
-    assert first.gpu == 4 and "4 times" in first.message and first.command == "nvidia-smi --gpu-reset -i 4"
-    assert "pid=2024380" in first.evidence and first.host == "node-1"
+    """Four lines of one GPU, then one more after 181 s; nothing was reset between, so it is one incident."""
+    (found,) = judge_kernel_log(read_kernel_log(capture(XID_119)), gpus=GPUS)
+    assert found.verdict is Verdict.RESET and found.gpu == 4 and "5 times" in found.message
+    assert found.command == "nvidia-smi --gpu-reset -i 4" and "pid=2024380" in found.evidence
 
 
 def test_the_table_contradicts_nvidias_catalogue_nowhere_it_says_reset_or_restart():

@@ -20,9 +20,9 @@ def verdict_of(text, **more):
 
 @pytest.mark.parametrize("driver", [OLD, NEW])
 def test_a_whole_report_without_faults_is_healthy(driver):
-    (found,) = judge_gpus(read_query(report(driver)), host="node-1")
+    (found,) = judge_gpus(read_query(report(driver)))
     assert found.verdict is Verdict.HEALTHY and found.message.startswith("2 x NVIDIA H100 80GB HBM3, driver")
-    assert found.host == "node-1" and is_query(report(driver))
+    assert is_query(report(driver))
 
 
 @pytest.mark.parametrize("driver", [OLD, NEW])
@@ -92,11 +92,6 @@ def test_heat_that_has_lowered_the_clocks_near_the_limit_drains():
     assert verdict_of(with_value(warm, "GPU T.Limit Temp", "2 C")) is Verdict.DRAIN
 
 
-def test_a_slow_pcie_generation_counts_under_load_alone():
-    slow = with_value(report(), "PCIe Generation: Current", "3")
-    assert verdict_of(slow) is Verdict.HEALTHY and verdict_of(slow, under_load=True) is Verdict.DRAIN
-
-
 def test_power_brakes_on_all_gpus_are_the_racks():
     one = with_value(report(), "HW Power Brake Slowdown", "Active", gpu=0)
     assert "rack" not in judge_gpus(read_query(one))[0].message
@@ -156,7 +151,7 @@ def test_a_report_that_lacks_a_piece_is_never_healthy(data):
 @given(st.text(), st.integers(0, 4000))
 def test_no_text_raises(text, at):
     judge_gpus(read_query(text))
-    judge_gpus(read_query(WHOLE[NEW][:at] + text + WHOLE[NEW][at:]), idle=True, under_load=True)
+    judge_gpus(read_query(WHOLE[NEW][:at] + text + WHOLE[NEW][at:]), idle=True)
     judge_gpus(read_csv(text))
     judge_gpus(read_csv(CSV[: at % len(CSV)] + text + CSV[at % len(CSV) :]))
     is_csv(text)

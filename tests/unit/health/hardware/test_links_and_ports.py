@@ -16,7 +16,7 @@ from muster.health.hardware.infiniband import (
     read_sysfs,
 )
 from muster.health.hardware.nccl_tests import is_nccl_tests, judge_nccl_tests, read_nccl_tests
-from muster.health.hardware.nvlink import is_nvlink, judge_growth, judge_links, read_nvlink
+from muster.health.hardware.nvlink import is_nvlink, judge_links, read_nvlink
 from muster.health.verdicts import Verdict, worst
 
 # ---------------------------------------------------------------- ports
@@ -47,7 +47,7 @@ def test_ports_that_work():
 
 @pytest.mark.parametrize("bad", [DOWN, SLOW, ("Initializing", "LinkUp", 400), ("Down", "Disabled", 40)])
 def test_fewer_than_the_machines_row_says(bad):
-    (found,) = ports(ibstat(*[UP] * 7, bad), expected=8, rate=400, host="node-1")
+    (found,) = ports(ibstat(*[UP] * 7, bad), expected=8, rate=400)
     assert found.verdict is Verdict.REPLACE and "7 of 8 ports work" in found.message and "mlx5_7" in found.evidence
 
 
@@ -186,11 +186,8 @@ def errors(count):
     )
 
 
-def test_errors_count_when_they_grow():
+def test_errors_so_far_are_noted():
     assert worst(links(errors(0))) is Verdict.HEALTHY and worst(links(errors(7))) is Verdict.NOTE
-    assert not judge_growth(read_nvlink(errors(7)), read_nvlink(errors(7)))
-    (found,) = judge_growth(read_nvlink(errors(7)), read_nvlink(errors(9)))
-    assert found.verdict is Verdict.DRAIN and "link 1 CRC +2" in found.message
 
 
 LINKS = status(FULL, FULL, FULL)
@@ -218,18 +215,18 @@ SERVICE = (
 
 
 def test_fabric_manager():
-    assert judge_fabric_manager(SERVICE, driver="535.161.08").verdict is Verdict.HEALTHY
-    wrong = judge_fabric_manager(SERVICE, driver="535.183.01")
+    assert worst(judge_fabric_manager(SERVICE, driver="535.161.08")) is Verdict.HEALTHY
+    (wrong,) = judge_fabric_manager(SERVICE, driver="535.183.01")
     assert wrong.verdict is Verdict.DRAIN and "535.161.08" in wrong.message and "535.183.01" in wrong.message
     stopped = SERVICE.replace("active (running)", "failed (Result: exit-code)")
-    assert judge_fabric_manager(stopped).verdict is Verdict.DRAIN
+    assert worst(judge_fabric_manager(stopped)) is Verdict.DRAIN
     none = "Unit nvidia-fabricmanager.service could not be found.\n"
-    assert judge_fabric_manager(none).verdict is Verdict.NOTE
+    assert worst(judge_fabric_manager(none)) is Verdict.NOTE
 
 
 @given(st.integers(0, SERVICE.index("since")))
 def test_a_status_that_is_cut_is_never_healthy(end):
-    assert judge_fabric_manager(SERVICE[:end]).verdict is not Verdict.HEALTHY
+    assert worst(judge_fabric_manager(SERVICE[:end])) is not Verdict.HEALTHY
 
 
 # ---------------------------------------------------------------- nccl-tests

@@ -27,7 +27,7 @@ def node(name="gke-1", *, reason='{"48":true}', status="True", row=True):
 def judged(*nodes):
     whole = nodes[0] if len(nodes) == 1 else {"apiVersion": "v1", "items": list(nodes), "kind": "List"}
     found = recognise([("nodes.json", json.dumps(whole, indent=4).encode())])
-    assert found.kinds == {"nodes.json": NODES}
+    assert found.kinds == {"nodes.json": NODES.name}
     return found.findings
 
 

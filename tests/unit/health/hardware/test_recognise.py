@@ -26,19 +26,19 @@ STACK = 'Process 4711: python train.py\nPython v3.11.7\n\nThread 4711 (idle): "M
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        (report(), recognising.QUERY),
-        ("index, name, uuid\n0, x, GPU-0\n", recognising.CSV),
-        (XID, recognising.KERNEL_LOG),
-        (QUIET, recognising.KERNEL_LOG),
-        ("4,1,1,-;usb 1-1: new device\n4,2,9,-;usb 1-1: gone\n", recognising.KERNEL_LOG),
-        ("2026-02-23T16:24:18+0000 node-1 kernel: usb 1-1: new device\n", recognising.KERNEL_LOG),
-        (IBSTAT, recognising.IBSTAT),
-        ("/sys/class/infiniband/mlx5_0/ports/1/state:4: ACTIVE\n", recognising.SYSFS),
-        ("GPU 0: NVIDIA L4 (UUID: GPU-0)\n\t Link 0: 25 GB/s\n", recognising.NVLINK),
-        ("#  size  count  type  busbw\n", recognising.NCCL_TESTS),
-        ("● nvidia-fabricmanager.service\n Active: active (running)\n", recognising.FABRIC_MANAGER),
-        (STACK, recognising.HANG),
-        (json.dumps({"version": "2.10", "entries": [], "pg_config": {}}), recognising.HANG),
+        (report(), recognising.QUERY.name),
+        ("index, name, uuid\n0, x, GPU-0\n", recognising.CSV.name),
+        (XID, recognising.KERNEL_LOG.name),
+        (QUIET, recognising.KERNEL_LOG.name),
+        ("4,1,1,-;usb 1-1: new device\n4,2,9,-;usb 1-1: gone\n", recognising.KERNEL_LOG.name),
+        ("2026-02-23T16:24:18+0000 node-1 kernel: usb 1-1: new device\n", recognising.KERNEL_LOG.name),
+        (IBSTAT, recognising.IBSTAT.name),
+        ("/sys/class/infiniband/mlx5_0/ports/1/state:4: ACTIVE\n", recognising.SYSFS.name),
+        ("GPU 0: NVIDIA L4 (UUID: GPU-0)\n\t Link 0: 25 GB/s\n", recognising.NVLINK.name),
+        ("#  size  count  type  busbw\n", recognising.NCCL_TESTS.name),
+        ("● nvidia-fabricmanager.service\n Active: active (running)\n", recognising.FABRIC_MANAGER.name),
+        (STACK, recognising.HANG.name),
+        (json.dumps({"version": "2.10", "entries": [], "pg_config": {}}), recognising.HANG.name),
         ("", ""),
         ("hello\n", ""),
         ("2026-02-23 16:24:18 INFO train: step 7\n" * 9, ""),
@@ -102,7 +102,7 @@ def test_a_folder_of_real_captures():
     found = recognise([(f"{number}/x", capture(name).encode()) for number, name in enumerate(names)])
     assert list(found.kinds.values()) == ["kernel log", "nvidia-smi -q", "nvidia-smi -q", "ibstat", "nccl-tests"]
     by_host = {str(number): worst(one for one in found.findings if one.host == str(number)) for number in range(4)}
-    assert by_host == {"0": "replace", "1": "healthy", "2": "drain", "3": "note"}
+    assert by_host == {"0": "reset", "1": "healthy", "2": "drain", "3": "note"}
 
 
 def test_the_recorded_flight_recorders_name_a_culprit():
@@ -111,5 +111,5 @@ def test_the_recorded_flight_recorders_name_a_culprit():
     if not files:
         pytest.skip("no recorded flight recorders at hand")
     found = recognise(files)
-    assert set(found.kinds.values()) == {recognising.HANG}
+    assert set(found.kinds.values()) == {recognising.HANG.name}
     assert found.analysis is not None and found.analysis.culprits

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from muster.core.errors import BackendError, CheckpointError, UsageError
+from muster.core.errors import BackendError, CheckpointError
 from muster.core.protocols import Shell
 from muster.core.typed_json import JsonObject, parse_object, text, texts
 
@@ -114,6 +115,7 @@ def check_report(report: JsonObject) -> None:
 
 def training_ids(tokenizer: Path, end: int | list[int] | None) -> TrainingIds | None:
     """By the run's ``tokenizer``; None without one."""
+    from muster.data.chat.template import Template, TemplateRefusal
     from muster.data.tokenizer import Encoder
 
     if not (tokenizer / "tokenizer.json").is_file():
@@ -121,8 +123,9 @@ def training_ids(tokenizer: Path, end: int | list[int] | None) -> TrainingIds | 
     encoder = Encoder(tokenizer)
     chat = None
     if encoder.chat_template is not None:
-        with contextlib.suppress(UsageError):  # a template for conversations of another kind
-            chat = encoder.render_chat(CHAT, True)
+        template = Template(encoder.chat_template, encoder.template_variables, datetime.date.today().isoformat())
+        with contextlib.suppress(TemplateRefusal):  # a template for conversations of another kind
+            chat = template.render(CHAT, [], {}, prompt=True)
     both = [PLAIN] if chat is None else [PLAIN, chat]
     return TrainingIds(texts=both, ids=encoder.encode(both), chat=chat, eos=encoder.eos_id, end=end)
 

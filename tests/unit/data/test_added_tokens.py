@@ -5,6 +5,7 @@ import json
 import pytest
 from fakes.hub_tokenizer import CLASSES, make_hub_tokenizer
 
+from muster.data.chat.template import Template
 from muster.data.tokenizer import Encoder, find_template, install_template, list_added_tokens
 
 pytest.importorskip("transformers")
@@ -22,7 +23,7 @@ def loaded_is_trained(encoder):
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(encoder.folder)
-    text = encoder.render_chat(CHAT, False)
+    text = Template(encoder.chat_template, encoder.template_variables, "2026-01-01").render(CHAT, [], {}, prompt=False)
     same = loaded(text, add_special_tokens=False)["input_ids"] == encoder.encode([text])[0]
     return same and len(loaded) == encoder.vocab_size and loaded.eos_token_id == encoder.eos_id
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MARKS = (".lora_A.", ".lora_B.")
+#: Types whose mixers read weights past an adapter: peft refuses ``out_proj`` (its tuners_utils.py), and the forward pass
+#: of Mamba multiplies by ``dt_proj.weight`` itself.
+MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype, *, embeddings: bool = False) -> LoraConfig:
@@ -34,11 +37,13 @@ def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype, *, 
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    is_all = settings.targets == "all-linear"
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a divisor's numerator: any float is accepted
         lora_dropout=settings.dropout,
         target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
+        exclude_modules=["out_proj", "dt_proj"] if is_all and model.config.model_type in MAMBA_TYPES else None,
         task_type="CAUSAL_LM",
         modules_to_save=[name.rpartition(".")[2] for name in embedding_modules(model)] if embeddings else None,
     )

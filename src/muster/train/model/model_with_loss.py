@@ -125,10 +125,11 @@ class ModelWithLoss(nn.Module):
         if want == "model_logits" or not self.own_head:
             logits: Tensor = self.model(**self._arguments(given, hidden)).logits
             return logits.float() if want != "loss" else _loss_of(logits, given, scale)
+        head = self.model.get_output_embeddings()
         hidden = self.model.base_model(**self._arguments(given, hidden))[0].flatten(0, 1)
+        hidden = hidden.to(head.weight.dtype)  # Mamba's residual stream is float32
         if want == "logits":
             return torch.unflatten(self._logits(hidden), 0, given.input_ids.shape)
-        head = self.model.get_output_embeddings()
         # A token without a target contributes nothing, so its logits are not computed.
         return chunked_cross_entropy(
             hidden.index_select(0, given.targets),
@@ -172,7 +173,8 @@ class ModelWithLoss(nn.Module):
     def _next(self, given: Decoding, hidden: Tensor | None) -> Tensor:
         arguments = self._arguments(given, hidden)
         if self.own_head:
-            return self._logits(self.model.base_model(**arguments)[0][:, -1])
+            hidden = self.model.base_model(**arguments)[0][:, -1]
+            return self._logits(hidden.to(self.model.get_output_embeddings().weight.dtype))
         logits: Tensor = self.model(**arguments).logits[:, -1]
         return logits.float()
 

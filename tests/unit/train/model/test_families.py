@@ -128,6 +128,18 @@ def test_a_module_initialises_those_inside_it(group):
     )
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_residual_stream_in_float32_reaches_a_head_in_bfloat16(lora, group):
+    config = {**BASE, "model_type": "mamba", "state_size": 4}
+    built = build(spec_of(config, dtype="bfloat16", lora=lora))
+    ids = torch.arange(3, 19)[None]
+    batch = make_batch(ids, ids.roll(-1, 1), torch.arange(16)[None], [16], CPU)
+    loss_sum(built.module, batch, chunk_tokens=8, scale=1.0).backward()
+    trained = built.named_trainable()
+    assert trained and all(value.dtype == torch.float32 and value.grad is not None for value in trained.values())
+    assert not any(f".{name}.lora_" in each for name in ("out_proj", "dt_proj") for each in trained)
+
+
 def test_a_layer_with_a_buffer_begins_alike_in_fsdp(monkeypatch):
     """A wrapped layer cannot be copied, and on each rank the values are parts of the same ones."""
     proof = Proof(leak=0.0, control=1.0, own_head=True)

@@ -1,15 +1,16 @@
-"""GPUs by NVML (``nvidia-ml-py``, where it is installed), else by ``nvidia-smi -q``: one reading, no CUDA."""
+"""GPUs by NVML (``nvidia-ml-py``, where it is installed), else by ``nvidia-smi -q -x``: one reading, no CUDA."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from muster.health.hardware.kernel_log import pci_address
-from muster.health.hardware.nvidia_smi import read_query
+from muster.health.hardware.nvidia_smi import is_xml, read_xml
 from muster.health.hardware.readings import ClockReason, GpuReading, GpuReport
 from muster.probe.programs import output_of
 
@@ -47,17 +48,12 @@ def _by_tool(limit_s: float) -> GpuReport | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    output, code = output_of([tool, "-q"], limit_s=limit_s)
+    output, code = output_of([tool, "-q", "-x"], limit_s=limit_s)
     text = output.decode(errors="replace")
-    found = read_query(text)
-    if code == 0 or found.missing:
-        why = " ".join(text.split())[:200] if "NVSMI LOG" not in text else ""
-        return GpuReport(gpus=(), source="nvidia-smi -q", missing=why or found.missing) if why else found
+    found = read_xml(text)
+    missing = found.missing if is_xml(text) else " ".join(text.split())[:200] or found.missing
     ended = f"did not end within {limit_s:g} s" if code is None else f"ended with code {code}"
-    return GpuReport(
-        gpus=found.gpus, source=found.source, driver=found.driver, count=found.count, unreachable=found.unreachable,
-        missing=f"nvidia-smi {ended}",
-    )  # fmt: skip
+    return replace(found, missing=missing or (f"nvidia-smi {ended}" if code != 0 else ""))
 
 
 def _by_nvml() -> GpuReport:

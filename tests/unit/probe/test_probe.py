@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes.captures import smi_xml
 
 from muster.health.hardware.readings import ClockReason, GpuReading, GpuReport
 from muster.health.machine.judge import judge_machine
@@ -101,24 +102,17 @@ def tool(tmp_path):
 
 
 def test_without_the_library_the_tool_is_asked(tool):
-    sample = HERE.parent / "health" / "hardware" / "smi_sample.py"
-    sys.path.insert(0, str(sample.parent))
-    try:
-        import smi_sample
-    finally:
-        sys.path.remove(str(sample.parent))
-    text = smi_sample.report()
-    where = tool("cat <<'END'\n" + text.rstrip("\n") + "\nEND")
+    where = tool(f"[ \"$*\" = '-q -x' ] || exit 2\ncat <<'END'\n{smi_xml().rstrip()}\nEND")
     gpus = probe(PATH=where).gpus
-    assert gpus is not None and gpus.source == "nvidia-smi -q" and gpus.gpus and not gpus.missing
+    assert gpus is not None and gpus.source == "nvidia-smi -q -x" and len(gpus.gpus) == 2 and not gpus.missing
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
         ("echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9", "has failed"),
-        ("exit 1", "how many"),
-        ("sleep 60", "how many"),
+        ("exit 1", "no end"),
+        ("sleep 60", "no end"),
     ],
 )
 def test_a_tool_that_fails_is_never_healthy(tool, script, words):

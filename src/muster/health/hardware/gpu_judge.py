@@ -25,7 +25,8 @@ NEAR_SLOWDOWN_C = 5
 DRIVER_BYTES = 1 << 30
 #: Fields that every GPU has: without one of them the driver has lost the GPU. Others are shown and ignored.
 _VITAL = ("uuid", "power", "fan", "temp", "pci", "bus", "memory", "clocks", "pstate", "performance")
-#: The driver's library and module differ, the driver does not answer, or no GPU does.
+#: The driver's library and module differ, the driver does not answer, or no GPU does: in what people send. A machine
+#: that is looked at may have the tool and no GPU.
 _REFUSED = re.compile(r"version mismatch|couldn't communicate|No devices were found")
 
 
@@ -211,7 +212,7 @@ def _count(report: GpuReport, expected: int | None, source: str) -> Iterator[Fin
         )  # fmt: skip
     check, verdict = "gpu.report", Verdict.INCOMPLETE
     if report.missing:
-        refused = _REFUSED.search(report.missing)
+        refused = _REFUSED.search(report.missing) if report.source == "nvidia-smi" else None
         check, verdict = ("gpu.driver", Verdict.DRAIN) if refused else (check, verdict)
         message = f"{report.source}: {report.missing}" + ("; restart the host" if refused else "")
     elif expected is not None and there != str(expected):

@@ -189,6 +189,7 @@ def test_a_host_that_comes_while_another_publishes_takes_nothing_for_damaged(wea
     at_change(fake, changes(fake) + changes_later, first.child)
     second.prepare("cache")
     found = [first.result(), second.result()]
+    assert found[0]["fingerprint"] == found[1]["fingerprint"]
     assert [each["cached"] for each in found] == [False, True]
     assert found[0]["rows"] == found[1]["rows"]
     only_the_data_is_left(fake, "cache", found[0]["fingerprint"])

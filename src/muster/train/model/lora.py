@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MARKS = (".lora_A.", ".lora_B.")
-#: Types whose mixers read weights past an adapter: peft refuses ``out_proj`` (its tuners_utils.py), and the forward pass
-#: of Mamba multiplies by ``dt_proj.weight`` itself.
+#: Types whose mixers read weights past an adapter: peft refuses ``out_proj`` (its tuners_utils.py), and Mamba's forward
+#: pass multiplies by ``dt_proj.weight`` itself.
 MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 

@@ -135,7 +135,7 @@ def export(
         folder=target,
         step=manifest.step,
         kind=kind,
-        dtype=str(spec.model.master_dtype) if adapter else dtype,
+        dtype=spec.model.trained_dtype if adapter else dtype,
         tensors=tensors,
         bytes=size,
         seconds=time.monotonic() - began,

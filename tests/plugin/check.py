@@ -106,6 +106,8 @@ def _tests(graph: Graph, selection: select.Selection, rest: list[str], *, is_all
     code = subprocess.run(
         [sys.executable, "-m", "pytest", *argv], cwd=ROOT, env=os.environ | environment, check=False
     ).returncode
+    if code not in (0, 1, 5):  # passed, failed, nothing to run
+        print(f"check: pytest ended with exit code {code} before its end", flush=True)
     _note_seconds(known, Path(environment["MUSTER_TIMES"]))
     failed = _failed(files["failed.json"])
     if failed is not None and all(argument.startswith(WHOLE) or argument.isdecimal() for argument in rest):

@@ -127,6 +127,7 @@ class SupervisorLink:
             self._hub.close(left)
             # As if it had closed: a host without work counts its wait from now, not from when it last had any.
             self._hub.on_gone(left, "another supervisor holds the lease")
+            self._peer = None
 
     def on_lost(self) -> None:
         """The connection is closed."""

@@ -15,7 +15,7 @@ from muster.agent.ranks.program_output import ProgramOutput
 from muster.agent.ranks.rank_process import Worker, end_child, on_exit
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError
-from muster.core.event_details.run import Outcome, RunMessage
+from muster.core.event_details.run import Outcome
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import encode, reader_of
 from muster.protocol.pipes import TRACKER_NOTES, RunOver
@@ -91,9 +91,10 @@ class TrackerProgram:
             self._note(reader_of(TRACKER_NOTES)(line).text)
 
     def _note(self, text: str) -> None:
-        mono_ns, wall_ns, kind = time.monotonic_ns(), time.time_ns(), RunMessage.kind
-        detail = {"text": text}
-        self._tell(RankEvent(kind=kind, attempt=self._attempt, mono_ns=mono_ns, wall_ns=wall_ns, detail=detail))
+        mono_ns, wall_ns, detail = time.monotonic_ns(), time.time_ns(), {"text": text}
+        self._tell(
+            RankEvent(kind="run.message", attempt=self._attempt, mono_ns=mono_ns, wall_ns=wall_ns, detail=detail)
+        )
 
     def _on_exit(self, child: subprocess.Popen[bytes], output: ProgramOutput) -> None:
         output.close()

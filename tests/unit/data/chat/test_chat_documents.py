@@ -1,5 +1,6 @@
 """From chats to prepared data: what ends an answer, what is left out, and what is counted and held out together."""
 
+import datetime
 import json
 from itertools import groupby
 
@@ -237,7 +238,8 @@ def test_the_day_of_preparation_is_kept(opened, prepared, monkeypatch):
     rows = [{"messages": [user(f"Q{number}"), said("A")]} for number in range(8)]
     first = prepared(folder, rows)
     monkeypatch.setattr("muster.data.prepare.datetime", later := type("Later", (), {}))
-    later.date = type("Date", (), {"today": staticmethod(lambda: __import__("datetime").date(2031, 1, 2))})
+    later.UTC = datetime.UTC
+    later.datetime = type("Time", (), {"now": staticmethod(lambda zone: datetime.datetime(2031, 1, 2, tzinfo=zone))})
     assert prepared(folder, rows).fingerprint == first.fingerprint, "a run that goes on another day"
     other = prepared(folder, rows, name="other")
     assert other.fingerprint != first.fingerprint

@@ -373,7 +373,8 @@ class HostAgent:
     def _shutdown(self) -> None:
         """End everything this agent started and free the memory."""
         self.usage.release()
-        for part in (self.pool, self.replicator, self.programs, self.kernel_log, self.host_check, self.fork_server):
+        # Programs last: trackers may take some seconds, for which GPUs and memory need not be held.
+        for part in (self.pool, self.replicator, self.kernel_log, self.host_check, self.fork_server, self.programs):
             part.shutdown()
         self.log.write("agent.ended", {"reason": self.exit_reason or ""})
         self.hub.shutdown()

@@ -35,6 +35,6 @@ def track(reference: str, *, tell: Callable[[str], None]) -> RunDir:
     if not made:
         raise UsageError(f"the run file of {run.run_id} names no tracker", hint="output.tracker: wandb")
     newest = max(ends, key=lambda event: event.wall_ns).read(RunFinished)
-    if not finish(made, newest.outcome, tell, within_s=LIMIT_S):
+    if not finish(made, newest.outcome, tell, within_s=LIMIT_S) or any(each.failed for each in made):
         raise MusterError("not everything was accepted")
     return run

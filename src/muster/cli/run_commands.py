@@ -252,6 +252,7 @@ def export(
     step: int | None = typer.Option(None, "--step", help="Checkpoint of this step; default: the newest."),
     best: bool = typer.Option(False, "--best", help="The checkpoint with the lowest held-out loss."),
     adapter: bool = typer.Option(False, "--adapter", help="LoRA: write the adapter alone instead of merging it."),
+    no_verify: bool = typer.Option(False, "--no-verify", help="Do not reload and compare what was written."),
     base: str | None = typer.Option(None, "--base", metavar="ORG/NAME", help="With --adapter: its base on the hub."),
     push: str | None = typer.Option(None, "--push", metavar="OWNER/NAME", help="Repository of the Hugging Face hub."),
     public: bool = typer.Option(False, "--public", help="With --push: where it is made, everybody can read it."),
@@ -269,7 +270,10 @@ def export(
         if push is not None and out is None:
             raise api.UsageError("--for needs a folder that is kept", hint="--out FOLDER beside --push")
         target = serve.target(place, spec_of(api.find_run(run)), bucket=bucket, image=image, machine=machine)
-    result = api.export(run, out=out, step=step, best=best, merge=not adapter, push=push, public=public, base=base)
+    result = api.export(
+        run, out=out, step=step, best=best, merge=not adapter, push=push, public=public, base=base,
+        verify=not no_verify,
+    )  # fmt: skip
     output.result(result.url or str(result.folder))
     for line in result.lines:
         output.info(line)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -40,12 +41,15 @@ from muster.data.task import TASKS
 from muster.data.text.templates import ChatTemplate
 from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, find_template, install_template, locate, model_vocab_size, train
+from muster.storage import run_registry
 from muster.storage.mounts import uri_of_mounted
 
 _POINTER = "data.json"
 _NEW_TOKENS = "new_tokens"
 #: For templates that write none.
 _NO_DATE = ChatRules.today
+#: In a run's id (``run_registry.new_run_id``).
+_DATE = re.compile(r"-(20\d\d)([01]\d)([0-3]\d)-\d{6}-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +219,12 @@ def _chat_template(tokenizer_source: Path | TrainedTokenizer | None, template: C
 
 
 def _today(run_dir: Path, chat_template: str) -> str:
-    """The date that a chat template may write. It is that of the run's first preparation: a run that is resumed on
-    another day has the same data."""
+    """The date that a chat template may write: the one in the run's id, which is the same on all hosts and at each
+    resume; without a run that of the first preparation."""
     if not writes_date(chat_template):
         return _NO_DATE
+    if dated := _DATE.search(run_registry.existing_id(run_dir) or ""):
+        return "-".join(dated.groups())
     try:
         return str(json.loads((run_dir / _POINTER).read_text())["today"])
     except (OSError, ValueError, KeyError):

@@ -132,7 +132,10 @@ class Encoder:
             return path.read_text(encoding="utf-8")
         found = self.config.get("chat_template")
         if isinstance(found, list):
-            found = {at(one, "name"): at(one, "template") for one in found}.get("default")
+            named = {at(one, "name"): str(at(one, "template")).rstrip("\n") for one in found}
+            found = named.get("default")
+            if found and "tool_use" in named:  # as transformers chooses
+                found = f"{{% if tools %}}{named['tool_use']}{{% else %}}{found}{{% endif %}}"
         return found if isinstance(found, str) and found else None
 
     @cached_property
@@ -224,7 +227,7 @@ def locate(model: Model) -> Path | TrainedTokenizer | None:
         return folder
     if chosen.startswith((".", "/", "~")) or chosen.count("/") > 1:
         raise UsageError(f"tokenizer folder {chosen!r} does not exist", hint="check model.source and model.tokenizer")
-    files = hub.fetch_model_files(chosen, model.revision, (*FILES, "generation_config.json"))
+    files = hub.fetch_model_files(chosen, model.revision, (*FILES, "config.json", "generation_config.json"))
     if not {*files} & {*FILES}:
         raise UsageError(f"{chosen!r} has no tokenizer on the hub", hint="set model.tokenizer")
     return next(iter(files.values())).parent

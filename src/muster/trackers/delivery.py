@@ -141,8 +141,8 @@ class Delivery:
         a step's figures from a later attempt as well; else the first ones stay."""
         self.name, self._connect, self._reader, self._path = name, connect, reader, record
         self._report, self._redoes, self._clock = report, redoes, clock or SystemClock()
-        self.ended = False
-        """Everything is delivered, or nothing ever can be."""
+        self.ended = self.failed = False
+        """Everything is delivered, or nothing ever can be; and then ``failed``."""
         self._service: Service | None = None
         self._pending: list[Figures] = []
         self._outcome: str | None = None
@@ -186,8 +186,8 @@ class Delivery:
             self._record(0.0 if self.ended else service.buffer_s)
         except UsageError as error:
             self._report(f"{self.name} gets no figures: {error}" + (f" ({error.hint})" if error.hint else ""))
-            self.ended = True
-        except Exception as error:  # noqa: BLE001 (third-party code on which nothing depends)
+            self.ended = self.failed = True
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (third-party code on which nothing depends)
             self._service = None
             self._on_away(str(error) or type(error).__name__)
             return False
@@ -202,7 +202,8 @@ class Delivery:
 
     def is_stuck(self) -> bool:
         """Whether the tracker will not return from a call. One that is slow is reported, once."""
-        lasts_s = (self._clock.monotonic_ns() - self._busy_ns) / 1e9 if self._busy_ns else 0.0
+        busy_ns = self._busy_ns  # the thread of ``serve`` sets it
+        lasts_s = (self._clock.monotonic_ns() - busy_ns) / 1e9 if busy_ns else 0.0
         if lasts_s > SLOW_S:
             self._on_away(f"no answer for {SLOW_S:.0f} s")
         return lasts_s > STUCK_S

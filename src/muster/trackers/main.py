@@ -24,8 +24,9 @@ from muster.trackers import TENSORBOARD, wanted
 from muster.trackers.delivery import Delivery, FigureReader
 from muster.trackers.services import RunFacts, connector
 
-#: From the end of a run until its trackers have everything: what they do not have then stays in the event files.
-END_S = 20.0
+#: From the end of a run until its trackers have everything: what they do not have then stays in the event files. Less
+#: than the 15 s that a Spot pod has to end in.
+END_S = 8.0
 #: Exit code: start another one (EX_TEMPFAIL of sysexits.h). 0: everything is delivered, or nothing ever can be.
 AGAIN = 75
 
@@ -35,7 +36,9 @@ def begin(run_dir: Path, run_id: str, *, writer: str | None, report: Callable[[s
     spec = RunSpec.model_validate_json(resolved_file.read(run_dir, patient=True))
     hidden = run_secrets.read(run_dir)
     hide_values(hidden.values())
-    os.environ.update({**spec.env, **hidden})
+    given = {**spec.env, **hidden}
+    # The caller of ``muster track`` may have a newer key than the run.
+    os.environ.update(given if writer is not None else {**given, **os.environ})
     # MLflow's client would try seven times, for four minutes: here a failed call is repeated in any case.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +90,9 @@ class MLflow:
             self._client.update_run(self._run, status="RUNNING")
             return
         # The fluent API would add the git commit of Muster's own source as the run's.
-        tags = {RUN_TAG: facts.run_id, "mlflow.source.name": "muster", "mlflow.user": getpass.getuser()}
+        tags = {RUN_TAG: facts.run_id, "mlflow.source.name": "muster"}
+        with contextlib.suppress(KeyError, OSError):  # a container's user without a name
+            tags["mlflow.user"] = getpass.getuser()
         self._run = self._client.create_run(experiment, run_name=facts.run_id, tags=tags).info.run_id
         params = [self._entities.Param(key, value[:MOST_PARAM_CHARACTERS]) for key, value in _flat("", facts.config)]
         for first in range(0, len(params), MOST_PARAMS):

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from muster.core import processes
 from muster.core.errors import ConflictError
 from muster.storage.store import link_lease
-from muster.storage.store.link_lease import Holder, LinkLease, Token, beating, traces
+from muster.storage.store.link_lease import Holder, LinkLease, Token, beating, here, traces
 
 
 @pytest.fixture
@@ -142,3 +143,13 @@ def test_without_links_it_excludes_nobody_and_says_so(tmp_path, monkeypatch, num
     first.try_take()
     second.try_take()
     assert not first.excludes and first.is_held() and second.is_held()
+
+
+def test_where_the_kernel_names_no_boot_nothing_is_known_to_be_dead(monkeypatch):
+    """All machines' first process namespaces have one number: a holder elsewhere would have been taken for dead."""
+    here.cache_clear()
+    monkeypatch.setattr(processes, "boot_id", lambda: "")
+    try:
+        assert here() == "" and not Token(here(), 2**22 + 1, 1, "aa").is_dead
+    finally:
+        here.cache_clear()

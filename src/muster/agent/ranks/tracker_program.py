@@ -26,7 +26,7 @@ from muster.transport.connections import ConnectionPool
 #: Wait before it is started again. The first death is reported, and those after that time without one.
 RETRY_S, QUIET_S = 5.0, 600.0
 #: At the end of the run it takes ``trackers.main.END_S`` at most, and this is more.
-END_S = 22.0
+END_S = 10.0
 
 
 class TrackerProgram:
@@ -98,7 +98,8 @@ class TrackerProgram:
 
     def _on_exit(self, child: subprocess.Popen[bytes], output: ProgramOutput) -> None:
         output.close()
-        _kill_session(child)  # before its number is free for another process
+        if child.returncode is None:
+            _kill_session(child)  # before its number is free for another process
         code = child.wait()
         assert child.stdin is not None
         child.stdin.close()
@@ -116,17 +117,25 @@ class TrackerProgram:
         """Where ``reason`` is a final outcome of the run, wait until trackers have everything, ``END_S`` at most. Else
         end it at once: the run goes on elsewhere or later, and the host may have seconds left."""
         child, self._child = self._child, None
+        is_final = reason in get_args(Outcome) and reason != "preempted"
         if child is None:
+            if is_final and self.retry_s < math.inf:
+                self._note("trackers lack figures and how the run ended: muster track RUN sends the rest")
             return
-        if reason in get_args(Outcome) and reason != "preempted":
+        if is_final:
             assert child.stdout is not None
             self._hub.unwatch(child.stdout.fileno())
             over = encode(RunOver(outcome=cast(Outcome, reason))) + b"\n"
-            with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-                for line in child.communicate(over, END_S)[0].splitlines():
-                    self._on_line(line)
-        if child.returncode is None:
-            _kill_session(child)
+            output = b""
+            try:
+                output = child.communicate(over, END_S)[0]
+            except subprocess.TimeoutExpired as error:
+                output = error.output or b""
+            except OSError:
+                pass
+            for line in output.splitlines():
+                self._on_line(line)
+        _kill_session(child)
 
 
 def _kill_session(leader: subprocess.Popen[bytes]) -> None:

@@ -153,13 +153,13 @@ def _measured(opened: OpenedSource, kind: str, encoder: Encoder | None) -> RowsS
             break
         try:
             text, row_turns, answered = _text(row, kind, opened.section.template)
+            if encoder is not None and index < _TOKENISED_ROWS:
+                # A template that rewrites history makes several documents of a chat.
+                documents = engine.documents([row])[0][0] if engine is not None else [(encoder.encode([text])[0], None)]
+                sampled += len(text) if documents else 0
+                sampled_tokens += sum(len(ids) for ids, _ in documents)
         except UsageError as error:
             raise located(opened, error, index) from error
-        if encoder is not None and index < _TOKENISED_ROWS:
-            # A template that rewrites history makes several documents of a chat.
-            documents = engine.documents([row])[0][0] if engine is not None else [(encoder.encode([text])[0], None)]
-            sampled += len(text) if documents else 0
-            sampled_tokens += sum(len(ids) for ids, _ in documents)
         if engine is not None:  # what the template writes around turns is measured
             row_turns = 0
         count, characters, turns, answers = count + 1, characters + len(text), turns + row_turns, answers + answered

@@ -57,10 +57,13 @@ def export(
     push: str | None = None,
     public: bool = False,
     base: str | None = None,
+    verify: bool = True,
 ) -> Exported:
-    """Write the folder, reload it in a fresh process, compare logits. ``best``: of the checkpoint with the lowest
-    held-out loss; default: the newest. ``push``: a repository of the hub that it goes to with a model card, private
-    unless ``public``; without ``out`` the folder is not kept then. ``base``: the hub's id that an adapter names.
+    """Write the folder; with ``verify`` reload it in a fresh process, compare logits and ids.
+
+    ``best``: of the checkpoint with the lowest held-out loss; default: the newest. ``push``: a repository of the hub
+    that it goes to with a model card, private unless ``public``; without ``out`` the folder is not kept then. ``base``:
+    the hub's id that an adapter names.
 
     Raises:
         UsageError: both ``step`` and ``best``, or a ``base`` of a merged model.
@@ -80,9 +83,9 @@ def export(
     hub = open_repository(push, public=public) if push is not None else None
     if hub is not None and out is None:
         with tempfile.TemporaryDirectory(prefix="push-", dir=run.path) as folder:
-            found = _exported(run, Path(folder) / "export", step, best=best, merge=merge, base=base)
+            found = _exported(run, Path(folder) / "export", step, best=best, merge=merge, base=base, verify=verify)
             return _pushed(hub, str(push), run, found, kept=False)
-    found = _exported(run, out, step, best=best, merge=merge, base=base)
+    found = _exported(run, out, step, best=best, merge=merge, base=base, verify=verify)
     return found if hub is None else _pushed(hub, str(push), run, found, kept=True)
 
 
@@ -130,7 +133,7 @@ def _without_local_base(found: Exported) -> tuple[dict[str, bytes], tuple[str, .
 
 
 def _exported(
-    run: RunDir, out: Path | None, step: int | None, *, best: bool, merge: bool, base: str | None
+    run: RunDir, out: Path | None, step: int | None, *, best: bool, merge: bool, base: str | None, verify: bool
 ) -> Exported:
     argv = [sys.executable, "-P", "-m", "muster.train.export.hf_folder", "--run-dir", str(run.path)]
     if out is not None:
@@ -139,6 +142,8 @@ def _exported(
         argv += ["--step", str(step)]
     if best:
         argv.append("--best")
+    if not verify:
+        argv.append("--no-verify")
     if not merge:
         argv += ["--adapter", *(["--base", base] if base else [])]
     code, printed = run_visibly(argv)

@@ -343,7 +343,10 @@ class GkeLauncher:
         """What a node of the run costs, by the catalogue; where the run file names several places, in the first."""
         if (spec := self._remembered(run_id)) is None:
             return None
-        where = place(spec, run_id=run_id, run_dir="/unused", options=self.options)
+        try:
+            where = place(spec, run_id=run_id, run_dir="/unused", options=self.options)
+        except MusterError:  # a run file that this version's catalogue would refuse still has a status
+            return None
         region = next(iter(spec.resources.locations or ()), "").rpartition("-")[0]
         return machine_usd_per_hour(where.machine.name, where.mode.removesuffix("_queued"), region)
 

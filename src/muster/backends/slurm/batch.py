@@ -37,7 +37,7 @@ from muster.transport.secure_session import run_token
 #: Where the controllers listen, for nodes that need to know whether they are cut off.
 CONTROLLERS = "controllers.json"
 #: Wait after the run's result: steps of nodes that are cut off do not end by themselves.
-LINGER_S = 5.0
+LINGER_S = 14.0
 #: The request before the time limit: save, exit, run again.
 TIME_LIMIT_STOP = StopRun(again=True, source="Slurm's time limit")
 #: A step that ended although the run continues is started this often at most.

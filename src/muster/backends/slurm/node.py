@@ -50,8 +50,8 @@ SUPERVISOR_FAILURES = 6
 LOST_RACE = 1
 """Exit code of a supervisor that found the lease held, among other causes."""
 LIVED_S = 600.0
-#: Time for the agent to exit after the result.
-LEAVE_S = 10.0
+#: Time for the agent to exit after the result: trackers get ``trackers.main.END_S`` of it.
+LEAVE_S = 12.0
 #: By then a living batch program has ended the job.
 BATCH_LEAVES_S = LINGER_S + 3.0
 

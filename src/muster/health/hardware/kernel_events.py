@@ -138,7 +138,7 @@ def _flaps(messages: Iterable[KernelMessage]) -> list[Finding]:
                 up[link[0]] = link[1]
     out = []
     for port, lines in losses.items():
-        gone = "" if up.get(port) else ", and has not come back"
+        gone = "" if up.get(port, True) else ", and has not come back"  # one that was never seen up was not in use
         grave = len(lines) >= FLAPS or (gone and _RDMA.search(port))
         times = "once" if len(lines) == 1 else f"{len(lines)} times"
         out.append(

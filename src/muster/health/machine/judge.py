@@ -141,7 +141,12 @@ def _kernel_log(lines: KernelLines, report: MachineReport, own: OwnNumbers) -> l
     log = replace(log, lines=max(1, lines.lines), cut=False, mismatch="" if whole else log.mismatch)
     found = judge_kernel_log(log, gpus=numbers, own=own, not_before_s=lines.now_s - RECENT_S)
     content = {gpu.index for gpu in gpus if gpu.recovery_action == "None"}
-    return [_over(one) if one.verdict is Verdict.RESET and one.gpu in content else one for one in found]
+    found = [_over(one) if one.verdict is Verdict.RESET and one.gpu in content else one for one in found]
+    # A disk or a link may be a neighbour's on the same machine, which takes no host from this run.
+    return [replace(one, verdict=Verdict.NOTE) if one.check in _OTHERS and one.verdict.faulty else one for one in found]
+
+
+_OTHERS = ("host.disk", "net.link")
 
 
 def _over(found: Finding) -> Finding:

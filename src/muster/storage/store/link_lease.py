@@ -60,11 +60,14 @@ NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 def here() -> str:
     """Where a process number means something: this boot of this machine and, in a container, its processes. Empty
     where the system does not say."""
+    boot = processes.boot_id()
+    if not boot:  # every machine's first process namespace has the same number
+        return ""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return ""
-    return hashlib.sha256(f"{processes.boot_id()} {space}".encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{boot} {space}".encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def write_card(folder: Path, sources: ExportSources, *, adapter: bool) -> str:
     loaded that does not simply load on its base. Empty for others."""
     base = sources.folder.path if sources.folder is not None else folder
     for path in sorted(path for pattern in LICENCES for path in base.glob(pattern) if base != folder):
-        shutil.copyfile(path, folder / path.name)
+        if path.is_file():  # LICENSES/ of REUSE is a folder
+            shutil.copyfile(path, folder / path.name)
     fields = [f"{key}: {json.dumps(value)}" for key, value in licence_of(base).items()]
     note = _adapter_note(sources) if adapter else ""
     parts = ["\n".join(["---", *fields, "---\n"])] if fields else []

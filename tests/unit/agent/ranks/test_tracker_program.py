@@ -178,6 +178,14 @@ def test_one_that_does_not_leave_is_killed(host, monkeypatch):
     assert host.children[0].returncode == -signal.SIGKILL
 
 
+def test_a_process_that_died_just_before_the_end_leaves_a_note(host):
+    host.living = ranks(0)
+    host.program.watch()
+    host.program._child, host.program.retry_s = None, 1e9
+    host.program.shutdown("succeeded")
+    assert "muster track RUN" in host.notes()[-1]
+
+
 @pytest.mark.parametrize("reason", ["the watchdog is gone", "preempted"])
 def test_where_the_run_goes_on_nothing_is_waited_for(host, reason):
     host.living = ranks(0)

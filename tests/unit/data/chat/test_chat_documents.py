@@ -10,6 +10,7 @@ from muster.config.spec import TrainedTokenizer
 from muster.core.errors import UsageError
 from muster.data import tokenise
 from muster.data.chat.engine import ChatEngine, ChatRules
+from muster.data.chat.template import Template
 from muster.data.prepare import prepare
 from muster.data.preview import preview, summary
 from muster.data.questions import heldout_questions
@@ -244,6 +245,33 @@ def test_the_day_of_preparation_is_kept(opened, prepared, monkeypatch):
     other = prepared(folder, rows, name="other")
     assert other.fingerprint != first.fingerprint
     assert "02 Jan 2031" in Encoder(folder).decode(other.train[0].input_ids.tolist())
+
+
+def test_hosts_of_a_run_write_the_date_of_its_id(opened, prepared, tmp_path):
+    """Each host has a run folder of its own, and may start, or be replaced, on another day."""
+    _, folder = opened("llama3")
+    rows = [{"messages": [user(f"Q{number}"), said("A")]} for number in range(8)]
+    for host in ("a", "b"):
+        (tmp_path / host).mkdir()
+        (tmp_path / host / "run_id").write_text("chat-20270304-050607-f948\n")
+        (tmp_path / host / "data.json").write_text('{"today": "2031-01-02"}')
+    first = prepared(folder, rows, name="a")
+    assert "04 Mar 2027" in Encoder(folder).decode(first.train[0].input_ids.tolist())
+
+
+def test_of_several_templates_the_one_for_tools_is_taken_for_rows_with_tools(opened, recipe):
+    _, folder = opened("own", CHATML)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    with_tools = "{{ tools[0]['name'] }}: " + CHATML + "\n"
+    named = [{"name": "default", "template": CHATML + "\n"}, {"name": "tool_use", "template": with_tools}]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named}))
+    template = Template(Encoder(folder).chat_template, Encoder(folder).template_variables, "2026-01-01")
+    plain = Template(CHATML, Encoder(folder).template_variables, "2026-01-01")
+    turns = [user(), said("A")]
+    assert template.render(turns, [], {}, prompt=False) == plain.render(turns, [], {}, prompt=False)
+    asked = template.render(turns, [{"name": "look_up"}], {}, prompt=True)
+    assert asked == "look_up:" + plain.render(turns, [], {}, prompt=True)
 
 
 def test_what_was_done_to_rows_is_shown(opened, prepared):

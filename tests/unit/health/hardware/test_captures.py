@@ -95,6 +95,8 @@ KERNEL = [
       "Buffer I/O error on dev nvme0n1, logical block 1308098575, lost async page write"], "host.disk", "drain", ["nvme0n1"]),
     (["critical medium error, dev sda, sector 12345"] * 2, "host.disk", "drain", ["sda", "2 times"]),
     (["I/O error, dev fd0, sector 0 op 0x0:(READ)"], "host.disk", "note", ["fd"]),
+    (["critical target error, dev nvme0n1, sector 1953 op 0x3:(DISCARD) flags 0x800"], "host.disk", "note", ["nvme0n1"]),
+    (["Buffer I/O error on dev nbd0, logical block 0"], "host.disk", "note", ["nbd"]),
     (["EXT4-fs error (device sda1): ext4_find_entry:1455: inode #2: comm python: reading directory lblock 0",
       "EXT4-fs (sda1): Remounting filesystem read-only"], "host.disk", "drain", ["EXT4-fs", "sda1"]),
     (["XFS (nvme1n1p1): metadata I/O error in \"xfs_buf_ioend\" at daddr 0x1"], "host.disk", "drain", ["XFS", "nvme1n1p1"]),
@@ -515,3 +517,8 @@ def test_no_variation_of_a_recorded_healthy_capture_condemns_a_host(name):
 def test_no_text_raises(text, other, data):
     at = data.draw(st.integers(0, len(text)))
     judged(text[:at] + other + text[at:], other)
+
+
+def test_a_port_that_was_never_up_is_not_missed():
+    line = "Nov 29 10:00:00 node kernel: mlx5_core 0000:5c:00.0: Port: 1 Link DOWN\n"
+    assert [each.verdict for each in judged(line).findings if each.check == "net.link"] in ([], [Verdict.NOTE])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"
 _VERBS = ("down", "events", "plan", "recover", "report", "status", "stop", "submit", "train")
 _PACKAGES = ("plan", "report", "train")
 """Verbs whose name is that of a package of Muster's own, too."""

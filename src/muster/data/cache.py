@@ -50,7 +50,7 @@ from muster.core.typed_json import Json
 from muster.storage.store.link_lease import NO_LINKS, Holder, LinkLease, Token, beating, traces
 
 _WORK = ".work-"
-#: What is made of one fingerprint, but for its final name itself; ``partial`` and ``kept`` by versions before 0.2.0.
+#: What is made of one fingerprint, but for its final name itself; ``partial`` and ``kept`` by versions before 0.2.1.
 _OURS = re.compile(r"(?=.{33})\.?(?:work-|partial-|kept-)?([0-9a-f]{32})(?:[.-].+)?")
 #: Work that no process has resumed for so long is removed.
 _KEPT_S = 3 * 86400

@@ -28,7 +28,7 @@ def test_a_runs_hosts_before_the_start_and_beside_the_training(shell: Shell) -> 
     shell.run("submit", "run.yaml", "run_dir=there", "resources.ranks_per_host=1")
     shell.wait_for_step(2)
 
-    fault = "GPU 6: PCIe link of 8 lanes, and 16 are possible"
+    fault = "GPU 6: PCIe link of 8 of 16 lanes"
     (event,) = map(json.loads, shell.run("events", "there", "--kind", "host.check", "--json").stdout.splitlines())
     assert (event["host"], event["detail"]["part"], event["detail"]["verdict"]) == ("host-0", "passive", "drain")
     assert event["detail"]["findings"][0] == fault

@@ -64,7 +64,7 @@ def test_one_that_hangs_from_start_to_end_costs_no_step(shell: Shell) -> None:
     assert train.returncode == 0, err
     assert run.seen.step() == 20 and not run.seen.troubles()
     assert run.steps() == []
-    assert "has nothing 20 s after the end of the run: muster track" in run.notes()[-1] and len(run.notes()) == 1
+    assert "has nothing 8 s after the end of the run: muster track" in run.notes()[-1] and len(run.notes()) == 1
     run_id = (run.there / "run_id").read_text().strip()
     assert not shell.left(run_id)
 

@@ -100,12 +100,12 @@ def enter(words: Sequence[str]) -> None:
     given = dict(word.removeprefix("--").split("=", 1) for word in words[:at])
     held = json.loads(Path(given["image"]).read_text())
     root = Root()
+    root.empty("/tmp")  # before the parts: the clone, which is one, may be below it
     for target, source in held["parts"].items():  # sorted: a folder before what is in it
         root.hold(source, target)
     for path in SYSTEM:
         root.bind(path, path)
-    for folder in ("/tmp", "/var/run"):
-        root.empty(folder)
+    root.empty("/var/run")
     for path in filter(os.path.exists, FILES):
         root.bind(path, path)
     for asked in filter(None, given.get("mounts", "").split(",")):

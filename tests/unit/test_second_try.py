@@ -67,8 +67,10 @@ def run(folder: Path, files: dict[str, str], *arguments: str, second: bool = Tru
     (folder / "suite" / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     notes = folder / "notes"
     # PYTEST_ADDOPTS: the -q of whoever runs this would take the inner summary away.
-    env = {**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": str(TESTS), "MUSTER_TESTS_RAN": str(folder / "ran"),
-           "MUSTER_SECOND_TRY": str(notes) if second else ""}  # fmt: skip
+    env = {
+        **os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "MUSTER_TIMES": "",
+        "MUSTER_RECORD": "", "MUSTER_TESTS_RAN": str(folder / "ran"), "MUSTER_SECOND_TRY": str(notes) if second else "",
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=folder / "suite", env=env, capture_output=True, text=True, timeout=280, check=False,

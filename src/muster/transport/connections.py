@@ -232,7 +232,9 @@ class ConnectionPool:
             own_s = max(0.0, min(due_s) - time.monotonic())
             timeout_s = own_s if timeout_s is None else min(timeout_s, own_s)
         for key, mask in self.selector.select(timeout_s):
-            key.data(mask)
+            now = self.selector.get_map().get(key.fd)
+            if now is not None and now.data is key.data:  # else a callback before it has closed this one
+                key.data(mask)
         if due_s:
             self._expire()
 

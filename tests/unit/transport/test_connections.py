@@ -1,5 +1,6 @@
 """One selector loop: each connection carries one channel's messages, and a frame that is none ends that connection."""
 
+import os
 import socket
 
 import pytest
@@ -123,3 +124,25 @@ def test_who_does_not_know_the_token_says_nothing(serving):
         for _ in range(5):
             serving.pool.run_once(0.01)
     assert not serving.heard and "token" in serving.gone[0]
+
+
+def test_a_callback_may_close_what_was_ready_in_the_same_moment():
+    """A program that prints and ends at once: its end closed the pipe, whose own callback then ended the agent."""
+    hub = ConnectionPool(token=b"k" * 32, on_gone=lambda *_: None)
+    pipes = {}
+    called = []
+
+    def close(name):
+        called.append(name)
+        for reader, writer in pipes.values():
+            hub.unwatch(reader)
+            os.close(reader)
+            os.close(writer)
+
+    for name in ("one", "other"):
+        pipes[name] = os.pipe()
+        os.write(pipes[name][1], b"x")
+        hub.watch(pipes[name][0], lambda name=name: close(name))
+    hub.run_once(5.0)
+    assert len(called) == 1
+    hub.shutdown()

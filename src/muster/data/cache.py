@@ -48,6 +48,7 @@ import xxhash
 from muster.core.errors import AccessError, MusterError
 from muster.core.typed_json import Json
 from muster.storage.store.link_lease import NO_LINKS, Holder, LinkLease, Token, beating, traces
+from muster.storage.store.local import sync_directory
 
 _WORK = ".work-"
 #: What is made of one fingerprint, but for its final name itself; ``partial`` and ``kept`` by versions before 0.2.1.
@@ -192,7 +193,7 @@ def _publish(data: Path, folder: Path) -> bool:
                 if refused.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     return False
                 raise
-        _sync_folder(folder.parent)
+        sync_directory(folder.parent)
         return True
     raise AccessError(f"{folder} is there and holds no whole data", hint="remove it, or set data.cache_dir")
 
@@ -385,13 +386,6 @@ def _sync(folder: Path) -> None:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         else:
-            _sync_folder(path)
-    _sync_folder(folder)
+            sync_directory(path)
+    sync_directory(folder)
 
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -145,6 +145,9 @@ class SequenceStore:
                 f"prepared data in {self.folder} is damaged: sequence {index} is not what was written",
                 hint="it is prepared again at the next start",
             )
+        return self._sequence(inputs, labels, lengths, tokens)
+
+    def _sequence(self, inputs: Int32s, labels: Int32s, lengths: Int32s, tokens: int) -> Sequence:
         return Sequence(
             input_ids=inputs,
             labels=labels,
@@ -178,14 +181,7 @@ class _ByDocument(SequenceStore):
         inputs[:length] = packed.input_ids[start : start + length]
         labels[:length] = packed.labels[start : start + length]
         lengths = np.array([length, rest] if rest else [length], dtype=np.int32)
-        return Sequence(
-            input_ids=inputs,
-            labels=labels,
-            position_ids=self._positions(lengths),
-            document_lengths=lengths,
-            tokens=length,
-            supervised_tokens=int((labels != UNSUPERVISED).sum()),
-        )
+        return self._sequence(inputs, labels, lengths, length)
 
 
 def _sum(inputs: Int32s, labels: Int32s, lengths: Int32s, tokens: int) -> int:

@@ -126,16 +126,20 @@ def spoken(row: Row) -> list[tuple[str, str]]:
 def _turns(row: Row, changes: Counter[str]) -> list[Json]:
     name = next((name for name in CHAT_COLUMNS if name in row), CHAT_COLUMNS[0])
     turns = row.get(name)
-    if isinstance(turns, str):
-        try:
-            turns = json.loads(turns)
-        except ValueError:
-            turns = None
-        else:
-            changes["conversations given as JSON text"] += 1
+    if isinstance(turns, str) and (turns := _parsed(turns)) is not None:
+        changes["conversations given as JSON text"] += 1
     if not isinstance(turns, list) or not turns:
         raise UsageError(f"column {name!r} must be a list with at least one turn")
     return turns
+
+
+def _parsed(text: str) -> Json:
+    """What JSON ``text`` holds; None: it is no JSON."""
+    try:
+        value: Json = json.loads(text)
+    except ValueError:
+        return None
+    return value
 
 
 def _turn(turn: Json, changes: Counter[str], text_arguments: bool) -> Row:
@@ -203,10 +207,7 @@ def _content(content: Json, changes: Counter[str]) -> str | None:
 
 def _calls(calls: Json, changes: Counter[str], text_arguments: bool) -> list[Json]:
     if isinstance(calls, str):
-        try:
-            calls = json.loads(calls)
-        except ValueError:
-            calls = None
+        calls = _parsed(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowRefusal("tool_calls that are not a list of calls")
     return [_call(call, changes, text_arguments) for call in calls if isinstance(call, dict)]

@@ -120,33 +120,33 @@ def recognise(
 
     Never raises: what is cut, empty or of no known form is an INCOMPLETE finding.
     """
-    named = [(name, content, forms_of(content)) for name, content in files]
-    hosts = {_host_of(name): Host(expected=expected or Expected(), own=own) for name, _, _ in named}
-    for name, content, forms in named:  # first, since other files need to know which GPU has which address
+    decoded = [(name, content, text_of(content)) for name, content in files]
+    named = [(name, content, text, _forms(text, content)) for name, content, text in decoded]
+    hosts = {_host_of(name): Host(expected=expected or Expected(), own=own) for name, *_ in named}
+    for name, _, text, forms in named:  # first, since other files need to know which GPU has which address
         host = hosts[_host_of(name)]
-        for report in [form.gpus(text_of(content)) for form in forms if form.gpus is not None]:
+        for report in [form.gpus(text) for form in forms if form.gpus is not None]:
             host.gpus |= {gpu.address: gpu.index for gpu in report.gpus if gpu.address and gpu.index is not None}
             host.driver = host.driver or report.driver
     findings: list[Finding] = []
-    for name, content, forms in named:
+    for name, content, text, forms in named:
         for form in forms:
-            found = form.judge(text_of(content), hosts[_host_of(name)]) if form.judge is not None else []
+            found = form.judge(text, hosts[_host_of(name)]) if form.judge is not None else []
             findings += [replace(one, host=one.host or _host_of(name)) for one in found]
         if not forms:
             what = "is empty" if not content.strip() else "is of no known form"
             message = f"{name} {what}: nothing was learned from it"
             findings.append(Finding(check="capture", verdict=Verdict.INCOMPLETE, host=_host_of(name), message=message))
-    hang = [(name, content) for name, content, forms in named if HANG in forms]
+    hang = [(name, content) for name, content, _, forms in named if HANG in forms]
     analysis = analyse(evidence_of(hang)) if hang else None
     if analysis is not None:
         findings += _of_hang(analysis)
-    kinds = {name: ", ".join(form.name for form in forms) for name, _, forms in named}
+    kinds = {name: _in_words(forms) for name, *_, forms in named}
     return Recognised(findings=tuple(findings), kinds=kinds, analysis=analysis)
 
 
-def forms_of(content: bytes) -> tuple[Form, ...]:
-    """The forms that are in ``content``; none for what is of no known form."""
-    text = text_of(content)
+def _forms(text: str, content: bytes) -> tuple[Form, ...]:
+    """The forms that are in ``content``, which is ``text``; none for what is of no known form."""
     found = [form for form in FORMS if form.fits(text)]
     if (
         not found
@@ -159,7 +159,11 @@ def forms_of(content: bytes) -> tuple[Form, ...]:
 
 def kind_of(content: bytes) -> str:
     """The forms in words; "" for no known form."""
-    return ", ".join(form.name for form in forms_of(content))
+    return _in_words(_forms(text_of(content), content))
+
+
+def _in_words(forms: Iterable[Form]) -> str:
+    return ", ".join(form.name for form in forms)
 
 
 def _of_hang(analysis: Analysis) -> list[Finding]:

@@ -47,7 +47,7 @@ def restore(
         tier: str = context.restore.tier
         uri = context.snapshot_dir or ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        extra = snapshot_extra(context, context.restore)
+        extra = snapshot_extra(context, context.restore) if world.rank == 0 else {}
     else:
         saves.saver.claimed()  # from now on older attempts cannot commit; also reports a folder that cannot be used
         if not spec.checkpoint.resume:
@@ -69,8 +69,7 @@ def restore(
         state.loaded(manifest.step, sharded)
         saves.last_saved = manifest.step
         tier, uri, extra = saves.saver.tier, manifest.uri, manifest.extra
-    jump = rate_jump(extra.get(SCHEDULE), saves.extra.get(SCHEDULE), after=state.step)
-    if jump is not None and world.rank == 0:
+    if world.rank == 0 and (jump := rate_jump(extra.get(SCHEDULE), saves.extra.get(SCHEDULE), after=state.step)):
         agent.emit("run.message", step=state.step, text=jump)
     if state.joined_from is not None and state.local_steps is not None:
         met, other = int(state.local_steps.met.max()), state.joined_from

@@ -423,13 +423,18 @@ def test_what_is_left_of_other_data_is_cleared_where_nobody_can_need_it(make_spe
     }  # fmt: skip
 
 
-def test_data_of_an_earlier_version_are_read_and_withdrawn_like_others(make_spec, tmp_path):
-    """Their folder had the final name itself."""
-    spec = make_spec([TEXT2SQL])
+def as_an_earlier_version_left_it(spec, tmp_path):
+    """(what was prepared, its folder, which has the final name itself)."""
     prepared = prepare(spec, run_dir=tmp_path / "r")
     final = tmp_path / "cache" / prepared.fingerprint
     final.unlink()
     prepared.folder.rename(final)
+    return prepared, final
+
+
+def test_data_of_an_earlier_version_are_read_and_withdrawn_like_others(make_spec, tmp_path):
+    spec = make_spec([TEXT2SQL])
+    _, final = as_an_earlier_version_left_it(spec, tmp_path)
     assert prepare(spec, run_dir=tmp_path / "r").stats["cached"] and open_prepared(spec, tmp_path / "r").folder == final
     (final / "meta.json").write_bytes(b"{}")
     again = prepare(spec, run_dir=tmp_path / "r")
@@ -439,10 +444,7 @@ def test_data_of_an_earlier_version_are_read_and_withdrawn_like_others(make_spec
 def test_half_a_folder_under_the_final_name_is_no_damage(make_spec, tmp_path):
     """As an earlier version's rename on a mounted bucket left it."""
     spec = make_spec([TEXT2SQL])
-    prepared = prepare(spec, run_dir=tmp_path / "r")
-    final = tmp_path / "cache" / prepared.fingerprint
-    final.unlink()
-    prepared.folder.rename(final)
+    prepared, final = as_an_earlier_version_left_it(spec, tmp_path)
     (final / "sums.json").unlink()
     with pytest.raises(MusterError, match="is gone"):
         open_prepared(spec, tmp_path / "r")

@@ -38,6 +38,33 @@ class Answer:
     drops_reasoning: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """The answer that is looked for, and the conversation that ends with it."""
+
+    messages: Sequence[Row]
+    """The whole conversation."""
+    number: int
+    tools: Sequence[Json]
+    options: Options
+    base: int
+    """What sentinels begin with."""
+    prompt: str
+    full: str
+    """The conversation up to the answer, as it is written."""
+    marked: Row
+    """The answer with sentinels as its texts."""
+    shown: str
+    """``full`` with ``marked`` as the answer."""
+    span: Span
+    """Of the sentinels in ``shown``."""
+
+    @property
+    def suffix(self) -> str:
+        """What follows the answer's words."""
+        return self.shown[self.span[1] :]
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where an answer begins in the text of the conversation that ends with it."""
@@ -73,21 +100,21 @@ class AnswerFinder:
             raise RowRefusal("the chat template does not write calls of tools")
         if span is None:
             raise RowRefusal("the chat template does not write an assistant's turn")
-        suffix = shown[span[1] :]
-        if not full.endswith(suffix):
+        if not full.endswith(shown[span[1] :]):
             raise RowRefusal("the chat template ends an answer differently by what it says")
         if turn:
             prompt = self.template.render(history, tools, options, prompt=True)
         else:
             prompt = self._header(full, tools, options, base)
-        if full.startswith(prompt):
-            place = _Place(len(prompt))
-        else:
-            place = self._place(messages, tools, turn, options, base, (prompt, full, shown, span[0]))
-        end = len(full) - len(suffix)
+        one = _Turn(
+            messages=messages, number=turn, tools=tools, options=options, base=base, prompt=prompt, full=full,
+            marked=marked, shown=shown, span=span,
+        )  # fmt: skip
+        place = _Place(len(prompt)) if full.startswith(prompt) else self._place(one)
+        end = len(full) - len(one.suffix)
         if place.start > end:
             raise RowRefusal("the chat template writes an answer's words into its prompt")
-        ending, stop = self._ending(messages, tools, turn, options, base, (marked, shown, suffix))
+        ending, stop = self._ending(one)
         text = place.before + full[place.start : end] + ending
         after = full[place.start :]
         marks: tuple[Span, ...] = ()
@@ -120,37 +147,29 @@ class AnswerFinder:
             raise RowRefusal("the assistant's turn comes first, and the chat template has no prompt for that")
         return full[: place + len(header)]
 
-    def _place(
-        self,
-        messages: Sequence[Row],
-        tools: Sequence[Json],
-        turn: int,
-        options: Options,
-        base: int,
-        texts: tuple[str, str, str, int],
-    ) -> _Place:
-        """Where an answer begins whose prompt is no prefix of the conversation that ends with it. ``texts``: the
-        prompt, that conversation, the same with sentinels as the answer, where its first sentinel is."""
-        prompt, full, shown, first = texts
-        marked = [_with_sentinels(message, base, number) for number, message in enumerate(messages[: turn + 1])]
+    def _place(self, one: _Turn) -> _Place:
+        """Where an answer begins whose prompt is no prefix of the conversation that ends with it."""
+        first = one.span[0]
+        messages = one.messages[: one.number + 1]
+        marked = [_with_sentinels(message, one.base, number) for number, message in enumerate(messages)]
         turns = [message for message, _, _ in marked]
         before = [name for _, names, _ in marked[:-1] for name in names]
-        asked = self.template.render(turns[:-1], tools, options, prompt=True)
-        told = self.template.render(turns, tools, options, prompt=False)
-        begin = _span(told, marked[-1][1])
+        asked = self.template.render(turns[:-1], one.tools, one.options, prompt=True)
+        answered = self.template.render(turns, one.tools, one.options, prompt=False)
+        begin = _span(answered, marked[-1][1])
         if begin is None:
             raise RowRefusal("the chat template does not write an assistant's turn")
         header = asked[_end(asked, before) :]
-        material = told[_end(told[: begin[0]], before) : begin[0]]
-        if not prompt.endswith(header) or not shown[:first].endswith(material):
+        material = answered[_end(answered[: begin[0]], before) : begin[0]]
+        if not one.prompt.endswith(header) or not one.shown[:first].endswith(material):
             raise RowRefusal("the chat template writes an answer's header differently by what was said before")
-        begins, found = first - len(material), self._aligned(header, material, messages[turn])
-        if full[: begins + found.start] != shown[: begins + found.start]:
+        begins, result = first - len(material), self._aligned(header, material, messages[-1])
+        if one.full[: begins + result.start] != one.shown[: begins + result.start]:
             raise RowRefusal("the chat template writes an answer's header differently by what it says")
-        if not found.before:
-            return _Place(begins + found.start)
-        said = full[first:]
-        return _Place(first + (len(said) - len(said.lstrip("\n")) if found.trims else 0), found.before)
+        if not result.before:
+            return _Place(begins + result.start)
+        words = one.full[first:]
+        return _Place(first + (len(words) - len(words.lstrip("\n")) if result.trims else 0), result.before)
 
     def _aligned(self, header: str, material: str, answer: Row) -> _Place:
         """How the end of a prompt (``header``) and what the template writes before an answer's words (``material``)
@@ -187,26 +206,17 @@ class AnswerFinder:
                 return _Place(material.rfind(tail) + len(tail))
         raise RowRefusal(f"the prompt's header {header[-40:]!r} is not what the template writes before an answer")
 
-    def _ending(
-        self,
-        messages: Sequence[Row],
-        tools: Sequence[Json],
-        turn: int,
-        options: Options,
-        base: int,
-        texts: tuple[Row, str, str],
-    ) -> tuple[str, str]:
+    def _ending(self, one: _Turn) -> tuple[str, str]:
         """(what follows an answer's words up to and with its stop token, that token)."""
-        marked, shown, suffix = texts
-        calls = bool(marked.get("tool_calls"))
-        following = str(messages[turn + 1]["role"]) if turn + 1 < len(messages) else ("tool" if calls else "user")
-        key = (suffix, following, calls)
+        calls, after = bool(one.marked.get("tool_calls")), one.messages[one.number + 1 :]
+        following = str(after[0]["role"]) if after else ("tool" if calls else "user")
+        key = (one.suffix, following, calls)
         if key not in self._endings:
-            between = self._between([*messages[:turn], marked], tools, options, f"{base}{10**_WIDTH - 1}", key)
+            between = self._between(one, following)
             # A template may write the name of a call again in the header of its result: the first place counts.
-            words = shown[: len(shown) - len(suffix)]
-            last = words if between.startswith(words) else words[-_WIDTH - len(str(base)) :]
-            self._endings[key] = self._end_of(suffix, between.partition(last)[2] or suffix)
+            words = one.shown[: one.span[1]]
+            last = words if between.startswith(words) else words[-_WIDTH - len(str(one.base)) :]
+            self._endings[key] = self._end_of(one.suffix, between.partition(last)[2] or one.suffix)
         ending = self._endings[key]
         if ending is None:
             raise RowRefusal(
@@ -215,15 +225,15 @@ class AnswerFinder:
             )
         return ending
 
-    def _between(
-        self, turns: list[Row], tools: Sequence[Json], options: Options, text: str, key: tuple[str, str, bool]
-    ) -> str:
-        """What the template writes before the words of the turn that follows; empty: it writes no such turn there."""
-        message: dict[str, Json] = {"role": key[1], "content": text}
-        if key[1] == "tool":
-            message |= {"name": "f", "tool_call_id": _call_id(turns[-1])}
+    def _between(self, one: _Turn, role: str) -> str:
+        """What the template writes before the words of a turn of ``role`` that follows; empty: it writes none there."""
+        text = f"{one.base}{10**_WIDTH - 1}"
+        message: dict[str, Json] = {"role": role, "content": text}
+        if role == "tool":
+            message |= {"name": "f", "tool_call_id": _call_id(one.marked)}
+        turns = [*one.messages[: one.number], one.marked, message]
         try:
-            return self.template.render([*turns, message], tools, options, prompt=False).partition(text)[0]
+            return self.template.render(turns, one.tools, one.options, prompt=False).partition(text)[0]
         except TemplateRefusal:
             return ""
 

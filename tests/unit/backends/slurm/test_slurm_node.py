@@ -123,19 +123,24 @@ def test_a_lease_that_was_given_back_is_the_first_nodes_to_take(run_dir):
     assert (second.starts, first.starts) == (0, 1)
 
 
-def test_a_supervisor_that_was_killed_is_started_again_at_once_but_not_for_ever(run_dir):
-    node = candidate(run_dir, "host-0")
+def supervisor_ends(node, program, times):
+    """So often beside a living agent, each time as soon as it was started."""
     node.agent = subprocess.Popen(["sleep", "60"])
     try:
-        for _ in range(10):
-            node.supervisor = subprocess.Popen(["sh", "-c", "kill -9 $$"])
+        for _ in range(times):
+            node.supervisor = subprocess.Popen(["sh", "-c", program])
             node.supervisor.wait()
             node.took_over_s = time.monotonic()
             node._check_children()
-        assert node.started == ["supervisor"] * 5 and node.failures >= 6
     finally:
         node.agent.kill()
         node.agent.wait()
+
+
+def test_a_supervisor_that_was_killed_is_started_again_at_once_but_not_for_ever(run_dir):
+    node = candidate(run_dir, "host-0")
+    supervisor_ends(node, "kill -9 $$", 10)
+    assert node.started == ["supervisor"] * 5 and node.failures >= 6
 
 
 @pytest.mark.parametrize(("held_by_another", "failures"), [(True, 0), (False, 6)])
@@ -145,17 +150,8 @@ def test_a_lost_race_for_the_lease_is_no_failure(run_dir, held_by_another, failu
     keeper = held(run_dir)
     if not held_by_another:
         keeper.give_back()
-    node.agent = subprocess.Popen(["sleep", "60"])
-    try:
-        for _ in range(6):
-            node.supervisor = subprocess.Popen(["sh", "-c", "exit 1"])
-            node.supervisor.wait()
-            node.took_over_s = time.monotonic()
-            node._check_children()
-        assert node.failures == failures and node.starts == 0
-    finally:
-        node.agent.kill()
-        node.agent.wait()
+    supervisor_ends(node, "exit 1", 6)
+    assert node.failures == failures and node.starts == 0
 
 
 def test_processes_of_a_host_are_found_by_their_label_whatever_their_session():

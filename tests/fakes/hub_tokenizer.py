@@ -59,4 +59,3 @@ def _sentencepiece():
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256)), *dict.fromkeys(letters)]
     pieces += [a + b for a, b in merges]
     return {token: number for number, token in enumerate(pieces)}, merges
-

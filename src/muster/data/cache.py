@@ -388,4 +388,3 @@ def _sync(folder: Path) -> None:
         else:
             sync_directory(path)
     sync_directory(folder)
-

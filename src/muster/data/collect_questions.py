@@ -130,7 +130,7 @@ def _shown(row: Row, opened: OpenedSource, recipe: Recipe) -> JsonObject:
 def _answered(row: Row, opened: OpenedSource, recipe: Recipe) -> AnsweredRow | None:
     """The row with the answer that it has; None: it is a conversation that ends without one, or that is left out.
 
-    The answer of a chat is the assistant's turn, whatever columns there are, without the reasoning before it: that is
+    The answer of a chat is the assistant's turn, whichever columns there are, without the reasoning before it: that is
     not what an answer is judged by.
     """
     section = opened.section

@@ -11,7 +11,7 @@ The cause is where its time to the sums exceeds the others' most. Work that is u
 after step) is the batch's fault and never a host's.
 
 Where other programs take the processors from all ranks, the lag of one of them is no fault of its host: a lag below
-three times what the others wait for a processor is not assessed (healthy runs beside 18 ready threads on two
+three times what the others wait for a processor is not assessed (healthy runs next to 18 ready threads on two
 processors: one rank last in 20 of 20 steps by 138 ms, while the others waited 374 ms).
 """
 

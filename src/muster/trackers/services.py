@@ -28,7 +28,7 @@ _WANDB_CODE = {"succeeded": 0, "failed": 1, "stopped": 255, "preempted": 255}
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a tracker is told of the run."""
+    """What a tracker gets to know of the run."""
 
     run_id: str
     name: str

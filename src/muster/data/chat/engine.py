@@ -35,7 +35,7 @@ _EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*")
 
 @dataclass(frozen=True)
 class ChatRules:
-    """What decides how chats become tokens, beside the tokenizer; travels to workers."""
+    """What decides, together with the tokenizer, how chats become tokens; travels to workers."""
 
     train_on: str | tuple[str, ...] = "completions"
     thinking: str = "auto"

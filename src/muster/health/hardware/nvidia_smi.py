@@ -141,7 +141,7 @@ def _yes(value: str) -> bool | None:
     return {"yes": True, "no": False, "enabled": True, "disabled": False, "on": True, "off": False}.get(value.lower())
 
 
-def _told(value: str) -> str:
+def _text_value(value: str) -> str:
     return "" if value in ("N/A", "[N/A]", "[Not Supported]") or _LOST.fullmatch(value) else value
 
 
@@ -170,8 +170,8 @@ def _total(fields: Fields, endings: tuple[str, str, str]) -> int | None:
 
 
 def _any(fields: Fields, *endings: str) -> bool | None:
-    told = [_yes(value) for name, value in fields.items() if name.rpartition("/")[2] in endings]
-    known = [one for one in told if one is not None]
+    answers = [_yes(value) for name, value in fields.items() if name.rpartition("/")[2] in endings]
+    known = [one for one in answers if one is not None]
     return any(known) if known else None
 
 
@@ -195,15 +195,15 @@ _FIELDS: Mapping[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
                              "pci/pci_gpu_link_info/link_widths/current_link_width")),
     "pcie_width_max": (_number, ("pci/gpu_link_info/link_width/max", "pcie_link_width_max",
                                  "pci/pci_gpu_link_info/link_widths/max_link_width")),
-    "recovery_action": (_told, ("gpu_recovery_action",)),
+    "recovery_action": (_text_value, ("gpu_recovery_action",)),
     "reset_required": (_yes, ("gpu_reset_status/reset_required", "reset_status_reset_required")),
     "drain_recommended": (_yes, ("gpu_reset_status/drain_and_reset_recommended",
                                  "reset_status_drain_and_reset_recommended")),
     "persistence": (_yes, ("persistence_mode",)),
     "mig": (_yes, ("mig_mode/current", "mig_mode/current_mig", "mig_mode_current")),
-    "compute_mode": (_told, ("compute_mode",)),
-    "fabric_state": (_told, ("fabric/state", "fabric_state")),
-    "fabric_status": (_told, ("fabric/status", "fabric_status")),
+    "compute_mode": (_text_value, ("compute_mode",)),
+    "fabric_state": (_text_value, ("fabric/state", "fabric_state")),
+    "fabric_status": (_text_value, ("fabric/status", "fabric_status")),
     "memory_used_bytes": (_bytes, ("fb_memory_usage/used", "memory_used")),
 }  # fmt: skip
 _REASONS = {
@@ -217,7 +217,7 @@ _REASONS = {
 
 
 def _reading(fields: Fields, number: int) -> GpuReading:
-    """One GPU, from whatever form. A form that gives no number is in the order of numbers."""
+    """One GPU, from any of the forms. A form that gives no number is in the order of numbers."""
     read = {}
     for reading, (convert, names) in _FIELDS.items():
         value = next((fields[name] for name in names if name in fields), None)
@@ -251,17 +251,17 @@ def _reading(fields: Fields, number: int) -> GpuReading:
 
 
 def _clock_reasons(fields: Fields) -> ClockReason | None:
-    reasons, told = ClockReason(0), False
+    reasons, given = ClockReason(0), False
     for name, value in fields.items():
         match = re.match(
             r"clocks_(?:event|throttle)_reasons(?:/|_)(?:hw_slowdown/)?(?:clocks_(?:event|throttle)_reason_)?", name
         )
         reason = _REASONS.get(name[match.end() :]) if match else None
         if reason is not None and value in ("Active", "Not Active"):
-            told, reasons = True, reasons | reason if value == "Active" else reasons
+            given, reasons = True, reasons | reason if value == "Active" else reasons
         elif match and name.endswith("reasons_active") and re.fullmatch(r"0x[0-9a-fA-F]{1,16}", value):
-            told, reasons = True, reasons | ClockReason(int(value, 16) & 0x1FF)
-    return reasons if told else None
+            given, reasons = True, reasons | ClockReason(int(value, 16) & 0x1FF)
+    return reasons if given else None
 
 
 def _processes(fields: Fields) -> tuple[tuple[int, str], ...]:
@@ -352,13 +352,13 @@ def read_csv(text: str) -> GpuReport:
     """
     rows = _csv_rows(text)
     names = [_column(cell) for cell in rows[0]] if rows else []
-    told = [row for row in rows[1:] if not _NO_HANDLE.search(",".join(row))]
-    gpus = [dict(zip(names, row, strict=False)) for row in told]
+    answered = [row for row in rows[1:] if not _NO_HANDLE.search(",".join(row))]
+    gpus = [dict(zip(names, row, strict=False)) for row in answered]
     count = _number(gpus[0].get("count", "")) if gpus else None
     missing = ""
     if not text.endswith("\n"):
         missing = "the last line is cut"
-    elif any(len(row) != len(names) for row in told):
+    elif any(len(row) != len(names) for row in answered):
         missing = "a row has fewer values than the header"
     elif not gpus:
         missing = "there is a header and no row"

@@ -1,4 +1,4 @@
-"""Captured outputs, each known by its content whatever its file is called: findings, and what could not be read.
+"""Captured outputs, each known by its content, not by its file's name: findings, and what could not be read.
 
 One table (``FORMS``) has a row for each form: how it is known, and who judges it. A file may hold several, one after
 the other or between other text; every one that is there is judged.

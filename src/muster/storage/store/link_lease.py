@@ -1,6 +1,6 @@
 """A lease on a name in a folder: held by one process among all that see the folder, on any number of machines.
 
-Guarantee: of processes that run, one holds the lease, whatever kind of folder it is: a local disk, NFS with or without
+Guarantee: of processes that run, one holds the lease, in any kind of folder: a local disk, NFS with or without
 locks, a bucket mounted with Cloud Storage FUSE. A holder whose process is gone is replaced at once by processes of its
 own machine, and by others ``STALE_S`` after its last sign of life. A holder that was halted for longer than that, on
 another machine, may believe that it still holds the lease: ``is_held`` shows it. What must never be wrong therefore
@@ -181,7 +181,7 @@ class LinkLease:
             self.release()
             return others[max(others)]
         for number, target in others.items():
-            with contextlib.suppress(OSError):  # another user's: a lower number harms nobody
+            with contextlib.suppress(OSError):  # another user's: a lower number does no harm
                 self._path(number).unlink(missing_ok=True)
                 self._beat(target).unlink(missing_ok=True)
         return None

@@ -77,7 +77,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     try:
         ids = training_ids(source, None)
         wrong = different_ids(folder, ids) if ids is not None else None
-    except Exception:  # noqa: BLE001 (whatever a class that cannot be opened raises)
+    except Exception:  # noqa: BLE001 (a class that cannot be opened may raise anything)
         wrong = "it cannot be opened"
     if wrong or config.get("tokenizer_class") == "TokenizersBackend":
         path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")

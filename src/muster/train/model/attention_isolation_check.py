@@ -43,8 +43,8 @@ _CHANGED, _KEPT = slice(0, -1, 2), slice(1, None, 2)
 
 
 def border(config: PreTrainedConfig, sequence_length: int) -> str | None:
-    """Why documents must not share a row, whatever the self-test's short ones show: attention changes at a place of the
-    row, not of the document (Llama 4's chunks and temperatures)."""
+    """Why documents must not share a row, even where the self-test's short ones pass: attention changes at a place of
+    the row, not of the document (Llama 4's chunks and temperatures)."""
     borders = {name: getattr(config, name, None) for name in ("attention_chunk_size", "floor_scale")}
     found = next((name for name, at in borders.items() if isinstance(at, int) and at < sequence_length), None)
     return found and f"{config.model_type} counts {found} = {borders[found]} from the start of the row"

@@ -38,6 +38,7 @@ from muster.core import environment, processes, typed_json
 from muster.core.errors import MusterError
 from muster.protocol import to_agent, to_supervisor
 from muster.protocol.codec import reader_of
+from muster.protocol.exit_codes import UNSUPERVISED
 from muster.protocol.fork_server import ForkServerHello
 from muster.protocol.hello import AgentHello, Refused
 from muster.protocol.rank_agent import HOST_GREETING, TO_RANK, HostGreeting, RankHello, StandbyHello, WarmUp
@@ -160,7 +161,7 @@ class HostAgent:
         )  # fmt: skip
         self.unsupervised = UnsupervisedHost(
             identity=identity, spec=lambda: self.spec, is_working=lambda: bool(self.pool.living()),
-            held=self.snapshots.held, on_note=log.note, on_exit=self.request_exit,
+            held=self.snapshots.held, on_note=log.note, on_exit=self._leave_unsupervised,
             flush=lambda order: self.replicator.flush(order, fence=self._fence(), alone=True),
         )  # fmt: skip
 
@@ -174,6 +175,10 @@ class HostAgent:
     def request_exit(self, reason: str) -> None:
         """Exit once the messages at hand are answered."""
         self.exit_reason = self.exit_reason or reason
+
+    def _leave_unsupervised(self, reason: str) -> None:
+        self.exit_code = UNSUPERVISED
+        self.request_exit(reason)
 
     # ------------------------------------------------------------ the loop
 

@@ -15,6 +15,7 @@ from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
 from muster.core.processes import open_log
 from muster.core.types import Place
+from muster.protocol.exit_codes import LIMITED
 from muster.storage import run_secrets
 from muster.storage.memory_dir import MemoryDir
 
@@ -22,9 +23,6 @@ from muster.storage.memory_dir import MemoryDir
 SOCKET = "agent.sock"
 #: Compute Engine's; only its machines resolve the name.
 METADATA_URL = "http://metadata.google.internal"
-#: Exit code of an agent whose resource limits were lowered for good: its keeper starts another one (EX_OSERR of
-#: sysexits.h; none that says that the host's end has come).
-LIMITED = 71
 
 
 @dataclass(frozen=True, kw_only=True)

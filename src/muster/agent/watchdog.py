@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from muster.core import environment, processes, resolved_file
 from muster.core.errors import MusterError, UsageError
+from muster.protocol.exit_codes import UNSUPERVISED
 from muster.transport.listening import raise_soft_limit
 
 # Imports that an agent's start does not need wait until it is started: they take as long as half of the agent's own.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 #: counts as silent once three are missing and most of the time of a fourth has gone by.
 BEATS = 4
 #: Exit codes of an agent that has come to its own end; a ``UsageError`` is ``protocol.version.OtherVersion``.
-GRACEFUL = (0, UsageError.exit_code, 75, 130)
+GRACEFUL = (0, UsageError.exit_code, 75, UNSUPERVISED, 130)
 
 
 def main() -> None:

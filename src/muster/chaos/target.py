@@ -23,7 +23,7 @@ from muster.core.event_details.training import Step
 from muster.core.event_log import Damage, EventReader
 from muster.core.events import Event
 from muster.core.processes import Process
-from muster.protocol import fault_request
+from muster.protocol.ranks import FAULT_FILE, fault_done_file
 from muster.storage.memory_dir import MemoryDir
 from muster.storage.run_registry import RunDir, replace_text
 
@@ -191,8 +191,8 @@ class RunTarget:
     def request_fault(self, fault: str, rank: int, *, always: bool, timeout_s: float) -> None:
         """Have a rank inject a fault into itself (``muster.rank.fault_injection``); returns once it has begun."""
         request = json.dumps({"fault": fault, "rank": rank, "always": always})
-        replace_text(self.run.path / fault_request.FILE, request)
-        done = self.run.path / fault_request.done_file(fault)
+        replace_text(self.run.path / FAULT_FILE, request)
+        done = self.run.path / fault_done_file(fault)
         self.wait(done.exists, f"{fault} in rank {rank}", timeout_s)
         self.injected_ns = done.stat().st_mtime_ns
 

@@ -92,6 +92,15 @@ REQUESTED_EXIT_CODES = (130, 75, RESIZE_EXIT_CODE)
 EXPECTED_EXIT_CODES = (0, *REQUESTED_EXIT_CODES)
 
 
+#: How a drill asks a rank to break: a file in the run's folder, ``{"fault": "exception", "rank": 1, "always": false}``.
+FAULT_FILE = "inject_fault.json"
+
+
+def fault_done_file(fault: str) -> str:
+    """The file that holds the step at which the rank injected ``fault``."""
+    return f"inject_fault.{fault}.done"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command of the supervisor to the ranks, through the agent."""

@@ -1,4 +1,4 @@
-"""Fault injection inside a rank, driven by ``muster drill`` (file format: ``muster.protocol.fault_request``).
+"""Fault injection inside a rank, driven by ``muster drill`` (file format: ``muster.protocol.ranks``).
 
 Installed only in the ranks of a drill (``MUSTER_DRILL``); otherwise the loop is untouched. The request is looked for
 at the start of each step. The rank that it names injects the fault once, at the step where it first read the request,
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from muster.protocol import fault_request
+from muster.protocol.ranks import FAULT_FILE, fault_done_file
 from muster.train.data_feed.batch_reader import StepWork
 from muster.train.distributed.reduce import local
 from muster.train.training_run import TrainingRun
@@ -59,12 +59,12 @@ class FaultRequests:
         """The fault that is due at this step, if any; recorded before it is injected."""
         self.due = None
         try:
-            request = json.loads((self.folder / fault_request.FILE).read_text())
+            request = json.loads((self.folder / FAULT_FILE).read_text())
         except (OSError, ValueError):
             return None
         if int(request["rank"]) != self.rank or request["fault"] not in FAULTS:
             return None
-        done = self.folder / fault_request.done_file(request["fault"])
+        done = self.folder / fault_done_file(request["fault"])
         try:
             again = bool(request.get("always")) and int(done.read_text()) == step
         except (OSError, ValueError):

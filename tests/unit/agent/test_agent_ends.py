@@ -9,14 +9,16 @@ import time
 
 import pytest
 
-from muster.agent import host_agent
+from muster.agent import host_agent, unsupervised_host
 from muster.agent.host_agent import HostAgent
 from muster.agent.host_identity import SOCKET, HostIdentity
+from muster.agent.watchdog import GRACEFUL
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.config.spec import RunSpec
 from muster.core import resolved_file
 from muster.core.errors import UsageError
 from muster.protocol.codec import encode
+from muster.protocol.exit_codes import UNSUPERVISED
 from muster.protocol.fork_server import ChildStopped, ForkServerHello, SpawnStandbys
 from muster.protocol.rank_agent import RankBeat, RankHello, StandbyHello
 from muster.protocol.to_supervisor import StoreLost
@@ -210,3 +212,10 @@ def test_a_successor_listens_for_its_ranks_from_when_it_can_hear_them(agent, mon
     agent.fork_server.follows = True
     agent._start()
     assert agent._contact_after > time.monotonic() + host_agent.ADOPTION_S / 5
+
+
+def test_a_host_that_no_supervisor_came_to_says_so_by_its_exit_code(agent, monkeypatch):
+    monkeypatch.setattr(unsupervised_host, "GRACE_PERIOD_S", -1.0)
+    agent._find_supervisor()
+    assert agent.exit_reason == unsupervised_host.REASON and agent.exit_code == UNSUPERVISED
+    assert UNSUPERVISED in GRACEFUL

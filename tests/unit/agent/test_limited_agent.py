@@ -13,8 +13,9 @@ from test_agent_ends import agent  # noqa: F401 (a fixture)
 from waiting import eventually
 
 from muster.agent.fork_server_process import AGAIN_S, DEATHS
-from muster.agent.host_identity import LIMITED, HostIdentity
+from muster.agent.host_identity import HostIdentity
 from muster.agent.watchdog import GRACEFUL, keep_running
+from muster.protocol.exit_codes import LIMITED
 from muster.protocol.version import OtherVersion
 
 AGENT = """

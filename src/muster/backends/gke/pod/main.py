@@ -41,6 +41,7 @@ from muster.backends.run_state import RunState
 from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import BusyError, MusterError
+from muster.protocol.exit_codes import UNSUPERVISED
 
 AGAIN = 75
 """Saved, asks to be continued. As a pod's exit code it is free: the Job creates a new pod and does not count it."""
@@ -117,7 +118,7 @@ class Pod:
             return self._supervise()
         check_hardware()
         code = self._wait()
-        while code == 0 and not self._taken and self.lonely():
+        while not self._taken and (code == UNSUPERVISED or (code == 0 and self.lonely())):
             print("no supervisor connected; waiting again", file=sys.stderr, flush=True)
             code = self._wait()
         return AGAIN if self._taken or code else 0

@@ -9,7 +9,7 @@ from fakes import incident_kinds
 from fakes.virtual_run import machine, spec
 
 from muster.core.events import Event
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.protocol.client import HealthReport
 from muster.protocol.to_supervisor import HostReady, StartFailed
@@ -110,7 +110,7 @@ def random_run(seed, kind=RandomRun):
         return made
 
     names = [f"host-{number}" for number in range(hosts + of.resources.spare_hosts)]
-    racks = {name: Place(rack=str(number // 2)) for number, name in enumerate(names)}
+    racks = {name: Topology(rack=str(number // 2)) for number, name in enumerate(names)}
     found = kind(
         machine=supervisor(), names=names, places=racks, total_steps=rng.choice((60, 150)),
         disk_takes=rng.random() < 0.6, reset_works=rng.random() < 0.5, ranks_obey=rng.random() < 0.9,

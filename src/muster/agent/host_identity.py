@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
 from muster.core.processes import open_log
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.protocol.exit_codes import LIMITED
 from muster.storage import run_secrets
 from muster.storage.memory_dir import MemoryDir
@@ -42,7 +42,7 @@ class HostIdentity:
     """Agents of the run that share this machine's cores."""
     pod: str = ""
     """What names this machine's share of the run alone, where a back end gives such a name."""
-    place: Place = field(default_factory=Place)
+    place: Topology = field(default_factory=Topology)
     limits: Mapping[int, tuple[int, int]] = field(default_factory=processes.limits)
     """This process's resource limits when it began."""
     metadata_url: str | None = None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from muster.core.types import Place
+from muster.core.types import Topology
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Environment:
     nice: int
     drill: bool
     pod: str
-    place: Place
+    place: Topology
     """Of this host."""
     node: str
     jobset: str
@@ -119,7 +119,7 @@ def read(environ: Mapping[str, str]) -> Environment:
         drill=environ.get("MUSTER_DRILL") == "1",
         pod=environ.get("MUSTER_POD", ""),
         node=environ.get("MUSTER_NODE", ""),
-        place=Place(block=environ.get("MUSTER_BLOCK", ""), rack=environ.get("MUSTER_RACK", "")),
+        place=Topology(block=environ.get("MUSTER_BLOCK", ""), rack=environ.get("MUSTER_RACK", "")),
         jobset=environ.get("MUSTER_JOBSET", ""),
         model_copies=Path(environ["MUSTER_MODEL_COPIES"]) if environ.get("MUSTER_MODEL_COPIES") else None,
         token_file=Path(environ["MUSTER_TOKEN_FILE"]) if environ.get("MUSTER_TOKEN_FILE") else None,

@@ -31,7 +31,7 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(Record):
+class Topology(Record):
     """Where a host stands, as far as its labels say: what one fault may take together with it."""
 
     block: Annotated[str, "racks with a network of their own; empty: unknown"] = ""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from muster.core.types import Place
+from muster.core.types import Topology
 
 #: What a pair costs, so that any pair that leaves the rack is better than one that does not, whatever a swap does to
 #: the other pair; a host is never its own.
 _SAME_BLOCK, _OTHER_BLOCK, _NOT_OUTSIDE, _ITSELF = 0, 1, 3, 7
 
 
-def snapshot_holders(places: Sequence[Place], before: Sequence[int] = ()) -> tuple[int, ...]:
+def snapshot_holders(places: Sequence[Topology], before: Sequence[int] = ()) -> tuple[int, ...]:
     """For each host (by its index in the world's order) the index of the one that holds its copies; fewer than two
     hosts: nothing.
 
@@ -41,7 +41,7 @@ def snapshot_holders(places: Sequence[Place], before: Sequence[int] = ()) -> tup
 
 def holders_to_log(hosts: Sequence[str], holders: Sequence[int]) -> Mapping[str, str]:
     """The same as names; nothing where they are what hosts without labels get."""
-    if tuple(holders) == snapshot_holders([Place()] * len(hosts)):
+    if tuple(holders) == snapshot_holders([Topology()] * len(hosts)):
         return {}
     return {host: hosts[holder] for host, holder in zip(hosts, holders, strict=True)}
 
@@ -49,11 +49,11 @@ def holders_to_log(hosts: Sequence[str], holders: Sequence[int]) -> Mapping[str,
 def logged_holders(hosts: Sequence[str], logged: Mapping[str, str]) -> tuple[int, ...]:
     """The inverse of ``holders_to_log``; what cannot be the answer for these hosts counts as nothing."""
     if not set(hosts) == set(logged) == set(logged.values()):
-        return snapshot_holders([Place()] * len(hosts))
+        return snapshot_holders([Topology()] * len(hosts))
     return tuple(hosts.index(logged[host]) for host in hosts)
 
 
-def leaves_rack(one: Place, other: Place) -> bool | None:
+def leaves_rack(one: Topology, other: Topology) -> bool | None:
     """Whether the two are in different racks; None: their labels do not say."""
     blocks_differ = bool(one.block and other.block) and one.block != other.block
     if blocks_differ or (one.rack and other.rack):
@@ -61,7 +61,7 @@ def leaves_rack(one: Place, other: Place) -> bool | None:
     return None
 
 
-def _half_way_round(places: Sequence[Place]) -> list[int]:
+def _half_way_round(places: Sequence[Topology]) -> list[int]:
     """Within each block, in the order of its racks: a rack of at most half the block is left."""
     holders = [0] * len(places)
     order = sorted(range(len(places)), key=lambda host: (places[host].block, places[host].rack, host))
@@ -72,7 +72,7 @@ def _half_way_round(places: Sequence[Place]) -> list[int]:
     return holders
 
 
-def _least_costs(places: Sequence[Place]) -> list[int]:
+def _least_costs(places: Sequence[Topology]) -> list[int]:
     """For each host what a pair costs at the least: whoever has such a holder looks for no better one."""
     racks = {(place.block, place.rack) for place in places if place.rack}
     blocks = {place.block for place in places if place.block}
@@ -85,7 +85,7 @@ def _least_costs(places: Sequence[Place]) -> list[int]:
     return costs
 
 
-def _cost(places: Sequence[Place], host: int, holder: int) -> int:
+def _cost(places: Sequence[Topology], host: int, holder: int) -> int:
     if host == holder:
         return _ITSELF
     if not leaves_rack(places[host], places[holder]):
@@ -93,7 +93,7 @@ def _cost(places: Sequence[Place], host: int, holder: int) -> int:
     return _SAME_BLOCK if places[host].block == places[holder].block else _OTHER_BLOCK
 
 
-def _swap_with_the_best(places: Sequence[Place], holders: list[int], host: int) -> None:
+def _swap_with_the_best(places: Sequence[Topology], holders: list[int], host: int) -> None:
     """Exchange holders with the host by which most is gained, if anything is.
 
     A pair within rack X can always be swapped with a pair that does not touch X. Each pair touches X by its host or its

@@ -11,7 +11,7 @@ from annotated_types import Interval
 
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import Count, Name, Record, Step, Unreadable
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.protocol.channel import Channel
 from muster.protocol.codec import reader_of
 from muster.protocol.values import Address
@@ -38,7 +38,7 @@ class AgentHello(Record):
     memory: Annotated[Address | None, "its replicator"] = None
     snapshots: Annotated[tuple[SnapshotCopy, ...], "what it holds"] = ()
     step: Annotated[Step, "the highest step that a rank of it began"] = 0
-    place: Annotated[Place, "its block and rack"] = field(default_factory=Place)
+    place: Annotated[Topology, "its block and rack"] = field(default_factory=Topology)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.protocol.to_supervisor import HostNotice, RankExit
 from muster.protocol.values import CommandRanks, LastWords, RankEvent
 from muster.simulate import agent_model
@@ -59,7 +59,7 @@ class Cluster(SteppingHosts):
         """Simulate; return how the run ended, or None when the time was up."""
         self._effects(self.machine.start(self.now_ns))
         for index, name in enumerate(self.names):
-            self.hosts[name] = VirtualHost(name=name, place=self.places.get(name, Place()))
+            self.hosts[name] = VirtualHost(name=name, place=self.places.get(name, Topology()))
             self.after(self.stages.agent_start_s + index * 1e-6, lambda name=name: self.join(name))  # type: ignore[misc]
         until_ns = round(until_s * SECOND_NS)
         while self.result is None and self._queue:
@@ -107,7 +107,7 @@ class Cluster(SteppingHosts):
         host = self.hosts.get(name)
         if host is None:
             host = self.hosts[name] = VirtualHost(
-                name=name, place=self.places.get(name, Place()), up=False, held_since_ns=None
+                name=name, place=self.places.get(name, Topology()), up=False, held_since_ns=None
             )
         if host.up:
             return

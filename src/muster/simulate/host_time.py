@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from muster.core.snapshots import SnapshotCopy, Tier
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.protocol.client import HealthReport
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_supervisor import FromAgent, RankExit, RankHang
@@ -50,7 +50,7 @@ class VirtualHost:
     """An agent with its ranks, as a supervisor sees it."""
 
     name: str
-    place: Place = field(default_factory=Place)
+    place: Topology = field(default_factory=Topology)
     copies_to: str | None = None
     """The host that gets copies of its snapshots, as the supervisor says."""
     up: bool = True

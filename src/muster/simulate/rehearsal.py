@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.policy.load import load_policy
 from muster.simulate import faults
 from muster.simulate.cluster import Cluster
@@ -93,7 +93,7 @@ class Simulation:
         self.rng = random.Random(f"{self.seed}:stages")
         names = [f"host-{index}" for index in range(scenario.hosts + scenario.spares)]
         self.racks = racks_of(scenario, names, self.seed)
-        places = {name: Place(block=str(rack * scenario.rack_hosts // scenario.block_hosts), rack=str(rack))
+        places = {name: Topology(block=str(rack * scenario.rack_hosts // scenario.block_hosts), rack=str(rack))
                   for name, rack in self.racks.items()}  # fmt: skip
         self.spec = scenario.run_spec()
         self.policy = load_policy(scenario.policy, max_wait_s=scenario.max_wait_s)

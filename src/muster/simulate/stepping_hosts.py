@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import JsonObject
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.protocol.to_agent import EndAttempt, StartAttempt
 from muster.protocol.to_supervisor import RankExit, RanksEnded, ResetResult
 from muster.protocol.values import LastWords, RankEvent
@@ -30,7 +30,7 @@ class SteppingHosts:
     names: list[str]
     total_steps: int
     stages: Stages = field(default_factory=Stages)
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, Topology] = field(default_factory=dict)
     """What hosts say of where they stand."""
     memory_tier: bool = True
     snapshot_every_steps: int = 1

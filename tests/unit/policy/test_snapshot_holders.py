@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.policy.snapshot_holders import leaves_rack, snapshot_holders
 
 
 def racks(*sizes, block="b0"):
-    return [Place(block=block, rack=f"r{number}") for number, size in enumerate(sizes) for _ in range(size)]
+    return [Topology(block=block, rack=f"r{number}") for number, size in enumerate(sizes) for _ in range(size)]
 
 
 def outside(places, holders):
@@ -23,7 +23,7 @@ def balanced(holders):
 
 
 labels = st.lists(
-    st.builds(Place, block=st.sampled_from(["", "a", "b"]), rack=st.sampled_from(["", "1", "2", "3"])), max_size=24
+    st.builds(Topology, block=st.sampled_from(["", "a", "b"]), rack=st.sampled_from(["", "1", "2", "3"])), max_size=24
 )
 
 
@@ -57,23 +57,23 @@ def test_a_copy_stays_in_its_block_where_that_has_another_rack():
 def test_the_only_rack_of_a_block_copies_to_another_block():
     places = [*racks(3, block="a"), *racks(3, block="b")]
     assert all(outside(places, snapshot_holders(places)))
-    only_blocks = [Place(block=name) for name in "aabb"]
+    only_blocks = [Topology(block=name) for name in "aabb"]
     assert all(outside(only_blocks, snapshot_holders(only_blocks)))
 
 
 def test_without_labels_it_is_the_host_half_way_round():
-    assert snapshot_holders([Place()] * 6) == (3, 4, 5, 0, 1, 2)
-    assert snapshot_holders([Place()] * 2) == (1, 0)
-    assert snapshot_holders([Place()]) == ()
-    assert leaves_rack(Place(), Place(rack="1")) is None
-    assert leaves_rack(Place(block="a", rack="1"), Place(block="b", rack="1")) is True
+    assert snapshot_holders([Topology()] * 6) == (3, 4, 5, 0, 1, 2)
+    assert snapshot_holders([Topology()] * 2) == (1, 0)
+    assert snapshot_holders([Topology()]) == ()
+    assert leaves_rack(Topology(), Topology(rack="1")) is None
+    assert leaves_rack(Topology(block="a", rack="1"), Topology(block="b", rack="1")) is True
 
 
 @pytest.mark.parametrize("rack", ["r7", "r3", "new", ""])
 def test_a_replaced_host_moves_two_copies_at_most(rack):
     places = racks(*[4] * 8)
     before = snapshot_holders(places)
-    places[5] = Place(block="b0", rack=rack)
+    places[5] = Topology(block="b0", rack=rack)
     after = snapshot_holders(places, before)
     moved = [host for host in range(len(places)) if before[host] != after[host]]
     assert len(moved) <= 2 and outside(places, after).count(False) == 0
@@ -88,10 +88,10 @@ def test_a_replaced_host_in_the_rack_that_holds_its_copies_moves_them():
 
 
 def test_a_thousand_hosts_are_chosen_for_in_no_time():
-    places = [Place(block=f"b{host // 32}", rack=f"r{host // 4}") for host in range(1024)]
+    places = [Topology(block=f"b{host // 32}", rack=f"r{host // 4}") for host in range(1024)]
     began = time.process_time()
     before = snapshot_holders(places)
     places[77] = places[500]
     assert all(outside(places, snapshot_holders(places, before)))
-    assert all(holder != host for host, holder in enumerate(snapshot_holders([Place()] * 1024)))
+    assert all(holder != host for host, holder in enumerate(snapshot_holders([Topology()] * 1024)))
     assert time.process_time() - began < 2.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from muster.core.event_detail import Detail, OpenDetail
-from muster.core.types import Place
+from muster.core.types import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class HostAllocated(Detail):
 class HostPlaced(Detail):
     kind: ClassVar = "host.placed"
     doc: ClassVar = "Where it stands, as its labels say: at first, and after another machine took its name."
-    place: Annotated[Place, "its block and rack"]
+    place: Annotated[Topology, "its block and rack"]
 
 
 @dataclass(frozen=True, kw_only=True)

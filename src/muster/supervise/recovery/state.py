@@ -11,7 +11,7 @@ from muster.core.incidents import IncidentTraits
 from muster.core.layout import Layout
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import JsonObject
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.protocol.values import Address
 from muster.supervise.recovery.inputs import SECOND_NS
 from muster.supervise.recovery.phases import (
@@ -97,7 +97,7 @@ class Host:
     """Where its rendezvous store listens."""
     memory: Address | None = None
     """Where its snapshots can be fetched."""
-    place: Place = field(default_factory=Place)
+    place: Topology = field(default_factory=Topology)
     snapshots: tuple[SnapshotCopy, ...] = ()
     failures_ns: list[int] = field(default_factory=list)
     allocated: bool = False

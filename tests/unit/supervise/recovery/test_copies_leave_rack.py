@@ -3,14 +3,14 @@
 import pytest
 from fakes.virtual_run import cluster, events_of, kinds, machine, spec, without_copies
 
-from muster.core.types import Place
+from muster.core.types import Topology
 from muster.simulate import agent_model
 from muster.supervise.recovery.start_message import start_message
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 #: Two racks of two, and a spare in the second one.
-RACKS = {f"host-{number}": Place(block="b", rack=str(number // 2)) for number in range(4)} | {
-    "host-4": Place(block="b", rack="1")
+RACKS = {f"host-{number}": Topology(block="b", rack=str(number // 2)) for number in range(4)} | {
+    "host-4": Topology(block="b", rack="1")
 }
 
 
@@ -63,7 +63,7 @@ def test_a_replica_in_another_rack_is_a_copy():
     apart = cluster(of, places=RACKS)
     assert apart.run().exit_code == 0 and copies_said(apart) == "yes"
     swapped = {"host-0": "0", "host-1": "1", "host-2": "0", "host-3": "1"}
-    near = cluster(of, places={name: Place(block="b", rack=rack) for name, rack in swapped.items()})
+    near = cluster(of, places={name: Topology(block="b", rack=rack) for name, rack in swapped.items()})
     assert near.run().exit_code == 0 and copies_said(near) == "no: of 4 of 4 hosts they stay in it"
 
 

@@ -32,7 +32,7 @@ class RecordingHost:
         self.identity = HostIdentity(
             run_dir=run_dir or self.memory, run_id="run", host="host-0", bind="127.0.0.1", memory=found
         )
-        self.hub = hub or SimpleNamespace(watch=lambda fd, call: None, unwatch=lambda fd: None, drain=lambda peer: None)
+        self.hub = hub or SimpleNamespace(watch=lambda fd, call: None, unwatch=lambda fd: None, drain=lambda peer: ())
         self.log: Any = SimpleNamespace(
             writer="host-0",
             write=lambda *_, **__: None,

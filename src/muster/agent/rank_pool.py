@@ -235,7 +235,8 @@ class RankPool:
     def _tell_exit(self, worker: Worker) -> None:
         """Log and report it, once: of one that is dying, before it is gone. What has to wait for its end still does."""
         if worker.peer is not None:
-            self._hub.drain(worker.peer)  # its last message may still be in the socket
+            for event in self._hub.drain(worker.peer):
+                self._hub.dispatch(event)  # its last message may still be in the socket
         had_said, last = worker.last is not None, last_words(worker, self._identity.run_dir)
         worker.last = last
         if last is not None and (had_said if worker.was_killed else worker.orphaned):  # it ended by itself

@@ -1,20 +1,23 @@
 """Sessions over sockets, in one selector loop: the only place where bytes meet the network.
 
-A ``ConnectionPool`` owns every connection of a process. It never blocks: what cannot be written now waits in a buffer,
-and a peer that does not read is dropped when the buffer passes a limit. So is one that does not say in time who it is.
+A ``ConnectionPool`` owns every connection of a process. ``poll`` yields what happens as values, and the owner acts on
+each before the next one is read. The pool never blocks: what cannot be written now waits in a buffer, and a peer that
+does not read is dropped when the buffer passes a limit. So is one that does not say in time who it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import select
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, cast
 
 from muster.core.errors import AccessError
 from muster.core.typed_json import Record, Unreadable
@@ -31,8 +34,6 @@ from muster.transport.listening import (
     soft_limit,
 )
 from muster.transport.secure_session import Session
-
-Message = TypeVar("Message")
 
 BUFFER_LIMIT_BYTES = 64 * 1024 * 1024
 #: A connection whose data is unacknowledged for this long is closed (after a cut the kernel would retry for minutes).
@@ -51,44 +52,96 @@ AT_ONCE = 32
 NO_ROOM_S = 0.1
 
 
+#: Reads a frame. Raises Unreadable, which ends the connection.
+Reader = Callable[[bytes], object]
+
+
+def _refuse(_frame: bytes) -> object:
+    raise Unreadable("nothing is expected here")
+
+
+def _ignore(_frame: bytes) -> object:
+    return None
+
+
 @dataclass(eq=False)
 class Connection:
     """One connection: its session, and a place for the owner to keep who it is."""
 
     sock: socket.socket
     session: Session
-    read: Callable[[bytes], Callable[[], None]]
-    """Of each frame what is to be done about it. Raises Unreadable: that ends the connection."""
+    read: Reader = _refuse
     pending: bytearray = field(default_factory=bytearray)
     identity: object = None
     """Who it is, as the owner knows it."""
     accepted: bool = False
     """The other end connected."""
     closed: bool = False
+    on_message: Callable[[Connection, Any], None] = lambda peer, message: None
+    """Of ``run_once`` alone."""
 
-    def expect(self, decode: Callable[[bytes], Message], on_message: Callable[[Connection, Message], None]) -> None:
+    def expect(self, read: Reader, on_message: Callable[[Connection, Any], None] = on_message) -> None:
         """From the next frame on this connection carries the messages of one channel (``protocol.codec.reader_of``)."""
+        self.read, self.on_message = read, on_message
 
-        def read(frame: bytes) -> Callable[[], None]:
-            message = decode(frame)
-            return lambda: on_message(self, message)
 
-        self.read = read
+@dataclass(frozen=True)
+class Received:
+    """A peer's message."""
+
+    peer: Connection
+    message: Any
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The connection is closed, by the other end or for ``reason``. Nothing follows from this peer."""
+
+    peer: Connection
+    reason: str
+    unreadable: bool = False
+    """A frame was no message of its channel."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A descriptor that the owner watches is readable."""
+
+    token: Any
+
+
+PeerEvent = Received | Lost | Ready
+
+
+@dataclass(frozen=True, eq=False)
+class _Watched:
+    token: Any
+
+
+class _Own(enum.Enum):
+    """Descriptors of the pool itself."""
+
+    LISTENER, ENDS, WAKE = range(3)
 
 
 @dataclass
 class ConnectionPool:
     """All sockets of a process.
 
-    ``on_accept(peer)``, ``on_gone(peer, reason)`` and what connections expect are called from ``run_once`` alone.
-    ``on_accept`` and whoever connects say what is expected (``Connection.expect``). A frame that cannot be read ends
-    its connection, with the reason. Within ``hello_s`` an accepted connection proves that it knows the token, and
-    within as long again it says its first message; a server that we connect to proves it within ``hello_s``.
+    ``greeting`` reads the first message of an accepted connection, and ``channels`` has what reads the frames behind
+    it, by the greeting's class: they may have come in the same read. Whoever connects says what is expected
+    (``Connection.expect``). A frame that cannot be read ends its connection, with the reason. Within ``hello_s`` an
+    accepted connection proves that it knows the token, and within as long again it says its first message; a server
+    that we connect to proves it within ``hello_s``.
+
+    ``on_accept(peer)`` and ``on_gone(peer, reason)`` are called from ``run_once`` alone.
     """
 
     token: bytes
-    on_gone: Callable[[Connection, str], None]
+    on_gone: Callable[[Connection, str], None] = lambda peer, reason: None
     on_accept: Callable[[Connection], None] = lambda peer: None
+    greeting: Reader = _refuse
+    channels: Mapping[type, Reader] = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     peers: set[Connection] = field(default_factory=set)
     hello_s: float = HELLO_S
@@ -101,6 +154,8 @@ class ConnectionPool:
     """The same of those that have proved the token and said nothing, and of servers that have not proved it."""
     _resting: dict[socket.socket, float] = field(default_factory=dict)
     """Listeners for whose connections there is no room, and when accepting is tried again."""
+    _events: deque[PeerEvent] = field(default_factory=deque)
+    """Of what was done outside of a read: a peer that took no more, one that was silent for too long."""
 
     def listen(self, address: str) -> tuple[str, int]:
         """Accept connections on any port; return the address bound. ``unix:PATH`` listens on a socket file."""
@@ -130,8 +185,8 @@ class ConnectionPool:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
-        peer = Connection(sock=sock, session=Session(self.token, server=server), read=_refuse, accepted=server)
-        self.selector.register(sock, selectors.EVENT_READ, lambda mask: self._ready(peer, mask))
+        peer = Connection(sock=sock, session=Session(self.token, server=server), accepted=server)
+        self.selector.register(sock, selectors.EVENT_READ, peer)
         self.peers.add(peer)
         (self._strangers if server else self._silent)[peer] = time.monotonic() + self.hello_s
         self._flush(peer)
@@ -147,18 +202,18 @@ class ConnectionPool:
                 self.selector.unregister(sock)
                 sock.close()
 
-    def watch(self, fd: int, callback: Callable[[], object]) -> None:
-        """Call back when ``fd`` is readable (a pidfd, a pipe)."""
-        self.selector.register(fd, selectors.EVENT_READ, lambda _: callback())
+    def watch(self, fd: int, token: object) -> None:
+        """Yield ``Ready(token)`` while ``fd`` is readable (a pidfd, a pipe)."""
+        self.selector.register(fd, selectors.EVENT_READ, _Watched(token))
 
     def wake_on_signals(self) -> int:
-        """A signal ends the wait of ``run_once`` from now on; returns the wake-up descriptor that this replaces.
+        """A signal ends the wait of ``poll`` from now on; returns the wake-up descriptor that this replaces.
 
         Raises ValueError outside of the main thread.
         """
         wake, self._signals = socket.socketpair()
         self._signals.setblocking(False)
-        self.watch(wake.fileno(), lambda: wake.recv(256))
+        self.selector.register(wake, selectors.EVENT_READ, _Own.WAKE)
         return signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
 
     def unwatch(self, fd: int) -> None:
@@ -166,7 +221,7 @@ class ConnectionPool:
             self.selector.unregister(fd)
 
     def send(self, peer: Connection, message: Record) -> None:
-        """Queue and try to write; a peer that is gone swallows it (``on_gone`` tells)."""
+        """Queue and try to write; a peer that is gone swallows it (``Lost`` follows)."""
         if peer.closed:
             return
         peer.session.send(encode(message))
@@ -180,39 +235,36 @@ class ConnectionPool:
             peer.sock.shutdown(socket.SHUT_WR)
 
     def leave(self, peer: Connection) -> None:
-        """What ``peer`` says from now on wakes nobody, and is read by ``collect``; its end still does."""
+        """What ``peer`` sends from now on wakes nobody, and is read by ``collect``; its end still does."""
         if peer.closed:
             return
         if self._ends is None:
             self._ends = select.epoll()
-            self.watch(self._ends.fileno(), self._on_ends)
+            self.selector.register(self._ends, selectors.EVENT_READ, _Own.ENDS)
         self.selector.unregister(peer.sock)
         self._left[peer.sock.fileno()] = peer
         self._ends.register(peer.sock, select.EPOLLRDHUP)
 
-    def collect(self, peer: Connection) -> float:
-        """Read what has come from a connection that was left; how many seconds ago the last of it came.
+    def collect(self, peer: Connection) -> float | None:
+        """Read and drop what has come from a connection that was left: how many seconds ago the last of it came.
 
-        By the kernel's account, to 10 ms; 0 where that is not to be had.
+        By the kernel's account, to 10 ms; 0 where that is not to be had. None: nothing came. An end is yielded by the
+        next ``poll``.
         """
-        if not peer.closed:
-            self._read(peer)
-        return 0.0 if peer.closed else last_received_s(peer.sock)
+        came = False
+        for event in () if peer.closed else self._read(peer):
+            came = came or isinstance(event, Received)
+        return (0.0 if peer.closed else last_received_s(peer.sock)) if came else None
 
-    def _on_ends(self) -> None:
-        assert self._ends is not None
-        for peer in [self._left[fd] for fd, _ in self._ends.poll(0)]:
-            self.drain(peer)
-
-    def drain(self, peer: Connection) -> None:
-        """Process everything already received in the sockets (a dead peer's last messages)."""
+    def drain(self, peer: Connection) -> Iterator[PeerEvent]:
+        """Everything already received in the socket (a dead peer's last messages)."""
         for _ in range(64):
             if peer.closed or not _readable(peer.sock):
                 return
-            self._read(peer)
+            yield from self._read(peer)
 
     def close(self, peer: Connection) -> None:
-        """Close without telling ``on_gone``."""
+        """Close; no ``Lost`` follows."""
         if not peer.closed:
             peer.closed = True
             self.peers.discard(peer)
@@ -224,19 +276,38 @@ class ConnectionPool:
                 self.selector.unregister(peer.sock)
             peer.sock.close()
 
-    def run_once(self, timeout_s: float | None) -> None:
-        """Wait at most ``timeout_s`` for something to happen and deal with all of it."""
+    def poll(self, timeout_s: float | None) -> Iterator[PeerEvent]:
+        """Wait at most ``timeout_s`` for something to happen; yield all of it, one after the other.
+
+        A generator: each event is handled before the next frame is decoded and the next descriptor is read.
+        """
         oldest = [next(iter(waiting.values())) for waiting in (self._strangers, self._silent) if waiting]
         due_s = [*oldest, *self._resting.values()]
         if due_s:
             own_s = max(0.0, min(due_s) - time.monotonic())
             timeout_s = own_s if timeout_s is None else min(timeout_s, own_s)
-        for key, mask in self.selector.select(timeout_s):
+        for key, mask in self.selector.select(0 if self._events else timeout_s):
             now = self.selector.get_map().get(key.fd)
-            if now is not None and now.data is key.data:  # else a callback before it has closed this one
-                key.data(mask)
+            if now is not None and now.data is key.data:  # else what an event before has led to has closed this one
+                yield from self._serve(key, mask)
         if due_s:
             self._expire()
+        yield from self._queued()
+
+    def run_once(self, timeout_s: float | None) -> None:
+        """``poll``, with callbacks."""
+        for event in self.poll(timeout_s):
+            self.dispatch(event)
+
+    def dispatch(self, event: PeerEvent) -> None:
+        """Call back about it."""
+        match event:
+            case Received(peer=peer, message=message):
+                peer.on_message(peer, message)
+            case Lost(peer=peer, reason=reason):
+                self.on_gone(peer, reason)
+            case Ready(token=token):
+                token()
 
     def shutdown(self, *, flush_s: float = 1.0) -> None:
         """Write what is still queued (bounded), then close everything."""
@@ -255,11 +326,34 @@ class ConnectionPool:
         self.selector.close()
 
     def _watch_listener(self, server: socket.socket) -> None:
-        self.selector.register(server, selectors.EVENT_READ, lambda _: self._accept(server))
+        self.selector.register(server, selectors.EVENT_READ, _Own.LISTENER)
 
-    def _accept(self, server: socket.socket) -> None:
+    def _serve(self, key: selectors.SelectorKey, mask: int) -> Iterator[PeerEvent]:
+        match key.data:
+            case Connection() as peer:
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(peer)
+                if mask & selectors.EVENT_READ and not peer.closed:
+                    yield from self._read(peer)
+            case _Watched(token=token):
+                yield Ready(token)
+            case _Own.LISTENER:
+                yield from self._accept(cast(socket.socket, key.fileobj))
+            case _Own.ENDS:
+                assert self._ends is not None
+                for peer in [self._left[fd] for fd, _ in self._ends.poll(0)]:
+                    yield from self.drain(peer)
+            case _Own.WAKE:
+                cast(socket.socket, key.fileobj).recv(256)
+        yield from self._queued()
+
+    def _queued(self) -> Iterator[PeerEvent]:
+        while self._events:
+            yield self._events.popleft()
+
+    def _accept(self, server: socket.socket) -> Iterator[PeerEvent]:
         for _ in range(AT_ONCE):
-            if not self._has_room():
+            if not (yield from self._make_room()):
                 self._rest(server, FULL_S)
                 return
             try:
@@ -278,16 +372,17 @@ class ConnectionPool:
             except OSError:  # it is gone, or there was no descriptor for it
                 sock.close()
                 continue
+            peer.read = self.greeting
             self.on_accept(peer)
 
-    def _has_room(self) -> bool:
+    def _make_room(self) -> Generator[PeerEvent, None, bool]:
         """Whether one more stranger may come. The oldest goes for it, if it has had time to answer."""
         if len(self._strangers) < min(max(STRANGERS, soft_limit() // 4), MOST_STRANGERS):
             return True
         oldest, until = next(iter(self._strangers.items()))
         if time.monotonic() < until - self.hello_s + ANSWER_S:
             return False
-        self._read(oldest)  # this process may have been busy: the proof is here, unread
+        yield from self._read(oldest)  # this process may have been busy: the proof is here, unread
         if oldest in self._strangers:
             self._drop_oldest_stranger()
         return True
@@ -317,13 +412,7 @@ class ConnectionPool:
         for server in [server for server, until in self._resting.items() if until <= now]:
             self._watch_again(server)
 
-    def _ready(self, peer: Connection, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE:
-            self._flush(peer)
-        if mask & selectors.EVENT_READ and not peer.closed:
-            self._read(peer)
-
-    def _read(self, peer: Connection) -> None:
+    def _read(self, peer: Connection) -> Iterator[Received]:
         try:
             data = peer.sock.recv(1 << 18)
         except BlockingIOError:
@@ -346,12 +435,15 @@ class ConnectionPool:
             if peer.closed:
                 return
             try:
-                act = peer.read(frame)
+                message = peer.read(frame)
             except Unreadable as error:
-                self._gone(peer, str(error))
+                self._gone(peer, str(error), unreadable=True)
                 return
             self._silent.pop(peer, None)
-            act()
+            if peer.read is _ignore:
+                continue
+            peer.read = self.channels.get(type(message), peer.read)
+            yield Received(peer, message)
 
     def _on_proof(self, peer: Connection) -> None:
         """It knows the token. A server need not speak; who connected has something to say."""
@@ -381,18 +473,10 @@ class ConnectionPool:
             if key.events != requested:
                 self.selector.modify(peer.sock, requested, key.data)
 
-    def _gone(self, peer: Connection, reason: str) -> None:
+    def _gone(self, peer: Connection, reason: str, *, unreadable: bool = False) -> None:
         if not peer.closed:
             self.close(peer)
-            self.on_gone(peer, reason)
-
-
-def _refuse(_frame: bytes) -> Callable[[], None]:
-    raise Unreadable("nothing is expected here")
-
-
-def _ignore(_frame: bytes) -> Callable[[], None]:
-    return lambda: None
+            self._events.append(Lost(peer, reason, unreadable))
 
 
 def _readable(sock: socket.socket) -> bool:

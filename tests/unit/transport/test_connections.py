@@ -11,7 +11,8 @@ from muster.protocol.codec import encode, reader_of
 from muster.protocol.hello import ClientHello, Refused
 from muster.protocol.to_supervisor import GREETING
 from muster.protocol.version import MINE
-from muster.transport.connections import ConnectionPool
+from muster.transport import connections
+from muster.transport.connections import ConnectionPool, Lost, Received
 
 TOKEN = b"k" * 32
 HELLO = ClientHello(version=MINE)
@@ -21,32 +22,32 @@ class Serving:
     """A pool that takes clients' messages after a hello, and a pool of clients."""
 
     def __init__(self):
-        self.heard, self.gone, self.acts = [], [], {}
+        self.heard, self.gone, self.acts, self.answers = [], [], {}, []
         self.pool = ConnectionPool(
-            token=TOKEN,
-            on_accept=lambda peer: peer.expect(reader_of(GREETING), self.hello),
-            on_gone=lambda peer, reason: self.gone.append(reason),
+            token=TOKEN, greeting=reader_of(GREETING), channels={ClientHello: reader_of(FROM_CLIENT)}
         )
-        self.answers = []
-        self.clients = ConnectionPool(token=TOKEN, on_gone=lambda *_: None)
+        self.clients = ConnectionPool(token=TOKEN)
         self.address = self.pool.listen("127.0.0.1")
 
-    def hello(self, peer, message):
-        self.heard.append(message)
-        peer.expect(reader_of(FROM_CLIENT), self.on_message)
+    def turn(self, timeout_s=0.01):
+        for event in self.pool.poll(timeout_s):
+            if isinstance(event, Lost):
+                self.gone.append(event.reason)
+                continue
+            self.heard.append(event.message)
+            self.acts.get(type(event.message), lambda peer: None)(event.peer)
 
-    def on_message(self, peer, message):
-        self.heard.append(message)
-        self.acts.get(type(message), lambda: None)()
+    def turn_of_clients(self):
+        self.answers += [event.message for event in self.clients.poll(0.01) if isinstance(event, Received)]
 
     def client(self, *frames):
         peer = self.clients.connect(*self.address)
-        peer.expect(reader_of(TO_CLIENT), lambda _, answer: self.answers.append(answer))
+        peer.expect(reader_of(TO_CLIENT))
         for frame in frames:
             peer.session.send(frame if isinstance(frame, bytes) else encode(frame))
         for _ in range(20):
-            self.clients.run_once(0.01)
-            self.pool.run_once(0.01)
+            self.turn_of_clients()
+            self.turn()
         return peer
 
 
@@ -82,7 +83,7 @@ def test_a_frame_that_cannot_be_read_ends_its_connection_and_no_other(serving, f
 
 
 def test_an_error_of_the_one_who_acts_is_his_own(serving):
-    def fails():
+    def fails(peer):
         raise Unreadable("a file of mine")
 
     serving.acts[StopRun] = fails
@@ -92,29 +93,29 @@ def test_an_error_of_the_one_who_acts_is_his_own(serving):
 
 def test_who_is_dismissed_gets_the_last_word_whatever_he_still_says(serving):
     last = Refused(version=MINE, reason="no")
-    serving.hello = lambda peer, hello: serving.pool.dismiss(peer, last)
+    serving.acts[ClientHello] = lambda peer: serving.pool.dismiss(peer, last)
     peer = serving.client(HELLO)
     for _ in range(50):
         serving.clients.send(peer, StopRun(source="x" * 100_000))
-        serving.pool.run_once(0.0)
+        serving.turn(0.0)
     for _ in range(20):
-        serving.clients.run_once(0.01)
-        serving.pool.run_once(0.01)
-    assert serving.answers == [last] and not serving.heard
+        serving.turn_of_clients()
+        serving.turn()
+    assert serving.answers == [last] and serving.heard == [HELLO]
     serving.clients.close(peer)
     for _ in range(20):
-        serving.pool.run_once(0.01)
+        serving.turn()
     assert serving.gone == ["connection closed"] and not serving.pool.peers
 
 
 def test_a_frame_over_the_limit_is_not_waited_for(serving):
     peer = serving.clients.connect(*serving.address)
     for _ in range(10):
-        serving.clients.run_once(0.01)
-        serving.pool.run_once(0.01)
+        serving.turn_of_clients()
+        serving.turn()
     peer.sock.sendall(b"\xff\xff\xff\xff")
     for _ in range(5):
-        serving.pool.run_once(0.01)
+        serving.turn()
     assert len(serving.gone) == 1 and "over the limit" in serving.gone[0]
 
 
@@ -122,27 +123,47 @@ def test_who_does_not_know_the_token_says_nothing(serving):
     with socket.create_connection(serving.address) as sock:
         sock.sendall(b"x" * 200)
         for _ in range(5):
-            serving.pool.run_once(0.01)
+            serving.turn()
     assert not serving.heard and "token" in serving.gone[0]
 
 
-def test_a_callback_may_close_what_was_ready_in_the_same_moment():
-    """A program that prints and ends at once: its end closed the pipe, whose own callback then ended the agent."""
-    hub = ConnectionPool(token=b"k" * 32, on_gone=lambda *_: None)
-    pipes = {}
-    called = []
+def test_a_frame_behind_one_that_closed_its_connection_is_not_handled(serving):
+    serving.acts[StopRun] = serving.pool.close
+    serving.client(HELLO, StopRun(), AskStatus())
+    assert serving.heard == [HELLO, StopRun()] and serving.gone == [], "who closed it knows"
 
-    def close(name):
-        called.append(name)
+
+def test_each_frame_is_handled_before_the_next_one_is_decoded(serving):
+    """A message may change what its connection carries."""
+    serving.acts[StopRun] = lambda peer: peer.expect(reader_of(GREETING))
+    serving.client(HELLO, StopRun(), HELLO)
+    assert serving.heard == [HELLO, StopRun(), HELLO] and not serving.gone
+
+
+def test_what_an_event_closes_is_not_reported_ready_in_the_same_moment():
+    """A program that prints and ends at once: its end closed the pipe, whose own event then ended the agent."""
+    hub = ConnectionPool(token=b"k" * 32)
+    pipes = {}
+    for name in ("one", "other"):
+        pipes[name] = os.pipe()
+        os.write(pipes[name][1], b"x")
+        hub.watch(pipes[name][0], name)
+    ready = []
+    for event in hub.poll(5.0):
+        ready.append(event.token)
         for reader, writer in pipes.values():
             hub.unwatch(reader)
             os.close(reader)
             os.close(writer)
-
-    for name in ("one", "other"):
-        pipes[name] = os.pipe()
-        os.write(pipes[name][1], b"x")
-        hub.watch(pipes[name][0], lambda name=name: close(name))
-    hub.run_once(5.0)
-    assert len(called) == 1
+    assert len(ready) == 1
     hub.shutdown()
+
+
+def test_a_peer_that_is_given_up_between_polls_is_lost_at_the_next_one(serving, monkeypatch):
+    monkeypatch.setattr(connections, "BUFFER_LIMIT_BYTES", 1 << 20)
+    serving.client(HELLO)
+    (peer,) = serving.pool.peers
+    while not peer.closed:
+        serving.pool.send(peer, Refused(version=MINE, reason="x" * 100_000))
+    serving.turn(5.0)
+    assert len(serving.gone) == 1 and "does not read" in serving.gone[0]

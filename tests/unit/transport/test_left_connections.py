@@ -110,12 +110,14 @@ def test_its_end_is_seen_at_once(watched, how):
 
 def test_what_is_no_beat_ends_it(watched):
     watched.say(b'["pong",{"number":1,"mono_ns":1}]')
-    eventually(lambda: (watched.heartbeats.listen(), watched.gone)[1])
+    eventually(lambda: (watched.heartbeats.listen(), watched.pool.run_once(0.0), watched.gone)[2])
+    assert watched.heartbeats.peers == {}
     watched.heartbeats.listen()
 
 
 def test_a_forged_frame_is_no_sign_of_life(watched):
     before = watched.liveness.hosts["a"].heartbeat_ns
     watched.sock.sendall(b"\0\0\0\x0b" + b"x" * 16 + BEAT_FRAME)
-    eventually(lambda: (watched.heartbeats.listen(), watched.gone)[1])
+    eventually(lambda: (watched.heartbeats.listen(), watched.pool.run_once(0.0), watched.gone)[2])
+    assert watched.heartbeats.peers == {}
     assert watched.liveness.hosts["a"].heartbeat_ns == before

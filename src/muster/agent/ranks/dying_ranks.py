@@ -96,7 +96,8 @@ class DyingRanks:
     def _end_early(self, worker: Worker) -> None:
         """Nothing of it runs any more. One that left by itself is owed its exit code, which its parent alone learns."""
         if worker.peer is not None:
-            self._hub.drain(worker.peer)  # what its threads sent to the last
+            for event in self._hub.drain(worker.peer):
+                self._hub.dispatch(event)  # what its threads sent to the last
         if worker.was_killed and worker.exit_code is None:
             worker.assume_killed()
             worker.is_dying = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,12 +18,11 @@ class Heartbeats:
     liveness: HostLiveness
     clock_ns: Callable[[], int]
     peers: dict[str, Connection] = field(default_factory=dict)
-    _heard: set[str] = field(default_factory=set)
 
     def add(self, host: str, peer: Connection, *, every_s: float, decode: Callable[[bytes], Beat]) -> None:
         """A watchdog has connected, and beats from now on."""
         beat = Beat()
-        peer.expect(lambda data: beat if data == BEAT_FRAME else decode(data), functools.partial(self._on_beat, host))
+        peer.expect(lambda data: beat if data == BEAT_FRAME else decode(data))
         self.peers[host] = peer
         self.liveness.watchdog_connected(host, self.clock_ns(), every_s=every_s)
         self.pool.leave(peer)
@@ -49,10 +47,8 @@ class Heartbeats:
         peer = self.peers.get(host)
         if peer is None:
             return
-        self._heard.discard(host)
         ago_s = self.pool.collect(peer)
-        if host in self._heard:
+        if ago_s is not None:
             self.liveness.heartbeat(host, self.clock_ns() - int(ago_s * SECOND_NS))
-
-    def _on_beat(self, host: str, _peer: Connection, _message: Beat) -> None:
-        self._heard.add(host)
+        if peer.closed:
+            self.remove(host, peer)

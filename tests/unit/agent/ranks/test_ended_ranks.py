@@ -73,7 +73,7 @@ def test_a_rank_that_had_said_why_it_ends_was_not_ended_by_the_agent(said):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as rank:
         worker = Worker(pid=rank.pid, rank=1, attempt=1, peer=object(), pidfd=open_pidfd(rank.pid))
         pool.workers[rank.pid] = worker
-        host.hub.drain = lambda peer: pool.handle(worker, said) if said is not None else None
+        host.hub.drain = lambda peer: (pool.handle(worker, said) if said is not None else None) or ()
         pool.end(END)
         rank.wait()
         pool._on_exit(worker)

@@ -46,7 +46,7 @@ def test_a_new_step_that_is_read_after_the_last_ranks_exit_does_not_prevent_its_
     host = RecordingHost()
     pool = host.rank_pool()
     worker = Worker(pid=99, rank=0, attempt=1, peer=object(), pidfd=5, step=3, first_step=2)
-    host.hub.drain = lambda peer: pool.handle(worker, RankBeat(step=4, micro=0))
+    host.hub.drain = lambda peer: pool.handle(worker, RankBeat(step=4, micro=0)) or ()
     pool.workers[99] = worker
     pool._on_exit(worker)
     assert worker.step == 4

@@ -54,7 +54,7 @@ class Host(RecordingHost):
             send=lambda peer, message: self.messages.append((peer, message)),
             watch=self.watched.__setitem__,
             unwatch=self.watched.pop,
-            drain=lambda peer: None,
+            drain=lambda peer: (),
         )
         super().__init__(run_dir, spec=spec(**changes), hub=hub)
         forks = self.forks = self.fork_server()

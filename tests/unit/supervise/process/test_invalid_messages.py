@@ -33,7 +33,7 @@ class Peer:
         self.identity, self.closed, self.pool = None, False, supervisor.pool
         self.expect(supervisor._greeting_reader(), supervisor._hello)
 
-    def expect(self, decode, on_message):
+    def expect(self, decode, on_message=lambda peer, message: None):
         self.receive = lambda frame: on_message(self, decode(frame))
 
     def get(self, frame):

@@ -101,7 +101,7 @@ class RecordingHost:
 
     def replicator(self) -> ReplicatorProcess:
         return ReplicatorProcess(
-            identity=self.identity, hub=self.hub, limit_s=lambda: self.spec.recovery.heartbeat_timeout_s,
+            identity=self.identity, hub=self.hub, limit_s=lambda: self.spec.recovery.timing.replicator_stopped_after_s,
             is_ending=self._is_ending, on_flush=lambda answer, order: self.answers.append(answer),
             on_moved=lambda address: self.sent.append(ReplicatorAddress(memory=address)),
             on_rejected=self.sent.append, on_note=self._note,

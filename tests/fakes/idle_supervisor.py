@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from fakes.virtual_run import machine
 
 from muster.core.event_log import EventLog
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.supervise.checks.asked import AskedLooks
 from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.heartbeats import Heartbeats
@@ -39,7 +40,7 @@ def idle_supervisor(folder, of):
     found = Supervisor(run_dir=folder)
     found.run_id, found.pool, found.agents = "r", RecordingPool(), {}
     found.clocks, found.machine = ClockOffsets(), machine(of)
-    found.liveness = HostLiveness(timeout_s=3.0)
+    found.liveness = HostLiveness(timing=HeartbeatTiming(3.0))
     found.clock = SimpleNamespace(monotonic_ns=lambda: 10**12, wall_ns=lambda: 10**18)
     found.looks = AskedLooks(lambda host, message: found.pool.send(found.agents[host], message))
     found.live = LiveRequests(found.pool.send, found.agents, lambda: found.machine.state, found._status, found.clock)

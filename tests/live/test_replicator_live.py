@@ -25,6 +25,7 @@ from muster.checkpoint.saver import Saver  # noqa: E402
 from muster.checkpoint_format.shards import ShardHeader, encode_header, pack  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name, refusal  # noqa: E402
 from muster.core.errors import AccessError, CheckpointError  # noqa: E402
+from muster.core.heartbeat_timing import HeartbeatTiming  # noqa: E402
 from muster.core.snapshots import SnapshotCopy  # noqa: E402
 from muster.core.types import Checksum, Layout  # noqa: E402
 from muster.protocol.codec import reader_of  # noqa: E402
@@ -194,7 +195,7 @@ class Host(RecordingHost):
         (tmp_path / "token").write_bytes(TOKEN)
         (tmp_path / "token").chmod(0o600)
         spec = SimpleNamespace(
-            checkpoint=SimpleNamespace(snapshot_every_steps=1), recovery=SimpleNamespace(heartbeat_timeout_s=0.5)
+            checkpoint=SimpleNamespace(snapshot_every_steps=1), recovery=SimpleNamespace(timing=HeartbeatTiming(0.5))
         )
         hub = ConnectionPool(token=TOKEN, on_gone=lambda *_: None)
         super().__init__(memory, run_dir=tmp_path, spec=spec, hub=hub)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.core.errors import AccessError
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import encode
 from muster.protocol.hello import BeatHello
@@ -56,12 +57,12 @@ def _lease(run_dir: Path, *, me: str) -> LeaseRecord | None:
 
 @dataclass
 class HeartbeatSender:
-    """Sends a heartbeat every ``every_s`` while a supervisor is connected, and tries to connect while none is."""
+    """Sends a heartbeat every ``timing.interval_s`` while connected to a supervisor, else tries to connect."""
 
     run_dir: Path
     host: str
     token: bytes
-    every_s: float
+    timing: HeartbeatTiming
     _sock: socket.socket | None = field(default=None, init=False)
     _session: Session | None = field(default=None, init=False)
     _ahead: list[bytes] = field(default_factory=list, init=False)
@@ -79,7 +80,7 @@ class HeartbeatSender:
             now = time.monotonic()
             if now >= next_beat:
                 self._beat()
-                next_beat = now + self.every_s
+                next_beat = now + self.timing.interval_s
             if self._sock is not polled:
                 poll, polled = _poll(fd, self._sock), self._sock
             # In milliseconds, rounded up: woken too early it would only wait again.
@@ -100,13 +101,11 @@ class HeartbeatSender:
             self._sock = socket.create_connection(address, timeout=0.5)
             self._sock.settimeout(0.5)
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # After a cut the kernel backs off its retries, and heartbeats stay lost long after the link is back:
-            # give up the connection instead, and open a new one.
-            limit_ms = max(1000, int(self.every_s * 6000))
+            limit_ms = int(1e3 * self.timing.unacknowledged_s)
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             self._session = Session(self.token, server=False)
             self._proof_until_s = time.monotonic() + HELLO_S
-            hello = BeatHello(version=MINE, host=self.host, pid=os.getpid(), every_s=self.every_s)
+            hello = BeatHello(version=MINE, host=self.host, pid=os.getpid(), every_s=self.timing.interval_s)
             self._session.send(encode(hello))  # once who listens has proved the token
         except OSError:
             self._drop()

@@ -89,7 +89,7 @@ class HostAgent:
             hub=hub, identity=identity, hello=self._hello, on_message=self._from_supervisor, on_refused=self._on_refused
         )
         self.replicator = ReplicatorProcess(
-            identity=identity, hub=hub, limit_s=lambda: self.spec.recovery.heartbeat_timeout_s,
+            identity=identity, hub=hub, limit_s=lambda: self.spec.recovery.timing.replicator_stopped_after_s,
             is_ending=lambda: self.exit_reason is not None, on_flush=self._on_flush,
             on_moved=self._on_replicator_moved, on_note=log.note,
             on_rejected=lambda found: self.link.send(self.snapshots.rejected(found)),

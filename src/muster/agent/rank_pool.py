@@ -331,7 +331,7 @@ class RankPool:
     def watch(self) -> None:
         """Report ranks that hang; kill those that should have paused and have not."""
         limits, now_s = self._limits(), time.monotonic()
-        for worker in self._retained.overdue(self.living(), now_s=now_s, silence_s=limits.silence_s):
+        for worker in self._retained.overdue(self.living(), now_s=now_s, silence_s=limits.timing.timeout_s):
             worker.kill()  # stopped, or busy with something long: it is replaced
         if not self._is_supervised():
             return  # a hang is reported once, and there is no one to receive it
@@ -342,7 +342,7 @@ class RankPool:
     def due_s(self) -> float:
         """When ``watch`` has something to look at, if no rank says anything until then."""
         limits, living = self._limits(), self.living()
-        paused_s = self._retained.due_s(living, silence_s=limits.silence_s)
+        paused_s = self._retained.due_s(living, silence_s=limits.timing.timeout_s)
         return min(paused_s, due_s(living, limits)) if self._is_supervised() else paused_s
 
     def _limits(self) -> Limits:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from muster.agent.host_identity import HostIdentity
-from muster.agent.ranks.hang_detector import LOOK_SHARE, UNREPORTED_S
 from muster.agent.ranks.rank_process import end_child, is_stopped, on_exit
 from muster.core.errors import AccessError
+from muster.core.heartbeat_timing import CONFIRM_SHARE, LOOK_SHARE
 from muster.core.typed_json import Unreadable, decode
 from muster.core.typed_json import encode as encode_record
 from muster.protocol.codec import encode, reader_of
@@ -71,9 +71,9 @@ class ReplicatorProcess:
         on_rejected: Callable[[SnapshotsRejected], None],
         on_note: Callable[[str], None],
     ) -> None:
-        """``limit_s``: one that is stopped for longer is replaced, and not before 3 s. ``on_flush(answer, order)`` is
+        """``limit_s``: one that is stopped for longer is replaced. ``on_flush(answer, order)`` is
         called once for each flush, always; ``on_moved``: a successor listens there; ``on_note``: a line for the log."""
-        self._identity, self._hub, self._stop_limit_s, self._is_ending = identity, hub, limit_s, is_ending
+        self._identity, self._hub, self._limit_s, self._is_ending = identity, hub, limit_s, is_ending
         self._on_flush, self._on_moved, self._on_rejected, self._on_note = on_flush, on_moved, on_rejected, on_note
         self.address: Address | None = None
         """Where other hosts' replicators connect."""
@@ -252,17 +252,12 @@ class ReplicatorProcess:
             else:
                 self._on_answer(FlushCommitted(step=step, attempt=attempt, failure=reason))
 
-    def _limit_s(self) -> float:
-        """Each look wakes this process. No step waits for a replicator that is stopped, but no copy leaves the host
-        then, and a restore on another one may wait for what it is to send."""
-        return max(self._stop_limit_s(), UNREPORTED_S)
-
     def due_s(self) -> float:
         """When ``watch`` is to look at it at the latest: whoever is awake earlier does so then."""
         if self._child is None:
             return math.inf
         write_s = time.monotonic() + FULL_S if self._outgoing else math.inf
-        share = LOOK_SHARE if self._stopped_since is None else 1 - LOOK_SHARE
+        share = LOOK_SHARE if self._stopped_since is None else CONFIRM_SHARE
         return min(write_s, self._looked_s + share * self._limit_s())
 
     def watch(self) -> None:
@@ -272,7 +267,7 @@ class ReplicatorProcess:
         if self._outgoing:
             self._write()
         now, limit_s = time.monotonic(), self._limit_s()
-        if now - self._looked_s < (1 - LOOK_SHARE) * limit_s:
+        if now - self._looked_s < CONFIRM_SHARE * limit_s:
             return
         self._looked_s = now
         if not is_stopped(self._child.pid):

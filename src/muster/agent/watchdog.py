@@ -27,9 +27,6 @@ from muster.transport.listening import raise_soft_limit
 if TYPE_CHECKING:
     from muster.agent.heartbeat import HeartbeatSender
 
-#: Heartbeats in a heartbeat timeout. One wakes this process, and costs a tenth of a millisecond on busy cores; a host
-#: counts as silent once three are missing and most of the time of a fourth has gone by.
-BEATS = 4
 #: Exit codes of an agent that has come to its own end; a ``UsageError`` is ``protocol.version.OtherVersion``.
 GRACEFUL = (0, UsageError.exit_code, 75, UNSUPERVISED, 130)
 
@@ -61,15 +58,13 @@ def main() -> None:
 def _heartbeat(arguments: argparse.Namespace, resolved: str) -> HeartbeatSender:
     from muster.agent.heartbeat import HeartbeatSender
     from muster.config.spec import RunSpec
-    from muster.protocol.hello import MAX_BEAT_S
     from muster.transport.secure_session import run_token
 
-    limit_s = RunSpec.model_validate_json(resolved).recovery.heartbeat_timeout_s
     return HeartbeatSender(
         run_dir=arguments.run_dir,
         host=arguments.host,
         token=run_token(arguments.run_dir),
-        every_s=min(limit_s / BEATS, MAX_BEAT_S),
+        timing=RunSpec.model_validate_json(resolved).recovery.timing,
     )
 
 

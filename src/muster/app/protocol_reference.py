@@ -7,18 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
+from muster.core.heartbeat_timing import MAX_INTERVAL_S
 from muster.core.layout import LayoutKey
 from muster.core.typed_json import Count, Int64, JsonObject, Name, Port, Seconds, Step
 from muster.protocol import tables
 from muster.protocol.codec import MAX_BYTES, kind_of
-from muster.protocol.hello import MAX_BEAT_S, BeatInterval
+from muster.protocol.hello import BeatInterval
 from muster.protocol.version import PROTOCOL
 from muster.transport.listening import HELLO_S
 
 _WORDS = {
     str: "text", bool: "true or false", type(None): "null", bytes: "text", int: "integer", float: "number",
     Int64: "integer", Count: "count", Step: "step", Port: "port", Seconds: "seconds", LayoutKey: "layout",
-    JsonObject: "object", Name: "name", BeatInterval: f"seconds, at most {MAX_BEAT_S:g}",
+    JsonObject: "object", Name: "name", BeatInterval: f"seconds, at most {MAX_INTERVAL_S:g}",
 }  # fmt: skip
 
 _INTRODUCTION = f"""Protocol {PROTOCOL}. Each message is one frame, the JSON array `["kind", {{fields}}]`, of at most

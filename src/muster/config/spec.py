@@ -20,6 +20,7 @@ from muster.config.sections.section import Fraction, MemberOf, NotNegative, Posi
 from muster.config.sections.slurm import Slurm
 from muster.config.sections.sources import SOURCE_TYPES, Source
 from muster.config.sections.vertex import Vertex
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.core.optimizers import OPTIMIZERS, OptimizerTraits
 
 # ---------------------------------------------------------------- model
@@ -270,6 +271,11 @@ class Recovery(Section):
     baseline_steps: NotNegative = 0
     """Steps at the run's beginning without snapshots and saves: their rate is the baseline of goodput and of the cost
     of fault tolerance. 200 are enough; a failure during them loses them. 0: none."""
+
+    @property
+    def timing(self) -> HeartbeatTiming:
+        """Every time that follows from ``heartbeat_timeout_s``."""
+        return HeartbeatTiming(self.heartbeat_timeout_s)
 
 
 class Check(Section):

@@ -87,7 +87,7 @@ class Environment:
     node: str
     jobset: str
     model_copies: Path | None
-    """A folder of complete copies of models from the hub (``core.model_copies``)."""
+    """A folder of complete copies of models from the hub (``storage.model_copies``)."""
     token_file: Path | None
     """A Secret's file: the token is in no folder of the run."""
     storage_emulator: bool

@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias, TypeVar
 
 from annotated_types import Interval
 
+from muster.core.heartbeat_timing import MAX_INTERVAL_S
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import Count, Name, Record, Step, Unreadable
 from muster.core.types import Topology
@@ -18,9 +19,7 @@ from muster.protocol.values import Address
 from muster.protocol.version import MINE, Version, incompatible, stated
 
 Message = TypeVar("Message")
-#: The longest time between two heartbeats, in seconds.
-MAX_BEAT_S = 3600.0
-BeatInterval: TypeAlias = Annotated[float, Interval(ge=0.0, le=MAX_BEAT_S)]
+BeatInterval: TypeAlias = Annotated[float, Interval(ge=0.0, le=MAX_INTERVAL_S)]
 
 
 @dataclass(frozen=True, kw_only=True)

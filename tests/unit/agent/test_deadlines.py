@@ -12,6 +12,7 @@ from muster.agent import supervisor_link
 from muster.agent.readiness import WARM_S, Readiness
 from muster.agent.replicator_process import ReplicatorProcess
 from muster.agent.supervisor_link import LEASE_CHECK_S, SupervisorLink
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.core.typed_json import encode
 from muster.protocol.hello import AgentHello
 from muster.protocol.lease import LeaseRecord
@@ -106,7 +107,7 @@ def replicator(monkeypatch, clock, stopped, limit_s=0.4):
     found = ReplicatorProcess(
         identity=SimpleNamespace(memory=SimpleNamespace(replace=lambda *_: None)),
         hub=None,
-        limit_s=lambda: limit_s,
+        limit_s=lambda: HeartbeatTiming(limit_s).replicator_stopped_after_s,
         is_ending=lambda: False,
         on_flush=None,
         on_moved=None,

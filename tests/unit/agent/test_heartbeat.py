@@ -8,6 +8,7 @@ from waiting import eventually
 
 from muster.agent import heartbeat
 from muster.agent.heartbeat import HeartbeatSender
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.core.typed_json import encode
 from muster.protocol.codec import reader_of
 from muster.protocol.hello import BeatHello
@@ -34,7 +35,7 @@ def test_a_stranger_on_a_dead_supervisors_port_does_not_keep_the_heartbeat(tmp_p
         on_accept=lambda peer: peer.expect(reader_of(GREETING), lambda peer, hello: heard.append(hello)),
         on_gone=lambda *_: None,
     )
-    sender = HeartbeatSender(run_dir=tmp_path, host="host-0", token=TOKEN, every_s=0.05)
+    sender = HeartbeatSender(run_dir=tmp_path, host="host-0", token=TOKEN, timing=HeartbeatTiming(0.2))
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         write_lease(tmp_path, stranger.getsockname())
         thread = threading.Thread(target=sender.send_until, args=(read,), daemon=True)
@@ -59,7 +60,7 @@ def test_beats_made_ahead_are_of_the_connection_that_they_are_sent_by(tmp_path, 
     """A supervisor's successor gets none that was authenticated for its predecessor."""
     monkeypatch.setattr(heartbeat, "AHEAD", 20)
     read, write = os.pipe()
-    sender = HeartbeatSender(run_dir=tmp_path, host="host-0", token=TOKEN, every_s=0.01)
+    sender = HeartbeatSender(run_dir=tmp_path, host="host-0", token=TOKEN, timing=HeartbeatTiming(0.04))
     thread = threading.Thread(target=sender.send_until, args=(read,), daemon=True)
     for term in range(2):
         heard, refused = [], []

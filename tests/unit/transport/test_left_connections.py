@@ -6,6 +6,7 @@ import time
 import pytest
 from waiting import eventually
 
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.protocol.codec import encode, reader_of
 from muster.protocol.hello import BeatHello
 from muster.protocol.to_supervisor import BEAT_FRAME, FROM_WATCHDOG, GREETING
@@ -22,7 +23,7 @@ class Watched:
     """A supervisor's end, and one watchdog's."""
 
     def __init__(self, timeout_s=1.0):
-        self.gone, self.liveness = [], HostLiveness(timeout_s=timeout_s)
+        self.gone, self.liveness = [], HostLiveness(timing=HeartbeatTiming(timeout_s))
         self.pool = ConnectionPool(
             token=TOKEN,
             on_accept=lambda peer: peer.expect(reader_of(GREETING), self.hello),

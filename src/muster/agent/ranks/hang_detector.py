@@ -14,23 +14,14 @@ from dataclasses import dataclass
 
 from muster.agent.ranks.rank_process import Worker, is_stopped
 from muster.config.spec import Recovery
-
-#: Of the silence that is allowed: after so much of it the process is looked at, and again where it is stopped, after
-#: the rest. So one that stays stopped is found within the whole, and one that was held for a moment (a profiler, a
-#: debugger that attaches) is not taken for it.
-LOOK_SHARE = 0.75
-#: An agent that is awake anyway looks so much earlier: the looks at all of its processes fall together.
-EARLY_SHARE = 0.25
-#: The shortest silence after which the process is looked at although its parent would tell of a stop.
-UNREPORTED_S = 3.0
+from muster.core.heartbeat_timing import CONFIRM_SHARE, EARLY_SHARE, LOOK_SHARE, HeartbeatTiming
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What is a hang. Before a rank's first step the supervisor watches the start."""
 
-    silence_s: float
-    """One whose stop is told, or which has no parent that would tell of it, is found within this time."""
+    timing: HeartbeatTiming
     step_s: float
     """The longest time without a micro-batch, for ranks that have taken a step."""
     start_s: float = math.inf
@@ -42,7 +33,7 @@ class Limits:
     def of(cls, given: Recovery, *, step_s: float, reports_stops: Callable[[int], bool]) -> Limits:
         """Of a run's ``recovery`` section."""
         return cls(
-            silence_s=given.heartbeat_timeout_s,
+            timing=given.timing,
             step_s=step_s,
             start_s=given.start_timeout_s,
             reports_stops=reports_stops,
@@ -56,7 +47,7 @@ class Limits:
     def silence_of(self, worker: Worker) -> float:
         """How long this one may be silent until it is found to be stopped."""
         would_be_reported = not worker.stop_reported and self.reports_stops(worker.parent)
-        return max(self.silence_s, UNREPORTED_S) if would_be_reported else self.silence_s
+        return self.timing.rank_silence_s(reports_stops=would_be_reported)
 
 
 def find_hung_ranks(workers: Iterable[Worker], limits: Limits, *, host: str, now_s: float) -> list[tuple[Worker, str]]:
@@ -103,5 +94,5 @@ def stays_stopped(worker: Worker, *, now_s: float, silence_s: float) -> bool:
 def look_s(worker: Worker, silence_s: float) -> float:
     """When its process is to be looked at next."""
     if worker.stopped_s is not None:
-        return max(worker.looked_s, worker.stopped_s) + (1 - LOOK_SHARE) * silence_s
+        return max(worker.looked_s, worker.stopped_s) + CONFIRM_SHARE * silence_s
     return max(worker.looked_s, worker.seen_s) + LOOK_SHARE * silence_s

@@ -230,7 +230,7 @@ class Node:
         if silent_s < self.silence_limit_s:
             return
         if not self._reaches_a_controller():
-            if silent_s > max(3 * self.spec.recovery.heartbeat_timeout_s, 6.0):
+            if silent_s > self.spec.recovery.timing.cut_off_after_s:
                 self._cut_off(silent_s)
             self.cut_off = True
         elif self.cut_off:  # reachable again: the holder may well live, so wait again from now

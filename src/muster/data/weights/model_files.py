@@ -24,8 +24,8 @@ from muster.config.spec import Model
 from muster.config.validation import is_remote, looks_local
 from muster.core import environment
 from muster.core.errors import BackendError, MusterError, UsageError
-from muster.core.model_copies import find_copy
 from muster.core.typed_json import Json
+from muster.storage.model_copies import find_copy
 
 #: The terms of a model, which those who pass on what was made of it have to hand over.
 LICENCES = ("LICEN[CS]E*", "NOTICE*", "USE_POLICY*")

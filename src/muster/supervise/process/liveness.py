@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from muster.core.heartbeat_timing import HeartbeatTiming
+
 SECOND_NS = 1_000_000_000
 #: Time for the watchdog to restart a dead agent.
 AGENT_RETURN_S = 8.0
-#: Heartbeats that must be missing before a host counts as silent: the timeout may be lowered while watchdogs keep
-#: their interval.
-BEATS = 3
-#: So many times the timeout a starting host may take until its first heartbeat.
-STARTING = 10
 
 
 @dataclass
@@ -37,7 +34,7 @@ class HostSignals:
 class HostLiveness:
     """Folds connections and heartbeats; ``down`` names hosts that count as lost, and why."""
 
-    timeout_s: float
+    timing: HeartbeatTiming
     hosts: dict[str, HostSignals] = field(default_factory=dict)
 
     def agent_connected(self, host: str, now_ns: int) -> None:
@@ -66,7 +63,7 @@ class HostLiveness:
     @property
     def least_s(self) -> float:
         """The shortest timeout that works for every host."""
-        return max((BEATS * signs.every_s for signs in self.hosts.values()), default=0.0)
+        return self.timing.shortest_s(signs.every_s for signs in self.hosts.values())
 
     def discount_pause(self, late_ns: int, now_ns: int) -> None:
         """The supervisor itself ran this late: silence during that time does not count.
@@ -74,7 +71,7 @@ class HostLiveness:
         When a whole machine pauses for a moment (a paused virtual machine, cores taken by others), the supervisor may
         wake before the watchdogs.
         """
-        if late_ns > self.timeout_s * SECOND_NS / 10:
+        if late_ns > self.timing.own_pause_s * SECOND_NS:
             for signs in self.hosts.values():
                 if signs.heartbeat_ns:
                     signs.heartbeat_ns = max(signs.heartbeat_ns, min(now_ns, signs.heartbeat_ns + late_ns))
@@ -102,8 +99,12 @@ class HostLiveness:
 
     def silent(self, now_ns: int) -> list[str]:
         """Hosts of which nothing has been heard for their limit: to be listened to before ``down`` judges them."""
-        names = self.hosts.items()
-        return [name for name, signs in names if signs.up and now_ns >= signs.heartbeat_ns + self._limit_ns(signs)]
+
+        return [
+            name
+            for name, signs in self.hosts.items()
+            if signs.up and now_ns >= signs.heartbeat_ns + self._limit_ns(signs)
+        ]
 
     def deadline_ns(self) -> int | None:
         """When ``down`` could next name a host, if nothing is received until then."""
@@ -113,7 +114,7 @@ class HostLiveness:
     def _limits(self, signs: HostSignals) -> list[int]:
         limits = []
         if signs.watchdog or signs.agent:
-            limits.append(signs.heartbeat_ns + (STARTING if _is_starting(signs) else 1) * self._limit_ns(signs))
+            limits.append(signs.heartbeat_ns + self._limit_ns(signs))
         if not signs.agent and signs.agent_gone_ns is not None:
             limits.append(signs.agent_gone_ns + int(AGENT_RETURN_S * SECOND_NS))
         return limits
@@ -122,7 +123,8 @@ class HostLiveness:
         return int(self._limit_s(signs) * SECOND_NS)
 
     def _limit_s(self, signs: HostSignals) -> float:
-        return max(self.timeout_s, BEATS * signs.every_s)
+        timing = self.timing
+        return (timing.first_heartbeat_after_s if _is_starting(signs) else timing.host_lost_after_s)(signs.every_s)
 
     def _down_reason(self, signs: HostSignals, now_ns: int) -> str | None:
         limit_s = self._limit_s(signs)
@@ -131,7 +133,7 @@ class HostLiveness:
             return "all its connections closed"
         if silent_s >= limit_s:
             if _is_starting(signs):
-                return None if silent_s < STARTING * limit_s else f"no heartbeat for {silent_s:.2f} s"
+                return f"no heartbeat for {silent_s:.2f} s"
             return f"silent for {silent_s:.2f} s (limit {limit_s:g} s)"
         if not signs.agent and signs.agent_gone_ns is not None:
             away_s = (now_ns - signs.agent_gone_ns) / SECOND_NS

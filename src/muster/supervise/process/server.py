@@ -116,7 +116,7 @@ class Supervisor:
         with keeping(self.lease):
             now_ns = max(before.newest_ns, self.clock.wall_ns())
             state = rebuild_in_order(before.telling(guard.add, self.home.add_earlier), now_ns=now_ns)
-        self.liveness = HostLiveness(timeout_s=spec.recovery.heartbeat_timeout_s)
+        self.liveness = HostLiveness(timing=spec.recovery.timing)
         self.agents: dict[str, Connection] = {}
         self.heartbeats = Heartbeats(pool=self.pool, liveness=self.liveness, clock_ns=self.clock.monotonic_ns)
         self.clocks = ClockOffsets()
@@ -299,10 +299,10 @@ class Supervisor:
 
     def _warn_of_timeout(self) -> None:
         """A corrected file may ask for a timeout that is too short for the heartbeat interval of the running hosts."""
-        least_s = self.liveness.least_s
-        if least_s > max(self.liveness.timeout_s, self._warned_timeout_s):
+        least_s, timeout_s = self.liveness.least_s, self.liveness.timing.timeout_s
+        if least_s > max(timeout_s, self._warned_timeout_s):
             self._warned_timeout_s = least_s
-            requested = f"heartbeat_timeout_s={self.liveness.timeout_s:g}"
+            requested = f"heartbeat_timeout_s={timeout_s:g}"
             text = f"{requested} is below three heartbeat intervals of the running hosts; using {least_s:g} s"
             self.journal.say(text)
 
@@ -350,7 +350,7 @@ class Supervisor:
         except UsageError as error:
             self.journal.say(f"not restarted: {error}")
             return
-        self.liveness.timeout_s = spec.recovery.heartbeat_timeout_s
+        self.liveness.timing = spec.recovery.timing
         self._warned_timeout_s = 0.0
         self._warn_of_timeout()
         self.limits.change(spec.limits, spec.recovery.grace_s)

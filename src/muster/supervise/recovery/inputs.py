@@ -14,8 +14,6 @@ from muster.protocol.to_supervisor import FromAgent
 from muster.storage import uris
 
 SECOND_NS = 1_000_000_000
-#: Hosts copy the lease from a bucket every 3 s (``LEASE_COPY_S``), and a request that is refused is made again.
-LEAST_ADOPT_BUCKET_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,6 @@ class Settings:
     drain_timeout_s: float = 7.0
     """Time for a host to end its ranks and list its snapshots; one that retains ranks has longer where steps are long
     (``retained_ranks.pause_s``)."""
-    least_adopt_s: float = 5.0
     host_failure_window_s: float = 3600.0
     """How long a host's failures count, and how long a quarantine that expires lasts."""
     gather_notices_s: float = 0.5
@@ -45,10 +42,8 @@ class Settings:
 
     @property
     def adopt_timeout_s(self) -> float:
-        """Time for the hosts to connect to a new supervisor: as long as their silence is no failure, and where they
-        learn of it from a bucket, for that too."""
-        least_s = self.least_adopt_s if uris.is_local(self.spec.run_dir or "") else LEAST_ADOPT_BUCKET_S
-        return max(least_s, self.spec.recovery.heartbeat_timeout_s)
+        """Time for the hosts to connect to a new supervisor."""
+        return self.spec.recovery.timing.adoption_s(in_bucket=not uris.is_local(self.spec.run_dir or ""))
 
     @property
     def min_hosts(self) -> int:

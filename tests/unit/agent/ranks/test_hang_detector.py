@@ -7,10 +7,11 @@ import pytest
 from muster.agent.ranks import hang_detector
 from muster.agent.ranks.hang_detector import Limits, due_s, find_hung_ranks
 from muster.agent.ranks.rank_process import Worker
+from muster.core.heartbeat_timing import HeartbeatTiming
 
-LIMITS = Limits(silence_s=0.4, step_s=30.0)
+LIMITS = Limits(timing=HeartbeatTiming(0.4), step_s=30.0)
 #: Of ranks whose parent tells of stops.
-TOLD = Limits(silence_s=0.4, step_s=30.0, reports_stops=lambda _: True)
+TOLD = Limits(timing=HeartbeatTiming(0.4), step_s=30.0, reports_stops=lambda _: True)
 
 
 class Rank:
@@ -60,7 +61,7 @@ class Rank:
 def test_one_that_is_stopped_is_found_within_the_limit(monkeypatch, step_s, at_s, limits):
     rank = Rank(monkeypatch, step_s, limits)
     rank.stopped.add((at_s, math.inf))
-    assert at_s < rank.found_s(60.0) <= at_s + LIMITS.silence_s + 1e-9
+    assert at_s < rank.found_s(60.0) <= at_s + LIMITS.timing.timeout_s + 1e-9
 
 
 @pytest.mark.parametrize("step_s", [0.4, 0.55, 50.0])
@@ -85,13 +86,15 @@ def test_a_rank_whose_parent_tells_costs_a_look_in_two_seconds_at_most(monkeypat
 def test_one_that_is_told_and_goes_on_within_the_limit_is_no_hang(monkeypatch, at_s, share):
     """It was silent long before, so that the first look of one that nobody tells of might fall anywhere."""
     rank = Rank(monkeypatch, 50.0, TOLD)
-    rank.stopped.add((at_s, at_s + share * TOLD.silence_s))
+    rank.stopped.add((at_s, at_s + share * TOLD.timing.timeout_s))
     assert rank.found_s(40.0) is None
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_a_longer_limit_than_three_seconds_stays_what_it_is(monkeypatch, is_reported):
-    rank = Rank(monkeypatch, 500.0, Limits(silence_s=8.0, step_s=math.inf, reports_stops=lambda _: is_reported))
+    rank = Rank(
+        monkeypatch, 500.0, Limits(timing=HeartbeatTiming(8.0), step_s=math.inf, reports_stops=lambda _: is_reported)
+    )
     rank.stopped.add((100.0, math.inf))
     found_s = rank.found_s(400.0)
     assert 102.0 <= found_s <= 108.0 and len(rank.looks) <= 20

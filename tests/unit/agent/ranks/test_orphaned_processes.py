@@ -11,6 +11,7 @@ from fakes.host import RecordingHost
 from muster.agent.ranks.hang_detector import Limits, find_hung_ranks
 from muster.agent.ranks.orphaned_processes import OrphanedProcesses
 from muster.agent.ranks.rank_process import Worker
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.protocol.rank_agent import RankHello
 from muster.protocol.to_agent import EndAttempt
 from muster.protocol.to_supervisor import RankHang, RanksEnded
@@ -36,7 +37,9 @@ def stopped():
 @pytest.fixture
 def host():
     hub = ConnectionPool(token=b"t" * 32, on_gone=lambda *_: None)
-    recovery = SimpleNamespace(heartbeat_timeout_s=3.0, start_timeout_s=60.0, step_timeout_s=30.0, warm_standby=False)
+    recovery = SimpleNamespace(
+        timing=HeartbeatTiming(3.0), start_timeout_s=60.0, step_timeout_s=30.0, warm_standby=False
+    )
     resources = SimpleNamespace(ranks_per_host=1)
     yield RecordingHost(spec=SimpleNamespace(recovery=recovery, resources=resources), hub=hub)
     hub.shutdown()
@@ -104,7 +107,7 @@ def worker(**more):
 
 def test_a_rank_in_its_first_step_is_given_as_long_as_a_start(host):
     def named(found, now_s, step_s=30.0):
-        limits = Limits(silence_s=3.0, step_s=step_s, start_s=60.0)
+        limits = Limits(timing=HeartbeatTiming(3.0), step_s=step_s, start_s=60.0)
         return bool(find_hung_ranks([found], limits, host="h", now_s=now_s))
 
     assert not named(worker(), 10_000.0), "the supervisor watches the start"

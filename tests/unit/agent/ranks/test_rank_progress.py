@@ -7,6 +7,7 @@ from fakes.host import RecordingHost
 from muster.agent.rank_pool import RankPool
 from muster.agent.ranks.hang_detector import Limits, find_hung_ranks
 from muster.agent.ranks.rank_process import Worker
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.protocol.rank_agent import RankBeat, RankProgress
 from muster.protocol.to_supervisor import RanksProgress
 
@@ -18,7 +19,7 @@ def pool_of_one() -> tuple[RankPool, RecordingHost, Worker]:
 
 
 def stuck(worker: Worker, now_s: float, limit_s: float = 1.0) -> bool:
-    limits = Limits(silence_s=60.0, step_s=limit_s)
+    limits = Limits(timing=HeartbeatTiming(60.0), step_s=limit_s)
     return bool(find_hung_ranks([worker], limits, host="h", now_s=now_s))
 
 

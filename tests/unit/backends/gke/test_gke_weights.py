@@ -14,8 +14,8 @@ from muster.backends.gke.pod import weights
 from muster.backends.gke.pod.weights import CLAIM, STALE_S, Copy
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, UsageError
-from muster.core.model_copies import COMPLETE, copy_name, find_copy
 from muster.data.weights.model_files import fetch
+from muster.storage.model_copies import COMPLETE, copy_name, find_copy
 from muster.storage.store import open_store
 
 SOURCE = "meta-llama/Llama-3.1-70B"

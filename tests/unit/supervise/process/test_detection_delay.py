@@ -2,12 +2,13 @@
 
 from fakes.virtual_run import cluster, kinds, spec
 
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.supervise.process.liveness import SECOND_NS, HostLiveness
 from muster.supervise.recovery.inputs import HostDown
 
 
 def test_silence_counts_from_the_last_beat_and_a_closed_connection_says_nothing():
-    presence = HostLiveness(timeout_s=1.0)
+    presence = HostLiveness(timing=HeartbeatTiming(1.0))
     presence.agent_connected("a", 0)
     presence.watchdog_connected("a", 1 * SECOND_NS)
     presence.heartbeat("a", 2 * SECOND_NS)
@@ -19,7 +20,7 @@ def test_silence_counts_from_the_last_beat_and_a_closed_connection_says_nothing(
 
 def test_a_host_that_comes_back_after_silence_is_given_time_for_its_first_beat():
     """After a cut its agent is back before its watchdog's connection: that is no silence yet."""
-    presence = HostLiveness(timeout_s=1.0)
+    presence = HostLiveness(timing=HeartbeatTiming(1.0))
     presence.watchdog_connected("a", 1)
     presence.agent_connected("a", 1)
     assert presence.down(2 * SECOND_NS) == [("a", "silent for 2.00 s (limit 1 s)")]

@@ -1,12 +1,13 @@
 """Which signs mean that a host is gone, and when."""
 
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.supervise.process.liveness import AGENT_RETURN_S, HostLiveness
 
 S = 1_000_000_000
 
 
 def host(timeout_s=3.0):
-    found = HostLiveness(timeout_s=timeout_s)
+    found = HostLiveness(timing=HeartbeatTiming(timeout_s))
     found.agent_connected("a", 1 * S)
     found.watchdog_connected("a", 1 * S)
     return found
@@ -62,7 +63,7 @@ def test_a_supervisor_that_was_not_run_does_not_blame_the_hosts():
     """A paused machine: the supervisor wakes 3 s late, before the keeper had a chance to beat."""
     found = host()
     found.heartbeat("a", 2 * S)
-    limit = int(found.timeout_s * S)
+    limit = int(found.timing.timeout_s * S)
     found.discount_pause(3 * S, 2 * S + limit + 3 * S)
     assert found.down(2 * S + limit + 3 * S - 1) == []
     assert len(found.down(2 * S + limit + 3 * S)) == 1, "and real silence is still seen, as much later"
@@ -72,12 +73,12 @@ def test_being_late_never_makes_a_host_seen_in_the_future():
     found = host()
     found.heartbeat("a", 5 * S)
     found.discount_pause(3 * S, 5 * S)
-    assert len(found.down(5 * S + int(found.timeout_s * S))) == 1
+    assert len(found.down(5 * S + int(found.timing.timeout_s * S))) == 1
 
 
 def test_a_limit_that_was_lowered_is_never_below_three_beats_of_the_keeper():
     """It beats as it was started: with a quarter of another limit."""
-    found = HostLiveness(timeout_s=0.3)
+    found = HostLiveness(timing=HeartbeatTiming(0.3))
     found.agent_connected("a", 1 * S)
     found.watchdog_connected("a", 1 * S, every_s=0.5)
     for tenths in range(15, 60, 5):
@@ -89,7 +90,7 @@ def test_a_limit_that_was_lowered_is_never_below_three_beats_of_the_keeper():
 
 def test_a_host_whose_watchdog_has_not_come_yet_is_waited_for_without_waking():
     """A deadline that is past and names nobody would keep the supervisor awake."""
-    found = HostLiveness(timeout_s=3.0)
+    found = HostLiveness(timing=HeartbeatTiming(3.0))
     found.agent_connected("a", 1 * S)
     assert found.down(5 * S) == [] and found.deadline_ns() == 31 * S
     assert "no heartbeat" in found.down(31 * S)[0][1]

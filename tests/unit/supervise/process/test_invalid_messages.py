@@ -7,6 +7,7 @@ from fakes.idle_supervisor import idle_supervisor
 from fakes.virtual_run import cluster, events_of, machine, spec
 
 from muster.core.event_log import read
+from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.core.typed_json import Unreadable
 from muster.protocol.client import HealthReport, StopRun, SupervisorStatus
 from muster.protocol.codec import encode
@@ -179,7 +180,7 @@ def test_clients_are_understood(supervisor):
 
 
 def test_a_limit_of_silence_shorter_than_three_beats_is_said_not_kept(supervisor):
-    supervisor.liveness.timeout_s = 0.3
+    supervisor.liveness.timing = HeartbeatTiming(0.3)
     for _ in range(2):
         say(supervisor, BeatHello(version=MINE, host="host-0", pid=1, every_s=0.5), Beat())
     assert ["using 1.5 s" in text for text in notes(supervisor)] == [True]

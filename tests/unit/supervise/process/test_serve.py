@@ -109,7 +109,7 @@ def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
     supervisor._from_client(None, RestartRun())
     (order,) = supervisor._pending
     assert isinstance(order, RestartRequest) and type(order.policy).__name__ == "NoRecovery"
-    assert supervisor.liveness.timeout_s == 9.0 and supervisor.limits.guard.limits.max_hours == 2.0
+    assert supervisor.liveness.timing.timeout_s == 9.0 and supervisor.limits.guard.limits.max_hours == 2.0
     assert not supervisor.limits.asked
 
 
@@ -166,7 +166,7 @@ def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, t
     policy.write_text("raise RuntimeError('oops')\n")
     corrected(supervisor, policy=str(policy))
     supervisor._from_client(None, RestartRun())
-    assert supervisor._pending == [] and supervisor.liveness.timeout_s == 3.0
+    assert supervisor._pending == [] and supervisor.liveness.timing.timeout_s == 3.0
     texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
     assert any("not restarted" in text and "oops" in text for text in texts)
 

@@ -22,9 +22,9 @@ from typing import Protocol
 
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
-from muster.core.model_copies import COMPLETE, copy_name
 from muster.core.protocols import Clock, Store
 from muster.storage import uris
+from muster.storage.model_copies import COMPLETE, copy_name
 from muster.storage.store import open_store
 
 CLAIM = "copying"

@@ -180,6 +180,7 @@ def on_gce(tmp_path, home, manager, monkeypatch):
         files=sha256, submission="1", token_secret=placement.token_secret,
     )  # fmt: skip
     environ = gce_host.prepare(machine, home.store, Session(http=manager.hosts, clock=manager.clock))
+    assert environ["MUSTER_POD"] == machine.writer
     return ranks_find(machine.run_dir, of, environ)
 
 

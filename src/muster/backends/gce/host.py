@@ -136,7 +136,7 @@ class Keeper:
         self._early = 0 if self._ended_s - self._began_s >= LIVED_S else self._early + 1
         print(f"the {self.machine.role}'s program ended with code {code}", flush=True)
         if code:
-            self.state.ship(self.machine.name if self.machine.role == HOST else SUPERVISOR, 6.0)
+            self.state.ship(self.machine.writer if self.machine.role == HOST else SUPERVISOR, 6.0)
         if self.machine.role == SUPERVISOR and code in CONFIG_ERRORS:
             self._believe(code)
 
@@ -196,6 +196,7 @@ def prepare(machine: Machine, store: Store, session: Session) -> dict[str, str]:
         "MUSTER_RUN_DIR": str(machine.run_dir),
         "MUSTER_BIND": machine.address,
         "MUSTER_TOKEN_FILE": str(token),
+        "MUSTER_POD": machine.writer,
     }
     if machine.role == SUPERVISOR:
         environ["MUSTER_JOBSET"] = supervisor_of(machine.run_id)

@@ -44,6 +44,12 @@ class Machine:
     def run_dir(self) -> Path:
         return Path(RUNS) / self.run_id
 
+    @property
+    def writer(self) -> str:
+        """What names its event files in the run's home. A reset may take lines from its disk that the home has, so
+        files of an earlier boot are not continued."""
+        return f"{self.name}-{self.boot.replace('-', '')[:12]}"
+
     def tell(self, store: Store, stage: str, said: str) -> None:
         """Put a stage of the start-up into the home, as the start-up script does. Raises as the store."""
         uri = uris.join(self.home, FOLDER, self.name, f"{self.boot}.{stage}")

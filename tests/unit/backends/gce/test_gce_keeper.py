@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from fakes.gcs import GcsFake
+from fakes.objects import Objects
 
 from muster.backends.gce import host
 from muster.backends.gce.host import Keeper
@@ -12,6 +13,7 @@ from muster.backends.gce.machine import HOST, SUPERVISOR, Machine
 from muster.backends.run_state import RunState
 from muster.core.typed_json import decode, encode
 from muster.protocol.lease import EndRecord
+from muster.storage.home import BucketHome, open_home
 from muster.storage.store import open_store
 
 HOME, JOB = "gs://bucket/runs/llama", "muster-llama-supervisor"
@@ -39,14 +41,23 @@ def write_end(code, *, submission="1"):
     open_store().put(f"{HOME}/end.json", encode(record))
 
 
+def machine_of(role, boot="b"):
+    return Machine(
+        name="m", zone="z", address="127.0.0.1", boot=boot, role=role, run_id="llama", home=HOME, files="",
+        submission="1", token_secret="",
+    )  # fmt: skip
+
+
+def bucket_home(local, store):
+    (local / "run_id").write_text("llama\n")
+    return BucketHome(local, HOME, store, store)
+
+
 def keep(folder, codes, *, role=SUPERVISOR, after=lambda: None):
     """Keep a program that ends with one of ``codes`` at each start; returns (exit code, starts, times cleared up).
     ``after`` is called once they are used up, where the program is started once more."""
     starts, cleared = [], []
-    machine = Machine(
-        name="m", zone="z", address="127.0.0.1", boot="b", role=role, run_id="llama", home=HOME, files="",
-        submission="1", token_secret="",
-    )  # fmt: skip
+    machine = machine_of(role)
 
     class Counted(Keeper):
         def _start(self):
@@ -89,3 +100,31 @@ def test_errors_long_ago_do_not_count(folder, monkeypatch):
 @pytest.mark.parametrize(("codes", "role"), [([1, 6, 1, 6], SUPERVISOR), ([2, 2, 2, 2], HOST)])
 def test_other_ends_and_an_agents_are_started_again(folder, codes, role):
     assert keep(folder, codes, role=role, after=lambda: write_end(0)) == (0, len(codes) + 1, 1)
+
+
+def test_a_host_that_was_reset_is_not_shut_out_of_its_run_s_home(tmp_path):
+    """A hard reset takes the last lines of a file that the disk had not written; the home has them. After the reboot
+    the host writes files of another name, for it could not go on with these."""
+    store = Objects()
+    before, after = (machine_of(HOST, boot=boot) for boot in ("0f3a-1", "77b2-9"))
+    log = bucket_home(tmp_path, store).open_log("llama", before.writer, 3)
+    for text in ("one", "two"):
+        log.append("run.message", detail={"text": text})
+    assert log.sync()
+    log.close()
+    log.path.write_bytes(log.path.read_bytes().splitlines(keepends=True)[0])
+    home = bucket_home(tmp_path, store)
+    for attempt in (3, 4):
+        log = home.open_log("llama", after.writer, attempt)
+        log.append("run.message", detail={"text": "after the reboot"})
+        assert log.sync(), log.unsealed
+
+
+def test_what_a_killed_agent_left_is_shipped_under_the_name_it_wrote(folder):
+    name = machine_of(HOST).writer
+    log = open_home(folder).open_log("llama", name, 1)
+    log.append("run.message", detail={"text": "last words"})
+    log.close()
+    keep(folder, [137], role=HOST, after=lambda: write_end(0))
+    stored = open_store()
+    assert [uri for uri in stored.list(f"{HOME}/events") if b"last words" in stored.get(uri).data]

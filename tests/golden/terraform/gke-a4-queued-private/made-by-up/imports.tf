@@ -1,117 +1,117 @@
-# For what `muster up` made: copy this file beside cluster.tf and leave queue.tf out, as Helm takes over no objects that
-# it did not install. `terraform plan` then shows what would change, before anything does.
+# For what `muster up` made: copy this file to the others and leave queue.tf out, as Helm takes over no objects that it
+# did not install. `terraform plan` then shows what would change, before anything does.
 
 import {
-  to = google_service_account.muster_nodes
   id = "projects/example-project/serviceAccounts/muster-nodes@example-project.iam.gserviceaccount.com"
+  to = google_service_account.service_accounts["muster-nodes"]
 }
 
 import {
-  to = google_service_account.muster_build
   id = "projects/example-project/serviceAccounts/muster-build@example-project.iam.gserviceaccount.com"
+  to = google_service_account.service_accounts["muster-build"]
 }
 
 import {
-  to = google_compute_network.muster_net
   id = "projects/example-project/global/networks/muster-net"
+  to = google_compute_network.networks["muster-net"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_sub
   id = "projects/example-project/regions/us-central1/subnetworks/muster-sub"
+  to = google_compute_subnetwork.subnetworks["muster-sub"]
 }
 
 import {
-  to = google_compute_router.muster_router
   id = "projects/example-project/regions/us-central1/routers/muster-router"
+  to = google_compute_router.routers["muster-router"]
 }
 
 import {
-  to = google_compute_router_nat.muster_nat
   id = "projects/example-project/regions/us-central1/routers/muster-router/muster-nat"
+  to = google_compute_router_nat.nats["muster-router"]
 }
 
 import {
-  to = google_compute_network.muster_gvnic_net
   id = "projects/example-project/global/networks/muster-gvnic-net"
+  to = google_compute_network.networks["muster-gvnic-net"]
 }
 
 import {
-  to = google_compute_firewall.muster_gvnic_net_internal
   id = "projects/example-project/global/firewalls/muster-gvnic-net-internal"
+  to = google_compute_firewall.firewalls["muster-gvnic-net-internal"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_gvnic_sub
   id = "projects/example-project/regions/us-central1/subnetworks/muster-gvnic-sub"
+  to = google_compute_subnetwork.subnetworks["muster-gvnic-sub"]
 }
 
 import {
-  to = google_compute_network.muster_rdma_net
   id = "projects/example-project/global/networks/muster-rdma-net"
+  to = google_compute_network.networks["muster-rdma-net"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_rdma_sub_0
   id = "projects/example-project/regions/us-central1/subnetworks/muster-rdma-sub-0"
+  to = google_compute_subnetwork.subnetworks["muster-rdma-sub-0"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_rdma_sub_1
   id = "projects/example-project/regions/us-central1/subnetworks/muster-rdma-sub-1"
+  to = google_compute_subnetwork.subnetworks["muster-rdma-sub-1"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_rdma_sub_2
   id = "projects/example-project/regions/us-central1/subnetworks/muster-rdma-sub-2"
+  to = google_compute_subnetwork.subnetworks["muster-rdma-sub-2"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_rdma_sub_3
   id = "projects/example-project/regions/us-central1/subnetworks/muster-rdma-sub-3"
+  to = google_compute_subnetwork.subnetworks["muster-rdma-sub-3"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_rdma_sub_4
   id = "projects/example-project/regions/us-central1/subnetworks/muster-rdma-sub-4"
+  to = google_compute_subnetwork.subnetworks["muster-rdma-sub-4"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_rdma_sub_5
   id = "projects/example-project/regions/us-central1/subnetworks/muster-rdma-sub-5"
+  to = google_compute_subnetwork.subnetworks["muster-rdma-sub-5"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_rdma_sub_6
   id = "projects/example-project/regions/us-central1/subnetworks/muster-rdma-sub-6"
+  to = google_compute_subnetwork.subnetworks["muster-rdma-sub-6"]
 }
 
 import {
-  to = google_compute_subnetwork.muster_rdma_sub_7
   id = "projects/example-project/regions/us-central1/subnetworks/muster-rdma-sub-7"
+  to = google_compute_subnetwork.subnetworks["muster-rdma-sub-7"]
 }
 
 import {
-  to = google_artifact_registry_repository.muster
   id = "projects/example-project/locations/us-central1/repositories/muster"
+  to = google_artifact_registry_repository.repositories["muster"]
 }
 
 import {
-  to = google_storage_bucket.example_bucket
   id = "example-project/example-bucket"
+  to = google_storage_bucket.buckets["example-bucket"]
 }
 
 import {
-  to = google_container_cluster.muster
   id = "projects/example-project/locations/us-central1/clusters/muster"
+  to = google_container_cluster.clusters["muster"]
 }
 
 import {
-  to = google_container_node_pool.muster_cpu
   id = "example-project/us-central1/muster/muster-cpu"
+  to = google_container_node_pool.node_pools["muster-cpu"]
 }
 
 import {
-  to = google_container_node_pool.muster_b200_flex_start_queued
   id = "example-project/us-central1/muster/muster-b200-flex-start-queued"
+  to = google_container_node_pool.node_pools["muster-b200-flex-start-queued"]
 }

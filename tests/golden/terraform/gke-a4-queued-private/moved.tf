@@ -1,4 +1,4 @@
-# For a state of what Muster rendered until November 2026: each resource has another address and stays as it is. Else without effect.
+# For a state of what Muster rendered until November 2026: each resource gets its address of now and stays as it is.
 
 moved {
   from = google_service_account.muster_nodes

@@ -38,7 +38,7 @@ GRANTS = {
     "repository": "google_artifact_registry_repository_iam_member",
 }
 MOVED = """\
-# For a state of what Muster rendered until November 2026: each resource has another address and stays as it is. Else without effect.
+# For a state of what Muster rendered until November 2026: each resource gets its address of now and stays as it is.
 """
 IMPORTS = """\
 # For what `muster up` made: copy this file to the others and leave queue.tf out, as Helm takes over no objects that it
@@ -66,8 +66,8 @@ class Made:
 def rendered(
     resources: Sequence[Resource], *, where: str, project: str, zone: str, values: Mapping[str, Json], about: str
 ) -> dict[str, str]:
-    """File name -> text: the shared files and those of ``where`` (``gce``, ``gke``), the values, the addresses
-    until November 2026, and what finds again what ``muster up`` made. ``about``: the comment at the head of project.tf."""
+    """File name -> text: the shared files and those of ``where`` (``gce``, ``gke``), the values, earlier addresses, and
+    what finds again what ``muster up`` made. ``about``: the comment at the head of project.tf."""
     variables: dict[str, dict[str, Json]] = {}
     made = [one for resource in resources for one in _made(resource, project, variables)]
     shipped = _shipped(where)

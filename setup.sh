@@ -8,7 +8,7 @@
 #   ./setup.sh test all [pytest arguments]           everything that CI runs
 #   ./setup.sh nightly [pytest arguments]            what CI leaves out: hours
 #   ./setup.sh gpu-check [torch versions]            the trainer's unit tests on CUDA builds of torch, no GPU; 5 GB each
-#   ./setup.sh install [extras]                      only installs; default train,data
+#   ./setup.sh install [extras]                      only installs; default what every command here needs
 # Needs Python 3.11 or newer, and git to have cloned this. Variables:
 #   MUSTER_PYTHON   the Python to use
 #   MUSTER_VENV     the folder of the environment; default .venv here
@@ -193,7 +193,7 @@ case $mode in
     gpu_check "$@"
     ;;
   install)
-    install "${1:-train,data}"
+    install "${1:-all,gke,inspect,otlp,sweep}"
     say "done: $VENV/bin/muster"
     ;;
   *)

@@ -42,7 +42,7 @@ def asked(extras):
     lines = [*project["dependencies"], *PROJECT["build-system"]["requires"]]
     for extra in extras:
         lines += project["optional-dependencies"][extra]
-    return [one for one in map(packaging.Requirement, lines) if one.name not in ("torch", "muster")]
+    return [one for one in map(packaging.Requirement, lines) if one.name not in ("torch", "muster-gpu")]
 
 
 @pytest.mark.parametrize(("lock", "extras"), LOCKS.items())

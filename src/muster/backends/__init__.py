@@ -7,7 +7,7 @@ from collections.abc import Callable
 from muster.backends.backend import Backend
 from muster.backends.protocols import Launcher
 from muster.config.backends import BACKENDS as NAMED
-from muster.core.errors import UsageError
+from muster.core.errors import UsageError, install_command
 from muster.core.registry import Registry
 
 #: The run file's table, whose names and checks it uses too.
@@ -32,7 +32,7 @@ def load(name: str) -> Launcher:
     try:
         return get(name).launcher()
     except ImportError as error:
-        raise UsageError(f"the back end {name!r} needs {error.name}", hint=f"pip install 'muster[{name}]'") from error
+        raise UsageError(f"the back end {name!r} needs {error.name}", hint=install_command("gke")) from error
 
 
 def names_where(able: Callable[[Backend], bool]) -> str:

@@ -13,7 +13,7 @@ from muster.config.backends import BACKENDS
 from muster.config.sections.sources import glob_of
 from muster.config.spec import CHAT_TEMPLATES, RunSpec
 from muster.config.validation import config_problems, is_remote, looks_local, within
-from muster.core.errors import Problem
+from muster.core.errors import Problem, install_command
 
 
 def problems(spec: RunSpec) -> list[Problem]:
@@ -125,7 +125,7 @@ def _packages(spec: RunSpec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources if spec.data else []):
         for package, extra in source.packages.items():
             if importlib.util.find_spec(package) is None:
-                message, hint = f"needs {package}, which is not installed", f"pip install 'muster[{extra}]'"
+                message, hint = f"needs {package}, which is not installed", install_command(extra)
                 yield Problem(f"data.sources.{index}", message, hint=hint)
 
 

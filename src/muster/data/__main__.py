@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from muster.core.errors import MusterError, UsageError
+from muster.core.errors import MusterError, UsageError, install_command
 from muster.core.processes import forgive_outputs
 from muster.protocol.codec import encode
 from muster.protocol.pipes import DataFailed, DataPrepared, Preparing
@@ -45,7 +45,7 @@ def main() -> None:
         traceback.print_exc()
         message, hint = (
             f"data preparation needs {error.name}, which is not installed",
-            "pip install 'muster[train,data]'",
+            install_command("train,data"),
         )
         sys.exit(_fail(DataFailed(error=message, hint=hint, exit_code=UsageError.exit_code)))
     except Exception as error:  # noqa: BLE001 (the process's edge: the agent reports it)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.config.sections.sources import HubSource
-from muster.core.errors import AccessError, BackendError, MusterError, UsageError
+from muster.core.errors import AccessError, BackendError, MusterError, UsageError, install_command
 
 _READABLE = re.compile(r"\.(arrow|(parquet|jsonl|json|csv|txt)(\.gz|\.zst)?)$")
 
@@ -120,7 +120,7 @@ def _api() -> Any:
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise UsageError("hub sources need huggingface_hub", hint="pip install 'muster[data]'") from error
+        raise UsageError("hub sources need huggingface_hub", hint=install_command("data")) from error
     return HfApi()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.config.spec import Model, TrainedTokenizer
-from muster.core.errors import UsageError
+from muster.core.errors import UsageError, install_command
 from muster.core.typed_json import Json, JsonObject, at
 from muster.data import hub
 from muster.data.chat.engine import ending_token
@@ -193,7 +193,7 @@ class Encoder:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise UsageError("this tokenizer needs transformers", hint="pip install 'muster[train]'") from error
+            raise UsageError("this tokenizer needs transformers", hint=install_command("train")) from error
         try:
             return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:

@@ -89,7 +89,7 @@ def test_without_py_spy_its_absence_stands_where_the_line_would(hub, child, monk
     child.send_signal(signal.SIGSTOP)
     answer, _ = gather(hub, worker(child.pid))
     found = decode(RankEvidence, answer.ranks[0])
-    assert "pip install muster[inspect]" in in_words(found) and NO_SPY in found.missing
+    assert "the extra inspect" in in_words(found) and NO_SPY in found.missing
     answer, _ = gather(hub, worker(child.pid), captured=RankCaptured(stacks=OWN_WORDS))
     assert NO_SPY not in decode(RankEvidence, answer.ranks[0]).missing, "its own thread has told the line"
 

@@ -9,6 +9,7 @@ import pytest
 
 from muster.app.inspect.event_format import line
 from muster.config import load
+from muster.core.errors import install_command
 from muster.core.events import Event
 from muster.protocol.codec import reader_of
 from muster.protocol.pipes import PREPARATION, DataFailed, DataPrepared
@@ -33,7 +34,7 @@ def test_a_package_that_is_missing_is_named(tmp_path, package):
     answer = reader_of(PREPARATION)(done.stdout.strip().splitlines()[-1])
     assert isinstance(answer, DataFailed) and answer.exit_code == done.returncode == 2, done.stderr
     assert answer.error == f"data preparation needs {package}, which is not installed"
-    assert answer.hint == "pip install 'muster[train,data]'"
+    assert answer.hint == install_command("train,data")
 
 
 def test_held_out_questions_that_cannot_be_scored_are_said_where_people_look(tmp_path):

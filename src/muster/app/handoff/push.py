@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
+from muster.core.errors import AccessError, BackendError, ConflictError, UsageError, install_command
 from muster.data.hub import translate
 
 CARD = "README.md"
@@ -24,7 +24,7 @@ def open_repository(repo: str, *, public: bool) -> Any:
     try:
         from huggingface_hub import HfApi, get_token
     except ImportError as error:
-        raise UsageError("--push needs huggingface_hub", hint="pip install 'muster[data]'") from error
+        raise UsageError("--push needs huggingface_hub", hint=install_command("data")) from error
     if repo.count("/") != 1 or not all(repo.split("/")):
         raise UsageError(f"--push {repo!r} names no repository", hint="--push OWNER/NAME")
     if get_token() is None:

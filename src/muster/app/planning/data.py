@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.config.load import Loaded
-from muster.core.errors import UsageError
+from muster.core.errors import UsageError, install_command
 
 if TYPE_CHECKING:
     from muster.data.preview import Preview
@@ -26,7 +26,7 @@ def prepare_and_preview(
         from muster.data.prepare import prepare
         from muster.data.preview import preview
     except ImportError as error:
-        raise UsageError(f"preparing data needs {error.name}", hint="pip install 'muster[train]'") from error
+        raise UsageError(f"preparing data needs {error.name}", hint=install_command("train")) from error
     if loaded.spec.data is None:
         raise UsageError(f"{loaded.source} names no data", hint="a `command` brings its own")
     with tempfile.TemporaryDirectory(prefix="muster-data-") as scratch:

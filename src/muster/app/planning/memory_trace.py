@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from muster.app.planning.plan import Planned
 from muster.config import load
 from muster.core.clock import SystemShell
-from muster.core.errors import BackendError, UsageError
+from muster.core.errors import BackendError, UsageError, install_command
 from muster.core.protocols import Shell
 from muster.core.typed_json import JsonObject
 from muster.plan.memory import DeviceOverhead, memory
@@ -67,7 +67,7 @@ def compare(planned: Planned, *, shell: Shell | None = None) -> Compared:
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BackendError(f"the memory trace failed: {last}", hint="it needs torch: pip install 'muster[train]'")
+        raise BackendError(f"the memory trace failed: {last}", hint=f"it needs torch: {install_command('train')}")
     result = json.loads(done.stdout)
     closed = memory(planned.work, setting, BARE)
     difference = closed.total_bytes / result["peak_bytes"] - 1

@@ -19,7 +19,7 @@ from muster.catalog import billing, rows
 from muster.catalog.offers import Option, catalogue
 from muster.catalog.rows import Price
 from muster.config.spec import RunSpec
-from muster.core.errors import AccessError, BackendError, UsageError
+from muster.core.errors import AccessError, BackendError, UsageError, install_command
 from muster.core.typed_json import JsonObject, children, parse_object
 from muster.storage import run_registry
 
@@ -96,7 +96,7 @@ def credentials(api_key: str | None) -> tuple[dict[str, str], dict[str, str]]:
     except ImportError as error:
         raise AccessError(
             "no credentials for the billing catalogue: google-auth is not installed and no API key is set",
-            hint="set MUSTER_BILLING_API_KEY, or pip install 'muster[gcs]' and gcloud auth application-default login",
+            hint=f"set MUSTER_BILLING_API_KEY, or {install_command('gcs')} and gcloud auth application-default login",
         ) from error
     try:
         result, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-billing.readonly"])

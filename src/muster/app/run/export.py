@@ -22,7 +22,7 @@ from muster.app.planning.source_run import weights_of
 from muster.config.spec import RunSpec
 from muster.config.validation import looks_local
 from muster.core import event_log
-from muster.core.errors import MusterError, UsageError
+from muster.core.errors import MusterError, UsageError, install_command
 from muster.core.processes import run_visibly
 from muster.core.typed_json import JsonObject, parse_object, text, texts, whole
 from muster.data.weights.model_files import licence_of
@@ -77,7 +77,7 @@ def export(
         raise UsageError(f"--base {base} is for an adapter, and this export is merged", hint="add --adapter")
     run = run_registry.find(reference)
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("muster export needs torch", hint="pip install 'muster[train]'")
+        raise UsageError("muster export needs torch", hint=install_command("train"))
     bring(run, spec_of(run).backend, "events")
     bring(run, spec_of(run).backend, "outputs")
     hub = open_repository(push, public=public) if push is not None else None

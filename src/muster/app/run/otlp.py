@@ -18,6 +18,7 @@ from muster.app.run.event_writer import Sink
 from muster.app.run.run_figures import RunFigures
 from muster.app.run.sent_figures import MOST_TOLD, SentFigures
 from muster.core import environment
+from muster.core.errors import install_command
 from muster.report.exposition import Family, Sample
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class OtlpExport(SentFigures):
             from google.protobuf.message import DecodeError
             from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
         except ImportError:
-            return "this needs the extra: pip install 'muster[otlp]'"
+            return f"this needs the extra: {install_command('otlp')}"
         now_ns = self.clock.wall_ns()
         found = self.figures.samples(now_ns)
         body = message_of(found, run_id=self.figures.run_id, began_ns=self.figures.began_ns, now_ns=now_ns)

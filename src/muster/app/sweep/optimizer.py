@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.app.sweep.ranges import Over
-from muster.core.errors import UsageError
+from muster.core.errors import UsageError, install_command
 from muster.core.typed_json import Json
 
 SAMPLERS = ("tpe", "random", "grid")
@@ -33,7 +33,7 @@ class Optimizer:
         try:
             import optuna
         except ImportError as error:
-            raise UsageError("muster sweep needs optuna", hint="pip install 'muster[sweep]'") from error
+            raise UsageError("muster sweep needs optuna", hint=install_command("sweep")) from error
         self._optuna: Any = optuna
         self._sampler, self._seed, self._parallel = sampler, seed, parallel
         self._over = {each.key: each for each in over}

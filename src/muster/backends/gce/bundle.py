@@ -1,7 +1,7 @@
 """``python -m muster.backends.gce.bundle WHEELS OUT``: packs the software of hosts, named by its own SHA-256.
 
-WHEELS is a folder of wheels (``pip wheel -w WHEELS muster[gcs,...]``), pip's own among them. Hosts install what is
-listed, offline and by its hashes; what the boot image brings (torch) stays visible to them.
+WHEELS is a folder of wheels, pip's own among them (in a clone: ``pip wheel -w WHEELS '.[gcs,...]' pip``). Hosts
+install what is listed, offline and by its hashes; what the boot image brings (torch) stays visible to them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from muster.core.errors import UsageError
+from muster.core.errors import DISTRIBUTION, UsageError
 
 
 def pack(wheels: Path, out: Path, *, python: Path | None = None) -> Path:
@@ -27,9 +27,9 @@ def pack(wheels: Path, out: Path, *, python: Path | None = None) -> Path:
     """
     found = sorted(wheels.glob("*.whl"))
     named = {path.name.partition("-")[0].lower() for path in found}
-    for needed in ("pip", "muster"):
-        if needed not in named:
-            raise UsageError(f"{wheels} has no wheel of {needed}", hint=f"pip wheel --wheel-dir {wheels} {needed}")
+    for needed, source in ("pip", "pip"), (DISTRIBUTION, "'.[gcs,data,train]', in a clone of Muster"):
+        if needed.replace("-", "_") not in named:
+            raise UsageError(f"{wheels} has no wheel of {needed}", hint=f"pip wheel --wheel-dir {wheels} {source}")
     if python is not None and not (python / "bin" / "python3").exists():
         raise UsageError(f"{python} has no bin/python3", hint="a stand-alone Python's folder")
     out.mkdir(parents=True, exist_ok=True)

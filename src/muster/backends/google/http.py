@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from muster.core.errors import AccessError, BackendError
+from muster.core.errors import AccessError, BackendError, install_command
 from muster.core.typed_json import Json, JsonObject, children, text
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class GoogleHttp:
         try:
             import google.auth.transport.requests
         except ImportError as error:
-            raise AccessError("google-auth is not installed", hint="pip install 'muster[gke]'") from error
+            raise AccessError("google-auth is not installed", hint=install_command("gke")) from error
         try:
             return google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])[0]
         except google.auth.exceptions.DefaultCredentialsError as error:

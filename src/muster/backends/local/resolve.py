@@ -6,7 +6,7 @@ import importlib.util
 
 from muster.config import validation
 from muster.config.spec import RunSpec
-from muster.core.errors import Problem, RunFileError
+from muster.core.errors import Problem, RunFileError, install_command
 from muster.core.types import Offer
 
 
@@ -34,7 +34,7 @@ def resolve(spec: RunSpec, offer: Offer) -> RunSpec:
             Problem(key="resources.ranks_per_host", message=f"{needed}; this machine has {offer.gpus_per_node}")
         )
     if device == "tpu" and importlib.util.find_spec("jax") is None:  # here: a plan for TPUs needs none
-        hint = "pip install 'muster[tpu]'; on a TPU machine 'jax[tpu]' of that version besides"
+        hint = f"{install_command('tpu')}; on a TPU machine also 'jax[tpu]' of that version"
         problems.append(Problem(key="resources.device", message="tpu needs jax: not installed", hint=hint))
     if problems:
         raise RunFileError(problems)

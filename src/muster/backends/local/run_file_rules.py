@@ -10,7 +10,7 @@ from muster.catalog import libraries
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 from muster.core import environment
-from muster.core.errors import Problem, UsageError
+from muster.core.errors import Problem, UsageError, install_command
 from muster.storage.memory_dir import check_path_length
 
 #: Settings that describe hosts somewhere else.
@@ -40,7 +40,7 @@ def host_checks(spec: RunSpec) -> Iterator[Problem]:
     lacking = [name for name in TRAINING if importlib.util.find_spec(name) is None]
     if lacking and spec.command is None:
         message = f"trains on this machine and needs {', '.join(lacking)}: not installed"
-        yield Problem(key="backend", message=message, value=spec.backend, hint="pip install 'muster[train]'")
+        yield Problem(key="backend", message=message, value=spec.backend, hint=install_command("train"))
     elif spec.command is None and spec.model is not None:
         try:
             libraries.refuse(libraries.installed(), attention=spec.model.attention)

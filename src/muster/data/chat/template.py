@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
-from muster.core.errors import UsageError
+from muster.core.errors import UsageError, install_command
 from muster.core.typed_json import Json
 from muster.core.typed_json import JsonObject as Row
 
@@ -37,7 +37,7 @@ class Template:
         try:
             from jinja2 import TemplateError
         except ImportError as error:
-            raise UsageError("chat templates need jinja2", hint="pip install 'muster[train]'") from error
+            raise UsageError("chat templates need jinja2", hint=install_command("train")) from error
         self.text, self._variables, self.today = text, dict(variables), today
         try:
             self._plain = _compiled(text, today, marks=False)

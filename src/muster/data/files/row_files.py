@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from muster.core.errors import AccessError, UsageError, first_line
+from muster.core.errors import AccessError, UsageError, first_line, install_command
 from muster.data.files.places import Place, open_place
 from muster.data.formats import CONTINUES
 from muster.data.source_type import Meter
@@ -104,7 +104,7 @@ def _pyarrow(path: Place, what: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise UsageError(f"{path}: reading {what} needs pyarrow", hint="pip install 'muster[data]'") from error
+        raise UsageError(f"{path}: reading {what} needs pyarrow", hint=install_command("data")) from error
     return pyarrow
 
 

@@ -13,7 +13,7 @@ from muster.health.hang.stacks import Thread, main_thread
 from muster.health.verdicts import Finding
 
 #: Where a stack would be.
-NO_SPY = "py-spy is not installed there (pip install muster[inspect])"
+NO_SPY = "py-spy is not installed there (it comes with the extra inspect)"
 
 
 class Kind(StrEnum):

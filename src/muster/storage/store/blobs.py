@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Protocol
 
 from muster.core import environment
-from muster.core.errors import AccessError, BackendError, MusterError
+from muster.core.errors import AccessError, BackendError, MusterError, install_command
 from muster.storage import uris
 from muster.storage.store.local import sync_directory, translated
 
@@ -133,7 +133,7 @@ def filesystem(uri: str) -> FileSystem:
         result: FileSystem = fsspec.filesystem(scheme, **anonymous)
         return result
     except ImportError as error:
-        hint = f"pip install 'muster[{extra}]'" if extra else None
+        hint = install_command(extra) if extra else None
         raise BackendError(f"{uri}: {error}", hint=hint) from error
     except ValueError as error:
         raise BackendError(f"{uri}: {error}") from error

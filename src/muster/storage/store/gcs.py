@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Protocol
 
-from muster.core.errors import BackendError, BusyError, ConflictError, MusterError
+from muster.core.errors import BackendError, BusyError, ConflictError, MusterError, install_command
 from muster.core.protocols import Stored
 from muster.storage import uris
 from muster.storage.store.blobs import translate
@@ -59,7 +59,7 @@ class GcsStore:
         try:  # now: the first request may be one that has to be answered in time
             import google.cloud.storage  # noqa: F401
         except ImportError as error:
-            raise BackendError(f"gs:// needs a library: {error}", hint="pip install 'muster[gcs]'") from error
+            raise BackendError(f"gs:// needs a library: {error}", hint=install_command("gcs")) from error
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._made: _Client | None = None

@@ -14,7 +14,7 @@ from muster.core.errors import UsageError
 def wheels(tmp_path):
     folder = tmp_path / "wheels"
     folder.mkdir()
-    for name in ("muster-1.0-py3-none-any", "pip-24.0-py3-none-any", "pydantic_core-2.1-cp312-cp312-linux_x86_64"):
+    for name in ("muster_gpu-1.0-py3-none-any", "pip-24.0-py3-none-any", "pydantic_core-2.1-cp312-cp312-linux_x86_64"):
         (folder / f"{name}.whl").write_bytes(name.encode())
     return folder
 
@@ -28,8 +28,8 @@ def test_packed_twice_is_one_object_named_by_its_digest(wheels, tmp_path):
         assert {one for one in packed.getnames() if one.startswith("wheels/")} == {
             f"wheels/{path.name}" for path in wheels.iterdir()
         }
-    assert [line.partition(" --hash=sha256:")[0] for line in lines] == ["muster==1.0", "pydantic_core==2.1"]
-    digest = hashlib.sha256(b"muster-1.0-py3-none-any").hexdigest()
+    assert [line.partition(" --hash=sha256:")[0] for line in lines] == ["muster_gpu==1.0", "pydantic_core==2.1"]
+    digest = hashlib.sha256(b"muster_gpu-1.0-py3-none-any").hexdigest()
     assert lines[0].endswith(digest)
 
 

@@ -13,7 +13,7 @@ from muster.backends.gke.provision.cluster_objects import connect
 from muster.backends.gke.provision.inventory.resource_names import Site, site
 from muster.backends.google.session import Session
 from muster.config.spec import RunSpec
-from muster.core.errors import AccessError, BackendError, UsageError
+from muster.core.errors import AccessError, BackendError, UsageError, install_command
 from muster.core.typed_json import JsonObject, child, text
 
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
@@ -107,7 +107,7 @@ def cluster_of(spec: RunSpec, run_id: str, options: Options, session: Session) -
         try:
             from muster.backends.gke.kubernetes import config
         except ImportError as error:
-            raise AccessError(f"{error.name} is not installed", hint="pip install 'muster[gke]'") from error
+            raise AccessError(f"{error.name} is not installed", hint=install_command("gke")) from error
         return config.connect(str(spec.resources.cluster), session.clock)
     for where in sites_of(spec, run_id, options):
         if result := connect(where, session):

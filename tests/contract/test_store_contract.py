@@ -13,6 +13,7 @@ import uuid
 import pytest
 
 from muster.core.errors import AccessError, BackendError, ConflictError
+from muster.core.protocols import Stored
 from muster.storage import uris
 from muster.storage.store import blobs, open_store
 
@@ -53,6 +54,7 @@ def test_what_is_put_is_got(store, root):
     uri = uris.join(root, "a", "b c", "ä.json")
     generation = store.put(uri, b"one")
     assert store.get(uri).data == b"one"
+    assert store.get(uri, start=2) == Stored(data=b"e", generation=generation)
     assert store.get(uri).generation == generation
     assert store.put(uri, b"") != generation
     assert store.get(uri).data == b""
@@ -63,10 +65,10 @@ def test_absent(store, root):
         store.get(uris.join(root, "none"))
     store.delete(uris.join(root, "none"))
     store.delete(uris.join(root, "no", "such", "folder"))
-    assert store.list(uris.join(root, "nothing")) == []
+    assert store.list(uris.join(root, "nothing")) == {}
     with pytest.raises(ConflictError):
         store.put_if(uris.join(root, "none"), b"x", "1")
-    assert store.list(root) == []
+    assert store.list(root) == {}
 
 
 def test_equal_bytes_are_a_new_generation(store, root):
@@ -101,12 +103,12 @@ def test_created_again_is_another_generation(store, root):
 
 def test_list_is_of_the_folder_and_sorted(store, root):
     names = ["run/b", "run/a/deep/er", "run/a.json", "running/c", "z"]
-    for name in names:
-        store.put(uris.join(root, name), b"1")
-    assert store.list(uris.join(root, "run")) == [
-        uris.join(root, name) for name in sorted(name for name in names if name.startswith("run/"))
-    ]
-    assert store.list(root) == sorted(uris.join(root, name) for name in names)
+    for size, name in enumerate(names):
+        store.put(uris.join(root, name), b"1" * size)
+    held = {uris.join(root, name): size for size, name in sorted(enumerate(names), key=lambda item: item[1])}
+    inside = {uri: size for uri, size in held.items() if uri.startswith(uris.join(root, "run") + "/")}
+    assert list(store.list(uris.join(root, "run")).items()) == list(inside.items())
+    assert list(store.list(root).items()) == list(held.items())
     assert store.list(root + "/") == store.list(root)
     store.delete(uris.join(root, "run/b"))
     store.delete(uris.join(root, "run/b"))
@@ -128,7 +130,7 @@ def test_blobs_live_under_the_same_uris(store, root):
     assert blobs.folders(uris.join(root, "none")) == []
     blobs.remove_tree(uris.join(root, "step-1"))
     blobs.remove_tree(uris.join(root, "step-1"))
-    assert store.list(root) == []
+    assert store.list(root) == {}
     for absent in (blobs.size, lambda uri: blobs.read_range(uri, 0, 1)):
         with pytest.raises(FileNotFoundError):
             absent(uri)
@@ -286,7 +288,7 @@ def test_a_killed_writer_leaves_no_torn_file(store, tmp_path):
         process.join()
         stored = store.get(uri)
         assert stored.data == stored.data[:1] * size
-        assert store.list(str(tmp_path)) == [uri]
+        assert store.list(str(tmp_path)) == {uri: len(store.get(uri).data)}
         # The lock died with its holder, and what it left behind takes nobody's name.
         assert store.put_if(uri, b"z" * size, stored.generation)
 

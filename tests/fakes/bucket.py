@@ -15,8 +15,8 @@ class Bucket:
         self.asked: Counter[str] = Counter()
         self.closed = False
 
-    def get(self, uri: str) -> Stored:
-        return self._of("get").get(uri)
+    def get(self, uri: str, *, start: int = 0) -> Stored:
+        return self._of("get").get(uri, start=start)
 
     def put(self, uri: str, data: bytes) -> str:
         return self._of("put").put(uri, data)
@@ -27,8 +27,9 @@ class Bucket:
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
         return self._of("put").put_if(uri, data, generation)
 
-    def list(self, prefix: str) -> list[str]:
-        return [uri.replace("memory://", "gs://", 1) for uri in self._of("list").list(prefix)]
+    def list(self, prefix: str) -> dict[str, int]:
+        held = self._of("list").list(prefix)
+        return {uri.replace("memory://", "gs://", 1): size for uri, size in held.items()}
 
     def delete(self, uri: str) -> None:
         self._of("delete").delete(uri)

@@ -3,10 +3,10 @@ request, and take virtual time."""
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 from muster.core.errors import BusyError, ConflictError
 from muster.core.protocols import Stored
-from muster.storage import uris
 
 
 class Killed(BaseException):
@@ -29,8 +29,8 @@ class Objects:
         self.lock = threading.RLock()
         self._generation = 0
 
-    def get(self, uri):
-        return self._ask("get", lambda: self._got(uri))
+    def get(self, uri, *, start=0):
+        return self._ask("get", lambda: self._got(uri, start))
 
     def put(self, uri, data):
         return self._ask("put", lambda: self._put(uri, data))
@@ -43,14 +43,17 @@ class Objects:
 
     def list(self, prefix):
         folder = prefix.rstrip("/") + "/"
-        return self._ask("list", lambda: sorted(uri for uri in self.held if uri.startswith(folder)))
+        return self._ask("list", lambda: {uri: len(self.held[uri].data) for uri in self.uris(folder)})
 
     def delete(self, uri):
         self._ask("delete", lambda: self.held.pop(uri, None))
 
-    def names(self, prefix):
+    def uris(self, prefix):
         """Below ``prefix``, without a request."""
-        return [uris.name(uri) for uri in sorted(self.held) if uri.startswith(prefix.rstrip("/") + "/")]
+        return [uri for uri in sorted(self.held) if uri.startswith(prefix.rstrip("/") + "/")]
+
+    def names(self, prefix):
+        return [uri.rpartition("/")[2] for uri in self.uris(prefix)]
 
     @property
     def class_a(self):
@@ -75,10 +78,10 @@ class Objects:
                 raise BusyError("connection reset")
             return result
 
-    def _got(self, uri):
+    def _got(self, uri, start):
         if uri not in self.held:
             raise FileNotFoundError(uri)
-        return self.held[uri]
+        return replace(self.held[uri], data=self.held[uri].data[start:])
 
     def _put(self, uri, data, absent=False, generation=None):
         found = self.held.get(uri)

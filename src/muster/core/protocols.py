@@ -68,11 +68,11 @@ class Store(Protocol):
     """Small objects under ``str`` URIs (``file``, ``memory``, ``gs``, ``s3``; plain paths are files).
 
     A lease, a fence or a commit is always one of the conditional writes, never a rename: object stores
-    have none. Whole objects only; a reader sees an old version or a new one, never a mix.
+    have none. Whole objects are written; a reader sees an old version or a new one, never a mix.
     """
 
-    def get(self, uri: str) -> Stored:
-        """The object now. Raises FileNotFoundError when absent."""
+    def get(self, uri: str, *, start: int = 0) -> Stored:
+        """The object now, from byte ``start`` on, which it has. Raises FileNotFoundError when absent."""
         ...
 
     def put(self, uri: str, data: bytes) -> str:
@@ -95,8 +95,11 @@ class Store(Protocol):
         """
         ...
 
-    def list(self, prefix: str) -> list[str]:
-        """Full URIs of the objects below ``prefix``, sorted; empty where nothing is."""
+    def list(self, prefix: str) -> dict[str, int]:
+        """Full URI -> bytes of the objects below ``prefix``, sorted by URI; empty where nothing is.
+
+        In a bucket the list comes in pages, and is not one moment's.
+        """
         ...
 
     def delete(self, uri: str) -> None:

@@ -19,7 +19,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -331,7 +331,7 @@ class StreamSealer:
         return self.stream.seal(timeout_s)
 
 
-def spans_of(found: Sequence[str]) -> list[Span]:
+def spans_of(found: Iterable[str]) -> list[Span]:
     """The segments among the URIs of a listing."""
     spans = [Span.of(uris.name(uri)) for uri in found]
     return [span for span in spans if span is not None]

@@ -38,8 +38,8 @@ class AnyStore:
     patience_s: float = 5.0
     answer_s: float | None = None
 
-    def get(self, uri: str) -> Stored:
-        return self._of(uri).get(uri)
+    def get(self, uri: str, *, start: int = 0) -> Stored:
+        return self._of(uri).get(uri, start=start)
 
     def put(self, uri: str, data: bytes) -> str:
         return self._of(uri).put(uri, data)
@@ -50,7 +50,7 @@ class AnyStore:
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
         return self._of(uri).put_if(uri, data, generation)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> dict[str, int]:
         return self._of(prefix).list(prefix)
 
     def delete(self, uri: str) -> None:

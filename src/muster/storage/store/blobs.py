@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Protocol
+from typing import IO, Literal, Protocol
 
 from muster.core import environment
 from muster.core.errors import AccessError, BackendError, MusterError, install_command
@@ -113,7 +113,7 @@ class FileSystem(Protocol):
 
     def ls(self, path: str, *, detail: bool) -> Iterable[Mapping[str, str]]: ...
 
-    def find(self, path: str) -> Iterable[str]: ...
+    def find(self, path: str, *, detail: Literal[True]) -> Mapping[str, Mapping[str, int]]: ...
 
     def rm(self, path: str, *, recursive: bool) -> None: ...
 

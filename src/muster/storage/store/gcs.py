@@ -31,9 +31,10 @@ class _Blob(Protocol):
 
     name: str
     generation: int
+    size: int
     updated: datetime | None
 
-    def download_as_bytes(self, *, timeout: float, retry: None) -> bytes: ...
+    def download_as_bytes(self, *, start: int | None, timeout: float, retry: None) -> bytes: ...
 
     def upload_from_string(
         self, data: bytes, *, content_type: str, timeout: float, retry: None, if_generation_match: int | None = None
@@ -65,11 +66,11 @@ class GcsStore:
         self._made: _Client | None = None
         self._clock_compared = False
 
-    def get(self, uri: str) -> Stored:
+    def get(self, uri: str, *, start: int = 0) -> Stored:
         with self._errors(uri):
             blob = self._blob(uri)
             # One request for both: the response's header carries the generation of its bytes.
-            data = blob.download_as_bytes(timeout=self._timeout_s, retry=None)
+            data = blob.download_as_bytes(start=start or None, timeout=self._timeout_s, retry=None)
             return Stored(data=data, generation=str(blob.generation))
 
     def put(self, uri: str, data: bytes) -> str:
@@ -83,15 +84,16 @@ class GcsStore:
             raise ConflictError(f"{uri}: {generation!r} is not a generation of this store")
         return self._upload(uri, data, if_generation_match=int(generation))
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> dict[str, int]:
         bucket, key = uris.bucket_and_key(prefix)
         folder = f"{key.rstrip('/')}/" if key.strip("/") else ""
         with self._errors(prefix):
             result = self._client().list_blobs(
-                bucket, prefix=folder, fields="items(name),nextPageToken", timeout=self._timeout_s, retry=None
+                bucket, prefix=folder, fields="items(name,size),nextPageToken", timeout=self._timeout_s, retry=None
             )
             # A name that ends in a slash is a folder marker that consoles and FUSE mounts leave.
-            return sorted(f"gs://{bucket}/{blob.name}" for blob in result if not blob.name.endswith("/"))
+            held = sorted((blob.name, blob.size) for blob in result if not blob.name.endswith("/"))
+            return {f"gs://{bucket}/{name}": size for name, size in held}
 
     def delete(self, uri: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._errors(uri):

@@ -33,8 +33,9 @@ _TICKS_NS = (1, 100, 1_000, 1_000_000, 1_000_000_000, 2_000_000_000)
 class LocalStore:
     """The ``Store`` of plain paths and ``file://``."""
 
-    def get(self, uri: str) -> Stored:
+    def get(self, uri: str, *, start: int = 0) -> Stored:
         with translated(uri), open(uris.local_path(uri), "rb") as file:
+            file.seek(start)
             return Stored(generation=_generation(os.fstat(file.fileno())), data=file.read())
 
     def put(self, uri: str, data: bytes) -> str:
@@ -71,17 +72,18 @@ class LocalStore:
                     raise ConflictError(f"{uri} is at generation {_generation(result)}, not {generation}")
                 return _replace(path, data, after_ns=result.st_mtime_ns)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> dict[str, int]:
         root = uris.local_path(prefix)
-        result = []
+        result = {}
         with translated(prefix):
             for folder, folders, files in os.walk(root):
                 folders.sort()
                 for file in files:
+                    path = Path(folder, file)
                     if not file.startswith(_HIDDEN):
-                        inside = Path(folder, file).relative_to(root).as_posix()
-                        result.append(uris.join(prefix, inside))
-        return sorted(result)
+                        with contextlib.suppress(FileNotFoundError):  # it was removed since
+                            result[uris.join(prefix, path.relative_to(root).as_posix())] = path.stat().st_size
+        return dict(sorted(result.items()))
 
     def delete(self, uri: str) -> None:
         path = uris.local_path(uri)

@@ -20,12 +20,12 @@ _COUNTER = itertools.count(1)
 class MemoryStore:
     """The ``Store`` of ``memory://``. Threads share it; other processes have their own."""
 
-    def get(self, uri: str) -> Stored:
+    def get(self, uri: str, *, start: int = 0) -> Stored:
         with _LOCK:
             system, path = _system(), _path(uri)
             if path not in system.store:
                 raise FileNotFoundError(uri)
-            return Stored(data=system.store[path].getvalue(), generation=_generation(path))
+            return Stored(data=system.store[path].getvalue()[start:], generation=_generation(path))
 
     def put(self, uri: str, data: bytes) -> str:
         with _LOCK:
@@ -49,10 +49,11 @@ class MemoryStore:
                 raise ConflictError(f"{uri} is at generation {_generation(path)}, not {generation}")
             return self.put(uri, data)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> dict[str, int]:
         folder = _path(prefix).rstrip("/") + "/"
         with _LOCK:
-            return sorted(f"memory:/{path}" for path in _system().store if path.startswith(folder))
+            held = sorted(item for item in _system().store.items() if item[0].startswith(folder))
+            return {f"memory:/{path}": file.getbuffer().nbytes for path, file in held}
 
     def delete(self, uri: str) -> None:
         with _LOCK:

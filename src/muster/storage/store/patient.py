@@ -40,8 +40,8 @@ class Patient:
     now_s: Callable[[], float] = time.monotonic
     _answered: threading.Event = field(default_factory=threading.Event)
 
-    def get(self, uri: str) -> Stored:
-        return self._ask(lambda: self.store.get(uri), uri)[0]
+    def get(self, uri: str, *, start: int = 0) -> Stored:
+        return self._ask(lambda: self.store.get(uri, start=start), uri)[0]
 
     def put(self, uri: str, data: bytes) -> str:
         return self._ask(lambda: self.store.put(uri, data), uri)[0]
@@ -52,7 +52,7 @@ class Patient:
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
         return self._write(lambda: self.store.put_if(uri, data, generation), uri, data)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> dict[str, int]:
         return self._ask(lambda: self.store.list(prefix), prefix)[0]
 
     def delete(self, uri: str) -> None:

@@ -24,9 +24,10 @@ _BUSY = ("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "4
 class S3Store:
     """The ``Store`` of ``s3://``."""
 
-    def get(self, uri: str) -> Stored:
+    def get(self, uri: str, *, start: int = 0) -> Stored:
         with _errors(uri):
-            answer = _call("get_object", uri)
+            span = {"Range": f"bytes={start}-"} if start else {}
+            answer = _call("get_object", uri, **span)
             import fsspec.asyn
 
             data: bytes = fsspec.asyn.sync(_system(uri).loop, answer["Body"].read)
@@ -41,11 +42,12 @@ class S3Store:
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
         return self._put(uri, data, IfMatch=generation)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> dict[str, int]:
         with _errors(prefix):
             system = filesystem(prefix)
             system.invalidate_cache()
-            return sorted(f"s3://{key}" for key in system.find(prefix) if not key.endswith("/"))
+            held = system.find(prefix, detail=True).items()
+            return {f"s3://{key}": int(entry["size"]) for key, entry in sorted(held) if not key.endswith("/")}
 
     def delete(self, uri: str) -> None:
         with contextlib.suppress(FileNotFoundError), _errors(uri):

@@ -33,10 +33,10 @@ class Disk:
     def __init__(self):
         self.inner, self.full, self.half_done, self.writes, self.away = open_store(), False, False, 0, False
 
-    def get(self, uri):
+    def get(self, uri, *, start=0):
         if self.away:
             raise BusyError("503")
-        return self.inner.get(uri)
+        return self.inner.get(uri, start=start)
 
     def list(self, prefix):
         if self.away:

@@ -21,6 +21,7 @@ BACKENDS = {"local", "slurm", "gke", "vertex", "gce"}
 #: Words in the name of an object that implements one of our own interfaces.
 SEAMS = {"launcher", "policy", "backend", "backends", "store", "clock", "shell", "source", "task", "judge", "watcher"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+SKIPS = re.compile(r"#\s*fmt:\s*(skip|off)\b")
 MARKER = re.compile(r"\bmark\.(reads|loads)$")
 MEMBER = re.compile(r"(muster(?:\.\w+)+)(?::\w+)?")
 MODULE_NAME = re.compile(r"\bmuster(?:\.[A-Za-z_]\w*)+")
@@ -32,8 +33,10 @@ class Facts:
     imports: list[tuple[str, list[str] | None, int, str]] = field(default_factory=list)
     """Module, the names that are taken from it (None: ``import module``), line, and where the statement is: at
     ``module`` level, inside a ``function``, under ``if TYPE_CHECKING`` (``typing``)."""
-    functions: list[tuple[str, int, int, int, int]] = field(default_factory=list)
-    """Name, line, length, McCabe's number, all branches."""
+    functions: list[tuple[str, int, int, int, int, int]] = field(default_factory=list)
+    """Name, line, length, McCabe's number, all branches, parameters (``self`` and ``cls`` left out)."""
+    classes: list[tuple[str, int, int]] = field(default_factory=list)
+    """Name, line, fields: annotated in the body or set in ``__init__``."""
     marks: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     """Figure -> line and text of each occurrence."""
     named: list[str] = field(default_factory=list)
@@ -78,7 +81,10 @@ def facts_of(text: bytes) -> Facts:
     named, docstrings = set(), set()
     for node in ast.walk(syntax):
         if isinstance(node, FUNCTION):
-            facts.functions.append((node.name, node.lineno, length(node), mccabe([node]), decisions(node)))
+            sizes = (length(node), mccabe([node]), decisions(node), parameters(node))
+            facts.functions.append((node.name, node.lineno, *sizes))
+        elif isinstance(node, ast.ClassDef):
+            facts.classes.append((node.name, node.lineno, len(fields_of(node))))
         elif isinstance(node, ast.Expr):
             docstrings.add(id(node.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
@@ -91,6 +97,8 @@ def facts_of(text: bytes) -> Facts:
                 if test(node):
                     shown = ast.unparse(node).splitlines()[0][:110]
                     facts.marks.setdefault(figure, []).append((node.lineno, shown))
+    skips = [number for number, line in enumerate(text.decode().splitlines(), 1) if SKIPS.search(line)]
+    facts.marks["fmt-skip"] = [(number, "fmt: skip") for number in skips]
     facts.named = sorted(named)
     return facts
 
@@ -162,6 +170,31 @@ def decisions(function: ast.AST) -> int:
     return total
 
 
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = function.args
+    names = [
+        each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if each
+    ]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def fields_of(body: ast.ClassDef) -> set[str]:
+    names = {
+        each.target.id
+        for each in body.body
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and "ClassVar" not in ast.unparse(each.annotation)
+    }
+    for function in body.body:
+        if isinstance(function, FUNCTION) and function.name == "__init__":
+            stores = (each for each in ast.walk(function) if isinstance(each, ast.Attribute))
+            names |= {
+                each.attr for each in stores if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+            }
+    return names
+
+
 # ---------------------------------------------------------------- occurrences
 
 
@@ -225,7 +258,12 @@ def reads_environment(node: ast.AST) -> bool:
     return False
 
 
+def is_lambda(node: ast.AST) -> bool:
+    return isinstance(node, ast.Lambda)
+
+
 MARKS = {
+    "lambdas": is_lambda,
     "backend-names": names_a_backend,
     "seams": looks_up_a_seam,
     "any": is_any,

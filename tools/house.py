@@ -6,7 +6,8 @@ Without ``--at`` the checkout is measured, uncommitted changes included; with it
     python tools/house.py --at 77c47f8 --at HEAD
 
 ``--list FIGURE`` prints every occurrence (file:line), ``--check`` exits with 1 where a limit is broken: each limit is
-for ``src`` in the last column, and ``src`` may not have more lines than in the first column. Needs Python 3.11 alone.
+for ``src`` in the last column, and ``src`` may not have more lines than in the first column. A limit that is above its
+goal is where the figure stood when the limit was set: it is only ever lowered. Needs Python 3.11 alone.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def marks(tree: Tree, figure: str, *, outside: str = "") -> list[str]:
 
 
 #: Places in the facts of a function.
-LENGTH, MCCABE, BRANCHES = 2, 3, 4
+LENGTH, MCCABE, BRANCHES, PARAMETERS = 2, 3, 4, 5
+#: What is written down for others to read has as many fields as they need.
+RECORDS = ("muster.protocol.", "muster.config.", "muster.core.event_details.")
 
 
 def functions(tree: Tree, size: int, limit: int) -> list[str]:
@@ -154,6 +157,29 @@ def functions(tree: Tree, size: int, limit: int) -> list[str]:
         for function in module.facts.functions
     ]
     return [f"{where} {number}" for number, where in sorted(sizes, reverse=True) if number > limit]
+
+
+def big_classes(tree: Tree) -> list[str]:
+    sizes = [
+        (fields, f"{module.path}:{line}: {name}")
+        for module in tree.modules.values()
+        if not module.name.startswith(RECORDS)
+        for name, line, fields in module.facts.classes
+    ]
+    return [f"{where} {number}" for number, where in sorted(sizes, reverse=True) if number > 15]
+
+
+def many_lambdas(tree: Tree) -> list[str]:
+    counted = [(len(each.facts.marks.get("lambdas", ())), str(each.path)) for each in tree.modules.values()]
+    return [f"{path}: {number}" for number, path in sorted(counted, reverse=True) if number > 5]
+
+
+def small_modules(tree: Tree) -> list[str]:
+    return [
+        f"{each.path}: {each.facts.lines}"
+        for each in tree.modules.values()
+        if not each.is_package and each.facts.lines < 30
+    ]
 
 
 def big_folders(tree: Tree) -> list[str]:
@@ -167,11 +193,17 @@ class Figure:
     of: Callable[[Tree], list[str] | int]
     limit: int | None = None
     """Of ``src``."""
+    goal: int | None = None
+    """Where the limit is to fall; None: it is there."""
+    of_tests: int | None = None
+    """The limit of ``tests``, where it has one."""
 
 
 FIGURES = {
     "files": Figure("files", lambda tree: len(tree.modules)),
-    "lines": Figure("lines", lambda tree: sum(each.facts.lines for each in tree.modules.values())),
+    "lines": Figure(
+        "lines", lambda tree: sum(each.facts.lines for each in tree.modules.values()), 115_500, 104_000, 113_500
+    ),
     "functions": Figure("functions", lambda tree: sum(len(each.facts.functions) for each in tree.modules.values())),
     "long-files": Figure(
         "files over 800 lines",
@@ -185,8 +217,17 @@ FIGURES = {
         "all branches (and, or, if-else, comprehensions too) over 10", lambda tree: functions(tree, BRANCHES, 10)
     ),
     "decisions-15": Figure(
-        "all branches (and, or, if-else, comprehensions too) over 15", lambda tree: functions(tree, BRANCHES, 15)
+        "all branches (and, or, if-else, comprehensions too) over 15",
+        lambda tree: functions(tree, BRANCHES, 15),
+        143,
+        40,
     ),
+    "parameters": Figure("functions with more than 8 parameters", lambda tree: functions(tree, PARAMETERS, 8), 25, 0),
+    "fields": Figure("classes with more than 15 fields, but for records", big_classes, 35, 0),
+    "lambda-files": Figure("files with more than 5 lambdas", many_lambdas, 18, 0),
+    "lambdas": Figure("lambdas", lambda tree: marks(tree, "lambdas"), 620, 250),
+    "fmt-skip": Figure("fmt: skip", lambda tree: marks(tree, "fmt-skip"), 325, 0),
+    "small-modules": Figure("modules under 30 lines", small_modules, 40),
     "folders": Figure("folders with more than 20 Python files of their own", big_folders, 0),
     "circles-module": Figure(
         "import circles of modules, module level", lambda tree: tree.circles(lambda each: each.name, ["module"]), 0
@@ -220,7 +261,7 @@ FIGURES = {
         0,
     ),
     "seams": Figure("getattr and hasattr on our own seams", lambda tree: marks(tree, "seams"), 0),
-    "any": Figure("Any", lambda tree: marks(tree, "any"), 250),
+    "any": Figure("Any", lambda tree: marks(tree, "any"), 162, 120),
     "untyped-mappings": Figure("mappings of Any or object", lambda tree: marks(tree, "untyped-mappings"), 120),
     "environment": Figure("reads of os.environ", lambda tree: marks(tree, "environment")),
 }
@@ -250,13 +291,14 @@ def number(value: list[str] | int) -> int:
 
 
 def broken(columns: Mapping[str, Mapping[str, Mapping[str, list[str] | int]]]) -> list[str]:
-    first, *_, last = [trees["src"] for trees in [*columns.values()] * 2]
-    limits = {key: figure.limit for key, figure in FIGURES.items() if figure.limit is not None}
-    limits["lines"] = number(first["lines"])
+    first, *_, last = [*columns.values()] * 2
+    limits = {(key, "src"): figure.limit for key, figure in FIGURES.items() if figure.limit is not None}
+    limits |= {(key, "tests"): figure.of_tests for key, figure in FIGURES.items() if figure.of_tests is not None}
+    limits["lines", "src"] = min(limits["lines", "src"], number(first["src"]["lines"]))
     return [
-        f"{FIGURES[key].label}: {number(last[key])}, limit {limit} (tools/house.py --list {key})"
-        for key, limit in limits.items()
-        if number(last[key]) > limit
+        f"{FIGURES[key].label} of {tree}: {number(last[tree][key])}, limit {limit} (tools/house.py --list {key})"
+        for (key, tree), limit in limits.items()
+        if number(last[tree][key]) > limit
     ]
 
 
@@ -280,10 +322,11 @@ def main() -> int:
         ))  # fmt: skip
     elif not given.check:
         heads = [f"{tree}, {at}" for tree in ("src", "tests") for at in columns]
-        print(f"| | limit (src) | {' | '.join(heads)} |\n|---|--:|{'--:|' * len(heads)}")
+        print(f"| | limit (src) | goal | {' | '.join(heads)} |\n|---|--:|--:|{'--:|' * len(heads)}")
         for key, figure in FIGURES.items():
             cells = [f"{number(columns[at][tree][key]):,}" for tree in ("src", "tests") for at in columns]
-            print(f"| {figure.label} | {'' if figure.limit is None else figure.limit} | {' | '.join(cells)} |")
+            limit, goal = ("" if each is None else f"{each:,}" for each in (figure.limit, figure.goal))
+            print(f"| {figure.label} | {limit} | {goal} | {' | '.join(cells)} |")
     problems = broken(columns) if given.check else []
     print(*problems, sep="\n", end="\n" if problems else "")
     return 1 if problems else 0

@@ -242,9 +242,22 @@ def _override(reading: _Reading, text: str) -> None:
     else:
         assert isinstance(here, dict)
         here[str(last)] = value
+    if value is not None:
+        _take_out_excluded(reading, path)
     for known in [known for known in reading.origins if known[: len(path)] == path]:
         del reading.origins[known]
     reading.origins[path] = Origin(source=COMMAND_LINE)
+
+
+def _take_out_excluded(reading: _Reading, path: KeyPath) -> None:
+    """What the run file has instead of the key ``path``; two that exclude each other on the command line stay."""
+    partners = [set(pair) - {dotted(path)} for pair in schema_keys.EXCLUSIVE if dotted(path) in pair]
+    for partner in (key_path(name) for names in partners for name in names):
+        origin = reading.origins.get(partner)
+        if origin is not None and origin.source != COMMAND_LINE:
+            _remove(reading.raw, partner)
+            for inside in [each for each in reading.origins if each[: len(partner)] == partner]:
+                del reading.origins[inside]
 
 
 def _value(text: str, annotation: object) -> Json:

@@ -45,6 +45,20 @@ _NAMES_ELSEWHERE = {
     "resources.queue": "partition",
     "resources.locations": "zone region",
 }
+#: Pairs of which a run file has one; given on the command line, a key takes the place of its partner in the file.
+EXCLUSIVE = (
+    ("training.steps", "training.epochs"),
+    ("model.source", "model.config"),
+    ("vertex.network", "vertex.network_attachment"),
+)
+#: What people ask for by a key that is not there -> what there is.
+_INSTEAD = {
+    ("quantization", "quantize", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "qlora"): (
+        "there are no quantised base models yet; what saves memory is model.lora, "
+        "training.optimizer.name: adamw_8bit, training.activation_checkpointing and parallelism.dp_shard"
+    ),
+}
+INSTEAD = {name: text for names, text in _INSTEAD.items() for name in names}
 OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
 
@@ -156,6 +170,8 @@ def unknown(raw: Json, annotation: object = RunSpec, path: KeyPath = ()) -> Iter
 def meant(name: str, siblings: list[str], path: KeyPath) -> str | None:
     """A suggestion for an unknown key: a sibling, the same key elsewhere, or what others call it."""
     lower = name.lower()
+    if lower in INSTEAD:
+        return INSTEAD[lower]
     if near := difflib.get_close_matches(lower, siblings, n=1, cutoff=0.75):
         return f"did you mean `{near[0]}`?"
     elsewhere = [place.rpartition(".")[0] for place in every_key().get(lower, [])]
@@ -170,7 +186,7 @@ def meant(name: str, siblings: list[str], path: KeyPath) -> str | None:
         return f"did you mean `{near[0]}`?"
     if near := difflib.get_close_matches(lower, list(every_key()), n=1, cutoff=0.8):
         return f"did you mean `{every_key()[near[0]][0]}`?"
-    return f"known here: {', '.join(siblings[:12])}{', ...' if len(siblings) > 12 else ''}" if siblings else None
+    return f"known here: {', '.join(siblings)}" if siblings else None
 
 
 def expected(annotation: object, metadata: list[object] | None = None) -> str:

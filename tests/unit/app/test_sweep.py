@@ -1,8 +1,10 @@
 """Sweeps: what ``--over`` takes, what limits leave, and a sweep over trials that are not run, killed at any moment."""
 
 import json
+import math
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from muster.app.sweep import ranges, sweep, trial
 from muster.app.sweep.budget import Budget
 from muster.app.sweep.definition import define
+from muster.app.sweep.optimizer import Optimizer
 from muster.config.spec import Limits
 from muster.core.errors import BackendError, BusyError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.events import Event
@@ -81,6 +84,43 @@ def test_a_key_cannot_be_given_and_swept_over_or_swept_over_twice(run_file):
         ranges.parse([f"{RATE}=1e-4,1e-3"], run_file, [f"{RATE}=1e-2"])
     with pytest.raises(UsageError, match="twice"):
         ranges.parse([f"{RATE}=1e-4,1e-3"] * 2, run_file, [])
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_trials_of_one_key_are_in_every_part_of_its_range(run_file, seed):
+    (over,) = ranges.parse([f"{RATE}=1e-4..1e-2:log"], run_file, [])
+    optimizer = Optimizer([over], sampler="tpe", pruner="none", seed=seed, parallel=1)
+    shares = [math.log(optimizer.next()[RATE] / 1e-4, 100) for _ in range(10)]
+    assert {int(share * 3) for share in shares[:4]} == {0, 1, 2}, "the first four, all thirds"
+    assert len({int(share * 5) for share in shares}) == 5 and min(shares) >= 0 and max(shares) < 1
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_trials_differ_by_the_seed_and_are_the_same_after_a_restart(run_file, sampler):
+    over = ranges.parse([f"{RATE}=1e-4..1e-2:log", "training.global_batch_size=8..64:8"], run_file, [])
+
+    def chosen(seed, known=()):
+        optimizer = Optimizer(over, sampler=sampler, pruner="none", seed=seed, parallel=1)
+        for number, values in enumerate(known):
+            optimizer.known(values)
+            optimizer.end(number, 1.0)
+        return [optimizer.next() for _ in range(12 - len(known))]
+
+    values = chosen(0)
+    assert chosen(1) != values
+    assert chosen(0, values[:5])[:5] == values[5:10]
+    assert {each["training.global_batch_size"] for each in values} <= set(range(8, 65, 8))
+
+
+def test_a_missing_optuna_is_noticed_before_a_folder_is_made(run_file, tmp_path, monkeypatch):
+    definition = define(run_file, [], [f"{RATE}=1e-4,1e-3"], trials=2)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UsageError, match="needs optuna"):
+        sweep.sweep(definition, tell=print)
+    assert not (tmp_path / "home" / "sweeps").exists()
 
 
 # ---------------------------------------------------------------- limits

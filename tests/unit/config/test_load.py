@@ -34,7 +34,7 @@ def problems(text: str, *overrides: str) -> list[str]:
 
 
 def test_a_good_file_loads_and_remembers_what_was_given():
-    found = load.loads(GOOD, source="f.yaml")
+    found = load.load.loads(GOOD, source="f.yaml")
     assert found.spec.training.steps == 10
     assert found.spec.data.sources[1].rows == 5
     assert found.origins[("data", "sources", 1, "rows")].line == 9
@@ -61,6 +61,7 @@ def test_every_problem_is_reported_at_once_with_its_line():
         ("learning_rate: 1", "`learning_rate` belongs under `training.optimizer`"),
         ("nproc_per_node: 1", "here it is `resources.ranks_per_host`"),
         ("zzzzqqq: 1", "known here: name, backend"),
+        ("quantization: nf4", "there are no quantised base models yet; what saves memory is model.lora"),
     ],
 )
 def test_unknown_keys_say_what_was_meant(extra: str, words: str):
@@ -217,7 +218,7 @@ def test_overrides(override: str, path: str, value: object):
     overrides = [override]
     if override.startswith("model.tokenizer"):
         overrides += ["data.sources=[{type: random}]", "model.config.vocab_size=64"]
-    found: object = load.loads(GOOD, overrides, environment=False).spec
+    found: object = load.load.loads(GOOD, overrides, environment=False).spec
     for part in path.split("."):
         found = found[int(part)] if part.isdigit() else getattr(found, part)
     assert found == value
@@ -269,7 +270,7 @@ def test_a_folder_and_binary_data_are_no_run_files(tmp_path: Path):
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    found = load.loads(GOOD, ["data.sources.0={type: file, path: rows.jsonl}", "run_dir=there"])
+    found = load.load.loads(GOOD, ["data.sources.0={type: file, path: rows.jsonl}", "run_dir=there"])
     assert found.spec.data.sources[0].path == str(tmp_path / "rows.jsonl")
     assert found.spec.run_dir == str(tmp_path / "there")
     assert not (tmp_path / "there").exists()
@@ -291,7 +292,7 @@ def test_any_value_anywhere_loads_or_is_refused_in_words(path: str, value: objec
     import json
 
     try:
-        load.loads(GOOD, [f"{path}={json.dumps(value)}"], environment=False)
+        load.load.loads(GOOD, [f"{path}={json.dumps(value)}"], environment=False)
     except RunFileError as error:
         assert all(problem.message and "\n" not in problem.render() for problem in error.problems)
 
@@ -321,3 +322,12 @@ def test_what_a_back_end_finds_wrong_is_told_with_its_line():
     assert [(problem.source, problem.line) for problem in found] == [
         ("x.yaml", 8), ("x.yaml", 2), ("x.yaml", 7), ("x.yaml", 1), ("command line", None)
     ]  # fmt: skip
+
+
+def test_a_key_on_the_command_line_takes_the_place_of_the_one_that_it_excludes():
+    loaded = load.loads(GOOD, ["training.epochs=3"], environment=False)
+    assert (loaded.spec.training.steps, loaded.spec.training.epochs) == (None, 3)
+    with pytest.raises(RunFileError, match="cannot be combined with `steps`"):
+        load.loads(GOOD, ["training.epochs=3", "training.steps=9"], environment=False)
+    kept = load.loads(GOOD, ["training.epochs=null"], environment=False)
+    assert kept.spec.training.steps is not None, "no value excludes nothing"

@@ -10,6 +10,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from random import Random
 from typing import Any
 
 from muster.app.sweep.ranges import Over
@@ -18,8 +19,27 @@ from muster.core.typed_json import Json
 
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("median", "halving", "hyperband", "none")
+SPREAD_TRIALS = 10
+"""The model of Optuna's TPE begins with so many trials (its own ``n_startup_trials``)."""
 STARTUP_TRIALS = 4
 """With so many complete ones the median begins to end others."""
+
+
+def random_place(seed: int, number: int, index: int, *, of: int) -> float:
+    """Coordinate ``index`` of trial ``number`` in [0, 1), independent of all others."""
+    return Random(f"muster-sweep-{seed}-{index}-{number}").random()
+
+
+def spread_place(seed: int, number: int, index: int, *, of: int) -> float:
+    """Coordinate ``index`` of trial ``number``, of a sequence that fills the cube of ``of`` coordinates evenly.
+
+    Roberts' additive recurrence (R_d, 2018): steps of the powers of 1/phi, phi the positive root of x^(d+1) = x + 1;
+    of one coordinate the golden ratio. The seed moves the whole sequence.
+    """
+    phi = 2.0
+    for _ in range(40):  # a contraction: the error at least halves each time
+        phi = (1 + phi) ** (1 / (of + 1))
+    return (random_place(seed, 0, index, of=of) + number * phi ** -(index + 1)) % 1.0
 
 
 class Optimizer:
@@ -51,11 +71,24 @@ class Optimizer:
         self._ask()
 
     def next(self) -> dict[str, Json] | None:
-        """The values of a new trial, from the seed, its number and what is known of the others; None: a grid's end."""
+        """The values of a new trial, from the seed, its number and what is known of the others; None: a grid's end.
+
+        Optuna's TPE alone chooses by what is known, and only after SPREAD_TRIALS: its own first trials are random ones,
+        here from generators of neighbouring seeds, whose first four numbers lie in an eighth of the range.
+        """
         if self._grid is not None:
             if len(self._trials) >= len(self._grid):
                 return None
             values = dict(zip(self._over, self._grid[len(self._trials)], strict=True))
+            self.known(values)
+            return values
+        number = len(self._trials)
+        if self._sampler == "random" or number < SPREAD_TRIALS:
+            place = random_place if self._sampler == "random" else spread_place
+            values = {
+                key: over.at(place(self._seed, number, index, of=len(self._over)))
+                for index, (key, over) in enumerate(self._over.items())
+            }
             self.known(values)
             return values
         params = self._ask().params
@@ -79,15 +112,12 @@ class Optimizer:
 
     def _ask(self) -> Any:
         # A sampler of its own for each trial: asked again after a restart, it says the same.
-        self._study.sampler = self._sampler_of(self._seed + len(self._trials))
+        # Trials that still run count as bad ones: parallel trials stay apart.
+        self._study.sampler = self._optuna.samplers.TPESampler(
+            seed=self._seed + len(self._trials), multivariate=True, constant_liar=self._parallel > 1
+        )
         self._trials.append(self._study.ask(self._distributions))
         return self._trials[-1]
-
-    def _sampler_of(self, seed: int) -> Any:
-        samplers = self._optuna.samplers
-        if self._sampler == "tpe":  # trials that still run count as bad ones: parallel trials stay apart
-            return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=self._parallel > 1)
-        return samplers.RandomSampler(seed=seed)
 
     def _pruner(self, name: str) -> Any:
         pruners = self._optuna.pruners

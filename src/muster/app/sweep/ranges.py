@@ -53,6 +53,17 @@ class Over:
         count = int((self.high - self.low) / step + 1e-9) + 1
         return [_number(self, self.low + index * step) for index in range(count)]
 
+    def at(self, share: float) -> Json:
+        """The value at ``share`` (in [0, 1)) of the range, by its scale; of choices or steps, that of its part."""
+        if self.choices:
+            return self.choices[int(share * len(self.choices))]
+        if (step := self.step or (1 if self.whole else None)) is not None and not self.log:
+            return _number(self, self.low + step * int(share * (int((self.high - self.low) / step + 1e-9) + 1)))
+        if self.log:
+            value: float = self.low * (self.high / self.low) ** share
+            return round(value) if self.whole else value
+        return self.low + share * (self.high - self.low)
+
     def to_json(self) -> JsonObject:
         return {"key": self.key, **self._values()}
 

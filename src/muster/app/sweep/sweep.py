@@ -58,17 +58,26 @@ def sweep(definition: Definition, *, tell: Callable[[str], None], clock: Clock |
         KeyboardInterrupt: all trials were asked to save and stop.
     """
     folder = definition.folder
+    optimizer = Optimizer(
+        definition.over,
+        sampler=definition.sampler,
+        pruner=definition.pruner,
+        seed=definition.seed,
+        parallel=definition.parallel,
+    )
     run_registry.make_folder(folder)
     lock = run_registry.lock_submit(folder, sweep_record.LOCK)
     if lock is None:
         raise ConflictError(f"another muster sweep runs in {folder}", hint=f"muster status {definition.name} shows it")
     with lock:
-        return _Sweep(definition=definition, record=definition.record(), tell=tell, clock=clock or SystemClock()).run()
+        record, clock = definition.record(), clock or SystemClock()
+        return _Sweep(definition=definition, optimizer=optimizer, record=record, tell=tell, clock=clock).run()
 
 
 @dataclass
 class _Sweep:
     definition: Definition
+    optimizer: Optimizer
     record: SweepRecord
     tell: Callable[[str], None]
     clock: Clock
@@ -89,9 +98,6 @@ class _Sweep:
 
     def run(self) -> Swept:
         given = self.definition
-        self.optimizer = Optimizer(
-            given.over, sampler=given.sampler, pruner=given.pruner, seed=given.seed, parallel=given.parallel
-        )
         here = BACKENDS.get(given.loaded.spec.backend).capabilities.uses_this_machine
         self.pause_s = LOOK_EVERY_S if here else LOOK_ELSEWHERE_S
         self.budget = Budget(given.loaded.spec.limits, given.loaded.spec.recovery.grace_s, given.parallel)

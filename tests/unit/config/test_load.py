@@ -34,7 +34,7 @@ def problems(text: str, *overrides: str) -> list[str]:
 
 
 def test_a_good_file_loads_and_remembers_what_was_given():
-    found = load.load.loads(GOOD, source="f.yaml")
+    found = load.loads(GOOD, source="f.yaml")
     assert found.spec.training.steps == 10
     assert found.spec.data.sources[1].rows == 5
     assert found.origins[("data", "sources", 1, "rows")].line == 9
@@ -218,7 +218,7 @@ def test_overrides(override: str, path: str, value: object):
     overrides = [override]
     if override.startswith("model.tokenizer"):
         overrides += ["data.sources=[{type: random}]", "model.config.vocab_size=64"]
-    found: object = load.load.loads(GOOD, overrides, environment=False).spec
+    found: object = load.loads(GOOD, overrides, environment=False).spec
     for part in path.split("."):
         found = found[int(part)] if part.isdigit() else getattr(found, part)
     assert found == value
@@ -270,7 +270,7 @@ def test_a_folder_and_binary_data_are_no_run_files(tmp_path: Path):
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    found = load.load.loads(GOOD, ["data.sources.0={type: file, path: rows.jsonl}", "run_dir=there"])
+    found = load.loads(GOOD, ["data.sources.0={type: file, path: rows.jsonl}", "run_dir=there"])
     assert found.spec.data.sources[0].path == str(tmp_path / "rows.jsonl")
     assert found.spec.run_dir == str(tmp_path / "there")
     assert not (tmp_path / "there").exists()
@@ -292,7 +292,7 @@ def test_any_value_anywhere_loads_or_is_refused_in_words(path: str, value: objec
     import json
 
     try:
-        load.load.loads(GOOD, [f"{path}={json.dumps(value)}"], environment=False)
+        load.loads(GOOD, [f"{path}={json.dumps(value)}"], environment=False)
     except RunFileError as error:
         assert all(problem.message and "\n" not in problem.render() for problem in error.problems)
 

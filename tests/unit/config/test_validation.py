@@ -46,7 +46,7 @@ WRONG = {
         "command.2: looks like a secret",
     ),
     "source and config": (
-        ["model.source=a/b", "model.config={model_type: llama}"],
+        ["model.source=a/b", "model.config={model_type: a}"],
         "needs either `source` or `config`: both",
     ),
     "neither source nor config": (["model.config=null"], "needs either `source` or `config`: neither"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,20 +16,20 @@ from muster.cli.inspect_commands import JSON
 if TYPE_CHECKING:
     from muster.app.run.remove import Removal
 
-RUNS = typer.Argument(..., metavar="RUN...", help="Runs that have ended: ids, folders, or `last`.")
+RUNS = typer.Argument(..., metavar="RUN...", help="Runs and sweeps that have ended: ids, folders, or `last`.")
 YES = typer.Option(False, "--yes", "-y", help="Do not ask.")
 DRY = typer.Option(False, "--dry-run", help="List what would be removed; change nothing.")
 STATES = typer.Option([], "--state", help="Only runs that ended so: failed, stopped...; may be repeated.")
 
 
 def rm(runs: list[str] = RUNS, yes: bool = YES, dry_run: bool = DRY, json: bool = JSON) -> None:
-    """Remove ended runs: folder, memory, registry entry. Says how much that frees, and asks.
+    """Remove ended runs: folder, memory, registry entry; of a sweep all trials. Says how much that frees, and asks.
 
     Nothing outside a run's own folder is deleted.
     """
     from muster.app.run import remove as use_case
 
-    _end({each.run.run_id: each for each in map(use_case.removal, runs)}.values(), [], yes, dry_run, json)
+    _end(use_case.removals(runs), runs, [], yes, dry_run, json)
 
 
 def prune(
@@ -40,7 +40,10 @@ def prune(
     dry_run: bool = DRY,
     json: bool = JSON,
 ) -> None:
-    """Remove ended runs that are old, and entries of the registry whose folder is gone. Lists them, and asks."""
+    """Remove ended runs that are old, and entries of the registry whose folder is gone. Lists them, and asks.
+
+    A sweep goes with the last of its trials.
+    """
     from muster.app.run import remove as use_case
 
     known = ("succeeded", "failed", "stopped", "preempted", "absent")
@@ -49,20 +52,24 @@ def prune(
     chosen, left = use_case.prunable(older_than_s=older_than * 86_400, now_ns=time.time_ns(), states=state, keep=keep)
     for sentence in left:
         output.info(sentence)
-    _end(chosen, use_case.forgotten(), yes, dry_run, json)
+    _end(chosen, [], use_case.forgotten(), yes, dry_run, json)
 
 
-def _end(chosen: Iterable[Removal], forgotten: Sequence[str], yes: bool, dry_run: bool, json: bool) -> None:
-    """Show it, ask, and remove it."""
+def _end(
+    chosen: Sequence[Removal], named: Sequence[str], forgotten: Sequence[str], yes: bool, dry_run: bool, json: bool
+) -> None:
+    """Show it, ask, and remove it. ``named``: what was given by name, sweeps among it."""
     from muster.app.run import remove as use_case
 
-    chosen = list(chosen)
-    if not chosen and not forgotten and not json:
+    sweeps = use_case.emptied_sweeps(named, chosen)
+    if not chosen and not forgotten and not sweeps and not json:
         output.info("nothing to remove")
         return
     if not json:
         for line in listing(chosen, forgotten, time.time_ns()):
             output.result(line)
+        for folder in sweeps:
+            output.result(f"sweep: {folder}")
     if not dry_run and not yes:
         if json or not sys.stdin.isatty():
             raise api.UsageError("nothing was removed: nobody can be asked here", hint="--yes, or --dry-run to look")
@@ -71,11 +78,20 @@ def _end(chosen: Iterable[Removal], forgotten: Sequence[str], yes: bool, dry_run
     for each in () if dry_run else chosen:
         use_case.remove(each)
         removed.append(each)
+    for folder in () if dry_run else sweeps:
+        use_case.remove_sweep(folder)
     for run_id in () if dry_run else forgotten:
         use_case.forget(run_id)
     if json:
         rows = [each.to_json() for each in chosen]
-        output.as_json({"removed": not dry_run, "runs": rows, "registry_entries": list(forgotten)})
+        output.as_json(
+            {
+                "removed": not dry_run,
+                "runs": rows,
+                "sweeps": [str(folder) for folder in sweeps],
+                "registry_entries": list(forgotten),
+            }
+        )
     elif not dry_run:
         output.info(f"removed: {_what(removed, forgotten)}")
     else:

@@ -18,9 +18,10 @@ from muster.config import load
 from muster.core import resolved_file
 from muster.core.errors import ConflictError, UsageError
 from muster.core.types import JobState, JobStatus
-from muster.storage import memory_dir, mounts, run_registry
+from muster.storage import memory_dir, mounts, run_registry, sweep_record
 from muster.storage.memory_dir import MemoryDir
 from muster.storage.run_registry import RunDir
+from muster.storage.sweep_record import SweepRecord, TrialRecord
 
 SPEC = load.loads(
     "name: x\nmodel: {config: {model_type: llama}}\ndata: {sources: [{type: random}]}\ntraining: {steps: 5}\n"
@@ -173,6 +174,49 @@ def test_prune_takes_the_old_and_ended(state: State):
     (failed,), _ = remove.prunable(older_than_s=60, now_ns=later_ns, states=["failed"])
     assert failed.run.run_id == "b-1"
     assert len(remove.prunable(older_than_s=60, now_ns=later_ns, keep=2)[0]) == 1
+
+
+def a_sweep(*run_ids: str) -> Path:
+    """A sweep called tune whose trials are these runs."""
+    folder = sweep_record.place("tune")
+    for number, run_id in enumerate(run_ids):
+        made(run_id, folder / f"trial-{number:03d}")
+    trials = tuple(TrialRecord(number=number, values={}, run_id=run_id) for number, run_id in enumerate(run_ids))
+    record = SweepRecord(name="tune", run_file={}, over=(), sampler="tpe", pruner="none", seed=0, trials=trials)
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep_record.write(folder, record)
+    return folder
+
+
+def test_a_sweep_goes_with_all_of_its_trials(state: State):
+    folder, other = a_sweep("t-0", "t-1"), made("other-1")
+    assert main.run(["rm", "tune", "other-1", "--yes"]) == 0
+    assert not folder.exists() and not other.path.exists() and not list(run_registry.registry())
+
+
+def test_a_sweep_with_a_trial_that_runs_or_that_runs_itself_stays_whole(state: State):
+    folder = a_sweep("t-0", "t-1")
+    state.of["t-1"] = JobState.RUNNING
+    assert main.run(["rm", "tune", "--yes"]) == ConflictError.exit_code
+    state.of.clear()
+    with run_registry.lock_submit(folder, sweep_record.LOCK):
+        assert main.run(["rm", "tune", "--yes"]) == ConflictError.exit_code
+    assert (folder / sweep_record.NAME).exists() and len(list(run_registry.registry())) == 2
+
+
+def test_a_sweep_without_a_trial_can_be_removed_and_files_of_others_stay(state: State):
+    folder = a_sweep()
+    (folder / "notes.txt").write_text("mine")
+    assert main.run(["rm", "tune", "--yes"]) == 0
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_prune_takes_a_sweep_with_the_last_of_its_trials(state: State):
+    folder = a_sweep("t-0", "t-1")
+    assert main.run(["rm", "t-0", "--yes"]) == 0
+    assert (folder / sweep_record.NAME).exists(), "one trial is left"
+    (last,) = remove.removals(["t-1"])
+    assert remove.emptied_sweeps([], [last]) == [folder]
 
 
 def test_a_run_of_unknown_age_is_not_old(state: State):

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from muster.app.inspect.home_view import home_of
 from muster.app.inspect.status import job, spec_of, status
@@ -18,7 +19,7 @@ from muster.app.inspect.supervisor_client import backend_of
 from muster.core.errors import AccessError, ConflictError, MusterError, UsageError
 from muster.core.typed_json import JsonObject
 from muster.core.types import JobState
-from muster.storage import memory_dir, mounts, run_registry
+from muster.storage import memory_dir, mounts, run_registry, sweep_record
 from muster.storage.memory_dir import MemoryDir
 from muster.storage.run_registry import RunDir
 
@@ -47,6 +48,53 @@ class Removal:
             "memory_bytes": self.memory_bytes,
             "kept": list(self.kept),
         }
+
+
+def removals(references: Sequence[str]) -> list[Removal]:
+    """What removing these runs and sweeps would free, each run once; of a sweep the runs of its trials.
+
+    Raises as ``removal``; a trial whose run is gone already is passed over.
+    """
+    named: list[str] = []
+    for reference in references:
+        sweep = sweep_record.find(reference)
+        known = {run_id for run_id, _ in run_registry.registry()} if sweep is not None else set()
+        named += [str(trial.run_id) for trial in sweep[1].trials if trial.run_id in known] if sweep else [reference]
+    return list({each.run.run_id: each for each in map(removal, named)}.values())
+
+
+def emptied_sweeps(references: Sequence[str], chosen: Sequence[Removal]) -> list[Path]:
+    """Folders of the sweeps that are named, or that the removal of ``chosen`` leaves without a run.
+
+    Raises:
+        ConflictError: such a sweep runs.
+    """
+    going = {each.run.run_id for each in chosen}
+    here = {run_id for run_id, _ in run_registry.registry()} - going
+    folders = [found[0] for found in map(sweep_record.find, references) if found is not None]
+    for folder, record in sweep_record.every().items():
+        runs = {trial.run_id for trial in record.trials}
+        if runs & going and not runs & here and folder not in folders:
+            folders.append(folder)
+    for folder in folders:
+        _lock_sweep(folder).close()
+    return folders
+
+
+def remove_sweep(folder: Path) -> None:
+    """Delete a sweep's record, and its folder where nothing else is in it. Raises ConflictError: it runs."""
+    with _lock_sweep(folder):
+        (folder / sweep_record.NAME).unlink(missing_ok=True)
+        (folder / sweep_record.LOCK).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # somebody's files are in it
+        folder.rmdir()
+
+
+def _lock_sweep(folder: Path) -> BinaryIO:
+    lock = run_registry.lock_submit(folder, sweep_record.LOCK)
+    if lock is None:
+        raise ConflictError(f"a muster sweep runs in {folder}", hint="end it with Ctrl-C first")
+    return lock
 
 
 def removal(reference: str) -> Removal:

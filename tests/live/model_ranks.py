@@ -111,7 +111,7 @@ def run_case(case: dict, layout: Layout) -> dict[str, torch.Tensor]:
         generation.WHOLE_BYTES = 0 if case["generate"] == "in lock-step" else 1 << 30
         # Ranks that read different data generate from different prompts, of other lengths.
         prompts = [list(range(3 + meshes.data_rank, 3 + length)) for length in (4, 9, 1 + meshes.data_rank, 6)]
-        rows = generation.generate(built.module, prompts, max_new_tokens=8, eos_id=None, pad_id=0)
+        rows = generation.generate(built.module, prompts, max_new_tokens=8, stop_ids=(), pad_id=0)
         found["generated"] = torch.tensor(rows)
         again = loss_sum(built.module, micro_batch(0, static_shapes=built.module.compiled), chunk_tokens=0, scale=scale)
         found["loss_after_generation"] = again.detach()

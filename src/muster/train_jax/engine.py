@@ -195,7 +195,7 @@ class JaxModel:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        eos_id: int | None,
+        stop_ids: Sequence[int],
         pad_id: int,
         progress: Callable[[], None],
     ) -> list[list[int]]:
@@ -206,7 +206,7 @@ class JaxModel:
         rows = min(-(-BATCH // groups), -(-len(prompts) // groups)) * groups
         for start in range(0, len(order), rows):
             chosen = order[start : start + rows]
-            batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
+            batch = [list(prompts[index]) or [*stop_ids[:1], pad_id][:1] for index in chosen]
             longest = engine.model.architecture.longest
             width = int(engine.over_hosts(torch.tensor(max(map(len, batch))), dist.ReduceOp.MAX))
             room = min(max_new_tokens, longest - width)
@@ -217,7 +217,7 @@ class JaxModel:
             with engine.compiling(("complete", width, room)):
                 new = complete(
                     engine.model, merged(*engine.parameters), rows_over_all(tokens, engine.mesh),
-                    rows_over_all(real, engine.mesh), new=room, eos=-1 if eos_id is None else eos_id, pad=pad_id,
+                    rows_over_all(real, engine.mesh), new=room, stops=tuple(stop_ids), pad=pad_id,
                 )  # fmt: skip
                 found = own_rows(new, axis=0)
             progress()

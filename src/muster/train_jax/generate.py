@@ -42,13 +42,20 @@ class _Progress(NamedTuple):
     values: Array
 
 
-@partial(jax.jit, static_argnames=("model", "new", "eos", "pad"))
+@partial(jax.jit, static_argnames=("model", "new", "stops", "pad"))
 def complete(
-    model: Model, parameters: Parameters, prompts_NW: Array, real_NW: Array, *, new: int, eos: int, pad: int
+    model: Model,
+    parameters: Parameters,
+    prompts_NW: Array,
+    real_NW: Array,
+    *,
+    new: int,
+    stops: tuple[int, ...],
+    pad: int,
 ) -> Array:
-    """int32[N, M = ``new``]: the most likely continuation of each prompt, -1 from its end token on.
+    """int32[N, M = ``new``]: the most likely continuation of each prompt, -1 from the first of ``stops`` on.
 
-    ``real_NW``: bool, False at the padding on the left. ``eos``: -1 where there is none. Stops once all have ended.
+    ``real_NW``: bool, False at the padding on the left. Stops once all have ended.
     """
     count, width = prompts_NW.shape
     shape = model.architecture
@@ -65,7 +72,7 @@ def complete(
         return (progress.made < new) & ~progress.ended.all()
 
     def one(progress: _Progress) -> _Progress:
-        ended = progress.ended | (progress.latest == eos)
+        ended = progress.ended | jnp.isin(progress.latest, jnp.array(stops, jnp.int32))
         tokens = progress.tokens.at[:, progress.made].set(jnp.where(ended, -1, progress.latest))
         given = jnp.where(ended, pad, progress.latest)[:, None]
         position = (lengths + progress.made)[:, None]

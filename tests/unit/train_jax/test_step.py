@@ -192,7 +192,7 @@ def test_answers_are_the_same_with_tensor_parallel():
         trained = {name: value.mul_(8) for name, value in ((n, v.detach()) for n, v in host.trained().items())}
         prompts, real = padded([[7, 8, 9], [5], [3, 2]], 4, 4, 0)
         given = to_device(leaves_of(trained, mesh), trained), rows_over_all(prompts, mesh), rows_over_all(real, mesh)
-        answers.append(own_rows(complete(model_of(spec, host, mesh), *given, new=6, eos=-1, pad=0), axis=0))
+        answers.append(own_rows(complete(model_of(spec, host, mesh), *given, new=6, stops=(), pad=0), axis=0))
     assert answers[0].shape == (4, 6) and len({*answers[0].ravel().tolist()}) > 3
     np.testing.assert_array_equal(*answers)
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from muster.core.typed_json import Json
 from muster.core.typed_json import JsonObject as Row
-from muster.data.chat.rows import REASONING, RowRefusal, reasoning_of
+from muster.data.chat.rows import REASONING, NotWritten, RowRefusal, reasoning_of
 from muster.data.chat.template import Span, Template, TemplateRefusal
 
 Options = Mapping[str, Json]
@@ -23,8 +24,7 @@ _OPENS = re.compile(r"(?:<(?!/)([a-z_]+)>|\[(?!/)([A-Z_]+)\])\s*$")
 _BLOCK = re.compile(r"<([a-z_]+)>\s*</\1>\s*|\[([A-Z_]+)\]\s*\[/\2\]\s*")
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """One answer. What is trained on is ``prompt + text``, and ``text`` is learned."""
 
     prompt: str
@@ -97,9 +97,9 @@ class AnswerFinder:
         shown = self.template.render([*history, marked], tools, options, prompt=False)
         span = _span(shown, sentinels)
         if not all(name in shown for name in must):
-            raise RowRefusal("the chat template does not write calls of tools")
+            raise NotWritten("the chat template does not write calls of tools")
         if span is None:
-            raise RowRefusal("the chat template does not write an assistant's turn")
+            raise NotWritten("the chat template does not write an assistant's turn")
         if not full.endswith(shown[span[1] :]):
             raise RowRefusal("the chat template ends an answer differently by what it says")
         if turn:
@@ -158,7 +158,7 @@ class AnswerFinder:
         answered = self.template.render(turns, one.tools, one.options, prompt=False)
         begin = _span(answered, marked[-1][1])
         if begin is None:
-            raise RowRefusal("the chat template does not write an assistant's turn")
+            raise NotWritten("the chat template does not write an assistant's turn")
         header = asked[_end(asked, before) :]
         material = answered[_end(answered[: begin[0]], before) : begin[0]]
         if not one.prompt.endswith(header) or not one.shown[:first].endswith(material):

@@ -19,6 +19,7 @@ from muster.data.chat.answers import Answer, AnswerFinder, Options
 from muster.data.chat.masks import ChatText, ChatTokenizer, Document, Masker, any_of
 from muster.data.chat.rows import (
     Conversation,
+    NotWritten,
     RowRefusal,
     conversation,
     reasoning_of,
@@ -26,6 +27,7 @@ from muster.data.chat.rows import (
     with_content,
     without_reasoning,
 )
+from muster.data.chat.structures import Differs, Structures
 from muster.data.chat.template import Span, Template, TemplateRefusal
 
 #: Variables by which templates take whether the model thinks before it answers.
@@ -110,6 +112,7 @@ class ChatEngine:
         )
         self._masker, self._control = Masker(encoder), any_of(encoder.special_tokens)
         self._named = frozenset(stops)
+        self._structures = Structures(self.template, self._texts)
         # What ends a plain answer ends one that calls tools: `</tool_call>` may be a special token, too.
         if (plain := self.plain_stop()) and plain not in stops:
             self._finder = replace(self._finder, stops=(*stops, plain))
@@ -117,7 +120,10 @@ class ChatEngine:
     def documents(self, rows: Sequence[Row], first_row: int = 0) -> tuple[list[list[Document]], ChatReport]:
         """The documents of each row (none: it is left out, and counted). Raises RowError."""
         report = ChatReport()
-        texts = [self._texts_or_refusal(row, report, first_row + index) for index, row in enumerate(rows)]
+        try:
+            texts = [self._texts_or_refusal(row, report, first_row + index) for index, row in enumerate(rows)]
+        except Differs:
+            return self.documents(rows, first_row)
         encodings = iter(
             self._encoder.fast.encode_batch([each.text for row in texts for each in row], add_special_tokens=False)
         )
@@ -136,14 +142,13 @@ class ChatEngine:
         changes = Counter() if changes is None else changes
         found = conversation(row, changes, text_arguments=self.template.arguments_are_text)
         turns = found.messages
-        changes["texts with special tokens of the tokenizer, which stay what they are"] += sum(
-            self._control.search(str(turn.get("content"))) is not None for turn in turns
-        )
+        special = sum(self._control.search(str(turn.get("content"))) is not None for turn in turns)
+        changes["texts with special tokens of the tokenizer, which stay what they are"] += special
         if self.template.needs_content:
             turns = with_content(turns)
         if self._rules.thinking == "off":
             turns = [without_reasoning(turn, changes) if turn["role"] == "assistant" else turn for turn in turns]
-        return Conversation(messages=turns, tools=found.tools, untrained=found.untrained)
+        return found._replace(messages=turns, has_special=special > 0)
 
     def plain_stop(self) -> str | None:
         """The token that ends the answer to a question; None: the template refuses them, or nothing ends it."""
@@ -176,7 +181,7 @@ class ChatEngine:
     def _texts_or_refusal(self, row: Row, report: ChatReport, index: int) -> list[ChatText]:
         changes: Counter[str] = Counter()
         try:
-            texts = self._texts(self.conversation(row, changes), changes)
+            texts = self._structures.texts(self.conversation(row, changes), changes)
         except UsageError as error:
             raise row_error(error, index) from error
         except RowRefusal as refusal:
@@ -198,14 +203,16 @@ class ChatEngine:
             return []
         if train_on == "all":
             return [self._all(found, saying)]
-        answers = [self.answer(found, turn)[0] for turn in saying if found.messages[turn]["role"] == "assistant"]
+        others = [turn for turn in saying if found.messages[turn]["role"] != "assistant"]
+        answers, refusal = self._answers(found, [turn for turn in saying if turn not in others], changes)
+        if refusal is not None and not answers and not others:
+            raise refusal
         changes["empty answers, not learned"] += sum(
             found.messages[turn]["role"] == "assistant" for turn in set(trained) - set(saying)
         )
         for answer in answers:
             for change, applies in self._remarks(answer).items():
                 changes[change] += applies
-        others = [turn for turn in saying if found.messages[turn]["role"] != "assistant"]
         if others or not answers:
             text = self._whole(found)
             spans = tuple(self._turn_span(found, turn, text) for turn in others)
@@ -213,6 +220,22 @@ class ChatEngine:
             left = [each for each in answers if each not in covered]
             return [ChatText(text, tuple(covered), spans), *_covers(left)]
         return _covers(answers)
+
+    def _answers(
+        self, found: Conversation, turns: Sequence[int], changes: Counter[str]
+    ) -> tuple[list[Answer], RowRefusal | None]:
+        """The answers in these turns that the template writes as they are asked for, and why the last other one is
+        not."""
+        answers, refused = [], None
+        for turn in turns:
+            try:
+                answers.append(self.answer(found, turn)[0])
+            except RowRefusal as refusal:
+                refused = refusal
+                changes[f"answers left out: {refusal}"] += 1
+                if isinstance(refusal, NotWritten):
+                    break
+        return answers, refused
 
     def _remarks(self, answer: Answer) -> dict[str, bool]:
         return {

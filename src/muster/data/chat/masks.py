@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from muster.data.chat.answers import Answer
 from muster.data.chat.rows import RowRefusal
@@ -38,8 +37,7 @@ class ChatTokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
 
-@dataclass(frozen=True)
-class ChatText:
+class ChatText(NamedTuple):
     """One document as text."""
 
     text: str
@@ -62,7 +60,6 @@ class Masker:
         """The documents of one row, whose ``texts`` were tokenised as ``encodings``; the ids that end its answers are
         added to ``stops``. Raises RowRefusal."""
         documents: list[Document] = []
-        apart: list[Document] = []
         for each, encoding in zip(texts, encodings, strict=True):
             ids: list[int] = encoding.ids
             mask = bytearray(len(ids))
@@ -77,7 +74,7 @@ class Masker:
                 start = self._prompt_tokens(answer.prompt, ids, encoding)
                 last = encoding.char_to_token(len(answer.prompt) + len(answer.text) - 1)
                 if start is None or last is None or ids[last] != stop:
-                    apart.append(self._apart(answer, stop))
+                    documents.append(self._apart(answer, stop))
                     continue
                 length = len(ids) if answer is each.answers[-1] else last + 1
                 if answer.marked:
@@ -89,7 +86,7 @@ class Masker:
             if length or each.spans:
                 length = len(ids) if each.spans else length
                 documents.append((ids[:length], mask[:length]))
-        return _merged([*documents, *apart]) if apart else documents
+        return documents
 
     def _prompt_tokens(self, prompt: str, ids: list[int], encoding: Any) -> int | None:
         """How many of ``ids`` are the prompt's, where it is tokenised alone to the same ids; else None.
@@ -153,20 +150,6 @@ def any_of(tokens: Sequence[str]) -> re.Pattern[str]:
     """Matches the longest of ``tokens``, as tokenizers do; nothing where there are none."""
     longest_first = sorted(tokens, key=lambda token: -len(token))
     return re.compile("|".join(map(re.escape, longest_first)) if tokens else r"(?!)")
-
-
-def _merged(documents: list[Document]) -> list[Document]:
-    """The same for token ids: a document that another begins with is part of it."""
-    result: list[Document] = []
-    for ids, mask in sorted(documents, key=lambda each: -len(each[0])):
-        end = max((place for place, flag in enumerate(mask) if flag), default=-1) + 1
-        for others, learned in result:
-            if others[:end] == ids[:end]:
-                learned[:end] = bytes(a | b for a, b in zip(learned[:end], mask[:end], strict=True))
-                break
-        else:
-            result.append((ids, mask))
-    return result
 
 
 def _learn(mask: bytearray, offsets: Sequence[Span], start: int, end: int) -> None:

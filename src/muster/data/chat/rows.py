@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json
@@ -30,12 +30,17 @@ _ALIASES = {
 _SHAREGPT = {"human", "gpt", "function_call", "observation"}
 #: One field under three names, the one that templates read first (as in transformers).
 REASONING = ("reasoning_content", "thinking", "reasoning")
+_PLAIN = {"role", "content"}
 _TEXT_PARTS = {None, "text", "input_text", "output_text"}
 _INLINE = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 class RowRefusal(Exception):
-    """The row is left out. Its text is the same for all rows of this kind: they are counted."""
+    """A row or an answer is left out. The text is the same for all of this kind: they are counted."""
+
+
+class NotWritten(RowRefusal):
+    """The template does not write a turn, so that what follows it has no history either."""
 
 
 class RowError(UsageError):
@@ -51,14 +56,15 @@ def row_error(error: UsageError, index: int) -> RowError:
     return result
 
 
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """A conversation as a chat template takes it."""
 
     messages: list[Row]
     tools: list[Json]
     untrained: frozenset[int]
     """Turns that the row says are context: ``weight: 0``, ``train: false``."""
+    has_special: bool = False
+    """Special tokens of the tokenizer are part of its words."""
 
 
 def conversation(row: Row, changes: Counter[str], *, text_arguments: bool = False) -> Conversation:
@@ -74,7 +80,9 @@ def conversation(row: Row, changes: Counter[str], *, text_arguments: bool = Fals
     return Conversation(
         messages=[_turn(turn, changes, text_arguments) for turn in turns],
         tools=_tools(row, changes),
-        untrained=frozenset(place for place, turn in enumerate(turns) if isinstance(turn, dict) and _is_context(turn)),
+        untrained=frozenset(
+            [place for place, turn in enumerate(turns) if isinstance(turn, dict) and _is_context(turn)]
+        ),
     )
 
 
@@ -143,6 +151,8 @@ def _parsed(text: str) -> Json:
 
 
 def _turn(turn: Json, changes: Counter[str], text_arguments: bool) -> Row:
+    if isinstance(turn, dict) and turn.keys() == _PLAIN and turn["role"] in ROLES and isinstance(turn["content"], str):
+        return {**turn}
     if not isinstance(turn, dict) or not ({"role", "from"} & {*turn}):
         raise UsageError(f"a chat turn needs 'role' and 'content', got {str(turn)[:80]}")
     if not {"content", "value", "tool_calls", *REASONING} & {*turn}:
@@ -256,5 +266,7 @@ def _tools(row: Row, changes: Counter[str]) -> list[Json]:
         raise UsageError(f"column 'tools' is not JSON: {error}") from error
 
 
-def _is_context(turn: Row) -> bool:
+def _is_context(turn: Json) -> bool:
+    if not isinstance(turn, dict) or turn.keys() == _PLAIN:
+        return False
     return turn.get("weight") in (0, False) or turn.get("train") is False or turn.get("training") is False

@@ -15,11 +15,17 @@ from typing import Any, NoReturn
 from muster.core.errors import UsageError, install_command
 from muster.core.typed_json import Json
 from muster.core.typed_json import JsonObject as Row
+from muster.data.chat.traced import joined
 
 #: Noncharacters of Unicode around what ``{% generation %}`` marks: no text has them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 Span = tuple[int, int]
 """Characters [start, end)."""
+#: Filters that ``Traced`` follows; of others nothing is known.
+_FOLLOWED = {
+    "trim", "string", "tojson", "length", "count", "default", "d", "list", "first", "last", "reverse", "replace",
+    "lower", "upper", "items", "selectattr", "rejectattr", "map",
+}  # fmt: skip
 
 
 class TemplateRefusal(Exception):
@@ -72,6 +78,31 @@ class Template:
         return frozenset(find_undeclared_variables(environment.parse(self.text)))
 
     @cached_property
+    def is_traceable(self) -> bool:
+        """Whether all that it does with words goes through their methods, so that ``Traced`` ones record it."""
+        from jinja2 import nodes
+
+        def is_role(node: nodes.Node) -> bool:
+            name = node.attr if isinstance(node, nodes.Getattr) else getattr(getattr(node, "arg", None), "value", None)
+            return name == "role"
+
+        tree = _environment(self.today, marks=False).parse(self.text)
+        lost: list[bool] = [next(tree.find_all(nodes.Concat), None) is not None]
+        lost += [each.name not in _FOLLOWED for each in tree.find_all(nodes.Filter)]
+        lost += [each.attr in ("join", "format", "format_map") for each in tree.find_all(nodes.Getattr)]
+        lost += [
+            not (isinstance(each.right, nodes.Const) and isinstance(each.right.value, int))
+            for each in tree.find_all(nodes.Mod)
+        ]
+        for each in tree.find_all(nodes.Compare):  # `words in text` asks the text
+            lost += [
+                not (isinstance(each.expr, nodes.Const) or isinstance(other.expr, nodes.List | nodes.Tuple))
+                and not is_role(each.expr)
+                for other in each.ops if other.op in ("in", "notin")
+            ]  # fmt: skip
+        return not any(lost)
+
+    @cached_property
     def has_marks(self) -> bool:
         return "endgeneration" in self.text
 
@@ -111,12 +142,11 @@ class Template:
         prompt: bool,
     ) -> str:
         try:
-            return str(
-                compiled.render(
-                    messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt,
-                    **{**self._variables, **options},
-                )
+            text = compiled.render(
+                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt,
+                **{**self._variables, **options},
             )  # fmt: skip
+            return "".join((text,))  # plain text, traced or not
         except Exception as error:
             raise TemplateRefusal(" ".join(str(error).split())[:200]) from error
 
@@ -151,7 +181,8 @@ def _environment(today: str, *, marks: bool) -> Any:
             return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
 
         def _body(self, caller: Any) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}" if marks else str(caller())
+            text: str = caller()
+            return _OPEN + text + _CLOSE if marks else text
 
     class Namespace(utils.Namespace):
         def __init__(*args: Any, **kwargs: Any) -> None:
@@ -181,6 +212,7 @@ def _environment(today: str, *, marks: bool) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
+    environment.concat = joined  # type: ignore[method-assign]  # an attribute that jinja2 means to be replaced
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         raise_exception=raise_exception, strftime_now=day.strftime, dict=Dictionaries(), namespace=Namespace

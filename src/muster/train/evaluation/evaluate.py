@@ -7,7 +7,6 @@ same weights is the same bits at any number of ranks.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -118,7 +117,7 @@ class Evaluator:
 
     def _complete(self, questions: Sequence[Question]) -> list[list[int]]:
         """Completions of all prompts, on every rank; each rank generates its share."""
-        width, stops = self.spec.evaluation.max_new_tokens, self.prepared.stop_ids
+        width, end = self.spec.evaluation.max_new_tokens, self.prepared.eos_id
         local = range(self.data_rank, len(questions), self.data_ranks)
         share = -(-len(questions) // self.data_ranks)
         prompts = [list(questions[index].prompt_ids) for index in local]
@@ -126,7 +125,7 @@ class Evaluator:
         completions = self.model.complete(
             prompts,
             max_new_tokens=width,
-            eos_id=stops[0] if stops else self.prepared.eos_id,
+            stop_ids=self.prepared.stop_ids or (() if end is None else (end,)),
             pad_id=self.prepared.pad_id,
             progress=self.agent.progress,
         )
@@ -134,8 +133,7 @@ class Evaluator:
         for index, ids in zip(local if self.counts else (), completions, strict=False):
             table[index, : len(ids)] = torch.tensor(ids[:width], dtype=torch.int64, device=self.device) + 1
         self.groups.sum_everywhere_(table)
-        written = ([token - 1 for token in row if token > 0] for row in table.tolist())
-        return [list(itertools.takewhile(lambda token: token not in stops, row)) for row in written]
+        return [[token - 1 for token in row if token > 0] for row in table.tolist()]
 
     def _score(self, questions: Sequence[Question], texts: Sequence[str]) -> list[Verdict]:
         """Every verdict on every rank; each rank scores its share of the answers."""

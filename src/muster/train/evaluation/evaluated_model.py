@@ -41,7 +41,7 @@ class EvaluatedModel(Protocol):
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        eos_id: int | None,
+        stop_ids: Sequence[int],
         pad_id: int,
         progress: Callable[[], None],
     ) -> list[list[int]]:
@@ -75,10 +75,10 @@ class TorchModel:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        eos_id: int | None,
+        stop_ids: Sequence[int],
         pad_id: int,
         progress: Callable[[], None],
     ) -> list[list[int]]:
         return generate(
-            self.module, prompts, max_new_tokens=max_new_tokens, eos_id=eos_id, pad_id=pad_id, progress=progress
+            self.module, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id, progress=progress
         )

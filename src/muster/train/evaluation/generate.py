@@ -34,11 +34,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    eos_id: int | None,
+    stop_ids: Sequence[int],
     pad_id: int,
     progress: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """The most likely continuation of each prompt, token by token, without the end token.
+    """The most likely continuation of each prompt, token by token, up to the first of ``stop_ids``.
 
     Collective: every rank passes its own prompts, all ranks of a sharded group the same number (repeat one if there are
     fewer), and tp ranks and stages the same ones. Left-padded batches with a KV cache. Ends before the model's longest
@@ -50,10 +50,10 @@ def generate(
     with prepared(module, whole=whole):
         for start in range(0, len(order), BATCH):
             chosen = order[start : start + BATCH]
-            batch = [list(prompts[index]) or [pad_id if eos_id is None else eos_id] for index in chosen]
+            batch = [list(prompts[index]) or [*stop_ids[:1], pad_id][:1] for index in chosen]
             room = min(max_new_tokens, longest_position(module) - max(map(len, batch)))
             room = room if whole else agreed(room, groups, dist.ReduceOp.MIN)
-            rows = complete(module, batch, room, eos_id, pad_id, () if whole else groups, progress)
+            rows = complete(module, batch, room, stop_ids, pad_id, () if whole else groups, progress)
             for index, row in zip(chosen, rows, strict=True):
                 completions[index] = row
     return completions
@@ -63,7 +63,7 @@ def complete(
     module: ModelWithLoss,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
-    eos_id: int | None,
+    stop_ids: Sequence[int],
     pad_id: int,
     groups: Sequence[dist.ProcessGroup],
     progress: Callable[[], None],
@@ -79,11 +79,11 @@ def complete(
     chunks = 1 if module.stage is None else module.stage.schedule.chunks
     caches = [DynamicCache(config=module.model.config) for _ in range(chunks)]
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    stops = torch.tensor(tuple(stop_ids), dtype=torch.int64, device=device)
     columns: list[Tensor] = []
     for _ in range(max_new_tokens):
         following = next_tokens(module, Decoding(tokens, mask, positions, caches))
-        if eos_id is not None:
-            ended = ended | (following == eos_id)
+        ended = ended | torch.isin(following, stops)
         columns.append(torch.where(ended, -1, following))
         progress()
         running = not bool(ended.all())

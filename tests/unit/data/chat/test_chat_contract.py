@@ -69,11 +69,10 @@ REFUSED = {
     **{(name, "call"): "does not write calls" for name in ("smollm3", "olmo2", "phi3_5", "phi4", "deepseek_r1")},
     **{(name, "call"): "does not write calls" for name in ("gemma2", "gemma3")},
     **{("gemma2", case): "System role" for case in ("system", "system and turns")},
-    **{
-        ("deepseek_r1", case): "opens <think>"
-        for case in ("one", "system", "turns", "system and turns", "thinking at times")
-    },
+    **{("deepseek_r1", case): "opens <think>" for case in ("one", "system", "turns", "system and turns")},
 }
+#: (template, case) -> the answers that are learned; the reason of the others is counted.
+IN_PART = {("deepseek_r1", "thinking at times"): [3]}
 
 
 def learned(tokens):
@@ -144,6 +143,9 @@ def test_ids_before_an_answer_are_those_of_its_prompt_and_its_last_ends_generati
         return
     assert not tokens.report.refused
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    left_out = len(turns) - len(IN_PART.get((name, case), turns))
+    assert sum(count for what, count in tokens.report.changes.items() if "left out: " in what) == left_out
+    turns = IN_PART.get((name, case), turns)
     answers = learned(tokens)
     assert len(answers) == len(turns)
     for turn in turns:
@@ -208,3 +210,40 @@ def test_what_is_learned(name, case, expected, opened, recipe):
     if name == "mistral":
         texts = [text.removeprefix(" ") for text in texts]
     assert texts == expected
+
+
+def generation(body):
+    return "{%- generation %}" + body + "{%- endgeneration %}"
+
+
+#: What TRL's training variants mark: the turn, with its header where the template writes it at once.
+MARKED = {
+    "olmo2": "{{- '<|assistant|>\\n' + m.content + eos_token }}",
+    "gpt_oss": "{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}",
+    "smollm3": None,
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("case", ["one", "system"])
+def test_learned_is_what_marks_say_but_for_the_prompt_and_what_follows_the_stop(
+    name, case, opened, recipe, templates, monkeypatch
+):
+    """transformers' mask of assistant tokens, which TRL's ``assistant_only_loss`` learns."""
+    body = MARKED[name]
+    text = templates[name] if body is None else templates[name].replace(body, generation(body))
+    tokenizer, folder = opened(name, text)
+    messages, _ = CASES[case]
+    prompt = asked(tokenizer, messages, None, len(messages) - 1, monkeypatch)
+    theirs = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, enable_thinking=False
+    )
+    assert sum(theirs["assistant_masks"])
+    tokens = tokenise_rows([{"messages": messages}], recipe(folder))
+    ids, mask = tokens.ids.tolist(), tokens.supervised.tolist()
+    last = max(place for place, flag in enumerate(mask) if flag)
+    expected = [
+        int(flag and len(prompt) <= place <= last)
+        for place, flag in enumerate(theirs["assistant_masks"][: len(ids)])
+    ]  # fmt: skip
+    assert ids == theirs["input_ids"][: len(ids)] and mask == expected and ids[last] in recipe(folder).chat.stop_ids

@@ -368,3 +368,17 @@ def test_a_look_at_rows_counts_every_document(opened, tmp_path):
         tokens[name] = look(str(path), found.encoder).tokens
         assert tokens[name] == pytest.approx(10 * len(tokenise_rows([row], found).ids))
     assert tokens["qwen3"] > 1.2 * tokens["qwen2_5"]
+
+
+def test_an_answer_that_cannot_be_asked_for_leaves_the_others(opened, recipe):
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "One?"}, {"role": "assistant", "content": "1."},
+        {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2."},
+    ]  # fmt: skip
+    tokens = tokenise_rows([{"messages": turns}], recipe(opened("phi4")[1]))
+    assert tokens.documents.tolist() == [1] and not tokens.report.refused
+    (reason,) = (change for change in tokens.report.changes if change.startswith("answers left out"))
+    assert "does not write calls" in reason and tokens.report.changes[reason] == 1
+    assert tokens.supervised.sum() == len(recipe(opened("phi4")[1]).encoder.encode(["1.<|im_end|>"])[0])

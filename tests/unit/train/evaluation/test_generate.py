@@ -35,34 +35,34 @@ def slow(built, prompt, count):
 
 
 def test_completions_of_a_padded_batch_come_in_the_order_of_the_prompts(built):
-    found = generate(built.module, PROMPTS, max_new_tokens=6, eos_id=None, pad_id=0)
+    found = generate(built.module, PROMPTS, max_new_tokens=6, stop_ids=(), pad_id=0)
     assert found == [slow(built, prompt, 6) for prompt in PROMPTS]
     assert found[0] == found[3]
 
 
 def test_the_end_token_ends_and_is_left_out(built):
-    whole = generate(built.module, [PROMPTS[0]], max_new_tokens=6, eos_id=None, pad_id=0)[0]
+    whole = generate(built.module, [PROMPTS[0]], max_new_tokens=6, stop_ids=(), pad_id=0)[0]
     end = whole[3]
-    found = generate(built.module, [PROMPTS[0]], max_new_tokens=6, eos_id=end, pad_id=0)[0]
+    found = generate(built.module, [PROMPTS[0]], max_new_tokens=6, stop_ids=(10**6, end), pad_id=0)[0]
     assert found == whole[: whole.index(end)]
 
 
 def test_generation_stops_at_the_models_longest_position(built):
     prompt = [1] * 60
-    assert len(generate(built.module, [prompt], max_new_tokens=50, eos_id=None, pad_id=0)[0]) == 4
-    assert generate(built.module, [[1] * 64], max_new_tokens=5, eos_id=None, pad_id=0) == [[]]
+    assert len(generate(built.module, [prompt], max_new_tokens=50, stop_ids=(), pad_id=0)[0]) == 4
+    assert generate(built.module, [[1] * 64], max_new_tokens=5, stop_ids=(), pad_id=0) == [[]]
 
 
 def test_nothing_to_do(built):
-    assert generate(built.module, [], max_new_tokens=5, eos_id=1, pad_id=0) == []
-    assert len(generate(built.module, [[]], max_new_tokens=2, eos_id=None, pad_id=0)[0]) == 2
+    assert generate(built.module, [], max_new_tokens=5, stop_ids=(1,), pad_id=0) == []
+    assert len(generate(built.module, [[]], max_new_tokens=2, stop_ids=(), pad_id=0)[0]) == 2
 
 
 def test_the_model_is_left_as_it_was(built):
     built = build(spec_of(dtype="bfloat16"))  # in FSDP: its weights are cast
     built.module.train()
     before = built.module.model.config._attn_implementation
-    generate(built.module, PROMPTS, max_new_tokens=2, eos_id=None, pad_id=0)
+    generate(built.module, PROMPTS, max_new_tokens=2, stop_ids=(), pad_id=0)
     assert built.module.training
     assert built.module.model.config._attn_implementation == before == "muster_document"
     held = built.module.model.model.embed_tokens.weight

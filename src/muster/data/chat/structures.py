@@ -24,9 +24,7 @@ from muster.data.chat.traced import Question, Trace, Traced
 _FIRST, _EVERY = 8, 64
 _MOST = 512
 #: What templates do to words.
-_TRIMS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("strip", ()), ("lstrip", ()), ("rstrip", ()), ("strip", ("\n",)), ("lstrip", ("\n",)), ("rstrip", ("\n",)),
-)  # fmt: skip
+_TRIMS = [methodcaller(name, *args) for name in ("strip", "lstrip", "rstrip") for args in ((), ("\n",))]
 _PADDED = ("\n \n{0}\n \n", " \n {0} \n ", '{0}"\\<&\n{0}')
 Render = Callable[[Conversation, Counter[str]], list[ChatText]]
 Trim = Callable[[str], str]
@@ -139,9 +137,8 @@ class Structures:
             skeletons = [_skeleton(text, sentinel) for text in plain]
             padded = [self.render(_with(found, version), Counter()) for version in versions]
             result = [
-                _trimmed(skeleton, versions[0], text.text)
-                for skeleton, text in zip(skeletons, padded[0], strict=True)
-            ]  # fmt: skip
+                _trimmed(skeleton, versions[0], text.text) for skeleton, text in zip(skeletons, padded[0], strict=True)
+            ]
         except (RowRefusal, ValueError):
             return None
         for version, texts in zip([names, *versions], [plain, *padded], strict=True):
@@ -212,7 +209,7 @@ def _skeleton(text: ChatText, sentinel: re.Pattern[str]) -> _Skeleton:
 
 def _trimmed(skeleton: _Skeleton, words: Sequence[str], text: str) -> _Skeleton:
     """With what is done to the words before they are written, seen in a ``text`` of padded ones. Raises ValueError."""
-    trims: list[Trim | None] = [None, *(methodcaller(name, *args) for name, args in _TRIMS)]
+    trims: list[Trim | None] = [None, *_TRIMS]
     pattern = re.escape(skeleton.literals[0])
     for slot, literal in zip(skeleton.slots, skeleton.literals[1:], strict=True):
         forms = [re.escape(_Slot(slot.leaf, trim).words(words)) for trim in trims]

@@ -22,10 +22,8 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 Span = tuple[int, int]
 """Characters [start, end)."""
 #: Filters that ``Traced`` follows; of others nothing is known.
-_FOLLOWED = {
-    "trim", "string", "tojson", "length", "count", "default", "d", "list", "first", "last", "reverse", "replace",
-    "lower", "upper", "items", "selectattr", "rejectattr", "map",
-}  # fmt: skip
+_FOLLOWED = {"trim", "string", "tojson", "length", "count", "default", "d", "list", "first", "last", "reverse", "items"}
+_FOLLOWED |= {"replace", "lower", "upper", "selectattr", "rejectattr", "map"}
 
 
 class TemplateRefusal(Exception):
@@ -98,8 +96,9 @@ class Template:
             lost += [
                 not (isinstance(each.expr, nodes.Const) or isinstance(other.expr, nodes.List | nodes.Tuple))
                 and not is_role(each.expr)
-                for other in each.ops if other.op in ("in", "notin")
-            ]  # fmt: skip
+                for other in each.ops
+                if other.op in ("in", "notin")
+            ]
         return not any(lost)
 
     @cached_property

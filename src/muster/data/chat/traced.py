@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import methodcaller
-from typing import Any
 
 Call = tuple[str, tuple[object, ...]]
 """A method and its arguments."""
@@ -40,7 +39,7 @@ def _question(calls: tuple[Call, ...]) -> Question:
         return steps[0]
 
     def ask(words: str) -> object:
-        result: Any = words
+        result: object = words
         for step in steps:
             result = step(result)
         return result
@@ -91,25 +90,25 @@ def joined(parts: Iterable[str]) -> str:
     return traced if len(parts) == 1 else Traced.of("".join(parts), traced.trace, -1)
 
 
-def _asks(name: str) -> Any:
-    def method(self: Traced, *args: Any) -> Any:
-        answer = getattr(str, name)(self, *args)
+def _asks(name: str) -> Callable[..., object]:
+    def method(self: Traced, *args: object) -> object:
+        answer: object = getattr(str, name)(self, *args)
         self.trace.add(self, name, args, answer)
         return answer
 
     return method
 
 
-def _cuts(name: str) -> Any:
-    def method(self: Traced, *args: Any) -> Any:
+def _cuts(name: str) -> Callable[..., object]:
+    def method(self: Traced, *args: str) -> str:
         self.trace.is_known &= self.leaf >= 0
         return Traced.of(getattr(str, name)(self, *args), self.trace, self.leaf, (*self.trims, (name, args)))
 
     return method
 
 
-def _does(name: str) -> Any:
-    def method(self: Traced, *args: Any, **kwargs: Any) -> Any:
+def _does(name: str) -> Callable[..., object]:
+    def method(self: Traced, *args: object, **kwargs: object) -> object:
         self.trace.is_known = False
         return getattr(str, name)(self, *args, **kwargs)
 

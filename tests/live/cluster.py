@@ -114,7 +114,7 @@ class LiveRun(Watched):
     def start_supervisor(self):
         bind = self.network.bridge if self.network else "127.0.0.1"
         code = (
-            "import sys; from pathlib import Path; from muster.supervise.process.server import Supervisor; "
+            "import sys; from pathlib import Path; from muster.supervise.process.supervisor import Supervisor; "
             "sys.exit(Supervisor(Path(sys.argv[1]), bind=sys.argv[2]).serve())"
         )
         log = open(self.dir / "logs" / "supervisor.log", "a")  # noqa: SIM115 (the child's)

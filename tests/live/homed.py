@@ -30,7 +30,7 @@ from muster.transport.secure_session import read_token
 
 JOB = "job-1"
 SUPERVISE = (
-    "import sys; from pathlib import Path; from muster.supervise.process.server import Supervisor; "
+    "import sys; from pathlib import Path; from muster.supervise.process.supervisor import Supervisor; "
     "sys.exit(Supervisor(Path(sys.argv[1]), job=sys.argv[2]).serve())"
 )
 

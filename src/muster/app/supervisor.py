@@ -19,7 +19,7 @@ from muster.core.errors import MusterError
 from muster.core.resolved_file import DamagedRunFile
 from muster.storage import run_output
 from muster.storage.run_registry import RunDir
-from muster.supervise.process.server import Supervisor
+from muster.supervise.process.supervisor import Supervisor
 from muster.transport.listening import raise_soft_limit
 
 

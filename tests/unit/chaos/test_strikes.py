@@ -16,7 +16,7 @@ from striking import Outcome
 from verdict import Traces, files_left
 
 from muster.core import processes
-from muster.supervise.process.own_limits import OwnLimits
+from muster.supervise.process.limits import OwnLimits
 
 TRIALS = [trials.draw(seed) for seed in range(500)]
 STRUCK = [strike for trial in TRIALS for strike in trial.strikes]
@@ -68,7 +68,7 @@ def test_a_run_may_wait_for_help_if_it_says_so_and_was_struck_so(monkeypatch):
     assert all(words and why for words, why in trials.MAY_WAIT.values())
     said = []
     monkeypatch.setattr(processes, "restore_limits", lambda before: "RLIMIT_NOFILE of process 1 was lowered")
-    OwnLimits(said.append).keep("run-1")
+    OwnLimits(said).keep("run-1")
     struck, other = (
         trials.Trial(1, 1, 0, 1, False, (trials.Strike(1, kind, "supervisor", 0, 0.5),))
         for kind in ("file limit", "kill")

@@ -6,14 +6,15 @@ import time
 import pytest
 from waiting import eventually
 
+from muster.core.clock import SystemClock
 from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.protocol.codec import encode, reader_of
 from muster.protocol.hello import BeatHello
-from muster.protocol.to_supervisor import BEAT_FRAME, FROM_WATCHDOG, GREETING
+from muster.protocol.to_supervisor import BEAT_FRAME, GREETING
 from muster.protocol.version import MINE
-from muster.supervise.process.heartbeats import Heartbeats
+from muster.supervise.process.heartbeats import Heartbeats, read_heartbeat
 from muster.supervise.process.liveness import SECOND_NS, HostLiveness
-from muster.transport.connections import ConnectionPool
+from muster.transport.connections import ConnectionPool, Lost, Received
 from muster.transport.secure_session import Session
 
 TOKEN = b"k" * 32
@@ -24,17 +25,13 @@ class Watched:
 
     def __init__(self, timeout_s=1.0):
         self.gone, self.liveness = [], HostLiveness(timing=HeartbeatTiming(timeout_s))
-        self.pool = ConnectionPool(
-            token=TOKEN,
-            on_accept=lambda peer: peer.expect(reader_of(GREETING), self.hello),
-            on_gone=self.on_gone,
-        )
-        self.heartbeats = Heartbeats(pool=self.pool, liveness=self.liveness, clock_ns=time.monotonic_ns)
+        self.pool = ConnectionPool(token=TOKEN, greeting=reader_of(GREETING), channels={BeatHello: read_heartbeat})
+        self.heartbeats = Heartbeats(pool=self.pool, liveness=self.liveness, clock=SystemClock())
         self.sock = socket.create_connection(self.pool.listen("127.0.0.1"))
         self.session = Session(TOKEN, server=False)
         self.sock.settimeout(0.01)
         while not self.session.ready:
-            self.pool.run_once(0.01)
+            self.serve(0.01)
             try:
                 self.session.frames(self.sock.recv(1 << 16))
             except TimeoutError:
@@ -42,14 +39,16 @@ class Watched:
             self.sock.sendall(self.session.outgoing())
         self.say(encode(BeatHello(version=MINE, host="a", pid=1, every_s=0.25)))
         self.liveness.agent_connected("a", time.monotonic_ns())
-        eventually(lambda: (self.pool.run_once(0.01), self.heartbeats.peers)[1])
+        eventually(lambda: (self.serve(0.01), self.heartbeats.peers)[1])
 
-    def hello(self, peer, hello):
-        self.heartbeats.add(hello.host, peer, every_s=hello.every_s, decode=reader_of(FROM_WATCHDOG))
-
-    def on_gone(self, peer, reason):
-        self.gone.append(reason)
-        self.heartbeats.remove("a", peer)
+    def serve(self, timeout_s):
+        for event in self.pool.poll(timeout_s):
+            match event:
+                case Received(peer=peer, message=BeatHello() as hello):
+                    self.heartbeats.add(hello.host, peer, every_s=hello.every_s)
+                case Lost(peer=peer, reason=reason):
+                    self.gone.append(reason)
+                    self.heartbeats.remove("a", peer)
 
     def say(self, frame):
         self.session.send(frame)
@@ -67,15 +66,15 @@ def watched():
     found.pool.shutdown()
 
 
-def asleep_s(pool, for_s):
+def asleep_s(watched, for_s):
     began = time.monotonic()
-    pool.run_once(for_s)
+    watched.serve(for_s)
     return time.monotonic() - began
 
 
 def test_a_beat_wakes_nobody_and_counts_from_when_it_came(watched):
     watched.say(BEAT_FRAME)
-    assert asleep_s(watched.pool, 0.3) >= 0.29
+    assert asleep_s(watched, 0.3) >= 0.29
     watched.heartbeats.listen()
     assert 0.25 < watched.silent_s() < 0.45, "when it came, not when it was read"
     watched.heartbeats.listen()
@@ -104,14 +103,14 @@ def test_its_end_is_seen_at_once(watched, how):
     if how == "reset":
         watched.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     watched.sock.close()
-    assert asleep_s(watched.pool, 5.0) < 2.0
+    assert asleep_s(watched, 5.0) < 2.0
     assert len(watched.gone) == 1 and watched.heartbeats.peers == {} and not watched.pool.peers
-    assert asleep_s(watched.pool, 0.2) >= 0.19, "and only once"
+    assert asleep_s(watched, 0.2) >= 0.19, "and only once"
 
 
 def test_what_is_no_beat_ends_it(watched):
     watched.say(b'["pong",{"number":1,"mono_ns":1}]')
-    eventually(lambda: (watched.heartbeats.listen(), watched.pool.run_once(0.0), watched.gone)[2])
+    eventually(lambda: (watched.heartbeats.listen(), watched.serve(0.0), watched.gone)[2])
     assert watched.heartbeats.peers == {}
     watched.heartbeats.listen()
 
@@ -119,6 +118,6 @@ def test_what_is_no_beat_ends_it(watched):
 def test_a_forged_frame_is_no_sign_of_life(watched):
     before = watched.liveness.hosts["a"].heartbeat_ns
     watched.sock.sendall(b"\0\0\0\x0b" + b"x" * 16 + BEAT_FRAME)
-    eventually(lambda: (watched.heartbeats.listen(), watched.pool.run_once(0.0), watched.gone)[2])
+    eventually(lambda: (watched.heartbeats.listen(), watched.serve(0.0), watched.gone)[2])
     assert watched.heartbeats.peers == {}
     assert watched.liveness.hosts["a"].heartbeat_ns == before

@@ -23,7 +23,7 @@ from muster.core.event_details.run import ConnectionRefused, RunFinished
 from muster.core.event_details.training import Step
 from muster.core.events import Event
 from muster.storage import run_output
-from muster.supervise.process.server import Supervisor
+from muster.supervise.process.supervisor import Supervisor
 
 #: Of event kinds that are more than information.
 _SEVERITY = {

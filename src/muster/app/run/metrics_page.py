@@ -29,7 +29,7 @@ from muster.report.exposition import CONTENT_TYPE
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir, replace_text
 from muster.supervise.process.run_file import read_run_id, read_spec
-from muster.supervise.process.server import Supervisor
+from muster.supervise.process.supervisor import Supervisor
 from muster.transport.secure_session import run_token, token_for_pages
 
 ADDRESS = "metrics.json"

@@ -36,7 +36,7 @@ from muster.core.typed_json import JsonObject
 from muster.storage import run_secrets
 from muster.supervise.process.limits import LimitsGuard
 from muster.supervise.process.run_file import read_run_id, read_spec
-from muster.supervise.process.server import Supervisor
+from muster.supervise.process.supervisor import Supervisor
 
 LOOK_EVERY_S = 5.0
 #: A program is ended after so long, an answer is waited for so long, and a server is asked again so often.

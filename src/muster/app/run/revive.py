@@ -19,7 +19,7 @@ from muster.core.event_details.run import RunEnding, RunFinished, RunWaiting, St
 from muster.core.events import Event
 from muster.core.types import JobHandle
 from muster.supervise.process.run_file import read_run_id, read_spec
-from muster.supervise.process.server import Supervisor
+from muster.supervise.process.supervisor import Supervisor
 
 #: How often one looks while the run waits: an agent whose keeper was killed takes a moment to end.
 LOOK_S = 1.0

@@ -19,7 +19,7 @@ from muster.core.event_log import EventReader
 from muster.core.events import Event
 from muster.health.machine.fleet import taking_out
 from muster.supervise.process.run_file import read_run_id, read_spec
-from muster.supervise.process.server import Supervisor
+from muster.supervise.process.supervisor import Supervisor
 
 #: What costs a machine its place; a GPU that a reset heals does not.
 VERDICTS = ("drain", "replace")

@@ -26,7 +26,7 @@ from muster.core import processes
 from muster.core.errors import ConflictError, UsageError
 from muster.core.types import JobHandle
 from muster.storage.run_registry import RunDir
-from muster.supervise.process.server import HANGUP, Supervisor
+from muster.supervise.process.supervisor import HANGUP, Supervisor
 from muster.transport.listening import raise_soft_limit
 
 #: What agents get to leave after the run has ended, before they are made to: a tracker that is away holds one for

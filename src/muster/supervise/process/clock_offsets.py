@@ -14,8 +14,9 @@ AGAIN_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """Add ``offset_ns`` to the host's monotonic clock; ``error_ns``: its greatest error."""
+    """Of ``host``: add ``offset_ns`` to its monotonic clock; ``error_ns``: its greatest error."""
 
+    host: str
     offset_ns: int
     error_ns: int
     at_ns: int
@@ -35,17 +36,17 @@ class ClockOffsets:
         self._asked[self._number] = (host, now_ns)
         return Ping(number=self._number)
 
-    def pong(self, message: Pong, now_ns: int) -> tuple[str, Offset] | None:
-        """The host and its offset; None where it adds nothing to what is logged."""
+    def pong(self, message: Pong, now_ns: int) -> Offset | None:
+        """The host's offset; None where it adds nothing to what is logged."""
         host, sent_ns = self._asked.pop(message.number, ("", 0))
         if not host:
             return None
         half_ns = (now_ns - sent_ns) // 2  # half the round trip is the greatest error (Cristian 1989)
-        offset = Offset(offset_ns=sent_ns + half_ns - message.mono_ns, error_ns=half_ns, at_ns=now_ns)
+        offset = Offset(host=host, offset_ns=sent_ns + half_ns - message.mono_ns, error_ns=half_ns, at_ns=now_ns)
         if not self._is_news(offset, self._logged.get(host)):
             return None
         self._logged[host] = offset
-        return host, offset
+        return offset
 
     def _is_news(self, offset: Offset, logged: Offset | None) -> bool:
         """Whether it has certainly changed, is known much better, or was not logged for long."""

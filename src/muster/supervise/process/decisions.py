@@ -9,11 +9,13 @@ lease, heartbeats and the log go on meanwhile. All of it waits as well while nob
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from muster.core.event_details.training import Step
 from muster.core.event_log import SEAL_TIMEOUT_S
+from muster.core.protocols import Clock
 from muster.protocol.values import RankEvent
 from muster.supervise.recovery.inputs import SECOND_NS, Effect, End, FromHost, Input, Log, Send, Tick
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
@@ -26,20 +28,32 @@ RETRY_S, LOOK_S = 1.0, 0.1
 MOST_WAITING = 10_000
 
 
-@dataclass(kw_only=True)
+class EffectHandler(Protocol):
+    """Carries effects out (``world.World``)."""
+
+    def append(self, effect: Log) -> None:
+        """Log it."""
+
+    def sync(self, timeout_s: float) -> str | None:
+        """Make what was logged durable, within so many seconds; None once it is, else why it is not yet."""
+
+    def act(self, effect: Send | End) -> None:
+        """Send the message, or end the run."""
+
+    def doubt(self) -> str | None:
+        """Why nothing may be decided or sent now; None: it may. Costs little."""
+
+    def note(self, text: str) -> None:
+        """Log a message for people."""
+
+
+@dataclass
 class Decisions:
     """Gives inputs to the state machine and carries out what it answers."""
 
-    machine: Callable[[], RecoveryStateMachine]
-    append: Callable[[Log], None]
-    sync: Callable[[float], str | None]
-    """Makes what was logged durable, within so many seconds; None once it is, else why it is not yet."""
-    act: Callable[[Send | End], None]
-    note: Callable[[str], None]
-    """Logs a message for people."""
-    clock_ns: Callable[[], int]
-    doubt: Callable[[], str | None] = lambda: None
-    """Why nothing may be decided or sent now; None: it may. Costs little."""
+    machine: RecoveryStateMachine
+    world: EffectHandler
+    clock: Clock
     trouble: str | None = None
     """Why effects wait; None: none does."""
     _decided: bool = False
@@ -53,11 +67,11 @@ class Decisions:
     @property
     def deadline_ns(self) -> int | None:
         """When ``tend`` has something to do, if no input comes before."""
-        return self.machine().deadline_ns if self.trouble is None else self._retry_ns
+        return self.machine.deadline_ns if self.trouble is None else self._retry_ns
 
     def start(self) -> None:
         """The first effects, before any input."""
-        self._carry_out(self.machine().start(self.clock_ns()))
+        self._carry_out(self.machine.start(self.clock.monotonic_ns()))
 
     def give(self, given: Input) -> None:
         """Have the state machine answer ``given``, now or once earlier decisions are carried out."""
@@ -67,11 +81,11 @@ class Decisions:
                 self._inputs = deque(_without_old_steps(self._inputs))
                 self._most = max(MOST_WAITING, 2 * len(self._inputs))
             return
-        self._carry_out(self.machine().handle(given, self.clock_ns()))
+        self._carry_out(self.machine.handle(given, self.clock.monotonic_ns()))
 
     def tend(self) -> None:
         """At ``deadline_ns``: tell the state machine, or try again what waits."""
-        if self.deadline_ns is None or self.clock_ns() < self.deadline_ns:
+        if self.deadline_ns is None or self.clock.monotonic_ns() < self.deadline_ns:
             return
         if self.trouble is None:
             self.give(Tick())
@@ -82,33 +96,33 @@ class Decisions:
 
     def _waits(self) -> bool:
         """Whether nothing may be decided now."""
-        if self.trouble is None and (reason := self.doubt()) is not None:
+        if self.trouble is None and (reason := self.world.doubt()) is not None:
             self._begin_to_wait(reason)
         return self.trouble is not None
 
     def _begin_to_wait(self, reason: str) -> None:
-        self.trouble, self._since_ns = reason, self.clock_ns()
+        self.trouble, self._since_ns = reason, self.clock.monotonic_ns()
         self._retry_ns = self._since_ns + int(RETRY_S * SECOND_NS)
-        self.note(f"the run's home cannot be written ({reason}): decisions wait until it can")
+        self.world.note(f"the run's home cannot be written ({reason}): decisions wait until it can")
 
     def _release(self) -> None:
-        held_ns = self.clock_ns() - self._since_ns
-        self.machine().postpone(held_ns)  # nobody was told anything: nobody is late
-        self.note(f"the run's home can be written again: decisions waited {held_ns / SECOND_NS:.1f} s for it")
+        held_ns = self.clock.monotonic_ns() - self._since_ns
+        self.machine.postpone(held_ns)  # Nothing was sent while waiting, so no deadline has passed.
+        self.world.note(f"the run's home can be written again: decisions waited {held_ns / SECOND_NS:.1f} s for it")
         effects, self._effects = list(self._effects), deque()
         self._carry_out(effects)
         while self._inputs and not self._waits():
-            self._carry_out(self.machine().handle(self._inputs.popleft(), self.clock_ns()))
+            self._carry_out(self.machine.handle(self._inputs.popleft(), self.clock.monotonic_ns()))
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Log):
-                self.append(effect)
+                self.world.append(effect)
                 self._decided |= effect.sync
             elif self.trouble is not None or (self._decided and not self._durable()):
                 self._effects.append(effect)
             else:
-                self.act(effect)
+                self.world.act(effect)
         if self._decided and self.trouble is None:
             self._durable()
 
@@ -121,11 +135,11 @@ class Decisions:
         return False
 
     def _sync(self, timeout_s: float) -> str | None:
-        reason = self.doubt() or self.sync(timeout_s)
+        reason = self.world.doubt() or self.world.sync(timeout_s)
         if reason is None:
             self._decided = False
         else:
-            self._retry_ns = self.clock_ns() + int(RETRY_S * SECOND_NS)
+            self._retry_ns = self.clock.monotonic_ns() + int(RETRY_S * SECOND_NS)
         return reason
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from muster.protocol.to_supervisor import BEAT_FRAME, Beat
+from muster.core.protocols import Clock
+from muster.protocol.codec import reader_of
+from muster.protocol.to_supervisor import BEAT_FRAME, FROM_WATCHDOG, Beat
 from muster.supervise.process.liveness import SECOND_NS, HostLiveness
 from muster.transport.connections import Connection, ConnectionPool
+
+_BEAT, _decode = Beat(), reader_of(FROM_WATCHDOG)
+
+
+def read_heartbeat(frame: bytes) -> Beat:
+    """A watchdog's frame; nearly all are alike, and are not decoded. Raises Unreadable."""
+    return _BEAT if frame == BEAT_FRAME else _decode(frame)
 
 
 @dataclass(kw_only=True)
@@ -16,15 +24,13 @@ class Heartbeats:
 
     pool: ConnectionPool
     liveness: HostLiveness
-    clock_ns: Callable[[], int]
+    clock: Clock
     peers: dict[str, Connection] = field(default_factory=dict)
 
-    def add(self, host: str, peer: Connection, *, every_s: float, decode: Callable[[bytes], Beat]) -> None:
+    def add(self, host: str, peer: Connection, *, every_s: float) -> None:
         """A watchdog has connected, and beats from now on."""
-        beat = Beat()
-        peer.expect(lambda data: beat if data == BEAT_FRAME else decode(data))
         self.peers[host] = peer
-        self.liveness.watchdog_connected(host, self.clock_ns(), every_s=every_s)
+        self.liveness.watchdog_connected(host, self.clock.monotonic_ns(), every_s=every_s)
         self.pool.leave(peer)
 
     def listen_to_silent(self, now_ns: int) -> None:
@@ -41,7 +47,7 @@ class Heartbeats:
         """It is closed."""
         if self.peers.get(host) is peer:
             del self.peers[host]
-            self.liveness.watchdog_disconnected(host, self.clock_ns())
+            self.liveness.watchdog_disconnected(host, self.clock.monotonic_ns())
 
     def _collect(self, host: str) -> None:
         peer = self.peers.get(host)
@@ -49,6 +55,6 @@ class Heartbeats:
             return
         ago_s = self.pool.collect(peer)
         if ago_s is not None:
-            self.liveness.heartbeat(host, self.clock_ns() - int(ago_s * SECOND_NS))
+            self.liveness.heartbeat(host, self.clock.monotonic_ns() - int(ago_s * SECOND_NS))
         if peer.closed:
             self.remove(host, peer)

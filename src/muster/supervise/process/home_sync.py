@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -149,7 +150,7 @@ class SupervisorHome:
         if finished is None or finished.exit_code == AGAIN:  # the same JobSet may go on after a preemption
             return None
         end = End(exit_code=finished.exit_code, outcome=finished.outcome, reason=finished.reason)
-        if not self._until(lambda: self._put_end(end)):
+        if not self._until(functools.partial(self._put_end, end)):
             raise BackendError(
                 f"{self.home.uri_of(END)} cannot be written: the run has ended", hint="it is tried again"
             )
@@ -190,10 +191,15 @@ class SupervisorHome:
         """When the status is to be written next, in ``phase``."""
         return self._reporter.due_ns(phase) if self._reporter is not None else None
 
-    def report(self, make: Callable[[], SupervisorStatus], phase: str) -> None:
-        """Have the status written, if it is due. Never blocks."""
-        if self._reporter is not None and self.clock.monotonic_ns() >= self._reporter.due_ns(phase):
-            self._reporter.offer(self._status(make()), phase)
+    def report_is_due(self, phase: str) -> bool:
+        """Whether it is to be written now."""
+        due_ns = self.report_ns(phase)
+        return due_ns is not None and self.clock.monotonic_ns() >= due_ns
+
+    def report(self, status: SupervisorStatus, phase: str) -> None:
+        """Have the status written. Never blocks."""
+        if self._reporter is not None:
+            self._reporter.offer(self._status(status), phase)
 
     def heads(self, run_id: str) -> Mapping[str, str]:
         """Of every event file, as far as it is sealed; empty where the home does not answer."""
@@ -236,7 +242,7 @@ class SupervisorHome:
         if self.home.is_folder:
             self.lease.give_back()
             return
-        known = self._declared or self._until(lambda: self._put_end(end))
+        known = self._declared or self._until(functools.partial(self._put_end, end))
         if self._sync is not None:
             shipping = threading.Thread(target=self._sync.stop, args=(END_S,), daemon=True)
             shipping.start()

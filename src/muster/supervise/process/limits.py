@@ -1,15 +1,21 @@
 """``limits`` of the run file: when a run has to stop because of them. A fold over events, and a timer for it.
 
+At the end of the file: resource limits of the supervisor's own process.
+
 Hours and dollars count from purchase to release of hosts, over all terms of the supervisor: the same spans as the
 ledger's. Time between two lives of a run, in which it holds no host, is free and is not counted.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from muster.config.spec import Limits
+from muster.core import processes
 from muster.core.event_details.hosts import HostAllocated, HostReleased
 from muster.core.events import Event
 from muster.core.protocols import Clock
@@ -18,6 +24,8 @@ SECOND_NS = 1_000_000_000
 HOUR_NS = 3600 * SECOND_NS
 #: To meet a limit with its save done, a run stops earlier: by the grace time, at most this share of the limit.
 EARLIER_SHARE = 0.1
+#: A resource limit that cannot be restored is logged again this often.
+AGAIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,3 +147,26 @@ class LimitsTimer:
     def _steady_wall_ns(self) -> int:
         """Wall time by a clock that is never stepped: a stepped wall clock must not change hours and dollars."""
         return self.clock.monotonic_ns() + self._wall_ahead_ns
+
+
+@dataclass
+class OwnLimits:
+    """This process's resource limits, as they were when this was made. ``keep`` may be called from any thread."""
+
+    notes: deque[str]
+    """Messages for people."""
+    now_s: Callable[[], float] = time.monotonic
+    _before: Mapping[int, tuple[int, int]] = field(default_factory=processes.limits)
+    _said: str = ""
+    _said_s: float = 0.0
+
+    def keep(self, run: str) -> None:
+        """Raise what somebody lowered (``prlimit``): without descriptors no host connects and none is started again."""
+        low = processes.restore_limits(self._before)
+        if low and (low != self._said or self.now_s() - self._said_s >= AGAIN_S):
+            self._said_s = self.now_s()
+            self.notes.append(
+                f"{low}, and this process may not raise it: hosts may be unable to connect or to be started again "
+                f"until root does (prlimit --pid); muster down {run}, then muster recover {run} starts everything anew"
+            )
+        self._said = low

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from muster.config.spec import RunSpec
@@ -27,28 +26,28 @@ def read_spec(run_dir: Path) -> RunSpec:
     return RunSpec.model_validate_json(resolved_file.read(run_dir))
 
 
-def mend(run_dir: Path, spec: RunSpec, say: Callable[[str], None]) -> None:
-    """Write ``resolved.json`` anew where it is damaged or gone, and ``say`` so: ``spec`` is what it holds.
+def repair(run_dir: Path, spec: RunSpec) -> str | None:
+    """Write ``resolved.json`` again from ``spec`` where it is damaged or gone; returns what was wrong.
 
-    A disk that does not answer, or takes nothing, is no damage: the next look finds out.
+    A disk that does not answer, or takes nothing, is no damage: the next call finds out.
     """
     try:
         resolved_file.read(run_dir)
-        return
+        return None
     except DamagedRunFile as error:
         found = f"{error} (kept as {resolved_file.DAMAGED})"
     except FileNotFoundError:
         found = f"{run_dir / resolved_file.NAME} is gone"
     except OSError:
-        return
+        return None
     if not (run_dir / "job.json").exists():  # not the file but the folder, or its disk, is away
-        return
+        return None
     try:
         resolved_file.set_aside(run_dir)
         resolved_file.write(run_dir, spec.model_dump_json(indent=1) + "\n")
     except OSError:
-        return
-    say(f"{found}: it was written anew from what this supervisor holds")
+        return None
+    return f"{found}: it was written anew from what this supervisor holds"
 
 
 def corrected(run_dir: Path, run_id: str) -> tuple[RunSpec, RestartRequest]:

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 from fakes.objects import Objects
@@ -29,26 +28,28 @@ class HomedCluster(Cluster):
     noted: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        self.decisions = Decisions(
-            machine=lambda: self.machine,
-            append=self._append,
-            sync=self._sync,
-            act=self._act,
-            note=self.noted.append,
-            clock_ns=lambda: self.now_ns,
-        )
+        self.decisions = Decisions(self.machine, self, self)
 
-    def _append(self, effect):
+    def monotonic_ns(self):
+        return self.now_ns
+
+    def doubt(self):
+        return None
+
+    def note(self, text):
+        self.noted.append(text)
+
+    def append(self, effect):
         self.log.append((self.now_s, effect))
 
-    def _sync(self, _timeout_s):
+    def sync(self, _timeout_s):
         if any(begin <= self.now_s < end for begin, end in self.down):
             return "503"
         self.syncs.append(self.now_s)
         self.durable = len(self.log)
         return None
 
-    def _act(self, effect):
+    def act(self, effect):
         lost = [log.kind for _, log in self.log[self.durable :] if log.sync]
         assert not lost, f"{effect} before {lost} was durable"
         if isinstance(effect, End):
@@ -118,13 +119,13 @@ def test_a_recovery_in_a_bucket_makes_two_requests_more_than_in_a_folder(fault, 
     requests = []
 
     def append(effect):
-        found._append(effect)
+        HomedCluster.append(found, effect)
         log.append("run.message", detail={"text": effect.kind})
         if effect.kind in ("incident.detected", "incident.resolved"):
             requests.append(store.requests)
 
-    found.decisions.append = append
-    found.decisions.sync = lambda timeout_s: found._sync(timeout_s) or (None if log.sync() else log.unsealed)
+    found.append = append
+    found.sync = lambda timeout_s: HomedCluster.sync(found, timeout_s) or (None if log.sync() else log.unsealed)
     found.at(10.0, lambda: fault(found))
     assert found.run().exit_code == 0
     before, after = requests
@@ -186,61 +187,72 @@ def test_random_faults_under_a_home_that_comes_and_goes():
         check_invariants(found)
 
 
+@dataclass
+class Outside:
+    """A machine that answers nothing, its clock, and the world that its decisions are carried out in."""
+
+    handled: list[object] = field(default_factory=list)
+    noted: list[str] = field(default_factory=list)
+    now_ns: int = 0
+    unsynced: str | None = None
+    """Why nothing can be made durable."""
+    reason: str | None = None
+    """Why nothing may be decided."""
+    deadline_ns: None = None
+
+    def handle(self, given, _now_ns):
+        self.handled.append(given)
+        return []
+
+    def monotonic_ns(self):
+        return self.now_ns
+
+    def postpone(self, by_ns):
+        self.handled.append(by_ns)
+
+    def append(self, _effect):
+        pass
+
+    def sync(self, _timeout_s):
+        return self.unsynced
+
+    def act(self, effect):
+        self.handled.append(effect)
+
+    def doubt(self):
+        return self.reason
+
+    def note(self, text):
+        self.noted.append(text)
+
+
 def test_inputs_wait_in_their_order():
-    answers = []
-
-    class Machine:
-        deadline_ns = None
-
-        def handle(self, given, now_ns):
-            answers.append(given)
-            return []
-
-        def postpone(self, by_ns):
-            answers.append(by_ns)
-
-    now = [0]
-    reason = ["down"]
-    decisions = Decisions(
-        machine=Machine, append=lambda log: None, sync=lambda timeout_s: reason[0], act=answers.append,
-        note=lambda text: None, clock_ns=lambda: now[0],
-    )  # fmt: skip
+    outside = Outside(unsynced="down")
+    decisions = Decisions(outside, outside, outside)
     decisions._decided = True
     decisions._carry_out([End(exit_code=0, outcome="succeeded", reason="")])
     decisions.give("first")
     decisions.give("second")
-    now[0] = 500_000_000
+    outside.now_ns = 500_000_000
     decisions.tend()
-    assert not answers, "tried again only after a second"
-    now[0], reason[0] = 3 * SECOND_NS, None
+    assert not outside.handled, "tried again only after a second"
+    outside.now_ns, outside.unsynced = 3 * SECOND_NS, None
     decisions.tend()
-    assert answers[0] == 3 * SECOND_NS and isinstance(answers[1], End) and answers[2:] == ["first", "second"]
-
-
-def held_back(reason):
-    """Decisions of a machine that answers nothing, and what it was given."""
-    handled, noted, now = [], [], [0]
-    machine = SimpleNamespace(
-        deadline_ns=None, handle=lambda given, now_ns: handled.append(given) or [], postpone=lambda by_ns: None
-    )
-    found = Decisions(
-        machine=lambda: machine, append=lambda log: None, sync=lambda timeout_s: None, act=handled.append,
-        note=noted.append, clock_ns=lambda: now[0], doubt=lambda: reason[0],
-    )  # fmt: skip
-    return found, handled, noted, now
+    postponed, end, *given = outside.handled
+    assert postponed == 3 * SECOND_NS and isinstance(end, End) and given == ["first", "second"]
 
 
 def test_who_cannot_show_the_lease_decides_nothing_and_goes_on_once_it_can():
-    reason = ["503"]
-    decisions, handled, noted, now = held_back(reason)
+    outside = Outside(reason="503")
+    decisions = Decisions(outside, outside, outside)
     decisions.give("first")
-    now[0] = 20 * SECOND_NS
+    outside.now_ns = 20 * SECOND_NS
     decisions.tend()
     decisions.give("second")
-    assert not handled and len(noted) == 1 and "503" in noted[0]
-    now[0], reason[0] = 40 * SECOND_NS, None
+    assert not outside.handled and len(outside.noted) == 1 and "503" in outside.noted[0]
+    outside.now_ns, outside.reason = 40 * SECOND_NS, None
     decisions.tend()
-    assert handled == ["first", "second"] and "40.0 s" in noted[1]
+    assert outside.handled == [40 * SECOND_NS, "first", "second"] and "40.0 s" in outside.noted[1]
 
 
 def step(number, rank=0):
@@ -252,8 +264,8 @@ def step(number, rank=0):
 
 def test_days_of_steps_that_wait_take_no_memory_and_nothing_that_decides_is_dropped(monkeypatch):
     monkeypatch.setattr("muster.supervise.process.decisions.MOST_WAITING", 50)
-    reason = ["503"]
-    decisions, handled, _, now = held_back(reason)
+    outside = Outside(reason="503")
+    decisions = Decisions(outside, outside, outside)
     decisions._most = 50
     for number in range(1000):
         decisions.give(step(number))
@@ -261,9 +273,9 @@ def test_days_of_steps_that_wait_take_no_memory_and_nothing_that_decides_is_drop
         if number % 100 == 0:
             decisions.give(f"decides {number}")
         assert len(decisions._inputs) <= 51
-    now[0], reason[0] = 2 * SECOND_NS, None
+    outside.now_ns, outside.reason = 2 * SECOND_NS, None
     decisions.tend()
-    assert [given for given in handled if isinstance(given, str)] == [
+    assert [given for given in outside.handled if isinstance(given, str)] == [
         f"decides {number}" for number in range(0, 1000, 100)
     ]
-    assert handled[-2:] == [step(999), step(999, rank=1)]
+    assert outside.handled[-2:] == [step(999), step(999, rank=1)]

@@ -2,6 +2,7 @@
 
 import errno
 import signal
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,13 @@ from muster.core import resolved_file
 from muster.core.errors import ConflictError
 from muster.core.event_log import EventLog, check_directory, read
 from muster.protocol.client import RestartRun
+from muster.supervise.process.loop import SupervisorLoop
+from muster.supervise.process.supervisor import Supervisor
 from muster.supervise.recovery.inputs import End, Log, RestartRequest, Tick
 from muster.supervise.recovery.phases import Held
+from muster.transport.connections import ConnectionPool
+
+TOKEN = b"t" * 32
 
 
 @pytest.fixture
@@ -25,27 +31,26 @@ def supervisor(tmp_path):
 
 def test_a_deposed_supervisor_acts_on_nothing(supervisor):
     handled = []
-    supervisor.machine = SimpleNamespace(handle=lambda *given: handled.append(given))
+    supervisor.term.decisions.machine = SimpleNamespace(handle=lambda *given: handled.append(given))
 
     def deposed():
         raise ConflictError("another supervisor took the lease")
 
-    supervisor.lease = SimpleNamespace(hold=deposed)
+    supervisor.term.world.home.lease = SimpleNamespace(hold=deposed)
     with pytest.raises(ConflictError):
-        supervisor._handle(Tick())
-    assert not handled and not supervisor.pool.sent
+        supervisor.term.decisions.give(Tick())
+    assert not handled and not supervisor.term.world.pool.sent
 
 
 def test_the_end_is_known_before_agents_are_waited_for(supervisor):
     """A supervisor that is killed while it waits leaves a run that has ended."""
     happened = []
-    supervisor.result = End(exit_code=0, outcome="succeeded", reason="done")
-    supervisor.agents = {"host-0": None}
-    supervisor.lease = SimpleNamespace(hold=lambda: None, renew=lambda: True, repairs=[])
-    supervisor.pool.run_once = lambda timeout_s: (happened.append("wait"), supervisor.agents.clear())
-    supervisor.home.declare = lambda end: happened.append(end.reason)
-    supervisor.home.finish = lambda log, end, status: happened.append("finish")
-    supervisor._shutdown()
+    supervisor.term.world.agents["host-0"] = None
+    world = supervisor.term.world
+    world.pool.poll = lambda timeout_s: (happened.append("wait"), world.agents.clear(), ())[-1]
+    supervisor.term.world.home.declare = lambda end: happened.append(end.reason)
+    supervisor.term.world.home.finish = lambda log, end, status: happened.append("finish")
+    supervisor.shut_down(End(exit_code=0, outcome="succeeded", reason="done"))
     assert happened == ["done", "wait", "finish"]
 
 
@@ -67,17 +72,17 @@ class FullDisk:
 
 
 def test_a_full_disk_neither_ends_the_supervisor_nor_breaks_its_log(supervisor, tmp_path):
-    supervisor.journal.say("before")
-    supervisor.journal.log._file = disk = FullDisk(supervisor.journal.log._file, 50)
+    supervisor.term.world.journal.say("before")
+    supervisor.term.world.journal.log._file = disk = FullDisk(supervisor.term.world.journal.log._file, 50)
     for number in range(5):
-        supervisor.journal.say(f"full {number}")
-        supervisor.journal.log.sync()
-        supervisor.journal.tend()
-    assert supervisor.journal.log.trouble == "No space left on device"
+        supervisor.term.world.journal.say(f"full {number}")
+        supervisor.term.world.journal.log.sync()
+        supervisor.term.world.journal.tend()
+    assert supervisor.term.world.journal.log.trouble == "No space left on device"
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["before"], "a torn end is left out"
     assert check_directory(tmp_path / "events", run_id="r")["supervisor.1.jsonl"].problem is None
     disk.room = 10**6
-    supervisor.journal.tend()
+    supervisor.term.world.journal.tend()
     texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
     assert texts[:6] == ["before", *(f"full {number}" for number in range(5))]
     assert "it is complete again" in texts[6] and "No space left" in texts[6]
@@ -99,18 +104,19 @@ def test_a_writer_killed_on_a_full_disk_leaves_a_file_that_its_successor_goes_on
 def corrected(supervisor, **recovery):
     of = spec(hosts=1, recovery={"keep_hosts_after_failure_s": 60.0, "heartbeat_timeout_s": 9.0, **recovery})
     of = of.model_copy(update={"limits": of.limits.model_copy(update={"max_hours": 2.0})})
-    (supervisor.run_dir / "resolved.json").write_text(of.model_dump_json())
+    (supervisor.term.world.run_dir / "resolved.json").write_text(of.model_dump_json())
 
 
 def test_a_corrected_file_brings_its_policy_times_and_limits(supervisor):
-    supervisor.machine.state.phase = Held(exit_code=1, reason="bad")
-    supervisor.limits.asked = True
+    supervisor.term.world.machine.state.phase = Held(exit_code=1, reason="bad")
+    supervisor.term.limits.asked = True
     corrected(supervisor, policy="none")
     supervisor._from_client(None, RestartRun())
-    (order,) = supervisor._pending
+    (order,) = supervisor.pending
     assert isinstance(order, RestartRequest) and type(order.policy).__name__ == "NoRecovery"
-    assert supervisor.liveness.timing.timeout_s == 9.0 and supervisor.limits.guard.limits.max_hours == 2.0
-    assert not supervisor.limits.asked
+    assert supervisor.term.heartbeats.liveness.timing.timeout_s == 9.0
+    assert supervisor.term.limits.guard.limits.max_hours == 2.0
+    assert not supervisor.term.limits.asked
 
 
 def texts(folder):
@@ -128,27 +134,27 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_run_file_is_written_anew_before_an_attempt_begins(supervisor, tmp_path, harm):
-    held = supervisor.machine.settings.spec
+    held = supervisor.term.world.machine.settings.spec
     (tmp_path / "job.json").write_text("{}")
     resolved_file.write(tmp_path, held.model_dump_json(indent=1) + "\n")
     whole = (tmp_path / "resolved.json").read_bytes()
-    supervisor._log_decided(BEGINS)
+    supervisor.term.world.append(BEGINS)
     assert not texts(tmp_path), "there is nothing to mend"
     HARMS[harm](tmp_path / "resolved.json")
-    supervisor._log_decided(WAITS)
+    supervisor.term.world.append(WAITS)
     assert not texts(tmp_path)
-    supervisor._log_decided(BEGINS)
+    supervisor.term.world.append(BEGINS)
     assert (tmp_path / "resolved.json").read_bytes() == whole
     assert (tmp_path / "resolved.json.damaged").exists() == (harm != "gone")
     (text,) = texts(tmp_path)
     assert ("is gone" if harm == "gone" else "is damaged") in text and "written anew" in text
-    supervisor._log_decided(BEGINS)
+    supervisor.term.world.append(BEGINS)
     assert len(texts(tmp_path)) == 1
 
 
 def test_nothing_is_written_where_the_whole_folder_is_away(supervisor, tmp_path):
     (tmp_path / "resolved.json").unlink()
-    supervisor._log_decided(BEGINS)
+    supervisor.term.world.append(BEGINS)
     assert not (tmp_path / "resolved.json").exists() and not texts(tmp_path)
 
 
@@ -156,42 +162,70 @@ def test_what_a_restart_wrote_is_no_damage(supervisor, tmp_path):
     (tmp_path / "job.json").write_text("{}")
     corrected(supervisor)
     before = (tmp_path / "resolved.json").read_bytes()
-    supervisor._log_decided(BEGINS)
+    supervisor.term.world.append(BEGINS)
     assert (tmp_path / "resolved.json").read_bytes() == before and not texts(tmp_path)
 
 
 def test_a_corrected_file_with_a_broken_policy_leaves_the_run_held(supervisor, tmp_path):
-    supervisor.machine.state.phase = Held(exit_code=1, reason="bad")
+    supervisor.term.world.machine.state.phase = Held(exit_code=1, reason="bad")
     policy = tmp_path / "mine.py"
     policy.write_text("raise RuntimeError('oops')\n")
     corrected(supervisor, policy=str(policy))
     supervisor._from_client(None, RestartRun())
-    assert supervisor._pending == [] and supervisor.liveness.timing.timeout_s == 3.0
+    assert not supervisor.pending and supervisor.term.heartbeats.liveness.timing.timeout_s == 3.0
     texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
     assert any("not restarted" in text and "oops" in text for text in texts)
 
 
-def test_a_closed_terminal_ends_nothing_and_the_log_says_what_does(supervisor, tmp_path):
-    supervisor.run_id = "r"
-    supervisor._on_signal(signal.SIGHUP)
-    supervisor.detached("stdout takes no more (Input/output error)")  # the same terminal
-    supervisor.journal.tend()
-    assert supervisor._pending == []
-    texts = [event.detail["text"] for _, event in read(tmp_path / "events")]
-    assert texts == ["its terminal was closed (SIGHUP): the run goes on; muster stop r ends it"]
-    supervisor._on_signal(signal.SIGINT)
-    assert [order.exit_code for order in supervisor._pending] == [130]
+@pytest.mark.parametrize(
+    ("ignore_term", "codes"), [(False, [130, 75]), (True, [130])], ids=["terminal", "scheduler tells by a message"]
+)
+def test_a_closed_terminal_ends_nothing_and_the_log_says_what_does(tmp_path, ignore_term, codes):
+    process = Supervisor(run_dir=tmp_path, ignore_term=ignore_term)
+    process.run_id = "r"
+    process._on_signal(signal.SIGHUP, None)
+    process.detached("stdout takes no more (Input/output error)")  # the same terminal
+    assert not process._requests
+    assert list(process._notes) == ["its terminal was closed (SIGHUP): the run goes on; muster stop r ends it"]
+    process._on_signal(signal.SIGINT, None)
+    process._on_signal(signal.SIGTERM, None)
+    assert [order.exit_code for order in process._requests] == codes
+
+
+def test_notes_of_other_threads_are_logged(supervisor, tmp_path):
+    supervisor.term.world.journal.notes.append("a note")
+    supervisor.term.world.journal.tend()
+    assert texts(tmp_path) == ["a note"]
+
+
+def test_what_is_queued_is_not_sent_once_the_lease_is_lost(supervisor, tmp_path, monkeypatch):
+    """A successor has acted meanwhile: an order that a peer had no room for is stale."""
+    ours, theirs = socket.socketpair()
+    pool = supervisor.term.world.pool = ConnectionPool(token=TOKEN)
+    pool.adopt(ours, server=True).pending += b"an order"
+
+    def lost(_loop):
+        raise ConflictError("the lease was taken from us")
+
+    (tmp_path / "job.json").write_text('{"run_id": "r"}')
+    monkeypatch.setattr("muster.supervise.process.supervisor.open_term", lambda *_, **__: supervisor.term)
+    monkeypatch.setattr(SupervisorLoop, "run", lost)
+    with theirs:
+        with pytest.raises(ConflictError):
+            Supervisor(run_dir=tmp_path).serve()
+        assert b"an order" not in theirs.recv(1 << 16)
 
 
 def test_no_host_is_judged_between_listening_and_its_deadline(supervisor):
     """The deadline comes while the supervisor looks: what lies in the watchdog's socket counts all the same."""
     times = iter(range(10**12 + 2_999_999_998, 10**12 + 3_000_000_100))
-    supervisor.clock = SimpleNamespace(monotonic_ns=lambda: next(times))
-    supervisor.liveness.agent_connected("a", 10**12)
-    supervisor.liveness.watchdog_connected("a", 10**12)
+    supervisor.term.clock.monotonic_ns = lambda: next(times)
+    heartbeats = supervisor.term.heartbeats
+    heartbeats.liveness.agent_connected("a", 10**12)
+    heartbeats.liveness.watchdog_connected("a", 10**12)
     heard = []
-    supervisor.heartbeats.listen_to_silent = lambda now_ns: heard.extend(supervisor.liveness.silent(now_ns))
-    supervisor._handle = lambda given: heard.append(given)
+    heartbeats.listen_to_silent = lambda now_ns: heard.extend(heartbeats.liveness.silent(now_ns))
+    supervisor.term.decisions.give = heard.append
     while not heard:
         supervisor._check_liveness()
     assert heard[0] == "a", "listened to before it is given up"

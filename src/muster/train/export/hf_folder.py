@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ from muster.train.export.sources import (
 )
 from muster.train.model import lora, weights
 from muster.train.model.causal_lm import DTYPES, on_meta
+from muster.train.model.conversion import Made, View, plan_publishing
 
 #: Largest safetensors file, as in transformers.
 MAX_FILE_BYTES = 5_000_000_000
@@ -169,17 +171,25 @@ def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tup
     transient = weights.transient_buffers(sources.model)
     buffers = {name: tuple(b.shape) for name, b in sources.model.named_buffers() if name not in transient}
     makers = {name: maker_of(name, sources) for name in shapes} | {name: stored(name, sources) for name in buffers}
+    made = lru_cache(1)(lambda name: makers[name]())  # one that is published in parts is made once
+    held: dict[str, View] = {
+        name: Made(partial(made, name), shape)
+        for name, shape in (shapes | buffers).items()
+        if name not in (sources.model._keys_to_ignore_on_save or ())
+    }
+    views = plan_publishing(sources.model, held, sources.folder.files if sources.folder else ())
     adapters = {name for name in sources.trained if lora.is_adapter_name(name)}
     adapted = {name.partition(".lora_")[0] + ".weight" for name in adapters}  # a.q_proj.lora_A... -> a.q_proj.weight
     unknown = sorted(sources.trained - adapters - shapes.keys()) + sorted(adapted - shapes.keys())
     if unknown:
         raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(sources.model).__name__} does not")
     itemsize = dtype.itemsize
-    sizes = {name: int(torch.Size(shape).numel()) * itemsize for name, shape in (shapes | buffers).items()}
-    written = write_safetensors(folder, "model", makers, sizes, dtype, max_bytes=MAX_FILE_BYTES)
+    sizes = {name: torch.Size(view.shape).numel() * itemsize for name, view in views.items()}
+    published = {name: view.make if isinstance(view, Made) else view.whole for name, view in views.items()}
+    written = write_safetensors(folder, "model", published, sizes, dtype, max_bytes=MAX_FILE_BYTES)
     write_config(folder, sources, dtype)
     write_generation_config(folder, sources)
-    return len(makers), written
+    return len(published), written
 
 
 # ---------------------------------------------------------------- the adapter alone

@@ -24,6 +24,7 @@ from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.model import lora, pretrained, weights
 from muster.train.model.causal_lm import grows, on_meta, read_config
+from muster.train.model.conversion import View
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -54,6 +55,12 @@ class ExportSources:
         weights.initialise(model, seed=self.spec.training.seed, device=torch.device("cpu"))
         weights.recompute_buffers(model, persistent=True)
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    @cached_property
+    def base(self) -> dict[str, View]:
+        """The tensors of ``folder`` by the model's names."""
+        assert self.folder is not None
+        return pretrained.found_views(self.model, self.folder)
 
     @cached_property
     def trained(self) -> set[str]:
@@ -159,13 +166,9 @@ def stored(name: str, sources: ExportSources) -> Make:
     def read() -> Tensor:
         if sources.folder is None:
             return sources.drawn[name].detach()
-        place = pretrained.place_of(name, sources.folder, f"{sources.model.base_model_prefix}.")
-        if place is None:
-            raise CheckpointError(f"neither the checkpoint nor {sources.folder.path} holds {name}")
-        path, shaped = sources.folder.files[place], sources.model.state_dict(keep_vars=True)[name]
-        embedding = any(shaped is module.weight for module in pretrained.embeddings_of(sources.model))
-        with pretrained.opened(path) as file:
-            return pretrained.read_slice(file, place, shaped, path, grows=embedding and grows(sources.spec))
+        shaped = sources.model.state_dict(keep_vars=True)[name]
+        embedding = grows(sources.spec) and pretrained.is_embedding(shaped, sources.model)
+        return pretrained.fitted(sources.base[name], name, shaped, grows=embedding).whole(shaped.dtype)
 
     return read
 

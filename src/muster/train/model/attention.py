@@ -25,6 +25,7 @@ from muster.train.model.attention_needs import Needs
 from muster.train.model.document_attention import document_attention
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedConfig
 
 #: Names of the run file -> names in transformers.
@@ -178,8 +179,6 @@ def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtyp
 def attention_arguments(batch: Batch, attention: Attention, config: PreTrainedConfig) -> dict[str, Any]:
     """Keyword arguments that carry the documents' bounds through the model of ``config`` to its kernel."""
     if attention.kernel == "flex":
-        from muster.train.model.block_mask import block_masks  # slow to import
-
         masks = block_masks(batch, config)
         return {} if masks is None else {"attention_mask": masks}
     if attention.kernel in ("sdpa", "eager"):
@@ -190,6 +189,43 @@ def attention_arguments(batch: Batch, attention: Attention, config: PreTrainedCo
         "max_length_q": batch.max_seqlen,
         "max_length_k": batch.max_seqlen,
     }
+
+
+# ---------------------------------------------------------------- flex attention's masks
+
+#: Kinds of layers, as transformers calls them, whose masks are known here.
+KINDS = ("full_attention", "sliding_attention")
+
+
+def block_masks(batch: Batch, config: PreTrainedConfig) -> BlockMask | dict[str, BlockMask] | None:
+    """One mask, or one for each kind of layer that the model has; None: transformers makes them. Made once a batch.
+
+    transformers makes its own from new functions in each forward pass, which torch takes for new code: after eight
+    compilations (three batches of Gemma 2) attention runs uncompiled. The host waits for nothing. While a mask is made
+    there is one byte for each pair of positions of a sequence.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        return _mask(batch, None) if window is None else None
+    if not kinds <= set(KINDS):
+        return None
+    return {kind: _mask(batch, window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
+
+
+def _mask(batch: Batch, window: int | None) -> BlockMask:
+    """``window``: positions that each one sees, itself included."""
+    from torch.nn.attention.flex_attention import create_block_mask  # slow to import
+
+    sequences, length = batch.input_ids.shape
+    at = torch.arange(sequences * length, dtype=batch.cu_seqlens.dtype, device=batch.cu_seqlens.device)
+    document_BS = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), at, right=True).view(sequences, length)
+
+    def seen(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = (query >= key) & (document_BS[sequence, query] == document_BS[sequence, key])
+        return same if window is None else same & (query - key < window)
+
+    return create_block_mask(seen, sequences, None, length, length, device=str(at.device))
 
 
 # ---------------------------------------------------------------- our kernels, as transformers calls them

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ from muster.train.model.attention import Attention, choose_attention
 from muster.train.model.attention_isolation_check import Proof, border, keep_proof, prove_isolation, proven_before
 from muster.train.model.attention_needs import needs_of
 from muster.train.model.compile import compile_layers, compiles
+from muster.train.model.conversion import Shape
 from muster.train.model.loss import compiled_kernel
 from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard, stays_whole
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedConfig, PreTrainedModel
 
+#: Quantisations that ``conversion.dequantised`` undoes.
+DEQUANTISED = ("mxfp4", "fp8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -111,7 +114,7 @@ def build_model(
     if isolation is not None and all_in_state(model):
         weights.recompute_buffers(model, persistent=False)
     else:
-        elsewhere = stage.elsewhere if stage is not None else ()
+        elsewhere = stage.elsewhere if stage is not None else {}
         set_initial_values(model, folder, seed=seed, device=device, grows=grows(spec), elsewhere=elsewhere)
     if mesh.shard.size() > 1:
         check_sharded(model)
@@ -272,6 +275,14 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
             f"the tokenizer has {vocab_size} tokens, the model's vocabulary {model_vocab_size}",
             hint="use the model's own tokenizer, or raise vocab_size in model.config",
         )
+    if folder is not None and (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        if str(method) not in DEQUANTISED:
+            raise UsageError(
+                f"model.source: weights quantised by {method} are not trained",
+                hint=f"use the folder in bfloat16; {' and '.join(DEQUANTISED)} are dequantised when they are read",
+            )
+        del config.quantization_config
     result: PreTrainedConfig = config
     return result
 
@@ -375,7 +386,7 @@ def set_initial_values(
     seed: int,
     device: torch.device,
     grows: bool = False,
-    elsewhere: Iterable[str] = (),
+    elsewhere: Mapping[str, Shape] | None = None,
 ) -> None:
     """Set the initial values of parameters and buffers. ``grows``, ``elsewhere``: see ``pretrained.load``."""
     adapters = lora.adapter_names(model)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from muster.config.spec import Model
 from muster.core.errors import CheckpointError
 from muster.data.weights.model_files import fetch
 from muster.train.distributed.reduce import local
-from muster.train.model.weights import Ranges, fill, local_ranges, plain_name, transient_buffers
+from muster.train.model.conversion import Ranges, Shape, View, dequantised, plan_loading
+from muster.train.model.weights import local_ranges, plain_name, transient_buffers
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -35,6 +36,17 @@ class Folder:
 
     path: Path
     files: dict[str, Path]
+    _open: dict[Path, safe_open] = field(default_factory=dict, repr=False, compare=False)
+
+    def opened(self, path: Path) -> safe_open:
+        """The file; it stays open (mapped, not read) as long as the folder is used."""
+        if path not in self._open:
+            self._open[path] = opened(path)
+        return self._open[path]
+
+    def stored(self) -> dict[str, View]:
+        """Its tensors."""
+        return {name: Stored(self, name) for name in self.files}
 
 
 def open_source(model: Model) -> Folder | None:
@@ -89,7 +101,7 @@ def load(
     *,
     ignored: Iterable[str] = (),
     grows: bool = False,
-    elsewhere: Iterable[str] = (),
+    elsewhere: Mapping[str, Shape] | None = None,
 ) -> None:
     """Fill this rank's parts of all parameters and persistent buffers, converting dtypes and reading only those parts.
 
@@ -100,30 +112,88 @@ def load(
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape, or a file is corrupt.
     """
-    skipped = set(ignored)
-    targets: dict[str, Tensor] = {
-        name: parameter for name, parameter in model.named_parameters() if name not in skipped
-    }
+    targets = stored_tensors(model)
+    for name in ignored:
+        targets.pop(plain_name(name), None)
+    views = found_views(model, folder, elsewhere)
+    filled: set[int] = set()
+    for name, tensor in targets.items():
+        if id(tensor) in filled or local(tensor).numel() == 0:
+            continue
+        filled.add(id(tensor))
+        view = fitted(views[name], name, tensor, grows=grows and is_embedding(tensor, model))
+        with torch.no_grad():
+            view.copy(local_ranges(tensor), local(tensor))
+
+
+def fitted(view: View, name: str, tensor: Tensor, *, grows: bool) -> View:
+    """``view`` in the shape of ``tensor``. ``grows``: that may have more rows.
+
+    Raises:
+        CheckpointError: it has another shape.
+    """
+    shape = tuple(tensor.shape)
+    if view.shape == shape:
+        return view
+    if grows and view.shape[1:] == shape[1:] and view.shape[0] < shape[0]:
+        return Grown(view, shape[0])
+    raise CheckpointError(
+        f"the files' {name} has shape {list(view.shape)}, the model's is {list(shape)}",
+        hint="config.json does not belong to these weights",
+    )
+
+
+def is_embedding(tensor: Tensor, model: PreTrainedModel) -> bool:
+    """Whether it is the input embedding or the head."""
+    return any(tensor is module.weight for module in embeddings_of(model))
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Plain name -> parameter or buffer that files hold; a shared one under each of its names."""
     transient = transient_buffers(model)
-    targets |= {name: buffer for name, buffer in model.named_buffers() if name not in transient}
-    prefix = f"{model.base_model_prefix}."
-    places = {name: place_of(name, folder, prefix) for name in targets}
-    missing = [name for name, place in places.items() if place is None]
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {plain_name(name): tensor for name, tensor in tensors if name not in transient}
+
+
+def found_views(
+    model: PreTrainedModel, folder: Folder, elsewhere: Mapping[str, Shape] | None = None
+) -> dict[str, View]:
+    """``stored_tensors`` as views over the folder's files, found by their names alone; nothing is read.
+
+    Raises:
+        CheckpointError: tensors are missing or unknown.
+    """
+    tensors = stored_tensors(model)
+    known = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    known |= {plain_name(name): shape for name, shape in (elsewhere or {}).items()}
+    plan = plan_loading(model, dequantised(folder.stored()), known)
+    for name, tensor in tensors.items():
+        if name not in plan.views:
+            shared = [other for other, value in tensors.items() if value is tensor and other in plan.views]
+            if shared:
+                plan.views[name] = plan.views[shared[0]]
+    missing = [name for name in tensors if name not in plan.views and ".lora_" not in name]
     if missing:
         raise CheckpointError(
             f"{folder.path} lacks {_some(missing)} of {type(model).__name__}",
-            hint="check that the folder is of this architecture and needs no conversion by transformers",
+            hint="check that the folder is of this architecture, and that its config.json says how it is quantised",
         )
-    used = {*places.values(), *(place_of(name, folder, prefix) for name in elsewhere)}
-    _refuse_unknown(model, folder, used, transient, prefix)
-    growing = {id(module.weight) for module in embeddings_of(model)} if grows else set()
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(opened(path)) for path in sorted(set(folder.files.values()))}
-        for name, tensor in targets.items():
-            place = places[name]
-            assert place is not None
-            path = folder.files[place]
-            fill(tensor, read_slice(files[path], place, tensor, path, grows=id(tensor) in growing))
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    prefix = f"{model.base_model_prefix}."
+    recomputed = transient_buffers(model) | set(getattr(model, "_tied_weights_keys", None) or ())
+    unknown = [
+        name
+        for name in plan.unknown
+        if not ({name, prefix + name, name.removeprefix(prefix)} & recomputed)
+        and not name.endswith("rotary_emb.inv_freq")
+        and not any(pattern.search(name) for pattern in ignored)
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{folder.path} holds {_some(unknown)}, which {type(model).__name__} does not have",
+            hint="check that config.json is of the same architecture",
+        )
+    return plan.views
 
 
 def embeddings_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -131,67 +201,59 @@ def embeddings_of(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
 
 
-def place_of(name: str, folder: Folder, prefix: str) -> str | None:
-    """The tensor's name in the files: adapters rename their base, and a file may leave out the model's prefix."""
-    plain = plain_name(name)
-    candidates = (plain, plain.removeprefix(prefix), prefix + plain)
-    return next((candidate for candidate in candidates if candidate in folder.files), None)
+@dataclass(frozen=True)
+class Stored(View):
+    """A tensor of a safetensors file, which is opened when it is first read."""
+
+    folder: Folder
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.folder.files[self.name]
+
+    @cached_property
+    def shape(self) -> Shape:
+        return tuple(self.folder.opened(self.path).get_slice(self.name).get_shape())
+
+    def copy(self, ranges: Ranges, into: Tensor) -> None:
+        from safetensors import SafetensorError
+
+        file = self.folder.opened(self.path)
+        try:
+            part = file.get_slice(self.name)[ranges] if ranges else file.get_tensor(self.name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path} is corrupt or truncated at {self.name}: {error}") from error
+        if part.shape != into.shape:  # ``copy_`` would repeat what is too small
+            raise CheckpointError(f"{self.path}: {self.name} has shape {list(self.shape)}, unlike its neighbours")
+        into.copy_(part)
 
 
-def read_slice(file: safe_open, place: str, tensor: Tensor, path: Path, *, grows: bool = False) -> Tensor:
-    """The part of a stored tensor that ``tensor`` holds on this rank. ``grows``: it may have more rows than stored."""
-    from safetensors import SafetensorError
+@dataclass(frozen=True)
+class Grown(View):
+    """A stored matrix with more rows, which are the mean of all that it has."""
 
-    try:
-        stored = file.get_slice(place)
-        shape = tuple(stored.get_shape())
-        if grows and shape[1:] == tuple(tensor.shape[1:]) and shape[0] < tensor.shape[0]:
-            return _grown(stored, shape[0], local_ranges(tensor))
-        if shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{path}: {place} has shape {list(stored.get_shape())}, the model's is {list(tensor.shape)}",
-                hint="config.json does not belong to these weights",
-            )
-        if local(tensor).numel() == 0:
-            return torch.empty(local(tensor).shape)
-        if tensor.ndim == 0:
-            part: Tensor = file.get_tensor(place)
-        else:
-            part = stored[local_ranges(tensor)]
-        return part
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is corrupt or truncated at {place}: {error}") from error
+    of: View
+    rows: int
 
+    @property
+    def shape(self) -> Shape:
+        return (self.rows, *self.of.shape[1:])
 
-def _grown(stored: Any, rows: int, ranges: Ranges) -> Tensor:
-    """The ``ranges`` of a stored matrix of ``rows`` rows and of rows after them that are the mean of all."""
-    columns = ranges[1:]
-    start, stop = ranges[0].start, ranges[0].stop
-    total = torch.zeros(stored[(slice(0, 1), *columns)].shape[1:], dtype=torch.float64)
-    for first in range(0, rows, _BLOCK_ROWS):
-        total += stored[(slice(first, min(rows, first + _BLOCK_ROWS)), *columns)].double().sum(0)
-    new = (total / rows).float().expand(max(stop, rows) - max(start, rows), *total.shape)
-    return new if start >= rows else torch.cat([stored[(slice(start, min(stop, rows)), *columns)].float(), new])
-
-
-def _refuse_unknown(
-    model: PreTrainedModel, folder: Folder, used: set[str | None], transient: set[str], prefix: str
-) -> None:
-    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    known = transient | set(getattr(model, "_tied_weights_keys", None) or ())
-    unknown = [
-        name
-        for name in folder.files
-        if name not in used
-        and not ({name, prefix + name, name.removeprefix(prefix)} & known)
-        and not name.endswith("rotary_emb.inv_freq")
-        and not any(pattern.search(name) for pattern in patterns)
-    ]
-    if unknown:
-        raise CheckpointError(
-            f"{folder.path} holds {_some(unknown)}, which {type(model).__name__} does not have",
-            hint="check that config.json is of the same architecture",
-        )
+    def copy(self, ranges: Ranges, into: Tensor) -> None:
+        (start, stop), rows, columns = (ranges[0].start, ranges[0].stop), self.of.shape[0], ranges[1:]
+        held = max(0, min(stop, rows) - start)
+        if held:
+            self.of.copy((slice(start, start + held), *columns), into[:held])
+        if start + held == stop:
+            return
+        total = torch.zeros(into.shape[1:], dtype=torch.float64)
+        for first in range(0, rows, _BLOCK_ROWS):
+            last = min(rows, first + _BLOCK_ROWS)
+            block = torch.empty(last - first, *into.shape[1:])
+            self.of.copy((slice(first, last), *columns), block)
+            total += block.double().sum(0)
+        into[held:] = (total / rows).to(into.device)
 
 
 def _some(names: list[str]) -> str:

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from muster.core.errors import BackendError, first_line
 from muster.train.distributed.reduce import local
+from muster.train.model.conversion import Ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Ranges = tuple[slice, ...]
 #: Random numbers are drawn in blocks of whole rows of about this many elements, each with its own seed, so that a
 #: rank draws little more than its own rows.
 BLOCK_NUMEL = 1 << 20

@@ -7,7 +7,7 @@ import torch
 from fakes.small_model import LLAMA, build, spec_of
 from test_micro_batch import batch
 
-from muster.train.model import attention, block_mask
+from muster.train.model import attention
 from muster.train.model.loss import loss_sum
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -20,9 +20,9 @@ DOCUMENTS = ([20, 12], [32], [1] * 32, [2, 3, 4, 5, 18])
 def on_cpu(monkeypatch):
     """Flex attention without a GPU, and every mask that is made."""
     made = []
-    real = block_mask.create_block_mask
+    real = attention._mask
     monkeypatch.setitem(attention.CONDITIONS, "flex", "flex")
-    monkeypatch.setattr(block_mask, "create_block_mask", lambda *given, **more: made.append(1) or real(*given, **more))
+    monkeypatch.setattr(attention, "_mask", lambda *given: made.append(1) or real(*given))
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     torch._dynamo.reset()
     yield made
@@ -51,7 +51,7 @@ def test_logits_are_those_of_the_dense_kernels(on_cpu):
 )  # fmt: skip
 def test_what_a_layer_sees(config, kinds):
     lengths = [3, 1, 6, 6]
-    made = block_mask.block_masks(batch(lengths), SimpleNamespace(**config))
+    made = attention.block_masks(batch(lengths), SimpleNamespace(**config))
     document = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     at = torch.arange(16)
     same = (document[:, None] == document) & (at[:, None] >= at)
@@ -64,7 +64,7 @@ def test_what_a_layer_sees(config, kinds):
 
 @pytest.mark.parametrize("config", [{"sliding_window": 3}, {"layer_types": ["chunked_attention"]}])
 def test_what_is_not_known_here_is_left_to_transformers(config):
-    assert block_mask.block_masks(batch([4]), SimpleNamespace(**config)) is None
+    assert attention.block_masks(batch([4]), SimpleNamespace(**config)) is None
 
 
 @torch.no_grad()

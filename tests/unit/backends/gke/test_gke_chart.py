@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from cases import RUN_DIR, RUN_ID, placement, spec
+from cases import RUN_DIR, RUN_ID, Options, placement, spec
 from fakes.kubernetes import FakeKubernetes, serve
 
 from muster.backends.gke.manifests.helm_chart import chart
@@ -14,6 +17,7 @@ from muster.config.load import loads
 from muster.config.spec import RunSpec
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+pytestmark = pytest.mark.reads("tests/golden/helm/**")
 B200 = spec("a4-highgpu-8g", "flex_start_queued")
 
 
@@ -35,10 +39,13 @@ def installed(helm, path, values):
         return release(helm, kubeconfig, path, values)
 
 
+def configured(helm, path, kubeconfig, namespace="default"):
+    path.write_text(kubeconfig)
+    return helm.Configuration(kubeconfig=str(path), namespace=namespace)
+
+
 def release(helm, kubeconfig, path, values, namespace="default"):
-    config = Path(path).parent / "kubeconfig"
-    config.write_text(kubeconfig)
-    action = helm.Install(helm.Configuration(kubeconfig=str(config), namespace=namespace))
+    action = helm.Install(configured(helm, Path(path).parent / "kubeconfig", kubeconfig, namespace))
     found = asyncio.run(action.run("run", path, values=values, wait=False))
     return named(yaml.load_all(found["manifest"], Loader=yaml.CSafeLoader))
 
@@ -166,6 +173,38 @@ def test_two_teams_install_it_in_two_namespaces(helm, tmp_path):
         assert pod["priorityClassName"] == "theirs"
 
 
+UPGRADE = """
+import asyncio, http.client, json, sys
+import helm_sdkpy as helm
+kubeconfig, old, new, values, server = sys.argv[1:]
+configuration = helm.Configuration(kubeconfig=kubeconfig, namespace="default")
+asyncio.run(helm.Install(configuration).run("run", old, values=json.loads(values), wait=False))
+connection = http.client.HTTPConnection(server)
+connection.request("GET", "/now-the-upgrade")
+connection.getresponse()
+asyncio.run(helm.Upgrade(configuration).run("run", new, values=json.loads(values), wait=False))
+"""
+
+
+def test_a_release_of_the_earlier_chart_upgrades_in_place(helm, tmp_path):
+    """The chart that commit 331955c5 rendered, then today's: no object is made again, none goes. In a process of its
+    own: Helm looks up where it keeps releases when that begins, and our API server keeps none."""
+    old = Path(__file__).parents[3] / "golden" / "helm" / "chart_331955c5"
+    new = written(tmp_path / "chart", spec("g2-standard-48", "flex_start_queued"))
+    values, kubernetes = json.dumps({**QUEUE, "createNetworks": True}), FakeKubernetes()
+    with serve(kubernetes) as kubeconfig:
+        (tmp_path / "kubeconfig").write_text(kubeconfig)
+        server = json.loads(kubeconfig)["clusters"][0]["cluster"]["server"].removeprefix("http://")
+        argv = [sys.executable, "-c", UPGRADE, str(tmp_path / "kubeconfig"), str(old), new, values, server]
+        done = subprocess.run(argv, env={**os.environ, "HELM_DRIVER": "memory"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    upgrade = kubernetes.log.index(("GET", "now-the-upgrade"))
+    made = [int(one["metadata"]["uid"].removeprefix("uid-")) for one in kubernetes.objects.values()]
+    assert len(made) > 10 and max(made) <= upgrade
+    assert "DELETE" not in {method for method, _ in kubernetes.log}
+    assert sum(method == "PATCH" for method, _ in kubernetes.log[upgrade:]) >= 5, "it changed nothing"
+
+
 def test_more_environment(helm, tmp_path):
     found = installed(helm, written(tmp_path / "chart", B200), {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]})
     host = found["JobSet", RUN_ID]["spec"]["replicatedJobs"][1]["template"]["spec"]["template"]["spec"]["containers"][0]
@@ -195,3 +234,11 @@ def test_lint_has_no_complaint_but_the_icon(helm, tmp_path):
     found = asyncio.run(helm.Lint(helm.Configuration()).run(written(tmp_path / "chart", B200)))
     assert found["TotalChartsLinted"] == 1 and not found["Errors"]
     assert [(one["Severity"], one["Path"]) for one in found["Messages"]] == [(1, "Chart.yaml")]
+
+
+def test_a_claim_has_no_home_to_choose():
+    """Without a bucket the run lives on a volume, and the schema knows no ``home``."""
+    of = spec("g2-standard-48", "spot")
+    files = chart(of, run_id=RUN_ID, run_dir="/muster-runs/here", options=Options(run_claim="claim"))
+    assert "home" not in json.loads(files["values.schema.json"])["properties"]
+    assert "home" not in yaml.safe_load(files["values.yaml"]) and "@home@" not in files["files/objects.json"]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from muster.backends.gke.manifests.yaml_text import Expression, Line, dump
+from muster.backends.gke.manifests.yaml_text import dump
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=12)
 VALUES = st.recursive(
@@ -38,8 +38,3 @@ def test_strings_that_yaml_reads_as_something_else(word):
 
 def test_lines_of_text_stay_readable():
     assert dump([{"a": "one\ntwo\n"}]) == "a: |\n  one\n  two\n"
-
-
-def test_expressions_are_not_quoted():
-    document = {"a": Expression("{{ .Values.a }}"), Line("{{- end }}"): None, "b": [Line("{{ x }}"), 1]}
-    assert dump([document]) == "a: {{ .Values.a }}\n{{- end }}\nb:\n  {{ x }}\n  - 1\n"

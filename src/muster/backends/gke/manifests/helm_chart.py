@@ -1,79 +1,40 @@
 """The same objects as a Helm chart, for teams that deploy by GitOps.
 
-The templates are the plain manifests with values in the places that a team turns: each place is an expression put
-into the object before it is written, so that the chart cannot drift from what ``submit`` sends.
+The templates in ``helm`` are the same for every run; ``files/objects.json`` has the plain manifests with marks in the
+places that a value decides, so that the chart cannot drift from what ``submit`` sends.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
 from muster import __version__
-from muster.backends.gke.manifests import helm_values, pods
+from muster.backends.gke.manifests import pods
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import run_objects
 from muster.backends.gke.manifests.kueue_objects import CPU_FLAVOR, account_objects, priority_class, queue_objects
 from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.manifests.placement import (
     CLAIM_FOLDER,
-    END_S,
-    LEAD_S,
-    MAX_RUN_DURATION,
-    SEVEN_DAYS_S,
     Placement,
     allocation_ends,
-    leave_after_s,
+    longest_run_s,
+    mode_of,
     object_name,
     place,
     resolved,
 )
 from muster.backends.gke.manifests.spec_rules import refuse
-from muster.backends.gke.manifests.yaml_text import Expression, Line, dump
+from muster.backends.gke.manifests.yaml_text import dump
 from muster.config.spec import Lora, RunSpec
-from muster.core.typed_json import changed
+from muster.core.typed_json import Json, JsonObject, at, changed, child, parse_object, text, texts
 
-# Placeholders for values while the object is still Python; every string that contains one becomes an expression.
-_VALUES = {
-    "@run@": ".Values.runId",
-    "gs://@home@": ".Values.home",
-    "@image@": ".Values.image",
-    "@queue@": "(default $mode.queue .Values.queue)",
-    "@account@": ".Values.serviceAccount",
-    "@pool@": ".Values.supervisorPool",
-    "@hf@": ".Values.huggingFaceSecret",
-    "@namespace@": ".Release.Namespace",
-    "@prefix@": ".Values.networkPrefix",
-}
-_PRELUDE = """\
-{{- $mode := index (.Files.Get "files/modes.json" | fromJson) .Values.mode -}}
-{{- $nodes := add (int .Values.hosts) (int .Values.spareHosts) -}}
-{{- $selector := $mode.nodeSelector -}}
-{{- if and .Values.reservation $mode.reserved }}{{ $_ := set $selector "cloud.google.com/reservation-name" (base (first (splitList "/reservationBlocks/" .Values.reservation))) }}{{ end -}}
-"""  # noqa: E501
-_RUN_PRELUDE = """\
-{{- $run := .Files.Get (printf "files/%s.run.json" .Values.tuning) | fromJson -}}
-{{- $resolved := .Files.Get (printf "files/%s.resolved.json" .Values.tuning) | fromJson -}}
-{{- range $document := list $run $resolved }}
-{{- $_ := set $document.resources "hosts" (int $.Values.hosts) }}
-{{- $_ := set $document.resources "provisioning_model" $.Values.mode }}
-{{- $_ := set $document.resources "image" $.Values.image }}
-{{- if or $.Values.spareHosts (hasKey $document.resources "spare_hosts") }}{{ $_ := set $document.resources "spare_hosts" (int $.Values.spareHosts) }}{{ end }}
-{{- if $.Values.queue }}{{ $_ := set $document.resources "queue" $.Values.queue }}{{ end }}
-{{- if $.Values.reservation }}{{ $_ := set $document.resources "reservation" $.Values.reservation }}{{ end }}
-{{- end -}}
-"""  # noqa: E501
-
-# ``placement.allocation_ends`` of the chart's own values.
-_LEAVE_AFTER = (
-    '{{ if eq .Values.mode "flex_start_queued" }}{{ $asked := int .Values.maxRunDurationSeconds }}'
-    f"{{{{ $before := ternary {LEAD_S} {END_S} (ge $asked {SEVEN_DAYS_S}) }}}}"
-    "{{ max (div $asked 2) (sub $asked $before) | toString | quote }}"
-    f'{{{{ else if eq .Values.mode "flex_start" }}}}"{leave_after_s(SEVEN_DAYS_S)}"'
-    '{{ else }}"0"{{ end }}'
-)
+#: Of these Helm lets one release be the owner: the chart makes the first if asked to, and never the others.
+CLUSTERS_OWN = ("PriorityClass", "ClusterRole", "ClusterRoleBinding")
+TEMPLATES = ("_objects.tpl", "run.yaml", "queue.yaml", "networks.yaml")
 
 
 def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None = None) -> dict[str, str]:
@@ -85,32 +46,29 @@ def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None =
     """
     placement = place(spec, run_id=object_name(run_id), run_dir=run_dir, options=options or Options())
     refuse(placement)
-    tunings = _tunings(spec)
-    modes = helm_values.modes(placement)
-    files = {
+    tunings, modes = _tunings(spec), _modes(placement)
+    folder = files("muster.backends.gke.manifests") / "helm"
+    schema = _schema(parse_object((folder / "values.schema.json").read_text()), placement, [*modes], [*tunings])
+    result = {f"templates/{name}": (folder / "templates" / name).read_text() for name in TEMPLATES}
+    result |= {
         "Chart.yaml": _chart_yaml(placement),
-        "values.yaml": helm_values.values_yaml(placement, list(modes), list(tunings)),
-        "values.schema.json": helm_values.schema(placement, list(modes), list(tunings)),
+        "values.yaml": "\n".join(
+            f"# {text(schema, 'properties', name, 'description')}\n" + dump([{name: value}])
+            for name, value in _values(placement).items()
+        ),
+        "values.schema.json": json.dumps(schema, indent=1) + "\n",
         "files/name": spec.name,
         "files/modes.json": _json(modes),
-        "templates/run.yaml": _PRELUDE + _RUN_PRELUDE + _checkpoints(placement) + _run_template(placement),
-        "templates/queue.yaml": _PRELUDE + _queue_templates(placement, list(modes)),
-        "templates/networks.yaml": _network_templates(placement),
+        "files/objects.json": _json(_objects(_stand_in(placement), [*modes])),
         ".helmignore": "*.tgz\n",
     }
     for tuning, variant in tunings.items():
-        files[f"files/{tuning}.run.json"] = _json(variant.model_dump(mode="json", exclude_defaults=True))
-        files[f"files/{tuning}.resolved.json"] = _json(
-            resolved(replace(placement, spec=variant)).model_dump(mode="json")
-        )
-    return files
-
-
-def _checkpoints(placement: Placement) -> str:
-    """Checkpoints that the run file gives no place follow the home."""
-    if placement.spec.checkpoint.dir is not None or not placement.in_bucket:
-        return ""
-    return '{{- $_ := set $resolved.checkpoint "dir" (printf "%s/checkpoints" .Values.home) -}}\n'
+        result[f"files/{tuning}.run.json"] = _json(variant.model_dump(mode="json", exclude_defaults=True))
+        complete = resolved(replace(placement, spec=variant)).model_dump(mode="json")
+        if placement.spec.checkpoint.dir is None and placement.in_bucket:
+            complete["checkpoint"]["dir"] = "@checkpoints@"
+        result[f"files/{tuning}.resolved.json"] = _json(complete)
+    return result
 
 
 def _tunings(spec: RunSpec) -> dict[str, RunSpec]:
@@ -119,6 +77,70 @@ def _tunings(spec: RunSpec) -> dict[str, RunSpec]:
     full = spec.model_copy(update={"model": spec.model.model_copy(update={"lora": None})})
     lora = spec.model.lora or Lora()
     return {"lora": spec.model_copy(update={"model": spec.model.model_copy(update={"lora": lora})}), "full": full}
+
+
+def _modes(placement: Placement) -> dict[str, JsonObject]:
+    """Everything that differs between the ways of buying this machine, for the chart to look up."""
+    result: dict[str, JsonObject] = {}
+    at_most = str(allocation_ends(placement.spec, "flex_start_queued")[1])
+    for name in dict.fromkeys([placement.mode, *placement.machine.modes]):
+        mode = mode_of(placement, name)
+        template = pods.host_template(placement, mode)
+        annotations = child(template, "metadata", "annotations")
+        result[name] = {
+            "nodeSelector": dict(mode.node_selector),
+            "tolerations": at(template, "spec", "tolerations"),
+            "podAnnotations": {key: value for key, value in annotations.items() if key.startswith("kueue.")},
+            "graceSeconds": mode.grace_s,
+            "queued": mode.queued,
+            "reserved": name in ("reservation", "calendar"),
+            "queue": replace(placement, mode=name).queue_objects,
+            "atMost": "0" if name == "flex_start" else at_most,
+        }
+    return result
+
+
+def _values(placement: Placement) -> dict[str, Json]:
+    spec, options = placement.spec, placement.options
+    host = pods.host_template(placement, mode_of(placement))
+    return {
+        "runId": placement.run_id,
+        **({"home": placement.home} if placement.in_bucket else {}),
+        "hosts": spec.resources.hosts,
+        "spareHosts": spec.resources.spare_hosts,
+        "mode": placement.mode,
+        "tuning": "lora" if spec.model is not None and spec.model.lora is not None else "full",
+        "image": spec.resources.image,
+        "queue": spec.resources.queue or "",
+        "reservation": spec.resources.reservation or "",
+        "maxRunDurationSeconds": longest_run_s(spec),
+        "terminationGracePeriodSeconds": 0,
+        "serviceAccount": options.service_account,
+        "supervisorPool": options.supervisor_pool,
+        "huggingFaceSecret": options.hugging_face_secret,
+        "networkPrefix": options.network_prefix,
+        "hostResources": at(host, "spec", "containers", 0, "resources"),
+        "env": [],
+        "createQueue": False,
+        "createNetworks": False,
+        "createServiceAccount": False,
+        "supervisorPriority": "",
+        "createSupervisorPriority": False,
+    }
+
+
+def _schema(shipped: JsonObject, placement: Placement, modes: list[Json], tunings: list[Json]) -> dict[str, Json]:
+    """``values.schema.json`` with what this run's values may be: unknown keys are errors."""
+    schema = changed(shipped, modes, "properties", "mode", "enum")
+    schema = changed(schema, tunings, "properties", "tuning", "enum")
+    if not placement.in_bucket:
+        properties = {name: one for name, one in child(schema, "properties").items() if name != "home"}
+        schema = {
+            **schema,
+            "properties": properties,
+            "required": [one for one in texts(schema, "required") if one != "home"],
+        }
+    return schema
 
 
 def _chart_yaml(placement: Placement) -> str:
@@ -152,124 +174,44 @@ def _stand_in(placement: Placement) -> Placement:
     )
 
 
-def _run_template(placement: Placement) -> str:
-    marked = _stand_in(placement)
-    text = json.dumps(run_objects(marked, "", "")).replace(object_name("@run@"), "@run@")
-    objects = _with_expressions(json.loads(text))
-    config, jobset = objects[0], objects[-1]
-    config["data"] = {
-        "resolved.json": Expression("|{{ $resolved | toPrettyJson | nindent @INDENT@ }}"),
-        "run.yaml": Expression("|{{ $run | toYaml | nindent @INDENT@ }}"),
+def _objects(marked: Placement, modes: list[str]) -> dict[str, Json]:
+    """The plain objects, by what of them a value asks for."""
+    run = json.loads(json.dumps(run_objects(marked, "", "")).replace(object_name("@run@"), "@run@"))
+    supervisor, host = (row["template"]["spec"]["template"] for row in run[-1]["spec"]["replicatedJobs"])
+    supervisor["spec"].pop("priorityClassName", None)
+    command = supervisor["spec"]["containers"][0]["command"]
+    command[command.index(pods.LEAVE_AFTER) + 1] = "@leave-after@"
+    command[command.index(pods.AT_MOST) + 1] = "@at-most@"
+    annotations = host["metadata"].get("annotations", {})
+    host["metadata"]["annotations"] = {key: one for key, one in annotations.items() if not key.startswith("kueue.")}
+    return {
+        "run": run,
+        "queue": {
+            mode: [_of_nodes(one, marked) for one in queue_objects(replace(marked, mode=mode))] for mode in modes
+        },
+        "account": [row for row in account_objects(marked) if row["kind"] not in CLUSTERS_OWN],
+        "priority": changed(priority_class(), "@priority@", "metadata", "name"),
+        "networks": network_objects(marked),
     }
-    until = f"{MAX_RUN_DURATION}: {{{{ int64 .Values.maxRunDurationSeconds | toString | quote }}}}"
-    jobset["metadata"]["annotations"] = {
-        "muster/run-name": Expression('{{ .Files.Get "files/name" | quote }}'),
-        Line("{{- if $mode.queued }}"): None,
-        Line(until): None,
-        Line("{{- end }}"): None,
-    }
-    supervisor, host = jobset["spec"]["replicatedJobs"]
-    supervisors = supervisor["template"]["spec"]["template"]["spec"]
-    supervisors.pop("priorityClassName", None)
-    rank = '{{- with .Values.supervisorPriority }}{{ dict "priorityClassName" . | toYaml | nindent @INDENT@ }}{{ end }}'
-    supervisors[Line(rank)] = None
-    command = supervisors["containers"][0]["command"]
-    command[command.index(pods.LEAVE_AFTER) + 1] = Expression(_LEAVE_AFTER)
-    most = allocation_ends(placement.spec, "flex_start_queued")[1]
-    command[command.index(pods.AT_MOST) + 1] = Expression(
-        f'{{{{ ternary "0" "{most}" (eq .Values.mode "flex_start") | quote }}}}'
-    )
-    host["replicas"] = Expression("{{ $nodes }}")
-    pod = host["template"]["spec"]["template"]
-    annotations = pod["metadata"].get("annotations", {})
-    pod["metadata"]["annotations"] = {
-        **{key: value for key, value in annotations.items() if not key.startswith("kueue.")},
-        Line("{{- with $mode.podAnnotations }}{{ toYaml . | nindent @INDENT@ }}{{ end }}"): None,
-    }
-    pod["spec"]["nodeSelector"] = _block("$selector")
-    pod["spec"]["tolerations"] = _block("$mode.tolerations")
-    pod["spec"]["terminationGracePeriodSeconds"] = Expression(
-        "{{ default $mode.graceSeconds .Values.terminationGracePeriodSeconds | int }}"
-    )
-    container = pod["spec"]["containers"][0]
-    container["env"].append(Line("{{- with .Values.env }}{{ toYaml . | nindent @INDENT@ }}{{ end }}"))
-    container["resources"] = _block(".Values.hostResources")
-    return _indented(dump(objects))
 
 
-#: Of these Helm lets one release be the owner: the chart makes the first if asked to, and never the others.
-CLUSTERS_OWN = ("PriorityClass", "ClusterRole", "ClusterRoleBinding")
-
-
-def _queue_templates(placement: Placement, modes: list[str]) -> str:
-    """One set of queue objects for each mode; the value ``mode`` picks one."""
-    parts = []
-    for mode in modes:
-        objects = _with_expressions(queue_objects(replace(_stand_in(placement), mode=mode)))
-        for manifest in objects:
-            if manifest["kind"] == "ClusterQueue":
-                _scale(manifest["spec"]["resourceGroups"][0]["flavors"][0]["resources"], placement)
-            elif (
-                manifest["kind"] == "ResourceFlavor" and manifest["metadata"]["name"] != CPU_FLAVOR and manifest["spec"]
-            ):
-                manifest["spec"]["nodeLabels"] = _block("$selector")
-        condition = f'and .Values.createQueue (eq .Values.mode "{mode}")'
-        parts.append(f"{{{{- if {condition} }}}}\n---\n{dump(objects)}{{{{- end }}}}\n")
-    account = [row for row in account_objects(_stand_in(placement)) if row["kind"] not in CLUSTERS_OWN]
-    parts.append(f"{{{{- if .Values.createServiceAccount }}}}\n---\n{dump(_with_expressions(account))}{{{{- end }}}}\n")
-    # Apart from the account, which every namespace has: of a cluster's own object Helm lets one release be the owner.
-    rank = dump([changed(priority_class(), Expression("{{ .Values.supervisorPriority | quote }}"), "metadata", "name")])
-    condition = "and .Values.createSupervisorPriority .Values.supervisorPriority"
-    parts.append(f"{{{{- if {condition} }}}}\n---\n{rank}{{{{- end }}}}\n")
-    return _indented("".join(parts))
-
-
-def _scale(resources: list[dict[str, str]], placement: Placement) -> None:
-    machine = placement.machine
-    sizes = {
-        "cpu": f"{{{{ mul {machine.vcpus} $nodes }}}}",
-        "memory": f'"{{{{ mul {machine.memory_gb} $nodes }}}}G"',
-        "ephemeral-storage": '"{{ $nodes }}Ti"',
-        "nvidia.com/gpu": f"{{{{ mul {machine.gpus} $nodes }}}}",
-    }
-    for row in resources:
-        row["nominalQuota"] = Expression(sizes[row["name"]])
-
-
-def _network_templates(placement: Placement) -> str:
-    objects = _with_expressions(network_objects(_stand_in(placement)))
-    body = f"---\n{dump(objects)}" if objects else ""
-    return f"{{{{- if .Values.createNetworks }}}}\n{body}{{{{- end }}}}\n"
-
-
-def _block(expression: str) -> Expression:
-    return Expression(f"{{{{- toYaml ({expression}) | nindent @INDENT@ }}}}")
-
-
-def _indented(text: str) -> str:
-    """Each block of lines is indented two blanks deeper than the key that it belongs to."""
-    lines = []
-    for line in text.splitlines():
-        depth = len(line) - len(line.lstrip(" "))
-        if not line.lstrip().startswith("{{"):
-            depth += 4 if line.lstrip().startswith("- ") else 2
-        lines.append(line.replace("@INDENT@", str(depth)))
-    return "\n".join(lines) + "\n"
-
-
-def _with_expressions(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _with_expressions(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_expressions(item) for item in value]
-    if isinstance(value, str) and any(mark in value for mark in _VALUES):
-        if value in _VALUES:
-            return Expression(f"{{{{ {_VALUES[value]} | quote }}}}")
-        text = json.dumps(value)
-        for mark, expression in _VALUES.items():
-            text = text.replace(mark, f"{{{{ {expression} }}}}")
-        return Expression(text)
-    return value
+def _of_nodes(manifest: JsonObject, marked: Placement) -> JsonObject:
+    """What of a queue's object follows from the number of nodes, or from a reservation."""
+    if manifest["kind"] == "ResourceFlavor" and manifest["spec"] and at(manifest, "metadata", "name") != CPU_FLAVOR:
+        return changed(manifest, "@selector@", "spec", "nodeLabels")
+    if manifest["kind"] == "ClusterQueue":
+        machine = marked.machine
+        sizes: dict[str, list[Json]] = {
+            "cpu": [machine.vcpus, ""],
+            "memory": [machine.memory_gb, "G"],
+            "ephemeral-storage": [1, "Ti"],
+            "nvidia.com/gpu": [machine.gpus, ""],
+        }
+        copy: dict[str, Any] = json.loads(json.dumps(manifest))
+        for row in copy["spec"]["resourceGroups"][0]["flavors"][0]["resources"]:
+            row["nominalQuota"] = sizes[row["name"]]
+        return copy
+    return manifest
 
 
 def _json(value: object) -> str:

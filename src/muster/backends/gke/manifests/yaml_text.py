@@ -1,32 +1,23 @@
 """Objects to YAML text that every parser reads alike.
 
 Kubernetes reads YAML 1.1, where ``on``, ``012`` and ``1:30`` are not strings, and ruamel.yaml writes 1.2: so every
-string that is not plainly a word is quoted. An ``Expression`` of the chart's Go templates is written unquoted.
+string that is not plainly a word is quoted.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
-from muster.core.typed_json import Json, JsonObject
+from muster.core.typed_json import JsonObject
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*( [A-Za-z0-9_./-]+)*")
 _RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
-_MARK = re.compile(r"(?:- )?go-line-(\d+)(?:: null)?|go-value-(\d+)")
-
-
-class Expression(str):
-    """A Go template expression, written without quotes."""
-
-
-class Line(Expression):
-    """A line of its own among a mapping's keys or a sequence's items (with the value None)."""
 
 
 class _Representer(SafeRepresenter):
@@ -59,22 +50,9 @@ def dump(documents: Iterable[JsonObject]) -> str:
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 1_000_000
     yaml.indent(mapping=2, sequence=4, offset=2)
-    expressions: list[str] = []
     texts = []
     for document in documents:
         out = io.StringIO()
-        yaml.dump(_marked(document, expressions), out)
-        texts.append(_MARK.sub(lambda mark: expressions[int(mark[1] or mark[2])], out.getvalue()))
+        yaml.dump(document, out)
+        texts.append(out.getvalue())
     return "---\n".join(texts)
-
-
-def _marked(value: Json, expressions: list[str]) -> Json:
-    """A copy with a word in place of each expression, which is appended to ``expressions``."""
-    if isinstance(value, Mapping):
-        return {str(_marked(key, expressions)): _marked(item, expressions) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_marked(item, expressions) for item in value]
-    if not isinstance(value, Expression):
-        return value
-    expressions.append(str.__str__(value))
-    return f"go-{'line' if isinstance(value, Line) else 'value'}-{len(expressions) - 1}"

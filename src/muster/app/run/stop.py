@@ -170,6 +170,9 @@ def down(reference: str) -> Down:
     launcher, handle = job(run, backend_of(run))  # a damaged run file keeps nobody from ending it
     before, number = launcher.poll(handle), submit.submission(run)
     before_wall_ns = SystemClock().wall_ns()
+    if not before.state.ended and backends.get(backend_of(run)).capabilities.uses_this_machine:
+        with contextlib.suppress(MusterError):  # to a supervisor the SIGTERM that follows means a preemption
+            request(run, StopRun(source="muster down", save=False, force=True))
     launcher.cancel(handle)
     left = tuple(launcher.remaining(handle))
     mirror(launcher, run)

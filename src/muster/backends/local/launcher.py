@@ -364,7 +364,7 @@ def _judge(
     alive = sum(living.values())
     if record.state == "cancelled" and (verdict is None or verdict.outcome == "preempted"):
         # SIGTERM means preemption to a supervisor; this one came from `cancel`.
-        return JobState.STOPPED, "cancelled" + (f", {alive} processes are ending" if alive else ""), None
+        return JobState.STOPPED, "muster down ended it" + (f", {alive} processes are ending" if alive else ""), None
     if verdict is not None:
         return JobState(verdict.outcome), verdict.reason, verdict.exit_code
     if record.state == "starting":

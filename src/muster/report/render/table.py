@@ -122,7 +122,11 @@ def _categories(document: Document, *, bars: bool) -> Table:
     host_time = document.host_time
     table = Table(
         title=f"{host_time.purchased_host_s:,.1f} host-seconds purchased"
-        + (f", after {format_duration(host_time.queue_s)} in the queue" if host_time.queue_s > 0 else ""),
+        + (
+            f"; the first host was held {format_duration(host_time.queue_s)} after the submit"
+            if host_time.queue_s > 0
+            else ""
+        ),
         title_justify="left",
         title_style="bold",
         box=None,

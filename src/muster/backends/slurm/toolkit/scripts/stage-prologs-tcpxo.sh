@@ -1,0 +1,11 @@
+#!/bin/bash
+set -e
+ROOT=/opt/apps/adm/slurm
+mkdir -m 0755 -p "$ROOT/scripts" "$ROOT/partition-@partition@-prolog_slurmd.d" \
+  "$ROOT/partition-@partition@-epilog_slurmd.d"
+# A node whose GPUs fail their test after a job is drained.
+ln -sf /slurm/scripts/tools/gpu-test "$ROOT/partition-@partition@-epilog_slurmd.d/gpu-test.epilog_slurmd"
+curl -fsS -o "$ROOT/scripts/rxdm" @prolog@
+chmod 0755 "$ROOT/scripts/rxdm"
+ln -sf "$ROOT/scripts/rxdm" "$ROOT/partition-@partition@-prolog_slurmd.d/rxdm.prolog_slurmd"
+ln -sf "$ROOT/scripts/rxdm" "$ROOT/partition-@partition@-epilog_slurmd.d/rxdm.epilog_slurmd"

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+update-initramfs -u -k all

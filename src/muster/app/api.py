@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from muster.app.run.exec import execute as execute
     from muster.app.run.export import export as export
     from muster.app.run.recover import recover as recover
+    from muster.app.run.script_output import shown as shown
     from muster.app.run.stop import down as down
     from muster.app.run.stop import restart as restart
     from muster.app.run.stop import stop as stop
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
     from muster.core.errors import UsageError as UsageError
     from muster.core.event_log import Damage as Damage
     from muster.core.events import Event as Event
+    from muster.core.redact import printable as printable
     from muster.core.redact import redact as redact
+    from muster.report.render.terminal import Console as Console
     from muster.report.run_view import RunView as RunView
     from muster.storage import run_registry
     from muster.storage.run_registry import RunDir as RunDir
@@ -67,6 +70,7 @@ _EXPORTS = {
     "muster.app.run.exec": ("execute",),
     "muster.app.run.export": ("export",),
     "muster.app.run.recover": ("recover",),
+    "muster.app.run.script_output": ("shown",),
     "muster.app.run.stop": ("down", "restart", "stop"),
     "muster.app.run.submit": ("preview", "submit"),
     "muster.app.run.train": ("train",),
@@ -79,7 +83,8 @@ _EXPORTS = {
     "muster.core.errors": ("MusterError", "Problem", "RunFileError", "UsageError"),
     "muster.core.event_log": ("Damage", "damage_in_words"),
     "muster.core.events": ("Event",),
-    "muster.core.redact": ("redact",),
+    "muster.core.redact": ("printable", "redact"),
+    "muster.report.render.terminal": ("Console",),
     "muster.report.run_view": ("RunView",),
     "muster.storage.run_registry": ("RunDir", "find_run"),
 }

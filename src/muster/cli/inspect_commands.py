@@ -78,10 +78,10 @@ def logs(
         for chunk in api.logs(run, follow=follow, rank=rank, task=task):
             *lines, rest[chunk.task] = (rest.get(chunk.task, "") + chunk.text).split("\n")
             for line in lines:
-                output.result(line if alone else f"{chunk.task} | {line}")
+                output.written(line if alone else f"{chunk.task} | {line}")
     for name, line in rest.items():
         if line:
-            output.result(line if alone else f"{name} | {line}")
+            output.written(line if alone else f"{name} | {line}")
 
 
 def events(
@@ -178,7 +178,7 @@ def report(
     _refuse_idle_options(runs, form, step_time_s, html, target)
     if form is not None:
         foreign = use_case.foreign(runs[0], form=form, step_time_s=step_time_s)
-        output.as_json(foreign.to_json()) if json else output.result(use_case.foreign_table(foreign))
+        output.as_json(foreign.to_json()) if json else output.drawn(use_case.foreign_table(foreign))
         return
     result = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
     for run_report in result:
@@ -189,7 +189,7 @@ def report(
     elif json:
         output.as_json(use_case.to_json(result))
     else:
-        output.result(use_case.table(result))
+        output.drawn(use_case.table(result))
 
 
 def _refuse_idle_options(
@@ -295,8 +295,6 @@ def data(
     if json:
         output.as_json(result.to_json())
         return
-    from rich.console import Console
-
     from muster.app.planning.data import render
 
-    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(result))
+    api.Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(result))

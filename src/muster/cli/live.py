@@ -84,7 +84,7 @@ class Display(api.Sink):
     def tell_output(self, *, last: bool = False) -> None:
         """What ranks have written since."""
         if self.script is not None and (lines := self.script.look(last=last)):
-            self.print("\n".join(lines))
+            self.print_script("\n".join(lines))
         self._looked = time.monotonic()
 
     def show(self, event: Event) -> None:
@@ -115,6 +115,10 @@ class Display(api.Sink):
     def print(self, text: str) -> None:
         """One line of the run."""
         output.result(text)
+
+    def print_script(self, text: str) -> None:
+        """Lines that a rank has written: nothing but colours of what a terminal obeys is left in them."""
+        output.drawn(text)
 
     def total(self) -> int | None:
         """Steps of the whole run, as soon as they are known."""
@@ -232,6 +236,11 @@ class LiveDisplay(Display):
     def print(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def print_script(self, text: str) -> None:
+        from rich.text import Text
+
+        self.progress.console.print(Text.from_ansi(text), highlight=False, soft_wrap=True)
+
     def close(self) -> None:
         self.progress.script = ""  # it has just been printed as a line
         self.progress.remove_task(self.task)
@@ -280,10 +289,9 @@ def preparing() -> Iterator[Callable[[str, int, int], None]]:
 
         yield tell
         return
-    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=api.Console(stderr=True), transient=True) as progress:
         tasks: dict[str, TaskID] = {}
 
         def show(source: str, done: int, total: int) -> None:

@@ -13,8 +13,18 @@ from muster.app import api
 
 
 def result(text: str) -> None:
-    """One line of the result."""
+    """One line of the result; of text of others in it nothing is obeyed by a terminal."""
+    print(api.printable(text), flush=True)
+
+
+def drawn(text: str) -> None:
+    """Lines of the result that were made printable where they were drawn, and have colours."""
     print(text, flush=True)
+
+
+def written(text: str) -> None:
+    """One line that a program of the run wrote, with its colours where stdout is a terminal."""
+    drawn(api.shown(text, colours=sys.stdout.isatty()))
 
 
 def folded(text: str, hang: int) -> None:
@@ -32,12 +42,12 @@ def folded(text: str, hang: int) -> None:
 
 def as_json(value: object) -> None:
     """The result as JSON."""
-    print(json.dumps(value, indent=1, ensure_ascii=False, default=str), flush=True)
+    result(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
 def info(text: str) -> None:
     """One line of diagnostics."""
-    print(text, file=sys.stderr, flush=True)
+    print(api.printable(text), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -52,10 +52,9 @@ def init(source: str | None = _FROM, model: str | None = _MODEL, out: Path = _OU
 
 def _asked(question: str, default: str | None = None) -> str:
     """The answer, typed after the question on stderr: typer's own prompts leave a blank in stdout."""
-    from rich.console import Console
     from rich.prompt import Prompt
 
-    console = Console(stderr=True, highlight=False)
+    console = api.Console(stderr=True, highlight=False)
     try:
         if default is None:
             return Prompt.ask(question, console=console, default="", show_default=False)

@@ -15,13 +15,14 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 import typer
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType
 from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType, Segment, SegmentLines
 from rich.text import Text
 from rich.tree import Tree as Drawn
 
+from muster.app import api
 from muster.app.cluster.progress_tree import Began, Changed, Event, Progress, Row, Said, Tree
 from muster.cli import output
 
@@ -65,7 +66,7 @@ def watched(work: Callable[[Progress], Result], *, again: str, undo: str | None 
         raise typer.Exit(130) from None
 
 
-class Terminal(Console):
+class Terminal(api.Console):
     """Never hides the cursor, so that a killed command leaves a usable terminal."""
 
     def show_cursor(self, show: bool = True) -> bool:
@@ -114,7 +115,7 @@ class PlainTree:
 class LiveTree(PlainTree):
     """Draws the whole tree again and again, in place."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: api.Console) -> None:
         super().__init__()
         self.console = console
         self.live: Live | None = None

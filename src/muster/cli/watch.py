@@ -67,7 +67,7 @@ def _served(runs: list[str], every: float, port: int) -> None:
 def _live(views: Iterable[View]) -> None:
     from rich.live import Live
 
-    with Live(auto_refresh=False) as live:
+    with Live(console=api.Console(), auto_refresh=False) as live:
         for view in views:
             live.update(_render(view), refresh=True)
 

@@ -1,4 +1,5 @@
-"""Keeps secrets out of messages, logs and records: by the name of the key, and by the look of the value."""
+"""Keeps secrets out of messages, logs and records, by the name of the key and by the look of the value; and keeps what
+terminals obey out of text of others."""
 
 from __future__ import annotations
 
@@ -58,6 +59,19 @@ def redact(text: str) -> str:
     for value in _GIVEN:
         text = text.replace(value, HIDDEN)
     return _USERINFO.sub(HIDDEN, _VALUE.sub(HIDDEN, text))
+
+
+#: What a terminal obeys (C0 but tab and newline, DEL, C1), what turns text around (bidirectional marks, by Unicode's
+#: TR 36), what other programs take for a line's end, and what no encoding can write (surrogates).
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """``text`` of others for a terminal or a log: characters that are obeyed instead of shown as ``\\u001b``.
+
+    Within the strings of a JSON document the result stands for the same characters.
+    """
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def redact_value(key: str, value: Json) -> Json:

@@ -15,7 +15,8 @@ LONGEST = 4 << 10
 #: What a terminal obeys, other than colours: it would tear the lines that are drawn below.
 _CONTROL = re.compile(
     r"\x1b\[[0-9;:]*m"
-    r"|(\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[\]]?|[\x00-\x08\x0b-\x1f\x7f-\x9f])"
+    r"|(\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[\]]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff])"
 )
 _NAME = re.compile(r"rank-(\d+)\.a(\d+)\.log")
 
@@ -126,12 +127,16 @@ def _size(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count:,} bytes"
 
 
+def shown(text: str, *, colours: bool) -> str:
+    """Text that a program wrote, without what a terminal obeys; with ``colours``, those are left in it."""
+    return _CONTROL.sub(lambda found: found[0] if colours and found[1] is None else "", text)
+
+
 def _shown(line: bytes) -> str:
     """What a terminal shows of a line, colours included."""
     line = line.rstrip(b"\r")
     line = line[line.rfind(b"\r") + 1 :]
-    text = line[:LONGEST].decode(errors="replace")
-    text = _CONTROL.sub(lambda found: "" if found[1] else found[0], text)
+    text = shown(line[:LONGEST].decode(errors="replace"), colours=True)
     if len(line) > LONGEST:
         text += f" ... ({_size(len(line) - LONGEST)} more)"
     return text + "\x1b[0m" if "\x1b[" in text else text

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
+
+from muster.app import api
 
 NARROW = 100
 """Columns of a terminal below which the bar is short."""
@@ -20,8 +22,8 @@ class Region(Progress):
     script = ""
     """The line that the user's script is writing."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        console = console or Console()
+    def __init__(self, console: api.Console | None = None) -> None:
+        console = console or api.Console()
         bar = 24 if console.width >= NARROW else 10
         self.room = console.width - bar - len("s preparing  ") - 1
         """Columns for the step's numbers."""

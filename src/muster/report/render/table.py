@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from itertools import zip_longest
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +14,7 @@ from muster.report.ledger.step_budget import StepBudget
 from muster.report.render.document import Document
 from muster.report.render.next_steps import next_steps
 from muster.report.render.sentences import format_duration, lever_in_words, money
+from muster.report.render.terminal import Console
 
 _BAR = 12
 _WIDE = 100

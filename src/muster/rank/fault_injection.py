@@ -32,7 +32,7 @@ ON_DEVICE = ("device-memory", "device-assert")
 AT_START = ("exception", "gil", "livelock", "memory", "not-finite", "reader", "slow", *ON_DEVICE)
 AT_REDUCE, AT_UPDATE, AFTER_UPDATE, BIT = "kill-reduce", "kill-voted", "kill-updated", "flip"
 FAULTS = (*AT_START, AT_REDUCE, AT_UPDATE, AFTER_UPDATE, BIT)
-#: Longer than the longest pause of a retained rank where steps are short (``supervise.recovery.retained_ranks``).
+#: Longer than the longest pause of a retained rank where steps are short (``supervise.recovery.attempts``).
 SLOW_S = 5.0
 #: Memory left to a rank that is to run out of it.
 MEMORY_LEFT_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from muster.agent.hardware.host_check import HostCheck, part_of
 from muster.config.spec import RunSpec
 from muster.health.machine.report import read_probe
 from muster.protocol.to_agent import LookAtHost
-from muster.supervise.checks.judging import fault_of, judge
+from muster.supervise.recovery.host_health import fault_of, judge
 from muster.transport.connections import ConnectionPool
 
 STUB = Path(__file__).parents[1] / "probe" / "nvml_stub.c"

@@ -9,7 +9,7 @@ from muster.core.incidents import RANK_EXCEPTION
 from muster.protocol.to_supervisor import RankExit
 from muster.rank import user_script
 from muster.rank.standby import last_words
-from muster.supervise.recovery.classify import classify_rank_exit
+from muster.supervise.recovery.rank_exits import classify_rank_exit
 
 
 def test_a_module_of_the_current_folder_is_run(tmp_path, monkeypatch):

@@ -34,8 +34,8 @@ from muster.probe.programs import command, output_of
 from muster.protocol.client import CheckHosts
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
-from muster.supervise.checks import judging
-from muster.supervise.checks.judging import commands_of
+from muster.supervise.recovery import host_health
+from muster.supervise.recovery.host_health import commands_of
 
 #: The probe's rungs have limits of their own; this one holds where the whole program is stuck.
 PASSIVE_LIMIT_S, FULL_LIMIT_S = 10.0, 180.0
@@ -113,7 +113,7 @@ def check_machine(run_file: str | None = None, *, passive: bool = False) -> Chec
         raise BackendError(f"cannot start the probe: {error.strerror}") from error
     expected = _expected(spec)
     report = read_probe(output, host=socket.gethostname())
-    own = judging.own_numbers(spec)
+    own = host_health.own_numbers(spec)
     found = judge_machine(report, gpus=expected.gpus, source=expected.source, own=own)
     return Checked(findings=tuple(found), commands=_commands(found, spec), raw=output)
 
@@ -152,10 +152,10 @@ def check_hosts_of(run: RunDir) -> Checked:
     found: list[Finding] = []
     reports, take_out = [], {}
     for host, look in sorted(answer.looks.items()):
-        here = judging.judge(host, look, spec)
+        here = host_health.judge(host, look, spec)
         found += here
         reports.append(of_own_gpus(read_probe(look.output.encode(), host=host), look.own))
-        command = judging.take_out(host, look, here, spec)
+        command = host_health.take_out(host, look, here, spec)
         if command is not None:
             take_out[host] = command
     found += compare_hosts(reports)
@@ -184,7 +184,7 @@ def check_captures(place: str, run_file: str | None = None, *, hosts: Sequence[s
             kinds[name] = "output of the probe"
         else:
             others.append((name, content))
-    own = judging.own_numbers(spec)
+    own = host_health.own_numbers(spec)
     known = recognise(others, expected=expected, own=own)
     found = [*known.findings]
     for report in probes:

@@ -16,7 +16,7 @@ from muster.protocol.client import AskStacks, CheckHosts, HealthReport, StopRun,
 from muster.protocol.to_agent import GatherEvidence, LookAtHost, ToAgent, TraceRanks
 from muster.protocol.to_supervisor import EvidenceReady, HostLooked
 from muster.protocol.values import HostLook, TraceSteps
-from muster.supervise.hangs.gathering import read_answers
+from muster.supervise.recovery.hangs import read_answers
 from muster.supervise.recovery.inputs import SECOND_NS, FromHost, StopRequest
 from muster.supervise.recovery.phases import Running
 from muster.supervise.recovery.state import State

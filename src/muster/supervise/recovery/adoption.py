@@ -7,16 +7,7 @@ from muster.supervise.recovery.attempts import ask_to_save, drain, log_end, star
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import begin_flush, finish, flush_and_finish
 from muster.supervise.recovery.incidents import report_incident, request_resize
-from muster.supervise.recovery.phases import (
-    Adopting,
-    Draining,
-    Flushing,
-    Phase,
-    Running,
-    Starting,
-    Stopping,
-    Waiting,
-)
+from muster.supervise.recovery.phases import Adopting, Draining, Flushing, Phase, Running, Starting, Stopping, Waiting
 from muster.supervise.recovery.state import Host
 
 
@@ -28,29 +19,33 @@ def try_adopt(ctx: SupervisorContext, adopting: Adopting) -> None:
         ctx.deadline(ctx.settings.adopt_timeout_s)
     awaited = _awaited(ctx, adopting)
     members = [state.hosts[name] for name in awaited if name in state.hosts and state.hosts[name].connected]
+    alive = {rank for host in members for rank in (*host.alive, *host.exited)}
     if len(members) < len(awaited) or (isinstance(found, Flushing) and not awaited):
         return
     if isinstance(found, Flushing) and any(host.attempt or host.snapshots for host in members):
         begin_flush(ctx, found.end, by_user=found.by_user)
-        return
-    alive = {rank for host in members for rank in (*host.alive, *host.exited)}
-    if members and not alive and all(host.attempt == 0 for host in members):
-        # New agents: every process of the run was lost (a reboot, a kill of everything), and it is started again.
-        reason = f"no rank of attempt {state.attempt} survived: resuming from the newest checkpoint"
-        ctx.log("attempt.abandoned", {"reason": reason})
-        state.abandon()
-        ctx.enter(Starting())
-        ctx.deadline(ctx.settings.spec.recovery.start_timeout_s)
-        adopting.asked_before = None  # it was stopped, and everything ended: now it is started again
-        ready = ctx.usable()
-        if len(ready) >= ctx.settings.wanted_hosts and adopting.asked is None:
-            start_attempt(ctx, ready[: ctx.settings.wanted_hosts])
+    elif members and not alive and all(host.attempt == 0 for host in members):
+        _abandon(ctx, adopting)  # new agents: every process of the run was lost (a reboot, a kill of everything)
     elif isinstance(found, Draining | Waiting):
         drain(ctx, found.next)
     elif set(state.ranks) <= alive and all(host.attempt == state.attempt for host in members):
         _continue(ctx, found)
     elif all(host.ready for host in members):
         adopt_failed(ctx, adopting)
+
+
+def _abandon(ctx: SupervisorContext, adopting: Adopting) -> None:
+    """Nothing of the attempt is left: start the run again."""
+    state = ctx.state
+    reason = f"no rank of attempt {state.attempt} survived: resuming from the newest checkpoint"
+    ctx.log("attempt.abandoned", {"reason": reason})
+    state.abandon()
+    ctx.enter(Starting())
+    ctx.deadline(ctx.settings.spec.recovery.start_timeout_s)
+    adopting.asked_before = None  # it was stopped, and everything ended: now it is started again
+    ready = ctx.usable()
+    if len(ready) >= ctx.settings.wanted_hosts and adopting.asked is None:
+        start_attempt(ctx, ready[: ctx.settings.wanted_hosts])
 
 
 def _nobody(ctx: SupervisorContext, adopting: Adopting) -> None:

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from muster.config.spec import RunSpec
 from muster.core.batch_schedule import changed
+from muster.core.layout import Layout
 from muster.core.typed_json import Json, JsonObject
 from muster.policy.cluster_state import NextAttempt
-from muster.policy.snapshot_holders import holders_to_log, snapshot_holders
-from muster.protocol.held_snapshots import Choice
-from muster.protocol.ranks import REQUESTED_EXIT_CODES
-from muster.protocol.to_agent import EndAttempt
-from muster.protocol.values import CommandRanks
+from muster.policy.snapshot_holders import holders_to_log, leaves_rack, snapshot_holders
+from muster.protocol.held_snapshots import Choice, has_replica_on_other_host, needed_shards, replica_peers
+from muster.protocol.ranks import REQUESTED_EXIT_CODES, RankContext, Restore
+from muster.protocol.to_agent import EndAttempt, FetchShard, PeerMoved, StartAttempt
+from muster.protocol.values import Address, CommandRanks
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
 from muster.supervise.recovery.inputs import SECOND_NS
 from muster.supervise.recovery.phases import Draining, EndOrder, NextHosts, Running, Stopping, Waiting
-from muster.supervise.recovery.preemption_cost import expected_loss
-from muster.supervise.recovery.retained_ranks import (
-    PAUSE_S,
-    pause_s,
-    prefer_hosts_of_whole_replicas,
-    rank_mapping,
-    retainable_ranks,
-    whole_replicas,
-)
-from muster.supervise.recovery.start_message import copies_leave_rack, has_replica, peer_of, start_message
-from muster.supervise.recovery.state import Attempt
+from muster.supervise.recovery.state import Attempt, Host
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
 RESET_TIMEOUT_S = 60.0
@@ -38,6 +30,12 @@ UNWATCHED = (
     "start-up hangs are not detected until the script first calls muster.run; start_timeout_s applies from then on"
 )
 SPARE = "kept as a spare"
+#: Least time for a retained rank to pause, however short the steps are: the machine may be busy.
+PAUSE_S = 4.0
+#: Times the longest of the last steps: a step during a recovery is slower than those before.
+PAUSE_STEPS = 1.5
+#: Added for what is not computing: its last event, its snapshot.
+PAUSE_MARGIN_S = 1.0
 
 
 def drain(ctx: SupervisorContext, following: NextHosts) -> None:
@@ -275,3 +273,225 @@ def check_ranks_exited(ctx: SupervisorContext) -> None:
         end_run = functools.partial(flush_and_finish, by_user=phase.by_user)
         end = finish if saved or not phase.saves else end_run
         end(ctx, phase.outcome, phase.exit_code, f"{source}{result} after step {state.last_applied_step}")
+
+
+def start_message(
+    ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int]
+) -> StartAttempt:
+    """For one host. ``retained``: ranks of this attempt -> the rank of the one before whose process continues."""
+    return StartAttempt(
+        attempt=ctx.state.attempt,
+        contexts=_contexts(ctx, name, choice, retained),
+        fetch=_fetches(ctx, name, choice, retained) if choice is not None else (),
+        peer=peer_of(ctx, name),
+        copies_of=_copies_of(ctx, name),
+    )
+
+
+def _contexts(
+    ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int]
+) -> tuple[RankContext, ...]:
+    state, local_ranks = ctx.state, ctx.state.ranks_on(name)
+    stores = (store for host in state.active if (store := state.hosts[host].store))
+    address, port = next(stores, ("127.0.0.1", 0))
+    restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout) if choice is not None else None
+    return tuple(
+        RankContext(
+            run_id=ctx.settings.run_id,
+            run_dir=ctx.settings.run_dir,
+            attempt=state.attempt,
+            host=name,
+            rank=rank,
+            local_rank=local,
+            world_size=state.layout.world_size,
+            local_world_size=len(local_ranks),
+            layout=state.layout,
+            master_addr=address,
+            master_port=port,
+            restore=restore,
+            replicate_snapshots=peer_of(ctx, name) is not None,
+            batch_schedule=state.batch_schedule,
+            skip_steps=tuple(sorted(state.skip_steps)),
+            kept_rank=retained.get(rank),
+            failures=state.failures,
+            observed_s=(ctx.now_ns - (state.watched_from_ns or ctx.now_ns)) / SECOND_NS,
+        )
+        for local, rank in enumerate(local_ranks)
+    )
+
+
+def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mapping[int, int]) -> tuple[FetchShard, ...]:
+    """Shards that the host's ranks need and its retained ranks do not hold, and where each is."""
+    state = ctx.state
+    paused = state.hosts[name].retained
+    missing = [
+        rank for rank in state.ranks_on(name) if rank not in retained or paused.get(retained[rank]) != choice.step
+    ]
+    if choice.layout != state.layout and missing:
+        missing = needed_shards(choice, name)
+    copies = ((rank, choice.nearest(rank, name)) for rank in missing)
+    return tuple(
+        FetchShard(rank=rank, copy=held, address=None if held.host == name else state.hosts[held.host].memory)
+        for rank, held in copies
+    )
+
+
+def peer_of(ctx: SupervisorContext, name: str) -> Address | None:
+    """The replicator of the host that holds copies of this one's snapshots; None: nobody does."""
+    holder = _holder_of(ctx, name)
+    return None if holder is None else ctx.state.hosts[holder].memory
+
+
+def copies_leave_rack(ctx: SupervisorContext) -> str | None:
+    """Whether each host's state is in another rack too, as a copy or in a replica, for people; None: there is no copy
+    of it."""
+    state, unknown, inside = ctx.state, 0, 0
+    for name in state.active:
+        holder = _holder_of(ctx, name)
+        copies = () if holder is None else (holder,)
+        outside: set[bool | None] = set()
+        for rank in state.ranks_on(name):
+            others = {*copies, *(state.ranks[twin] for twin in replica_peers(state.layout, rank))} - {name}
+            if not others:
+                return None
+            seen = {leaves_rack(state.hosts[name].place, state.hosts[other].place) for other in others}
+            outside.add(True if True in seen else None if None in seen else False)
+        inside, unknown = inside + (False in outside), unknown + (False not in outside and None in outside)
+    if inside:
+        return f"no: of {inside} of {len(state.active)} hosts they stay in it"
+    return f"unknown: {unknown} of {len(state.active)} hosts have no label (MUSTER_RACK)" if unknown else "yes"
+
+
+def _holder_of(ctx: SupervisorContext, name: str) -> str | None:
+    """The host that holds copies of this one's snapshots."""
+    requested = ctx.settings.spec.checkpoint.replicate_snapshots
+    active, holders = ctx.state.active, ctx.state.current.holders
+    if not holders or requested is False:
+        return None
+    if requested is None and has_replica(ctx, name):
+        return None
+    return active[holders[active.index(name)]]
+
+
+def has_replica(ctx: SupervisorContext, name: str) -> bool:
+    """Whether replicas on other hosts hold the same state as this one's ranks."""
+    return not ctx.local_steps and has_replica_on_other_host(ctx.state.layout, ctx.state.ranks, name)
+
+
+def _copies_of(ctx: SupervisorContext, name: str) -> tuple[int, ...]:
+    """Ranks of other hosts whose snapshots this host holds copies of."""
+    state = ctx.state
+    active, holders = state.active, state.current.holders
+    here = active.index(name)
+    senders = (active[index] for index, holder in enumerate(holders) if holder == here)
+    return tuple(rank for sender in senders if _holder_of(ctx, sender) for rank in state.ranks_on(sender))
+
+
+def on_replicator_address(ctx: SupervisorContext, host: Host, address: Address) -> None:
+    """A host's replicator was restarted: the hosts that copy to it are sent its new address."""
+    state, known = ctx.state, host.memory is not None
+    host.memory = address
+    if not isinstance(state.phase, Running) or not known:
+        return
+    for name in state.active:
+        if peer_of(ctx, name) == address:
+            ctx.send(name, PeerMoved(peer=address))
+
+
+def retainable_ranks(ctx: SupervisorContext, hosts: Collection[str]) -> set[int]:
+    """Ranks that could continue on ``hosts`` without a new process, as far as is known when their attempt is ended."""
+    state, spec = ctx.state, ctx.settings.spec
+    layout, size, progress = state.layout, state.layout.ranks_per_replica, state.progress
+    replicated = max(layout.dp_replicate, spec.parallelism.dp_replicate) > 1  # one of several may be left
+    if not (replicated and spec.replicas_survive):
+        return set()
+    if not progress.stepped or spec.command or not spec.checkpoint.snapshot_every_steps:
+        return set()
+    if spec.training is not None and not spec.training.optimizer.traits.restores_exactly:
+        return set()  # the replicas would drift apart
+    ranks_to_keep: set[int] = set()
+    for replica in range(layout.dp_replicate):
+        ranks = range(replica * size, (replica + 1) * size)
+        if not any(rank in progress.exited or rank in progress.blamed for rank in ranks) and all(
+            state.ranks.get(rank) in hosts and _stays(ctx, state.ranks[rank]) for rank in ranks
+        ):
+            ranks_to_keep |= set(ranks)
+    return ranks_to_keep
+
+
+def pause_s(ctx: SupervisorContext) -> float:
+    """How long a retained rank may take to pause before it is replaced like any other."""
+    needed_s = PAUSE_STEPS * max(ctx.state.recent_step_s, default=0.0) + PAUSE_MARGIN_S
+    limit = ctx.settings.spec.recovery.step_timeout_s  # a step that takes longer is a hang
+    return max(PAUSE_S, needed_s if limit is None else min(needed_s, limit))
+
+
+def _stays(ctx: SupervisorContext, name: str) -> bool:
+    host = ctx.state.hosts[name]
+    return host.connected and not host.quarantined
+
+
+def whole_replicas(layout: Layout, ranks: Mapping[int, str], retained: Mapping[str, set[int]]) -> list[tuple[int, ...]]:
+    """The replicas of which every rank is paused on its host; each as its ranks, in order."""
+    size = layout.ranks_per_replica
+    every = [tuple(range(start, start + size)) for start in range(0, layout.world_size, size)]
+    return [replica for replica in every if all(rank in retained.get(ranks.get(rank, ""), ()) for rank in replica)]
+
+
+def prefer_hosts_of_whole_replicas(
+    hosts: Sequence[str], ranks: Mapping[int, str], whole: Sequence[Sequence[int]]
+) -> list[str]:
+    """``hosts`` with those of whole replicas in front, so that a smaller attempt consists of them."""
+    first = list(dict.fromkeys(ranks[rank] for replica in whole for rank in replica))
+    return [name for name in first if name in hosts] + [name for name in hosts if name not in first]
+
+
+def rank_mapping(
+    old: Layout, before: Mapping[int, str], new: Layout, after: Mapping[int, str], whole: Sequence[Sequence[int]]
+) -> dict[int, int]:
+    """Rank of the new attempt -> the rank of the old one whose process continues as it.
+
+    A replica continues as one on the same hosts in the same order: its ranks then hold the same shards.
+    """
+    if replace(old, dp_replicate=1) != replace(new, dp_replicate=1):
+        return {}
+    size = new.ranks_per_replica
+    free = list(whole)
+    mapping: dict[int, int] = {}
+    starts = range(0, new.world_size, size)
+    keeping_its_number = {replica[0] for replica in whole}
+    for start in sorted(starts, key=lambda start: start not in keeping_its_number):
+        places = [after[rank] for rank in range(start, start + size)]
+        alike = [replica for replica in free if [before[rank] for rank in replica] == places]
+        same = next((replica for replica in alike if replica[0] == start), next(iter(alike), None))
+        if same is not None:
+            free.remove(same)
+            mapping |= {start + number: rank for number, rank in enumerate(same)}
+    return mapping
+
+
+def expected_loss(spec: RunSpec, *, num_hosts: int, copied: bool) -> str:
+    """One or two sentences for a run on ``num_hosts`` hosts; ``copied``: another host holds each one's state."""
+    checkpoint, grace_s = spec.checkpoint, f"{spec.recovery.grace_s:g} s"
+    every = checkpoint.every_steps
+    since = f"the steps since the last save (every {every} steps)" if isinstance(every, int) and every else (
+        "the steps since the last save (every_steps: auto)"
+        if every
+        else "every step, since nothing is saved on the way"
+    )  # fmt: skip
+    all_at_once = (
+        f"if every host goes at once, the state is saved where a save as long as the last fits into {grace_s}, "
+        f"else that costs {since}"
+    )
+    if num_hosts == 1 and not spec.resources.spare_hosts:
+        return f"at a preemption notice the state is saved where a save fits into {grace_s}; else that costs {since}"
+    if num_hosts == 1 or not copied:
+        alone = "no other host holds its state (checkpoint.replicate_snapshots, dp_replicate)"
+        return f"a lost host costs {since}: {alone}; {all_at_once}"
+    if spec.resources.spare_hosts:
+        goes_on = "a spare takes over"
+    elif (spec.resources.min_hosts or num_hosts) < num_hosts:
+        goes_on = "the others go on"
+    else:
+        goes_on = "the run waits for a host"
+    return f"a host that is preempted costs no applied step, and {goes_on}; {all_at_once}"

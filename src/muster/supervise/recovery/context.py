@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -11,7 +12,6 @@ from muster.core.typed_json import JsonObject
 from muster.policy.cluster_state import Policy
 from muster.protocol.held_snapshots import Choice, newest_complete
 from muster.protocol.to_agent import DropCopies, ToAgent
-from muster.supervise.recovery.classify import natural_key
 from muster.supervise.recovery.inputs import SECOND_NS, Effect, Log, Send, Settings
 from muster.supervise.recovery.phases import Draining, NextHosts, Phase, Running, Starting, Waiting
 from muster.supervise.recovery.state import Host, State
@@ -138,3 +138,8 @@ def usable(host: Host) -> bool:
     """Whether it could run ranks now, and for longer than a moment."""
     present = host.connected and host.ready and not host.start_failed
     return present and not host.quarantined and host.preemption_grace_s is None
+
+
+def natural_key(name: str) -> tuple[int | str, ...]:
+    """Sort ``host-2`` before ``host-10``."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))

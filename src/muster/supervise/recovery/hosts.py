@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from muster.core.incidents import HOST_LOST, HOST_RETURNED, RANK_EXIT
+from muster.core.incidents import HOST_LOST, HOST_RETURNED, HOST_UNHEALTHY, RANK_EXIT, START_UP
 from muster.core.typed_json import JsonObject
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_agent import EndAttempt, Welcome
-from muster.protocol.to_supervisor import HostReady, RanksEnded
+from muster.protocol.to_supervisor import HostReady, RanksEnded, StartFailed
 from muster.protocol.version import MINE
 from muster.supervise.recovery import final_flush
 from muster.supervise.recovery.adoption import try_adopt
@@ -233,3 +233,33 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
     if isinstance(phase, Draining) and ctx.state.phase is phase:
         phase.waiting.pop(given.host, None)
         start_unless_faulty(ctx)
+
+
+def ranks_ended(ctx: SupervisorContext, host: Host, message: RanksEnded) -> None:
+    """A host has ended its ranks and lists the snapshots it holds."""
+    if host.drain_timed_out and not host.connected:
+        rejoin_after_timeout(ctx, host, message)
+        return
+    if message.attempt < ctx.state.attempt:
+        return
+    host.snapshots, host.retained, host.alive = message.snapshots, message.kept, {}
+    if message.reset is not None and not message.reset.ok and isinstance(ctx.state.phase, Draining):
+        evidence = f"{host.name}: its GPUs could not be reset: {message.reset.evidence}"
+        report_incident(ctx, HOST_UNHEALTHY, host=host.name, evidence=evidence)
+    phase = ctx.state.phase
+    if isinstance(phase, Flushing):
+        final_flush.on_drained(ctx, phase, host.name)
+    elif isinstance(phase, Draining) and phase.waiting.pop(host.name, None) is not None:
+        start_unless_faulty(ctx)
+
+
+def start_failed(ctx: SupervisorContext, host: Host, message: StartFailed) -> None:
+    """An agent could not prepare: bad data, a missing library, no memory for a fork server. It tries again later.
+
+    Ranks that take steps need none of it: they go on, and it is an incident once an attempt is to be started.
+    """
+    host.ready = host.ready and host.store is not None
+    can_wait = set_aside(ctx, host.name, message.reason)
+    if not can_wait and isinstance(ctx.state.phase, Starting | Running | Waiting):
+        detail: JsonObject = {"exit_code": message.exit_code, "hint": message.hint}
+        report_incident(ctx, START_UP, host=host.name, evidence=message.reason, detail=detail)

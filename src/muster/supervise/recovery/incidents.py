@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from muster.core.incidents import IncidentTraits, counts_against_host
+from muster.core.incidents import IncidentTraits, Repeats, counts_against_host
 from muster.core.typed_json import INT64_MAX, Json, JsonObject
 from muster.core.types import Action, Decision, Incident
 from muster.policy.builtin import SHIPPED
@@ -12,14 +12,12 @@ from muster.policy.cluster_state import ClusterState
 from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.protocol.to_agent import EndAttempt
 from muster.protocol.values import CommandRanks
-from muster.supervise.recovery import error_history
-from muster.supervise.recovery.attempts import ask_to_save, drain, start_when_drained
+from muster.supervise.recovery.attempts import ask_to_save, drain, retainable_ranks, start_when_drained
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import flush_and_finish
 from muster.supervise.recovery.inputs import SECOND_NS
 from muster.supervise.recovery.phases import Draining, Held, Resize, Running, Stopping, Waiting
-from muster.supervise.recovery.retained_ranks import retainable_ranks
-from muster.supervise.recovery.state import OpenIncident
+from muster.supervise.recovery.state import OpenIncident, State
 
 #: Ranks that were asked to exit for a resize and continue because a save is running have this long.
 RESIZE_S = 300.0
@@ -59,9 +57,9 @@ def report_incident(
         state.progress.blamed.add(rank)
     identity: JsonObject = {"incident_id": incident.incident_id, "incident": traits.kind, "evidence": evidence}
     ctx.log("incident.detected", {**identity, **detail}, host=host, rank=rank, step=incident.step)
-    key = error_history.key_of(state, traits, incident.step, detail, evidence)
-    error_history.count(state, key, host)
-    for name in error_history.readmit_suspects(state, key, host):
+    key = error_key(state, traits, incident.step, detail, evidence)
+    count_error(state, key, host)
+    for name in readmit_suspects(state, key, host):
         ctx.log(
             "host.readmitted",
             {"reason": f"the error that quarantined {name} recurred on {host}", "cause": "recurred"},
@@ -179,7 +177,7 @@ def skipped_by(decision: Decision) -> list[int]:
 
 
 def cluster_state(ctx: SupervisorContext, key: str | None) -> ClusterState:
-    """What the policy may look at. ``key``: the error, where it can recur (``error_history.key_of``)."""
+    """What the policy may look at. ``key``: the error, where it can recur (``error_key``)."""
     state, phase, members = ctx.state, ctx.state.phase, ctx.members()
     waiting_since_ns = phase.next.waiting_since_ns if isinstance(phase, Draining | Waiting) else None
     window_ns = int(ctx.settings.host_failure_window_s * SECOND_NS)
@@ -312,3 +310,45 @@ def stop_run(ctx: SupervisorContext, decision: Decision, incident: Incident) -> 
             ctx.send(name, end_of_held(ctx))
         return
     flush_and_finish(ctx, "preempted" if code == 75 else "failed", code, reason)
+
+
+def error_key(
+    state: State, traits: IncidentTraits, step: int | None, detail: Mapping[str, object], evidence: str
+) -> str | None:
+    """What is the same about two incidents that are the same error; None: this one cannot be recognised again."""
+    if traits.repeats is Repeats.NEVER or (traits.repeats is Repeats.BY_SIGNATURE and "signature" not in detail):
+        return None
+    # A rank that fails right at its start has not reported a step yet: it was at the next one.
+    at = step if step is not None and step >= 0 else state.last_applied_step + 1
+    error = traits.kind if traits.repeats is Repeats.BY_STEP else detail.get("signature", evidence)
+    return f"{at}:{error}"
+
+
+def count_error(state: State, key: str | None, host: str | None) -> None:
+    """Count one more, on ``host``."""
+    if key is None:
+        return
+    state.error_counts[key] = state.error_counts.get(key, 0) + 1
+    hosts = state.error_hosts.setdefault(key, [])
+    if host is not None and host not in hosts:
+        hosts.append(host)
+
+
+def readmit_suspects(state: State, key: str | None, host: str | None) -> list[str]:
+    """Readmit the hosts that are quarantined for this error, since it recurred on another one; return their names."""
+    suspects = [
+        other
+        for other in state.hosts.values()
+        if key is not None and other.quarantined_for_error == key and other.name != host and host is not None
+    ]
+    for other in suspects:
+        readmit_host(state, other.name)
+    return [other.name for other in suspects]
+
+
+def readmit_host(state: State, name: str) -> None:
+    """A quarantined host becomes like any other."""
+    host = state.hosts[name]
+    host.quarantined = host.until_return = host.asked_about = False
+    host.quarantined_for_error, host.hold_off_s = None, 0.0
+    host.failures_ns = []

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from muster.protocol.held_snapshots import Choice
 from muster.protocol.to_agent import EndAttempt, FlushedFile
-from muster.supervise.hangs.gathering import Gathering
+from muster.protocol.to_supervisor import EvidenceReady, RankHang
 from muster.supervise.recovery.inputs import FromHost, StopRequest
 
 
@@ -64,6 +64,25 @@ class Resize:
     hosts: list[str]
     until_ns: int
     """Ranks that continue meanwhile, because a save is running, may do so until then."""
+
+
+@dataclass(kw_only=True)
+class Gathering:
+    """What hosts capture of their ranks, begun by the first report of a hang; others that follow are the same hang."""
+
+    host: str
+    report: RankHang
+    begun_ns: int
+    waiting: set[str]
+    """Hosts that have not answered."""
+    answers: dict[str, EvidenceReady] = field(default_factory=dict)
+
+    def add(self, host: str, answer: EvidenceReady) -> bool:
+        """Whether it was the last that is awaited."""
+        if host in self.waiting and answer.attempt == self.report.attempt:
+            self.waiting.discard(host)
+            self.answers[host] = answer
+        return not self.waiting
 
 
 @dataclass(kw_only=True)

@@ -265,8 +265,9 @@ class State:
             self.open = incident
 
     def find_cause(self) -> bool:
-        """What is told now, while ranks are replaced, is no consequence. True: it is the cause of the open incident, so
-        that the host where that was told has not failed."""
+        """Promote this report to the cause of the open incident, if that was only a symptom (a lost peer).
+
+        True: it was. The failure that was charged to the symptom's host is cleared."""
         if self.open is None or not self.open.secondary:
             return False
         self.open.secondary = False
@@ -320,7 +321,7 @@ class State:
             found.deadline_ns += by_ns
 
     def postpone(self, by_ns: int) -> None:
-        """Put off everything that is awaited: for so long nobody was told what is expected of him."""
+        """Put off every deadline: no host received its orders during this time."""
         self.alarms = {name: at_ns + by_ns for name, at_ns in self.alarms.items()}
         for phase in (self.phase, self.phase.found) if isinstance(self.phase, Adopting) else (self.phase,):
             if phase.deadline_ns is not None:

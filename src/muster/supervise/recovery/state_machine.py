@@ -15,14 +15,42 @@ from muster.core.typed_json import JsonObject
 from muster.policy.cluster_state import Policy
 from muster.protocol.client import HealthReport
 from muster.protocol.to_agent import Reload
-from muster.protocol.to_supervisor import HostFault, HostLooked, RankExit, RankHang, StartFailed
-from muster.supervise.hangs import gathering
-from muster.supervise.recovery import final_flush, host_messages, preemption_notices
+from muster.protocol.to_supervisor import (
+    EvidenceReady,
+    FlushCommitted,
+    FromAgent,
+    HostFault,
+    HostLooked,
+    HostNotice,
+    HostPreparing,
+    HostReady,
+    RankExit,
+    RankHang,
+    RanksEnded,
+    RanksProgress,
+    ReplicatorAddress,
+    SnapshotsFlushed,
+    SnapshotsRejected,
+    StartFailed,
+    StoreLost,
+)
+from muster.protocol.values import RankEvent, StoreAddress
+from muster.supervise.recovery import final_flush, hangs, progress
 from muster.supervise.recovery.adoption import adopt_failed
-from muster.supervise.recovery.attempts import ask_to_save, drain, patience_s, start_attempt, unready_host
+from muster.supervise.recovery.attempts import drain, on_replicator_address, patience_s, start_attempt, unready_host
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import finish, flush_and_finish
-from muster.supervise.recovery.hosts import consider_growth, end_quarantine, host_down, host_up, judge_faulty
+from muster.supervise.recovery.host_health import on_health
+from muster.supervise.recovery.hosts import (
+    consider_growth,
+    end_quarantine,
+    host_down,
+    host_ready,
+    host_up,
+    judge_faulty,
+    ranks_ended,
+    start_failed,
+)
 from muster.supervise.recovery.incidents import report_incident
 from muster.supervise.recovery.inputs import (
     SECOND_NS,
@@ -48,9 +76,10 @@ from muster.supervise.recovery.phases import (
     Starting,
     Stopping,
     Waiting,
-    ends_for_good,
 )
-from muster.supervise.recovery.state import State
+from muster.supervise.recovery.rank_exits import rank_exit
+from muster.supervise.recovery.state import Host, State
+from muster.supervise.recovery.stopping import NOTICES_ALARM, judge_notices, on_notice, on_stop
 
 #: Reports that are judged only once every host of the attempt has answered a new supervisor.
 DEFERRED = (RankExit, RankHang, StartFailed, HealthReport, HostFault, HostLooked)
@@ -113,7 +142,7 @@ class RecoveryStateMachine:
             case StopRequest():
                 asked: JsonObject = {"source": given.source, "exit_code": given.exit_code}
                 ctx.log("stop.requested", {**asked, "save": given.save, "force": given.force}, sync=True)
-                self._stop_request(given)
+                on_stop(ctx, given)
             case RestartRequest():
                 self._restart_request(given)
             case Tick():
@@ -135,9 +164,9 @@ class RecoveryStateMachine:
             return
         if any(host.preemption_grace_s is not None for host in state.hosts.values()):
             at_ns = ctx.now_ns + int(ctx.settings.gather_notices_s * SECOND_NS)
-            state.alarms.setdefault(preemption_notices.ALARM, at_ns)
+            state.alarms.setdefault(NOTICES_ALARM, at_ns)
         if asked is not None:
-            self._stop_request(asked)
+            on_stop(ctx, asked)
 
     def _from_host(self, given: FromHost) -> None:
         """A message of a host's agent."""
@@ -145,50 +174,7 @@ class RecoveryStateMachine:
         if isinstance(state.phase, Adopting) and isinstance(given.message, DEFERRED):
             state.phase.deferred.append(given)
         elif host is not None:
-            host_messages.on_message(self._ctx, host, given.message)
-
-    def _stop_request(self, given: StopRequest) -> None:
-        ctx, phase = self._ctx, self._ctx.state.phase
-        if isinstance(phase, Adopting) and not given.force:
-            phase.asked = given  # hosts that have not answered yet must hear of it too
-            if phase.alone:
-                ctx.deadline(ctx.settings.adopt_timeout_s)
-            return
-        again = given.force
-        if isinstance(phase, Stopping | Flushing):
-            if ends_for_good(phase, given.exit_code) and not again:
-                return  # it saves already
-            again, phase.by_user = again or phase.by_user, True
-        if isinstance(phase, Flushing):
-            if again:
-                final_flush.finish_unsaved(ctx, phase, f"{given.source}: left at once")
-            return
-        if again:
-            finish(ctx, given.outcome, given.exit_code, f"{given.source}: left at once, the newest checkpoint remains")
-            return
-        if isinstance(phase, Stopping):
-            return  # the ranks are saving already
-        grace_s = ctx.settings.spec.recovery.grace_s
-        notice: JsonObject = {
-            "notice": "stop",
-            "source": given.source,
-            "grace_s": grace_s,
-            "exit_code": given.exit_code,
-            "save": given.save,
-        }
-        ctx.log("termination.notice", notice, sync=True)
-        if isinstance(phase, Held):
-            flush_and_finish(ctx, "failed", phase.exit_code, phase.reason, by_user=True)
-        elif isinstance(phase, Running):
-            stopping = Stopping(outcome=given.outcome, exit_code=given.exit_code, source=given.source, saves=given.save)
-            stopping.by_user = True
-            ask_to_save(ctx, stopping)
-        elif given.save:
-            flush_and_finish(
-                ctx, given.outcome, given.exit_code, f"{given.source} before training continued", by_user=True
-            )
-        else:
-            finish(ctx, given.outcome, given.exit_code, f"{given.source} before training continued")
+            _on_message(self._ctx, host, given.message)
 
     def _restart_request(self, given: RestartRequest) -> None:
         ctx, state = self._ctx, self._ctx.state
@@ -210,10 +196,10 @@ class RecoveryStateMachine:
         for alarm in [name for name, at_ns in state.alarms.items() if at_ns <= ctx.now_ns]:
             del state.alarms[alarm]
             kind, _colon, host = alarm.partition(":")
-            if kind == preemption_notices.ALARM:
-                preemption_notices.judge(ctx)
-            elif kind == gathering.ALARM:
-                host_messages.judge_hang(ctx)
+            if kind == NOTICES_ALARM:
+                judge_notices(ctx)
+            elif kind == hangs.ALARM:
+                hangs.judge_hang(ctx)
             elif host in state.hosts:
                 end_quarantine(ctx, host)
         phase = state.phase
@@ -224,6 +210,39 @@ class RecoveryStateMachine:
     def _taken(self) -> list[Effect]:
         effects, self._ctx.effects = self._ctx.effects, []
         return effects
+
+
+def _on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthReport) -> None:
+    """What follows from a message of a host's agent, or of a detector."""
+    match message:
+        case HostReady():
+            host_ready(ctx, host, message)
+        case ReplicatorAddress():
+            on_replicator_address(ctx, host, message.memory)
+        case StoreAddress() | StoreLost():
+            host.store = message.store if isinstance(message, StoreAddress) else None
+        case HostPreparing():
+            progress.on_preparing(ctx, host)
+        case RanksProgress():
+            progress.on_progress(ctx, message)
+        case RankEvent():
+            progress.on_rank_event(ctx, message)
+        case RankExit():
+            rank_exit(ctx, host.name, message)
+        case RankHang() | EvidenceReady():
+            hangs.on_hang(ctx, host, message)
+        case RanksEnded():
+            ranks_ended(ctx, host, message)
+        case SnapshotsFlushed() | FlushCommitted():
+            final_flush.on_answer(ctx, host.name, message)
+        case SnapshotsRejected():
+            ctx.reject(message.copies, message.reason)
+        case StartFailed():
+            start_failed(ctx, host, message)
+        case HostNotice():
+            on_notice(ctx, host.name, message)
+        case HealthReport() | HostFault() | HostLooked():
+            on_health(ctx, host, message)
 
 
 def _on_deadline(ctx: SupervisorContext, phase: Phase) -> None:

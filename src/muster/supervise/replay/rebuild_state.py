@@ -27,9 +27,9 @@ from muster.core.layout import Layout
 from muster.core.typed_json import JsonObject
 from muster.core.types import Action
 from muster.policy.snapshot_holders import logged_holders
-from muster.supervise.recovery import error_history, phases
+from muster.supervise.recovery import phases
 from muster.supervise.recovery.hosts import clear_notice
-from muster.supervise.recovery.incidents import opened_by
+from muster.supervise.recovery.incidents import count_error, error_key, opened_by, readmit_host
 from muster.supervise.recovery.inputs import SECOND_NS, StopRequest
 from muster.supervise.recovery.phases import (
     Adopting,
@@ -270,8 +270,8 @@ class _Replay:
         host = event.host if event.host in state.hosts else None
         if host is not None and counts_against_host(traits, detail.culprit):
             state.hosts[host].failures_ns.append(at_ns)
-        key = error_history.key_of(state, traits, event.step, event.detail, detail.evidence)
-        error_history.count(state, key, host)
+        key = error_key(state, traits, event.step, event.detail, detail.evidence)
+        count_error(state, key, host)
 
     def decided(self, event: Event, at_ns: int) -> None:
         detail, state, detected = event.read(IncidentDecided), self.state, self.detected
@@ -361,7 +361,7 @@ class _Replay:
                 host.quarantined, host.hold_off_s = False, 0.0
                 self.state.alarms.pop(f"back:{host.name}", None)
             case _:
-                error_history.readmit_host(self.state, host.name)
+                readmit_host(self.state, host.name)
 
     def _host(self, event: Event) -> Host:
         return self.state.hosts.setdefault(event.host, Host(name=event.host))

@@ -8,7 +8,7 @@ from muster.agent.ranks.rank_exit import exit_report, last_words
 from muster.agent.ranks.rank_process import Worker
 from muster.core.incidents import HOST_UNHEALTHY, RANK_EXIT
 from muster.protocol.values import LastWords
-from muster.supervise.recovery.classify import classify_rank_exit
+from muster.supervise.recovery.rank_exits import classify_rank_exit
 
 ECC = (
     "step 7 loss 2.0\n[rank0]:[E1123 ProcessGroupNCCL.cpp:2068] [PG ID 0] Process group watchdog thread "

@@ -1,5 +1,7 @@
 """Whose fault it was: the device's, the program's, the policy's, the snapshot's. In virtual time."""
 
+from types import SimpleNamespace
+
 import pytest
 from fakes.virtual_run import actions, cluster, events_of, kinds, machine, spec
 
@@ -13,9 +15,10 @@ from muster.protocol.to_agent import PeerMoved
 from muster.protocol.to_supervisor import RankExit, RanksProgress, ReplicatorAddress
 from muster.protocol.values import LastWords
 from muster.simulate.faults import rot_snapshot
-from muster.supervise.recovery import classify
+from muster.supervise.recovery.host_health import own_numbers
 from muster.supervise.recovery.inputs import RestartRequest
 from muster.supervise.recovery.phases import Running
+from muster.supervise.recovery.rank_exits import classify_rank_exit
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 
@@ -61,7 +64,7 @@ def fails_at(found, step, *, last, host=None, rank=None, times=100):
 )
 def test_words_of_a_broken_device_or_network_are_the_hosts(text):
     message = RankExit(attempt=1, rank=3, pid=1, code=1, step=0, last=LastWords(exception="RuntimeError", message=text))
-    assert classify.classify_rank_exit("host-1", message)[0] is HOST_UNHEALTHY
+    assert classify_rank_exit("host-1", message)[0] is HOST_UNHEALTHY
 
 
 @pytest.mark.parametrize(
@@ -85,15 +88,15 @@ def test_words_of_a_broken_device_or_network_are_the_hosts(text):
 )
 def test_words_that_only_look_so_are_not(text, kind):
     message = RankExit(attempt=1, rank=3, pid=1, code=1, step=0, last=LastWords(exception="RuntimeError", message=text))
-    assert classify.classify_rank_exit("host-1", message)[0] is kind
+    assert classify_rank_exit("host-1", message)[0] is kind
 
 
 def test_the_run_file_has_the_last_word_on_numbers():
     def kind(number, **check):
-        own = classify.own_numbers(Check(**check))
+        own = own_numbers(SimpleNamespace(check=Check(**check)))
         words = LastWords(exception="RuntimeError", message=f"NVRM: Xid (PCI:0000:3b:00): {number}, pid=7")
         message = RankExit(attempt=1, rank=3, pid=1, code=1, step=0, last=words)
-        found, _, detail = classify.classify_rank_exit("host-1", message, own)
+        found, _, detail = classify_rank_exit("host-1", message, own)
         return found, detail["class"]
 
     assert kind(31) == (GPU_PROGRAM_ERROR, "app") and kind(31, xid_fatal=[31]) == (HOST_UNHEALTHY, "replace")
@@ -137,7 +140,7 @@ def test_no_room_for_snapshots_distrusts_none_of_them():
         message = RankExit(
             attempt=1, rank=3, pid=1, code=1, step=0, last=LastWords(exception="CheckpointError", message=text)
         )
-        kind, evidence, detail = classify.classify_rank_exit("host-1", message)
+        kind, evidence, detail = classify_rank_exit("host-1", message)
         assert kind is RANK_EXCEPTION and "snapshot_rejected" not in detail
         assert "rank 3 on host-1, its host's memory" in evidence and "8.1 GB" in evidence
 

@@ -5,7 +5,7 @@ from fakes.virtual_run import cluster, events_of, kinds, machine, spec, without_
 
 from muster.core.types import Topology
 from muster.simulate import agent_model
-from muster.supervise.recovery.start_message import start_message
+from muster.supervise.recovery.attempts import start_message
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 #: Two racks of two, and a spare in the second one.

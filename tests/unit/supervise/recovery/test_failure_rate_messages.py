@@ -2,7 +2,7 @@
 
 from fakes.virtual_run import cluster, kinds, spec
 
-from muster.supervise.recovery.start_message import start_message
+from muster.supervise.recovery.attempts import start_message
 
 
 def test_ranks_hear_how_often_the_run_has_failed_and_over_what_time():

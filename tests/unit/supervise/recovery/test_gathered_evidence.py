@@ -14,8 +14,9 @@ from muster.health.verdicts import Finding, Verdict
 from muster.protocol.to_agent import GatherEvidence
 from muster.protocol.to_supervisor import EvidenceReady, RankExit, RankHang
 from muster.simulate.faults import hang_rank
-from muster.supervise.hangs.gathering import Gathering
+from muster.supervise.recovery import hangs
 from muster.supervise.recovery.inputs import Send
+from muster.supervise.recovery.phases import Gathering
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 CALLS = [("all_reduce", [4])] * 4
@@ -187,10 +188,10 @@ def test_nccls_own_report_names_a_process_of_which_nothing_was_captured():
     found = Gathering(host="host-0", report=report, begun_ns=0, waiting={"host-0"})
     silent = encode(RankEvidence(rank=21, host="host-3", pid=3487984)).decode()
     assert found.add("host-0", EvidenceReady(attempt=1, ranks=(silent,), ras=RAS_TEXT))
-    analysis, _ = found.conclude(32)
+    analysis, _ = hangs.conclude(found, 32)
     assert (21, "does not answer NCCL's RAS") in {(one.rank, one.because) for one in analysis.culprits}
     found.answers["host-0"] = EvidenceReady(attempt=1, ranks=(silent,), ras="x", missing=("NCCL's RAS: no end",))
-    analysis, _ = found.conclude(32)
+    analysis, _ = hangs.conclude(found, 32)
     assert not analysis.culprits
     assert {"host-0: NCCL's RAS: no end", "host-0: no report of NCCL's RAS: it has no job summary"} <= set(
         analysis.missing

@@ -10,9 +10,9 @@ from muster.policy.builtin import SHIPPED
 from muster.protocol.values import RankEvent
 from muster.simulate.cluster import Cluster
 from muster.simulate.stage_arithmetic import Stages
+from muster.supervise.recovery.attempts import PAUSE_S, pause_s
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.inputs import Settings
-from muster.supervise.recovery.retained_ranks import PAUSE_S, pause_s
 from muster.supervise.recovery.state import State
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 from muster.supervise.replay.rebuild_state import rebuild_state

@@ -3,7 +3,7 @@
 import pytest
 
 from muster.config.spec import RunSpec
-from muster.supervise.recovery.preemption_cost import expected_loss
+from muster.supervise.recovery.attempts import expected_loss
 
 
 def spec(hosts=2, spare_hosts=0, min_hosts=None, every_steps=50):

@@ -14,8 +14,8 @@ from muster.policy.builtin import SHIPPED
 from muster.protocol.held_snapshots import has_replica_on_other_host, newest_complete
 from muster.simulate.cluster import Cluster
 from muster.simulate.stage_arithmetic import Stages
+from muster.supervise.recovery.attempts import prefer_hosts_of_whole_replicas, rank_mapping, whole_replicas
 from muster.supervise.recovery.inputs import Settings
-from muster.supervise.recovery.retained_ranks import prefer_hosts_of_whole_replicas, rank_mapping, whole_replicas
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 TWO_BY_TWO = Layout(dp_replicate=2, dp_shard=2)

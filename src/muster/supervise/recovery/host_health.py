@@ -1,4 +1,4 @@
-"""What a host saw of its hardware, judged: the event, and the fault that the policy is to answer. Pure."""
+"""Reports on a host's hardware: what is wrong, and what may heal it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from muster.config.spec import RunSpec
+from muster.core.incidents import HOST_UNHEALTHY, traits_of
 from muster.core.typed_json import Json, JsonObject
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.machine.expected import expected_of
@@ -14,8 +15,14 @@ from muster.health.machine.fleet import commands
 from muster.health.machine.judge import judge_machine
 from muster.health.machine.report import of_own_gpus, read_probe
 from muster.health.verdicts import Finding, Verdict, worst
+from muster.protocol.client import HealthReport
 from muster.protocol.to_supervisor import HostFault, HostLooked
 from muster.protocol.values import HostLook
+from muster.supervise.recovery.context import SupervisorContext
+from muster.supervise.recovery.hosts import set_apart, start_if_enough
+from muster.supervise.recovery.incidents import judge_fault
+from muster.supervise.recovery.phases import Running, Starting, Waiting
+from muster.supervise.recovery.state import Fault, Host
 
 #: In the event.
 MOST_FINDINGS = 16
@@ -26,6 +33,51 @@ _ASKED: dict[Verdict, Literal["reset", "drain", "replace"]] = {
     Verdict.REPLACE: "replace",
 }
 _SAID = (Verdict.NOTE, Verdict.APP, Verdict.INCOMPLETE)
+
+
+def on_health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFault | HostLooked) -> None:
+    """A detector's report on a host, or its own look at its hardware: what is wrong, and what may heal it.
+
+    Judged at once where ranks run or could, else before the next attempt starts.
+    """
+    if isinstance(message, HostLooked):
+        fault = _fault_seen(ctx, host, message)
+        if fault is None:
+            return
+        message = fault
+    state, phase = ctx.state, ctx.state.phase
+    traits, evidence, detail = HOST_UNHEALTHY, message.evidence[:500], dict[str, Json]()
+    health: dict[str, Json] = {"resettable": list(message.resettable)}
+    if isinstance(message, HostFault):
+        told, host.told = host.told, (message.at_ns, evidence)
+        if host.told == told:
+            return
+        health["verdict"] = detail["class"] = message.verdict
+        if message.sound_step is not None:
+            health["sound_step"] = detail["sound_step"] = message.sound_step
+            health["sound_attempt"] = message.attempt
+            state.distrust(message.attempt, message.sound_step)
+    else:
+        traits = traits_of(message.kind)
+    ctx.log("host.health", {"incident": traits.kind, "evidence": evidence, **health}, host=host.name)
+    if state.keeps_faults_of(host.name):
+        host.keep(Fault(traits=traits, evidence=evidence, resettable=message.resettable, detail=detail))
+        if isinstance(phase, Running | Waiting):
+            judge_fault(ctx, host.name)
+        elif isinstance(phase, Starting):
+            start_if_enough(ctx)
+        return
+    host.resettable = message.resettable
+    if isinstance(message, HostFault) and not host.quarantined:
+        set_apart(ctx, host, evidence, message.resettable)
+
+
+def _fault_seen(ctx: SupervisorContext, host: Host, message: HostLooked) -> HostFault | None:
+    """What a host saw of its hardware: logged; what needs an action is a fault as any other."""
+    spec = ctx.settings.spec
+    found = judge(host.name, message.look, spec)
+    ctx.log("host.check", _event_of(host.name, message.look, found, spec), host=host.name)
+    return fault_of(found, message)
 
 
 def judge(host: str, look: HostLook, spec: RunSpec) -> list[Finding]:
@@ -44,7 +96,7 @@ def own_numbers(spec: RunSpec | None) -> OwnNumbers:
     return OwnNumbers(ignore=frozenset(spec.check.xid_ignore), fatal=frozenset(spec.check.xid_fatal))
 
 
-def event_of(host: str, look: HostLook, found: list[Finding], spec: RunSpec) -> JsonObject:
+def _event_of(host: str, look: HostLook, found: list[Finding], spec: RunSpec) -> JsonObject:
     """The detail of ``host.check``."""
     said = [one.message[:300] for one in found if one.verdict.faulty or one.verdict in _SAID]
     detail: dict[str, Json] = {

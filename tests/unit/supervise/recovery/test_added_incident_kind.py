@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 from fakes import incident_kinds
 from fakes.virtual_run import cluster, spec
-from muster.supervise.process.client_requests import health_of
 
 from muster.app.planning.simulate import measure
 from muster.core.errors import UsageError
 from muster.core.event_details.training import Step
 from muster.core.incidents import KINDS, traits_of
 from muster.protocol.client import HealthReport
+from muster.supervise.process.client_requests import health_of
 
 PACKAGE = """
 from muster.core.incidents import IncidentTraits, Treatment

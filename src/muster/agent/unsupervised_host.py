@@ -17,7 +17,6 @@ from muster.core.snapshots import SnapshotCopy
 from muster.protocol.held_snapshots import Choice, newest_complete
 from muster.protocol.to_agent import CommitFlushed, FlushSnapshots
 from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed
-from muster.storage import uris
 
 #: Without a supervisor and without work an agent waits this long, or ``recovery.keep_hosts_after_failure_s`` where that
 #: is longer.
@@ -87,7 +86,7 @@ class UnsupervisedHost:
             self._on_exit(REASON)
 
     def _directory(self) -> str:
-        return self._spec().checkpoint.dir or uris.join(str(self._identity.run_dir), "checkpoints")
+        return self._spec().checkpoint_uri(self._identity.run_dir)
 
     def _wait_s(self) -> float:
         given_back = lease_is_given_back(self._identity.run_dir, me=self._identity.host)

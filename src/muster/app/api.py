@@ -6,12 +6,16 @@
     run = api.submit(api.load("run.yaml", ["training.steps=100"])).run
     print(api.status(run.run_id).status.reason)
 
-A name is imported when it is first used: importing this module costs nothing.
+A name is imported when it is first used: importing this module costs nothing. The imports for type checkers are the
+list of names.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,43 +62,26 @@ if TYPE_CHECKING:
     damage_in_words = event_log.in_words
     find_run = run_registry.find
 
-#: Module -> names.
-_EXPORTS = {
-    "muster.app.inspect.checkpoints": ("checkpoints",),
-    "muster.app.inspect.logs": ("events", "logs"),
-    "muster.app.inspect.report": ("report",),
-    "muster.app.inspect.status": ("all_runs", "status"),
-    "muster.app.inspect.watch": ("watch",),
-    "muster.app.planning.plan": ("plan",),
-    "muster.app.run.event_writer": ("Sink",),
-    "muster.app.run.exec": ("execute",),
-    "muster.app.run.export": ("export",),
-    "muster.app.run.recover": ("recover",),
-    "muster.app.run.script_output": ("shown",),
-    "muster.app.run.stop": ("down", "restart", "stop"),
-    "muster.app.run.submit": ("preview", "submit"),
-    "muster.app.run.train": ("train",),
-    "muster.app.web.watch_page": ("watch_page",),
-    "muster.backends.backend": ("Backend",),
-    "muster.backends.cluster": ("Cluster",),
-    "muster.backends.protocols": ("Terminal",),
-    "muster.config.load": ("Loaded", "load"),
-    "muster.config.spec": ("RunSpec",),
-    "muster.core.errors": ("MusterError", "Problem", "RunFileError", "UsageError"),
-    "muster.core.event_log": ("Damage", "damage_in_words"),
-    "muster.core.events": ("Event",),
-    "muster.core.redact": ("printable", "redact"),
-    "muster.report.render.terminal": ("Console",),
-    "muster.report.run_view": ("RunView",),
-    "muster.storage.run_registry": ("RunDir", "find_run"),
-}
-_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_NAMES_THERE = {"find_run": "find", "damage_in_words": "in_words"}
 
-__all__ = sorted(_MODULES)
+def _listed() -> dict[str, tuple[str, str]]:
+    """Name -> the module that has it, and its name there."""
+    (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[__name__])).body if isinstance(node, ast.If))
+    listed: dict[str, tuple[str, str]] = {}
+    for node in block.body:
+        match node:
+            case ast.ImportFrom(module=str(module), names=names):
+                listed |= {each.name: (module, each.name) for each in names}
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute(value=ast.Name(id=owner), attr=there)):
+                listed[name] = (".".join(listed[owner]), there)
+    return {name: place for name, place in listed.items() if name not in ("event_log", "run_registry")}
+
+
+_NAMES = _listed()
+__all__ = sorted(_NAMES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), _NAMES_THERE.get(name, name))
+    module, there = _NAMES[name]
+    return getattr(importlib.import_module(module), there)

@@ -56,7 +56,7 @@ def home_filled_in(spec: RunSpec, *, home: str, gpus: int, start_timeout_s: floa
         "ranks_per_host": resources.ranks_per_host or gpus or 1,
         "device": ("cuda" if gpus else "cpu") if resources.device == "auto" else resources.device,
     }
-    directory = as_uri(checkpoint.dir) if checkpoint.dir else f"{home}/checkpoints"
+    directory = as_uri(checkpoint.uri(home))
     return spec.model_copy(
         update={
             "run_dir": as_uri(spec.run_dir) if spec.run_dir else None,

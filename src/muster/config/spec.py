@@ -6,6 +6,7 @@ type checks and the JSON schema for editors; rules across several keys are in ``
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -244,6 +245,11 @@ class CheckpointSpec(Section):
     """A second host holds a copy of each snapshot; default: where there are several hosts, and no other replica
     (``dp_replicate``) holds the same state on another one."""
 
+    def uri(self, run_dir: str | Path) -> str:
+        """Where a run's checkpoints are: ``dir``, else a folder below ``run_dir`` (a path or a URI)."""
+        home = str(run_dir)
+        return self.dir or f"{home if home.endswith('://') else home.rstrip('/') + '/'}checkpoints"
+
 
 class Recovery(Section):
     """What happens when something breaks."""
@@ -375,6 +381,10 @@ class RunSpec(Section):
     """Of all of it, on one host."""
     command: list[str] | None = None
     """Instead of ``model`` and ``data``: run this torchrun-style script under the same agents."""
+
+    def checkpoint_uri(self, run_dir: str | Path) -> str:
+        """Where the checkpoints of the run in ``run_dir`` are."""
+        return self.checkpoint.uri(run_dir)
 
     @property
     def replicas_survive(self) -> bool:

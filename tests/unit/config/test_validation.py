@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from muster.config import load
+from muster.config.spec import CheckpointSpec, RunSpec
 from muster.core.errors import RunFileError
 from muster.core.flops import ModelShape
 from muster.plan.workload import workload
@@ -333,3 +334,17 @@ def test_bfloat16_weights_in_full_training_are_doubted_with_figures():
         workload(load.loads(GOOD, [*bf16, *more], environment=False).spec, shape) for more in ([], ["model.lora={}"])
     ]
     assert [work.master_bytes for work in planned] == [2, 4], "memory is counted as it is trained"
+
+
+@pytest.mark.parametrize(
+    ("given", "run_dir", "uri"),
+    [
+        (None, "gs://b/runs/x", "gs://b/runs/x/checkpoints"),
+        (None, "gs://b/runs/x/", "gs://b/runs/x/checkpoints"),
+        (None, "memory://", "memory://checkpoints"),
+        (None, Path("/runs/x"), "/runs/x/checkpoints"),
+        ("s3://elsewhere", "gs://b/runs/x", "s3://elsewhere"),
+    ],
+)
+def test_where_checkpoints_are(given, run_dir, uri):
+    assert RunSpec(name="a", checkpoint=CheckpointSpec(dir=given)).checkpoint_uri(run_dir) == uri

@@ -125,7 +125,7 @@ def checkpoints(reference: str) -> Catalogue:
     spec = spec_of(run)
     damaged: list[Damage] = []
     bring(run, spec.backend, "events", damaged.append)
-    directory = spec.checkpoint.dir or str(run.checkpoints)
+    directory = spec.checkpoint_uri(run.path)
     skipped: list[tuple[str, str]] = []
     committed = manifest.committed(open_store(), directory, on_skip=lambda uri, reason: skipped.append((uri, reason)))
     events = event_log.merged(run.events, on_damage=damaged.append)

@@ -78,7 +78,7 @@ def located(spec: RunSpec) -> RunSpec:
 
 
 def _step(run: RunDir, of: RunSpec, revision: str | None) -> int:
-    found = manifest.committed(open_store(), of.checkpoint.dir or str(run.checkpoints))
+    found = manifest.committed(open_store(), of.checkpoint_uri(run.path))
     steps = ", ".join(str(each.step) for each in found) or "none"
     if revision is not None and revision != BEST:
         if not any(str(each.step) == revision for each in found):

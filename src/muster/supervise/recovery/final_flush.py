@@ -15,7 +15,6 @@ from muster.core.typed_json import JsonObject
 from muster.protocol.held_snapshots import Choice
 from muster.protocol.to_agent import CommitFlushed, EndAttempt, FlushSnapshots, Shutdown
 from muster.protocol.to_supervisor import FlushCommitted, SnapshotsFlushed
-from muster.storage import uris
 from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.inputs import SECOND_NS, End
 from muster.supervise.recovery.phases import Ended, Flushing, RunEnd, Running, Stopping
@@ -228,7 +227,7 @@ def _commit(ctx: SupervisorContext, flushing: Flushing, choice: Choice) -> None:
 
 
 def _directory(ctx: SupervisorContext) -> str:
-    return ctx.settings.spec.checkpoint.dir or uris.join(ctx.settings.run_dir, "checkpoints")
+    return ctx.settings.spec.checkpoint_uri(ctx.settings.run_dir)
 
 
 def finish_unsaved(ctx: SupervisorContext, flushing: Flushing, problem: str) -> None:

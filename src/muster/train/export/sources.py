@@ -84,7 +84,7 @@ def choose_checkpoint(spec: RunSpec, run_dir: Path, step: int | None, *, lowest_
     """The checkpoint to export, with verified checksums: of ``step``, the one with the lowest held-out loss, or the
     newest."""
     store: Store = open_store()
-    directory = spec.checkpoint.dir or uris.join(str(run_dir), "checkpoints")
+    directory = spec.checkpoint_uri(run_dir)
     rejected: list[str] = []
     if lowest_loss:
         for manifest in best(committed(store, directory)):

@@ -17,7 +17,6 @@ from muster.checkpoint_format.manifest import HELDOUT_LOSS
 from muster.config.spec import CheckpointSpec, RunSpec
 from muster.core import intervals
 from muster.protocol.ranks import AgentClient, Command, RankContext
-from muster.storage import uris
 from muster.storage.store import open_store
 from muster.train.distributed.process_setup import World
 from muster.train.state.training_state import TrainingState
@@ -130,7 +129,7 @@ def open_saver(
     context: RankContext, spec: CheckpointSpec, group: dist.ProcessGroup | None, on_event: Callable[..., None]
 ) -> Saver:
     """The run's checkpoint folder, ready to write to. ``group``: gloo over all ranks. Collective."""
-    directory = spec.dir or uris.join(context.run_dir, "checkpoints")
+    directory = spec.uri(context.run_dir)
     return Saver(
         directory,
         run_id=context.run_id,

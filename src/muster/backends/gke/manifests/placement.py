@@ -230,7 +230,7 @@ def resolved(placement: Placement) -> RunSpec:
     }
     # The default fits processes; pods pull an image of 20 GB first, and nodes may come one by one.
     start_s = max(recovery.start_timeout_s, START_TIMEOUT_S) if _by_default(recovery) else recovery.start_timeout_s
-    directory = as_uri(checkpoint.dir) if checkpoint.dir else checkpoints_at_home(placement)
+    directory = as_uri(checkpoint.uri(placement.home)) if checkpoint.dir or placement.in_bucket else None
     changes: dict[str, object] = {
         "run_dir": as_uri(spec.run_dir) if spec.run_dir else None,
         "resources": resources.model_copy(update=machine),
@@ -241,11 +241,6 @@ def resolved(placement: Placement) -> RunSpec:
         page = {"port": placement.metrics_port, "bind": "0.0.0.0"}
         changes["metrics"] = spec.metrics.model_copy(update=page)
     return with_mounted_inputs(spec).model_copy(update=changes)
-
-
-def checkpoints_at_home(placement: Placement) -> str | None:
-    """Where checkpoints go that the run file gives no place; None: into the run's folder."""
-    return f"{placement.home}/checkpoints" if placement.in_bucket else None
 
 
 def longest_run_s(spec: RunSpec) -> int:

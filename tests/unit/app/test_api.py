@@ -47,6 +47,7 @@ TOP = ["down", "events", "plan", "recover", "report", "status", "stop", "submit"
 TYPES = [
     "Backend",
     "Cluster",
+    "Console",
     "Damage",
     "Event",
     "Loaded",
@@ -59,7 +60,9 @@ TYPES = [
     "Sink",
     "Terminal",
     "UsageError",
+    "printable",
     "redact",
+    "shown",
 ]
 
 

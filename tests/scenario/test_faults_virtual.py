@@ -233,7 +233,7 @@ def test_a_spare_that_cannot_start_is_set_aside():
     cluster = cluster_of(spec_of(hosts=2, spare_hosts=1))
 
     def fail():
-        cluster.machine.state.hosts["host-2"].ready = False
+        cluster.machine.state.hosts["host-2"].readiness.ready = False
         from_host(cluster, "host-2", StartFailed(reason="no torch here"))
 
     cluster.at(10.0, fail)
@@ -325,7 +325,7 @@ def test_a_stop_that_comes_before_the_hosts_have_answered_reaches_them():
         successor = machine_of(spec)
         old = cluster.machine.state
         successor.state.phase = Adopting()
-        for name in ("attempt", "current", "last_applied_step"):
+        for name in ("attempt", "current", "steps"):
             setattr(successor.state, name, getattr(old, name))
         cluster.machine = successor
         cluster._effects(successor.start(cluster.now_ns))

@@ -19,18 +19,18 @@ def try_adopt(ctx: SupervisorContext, adopting: Adopting) -> None:
         ctx.deadline(ctx.settings.adopt_timeout_s)
     awaited = _awaited(ctx, adopting)
     members = [state.hosts[name] for name in awaited if name in state.hosts and state.hosts[name].connected]
-    alive = {rank for host in members for rank in (*host.alive, *host.exited)}
+    alive = {rank for host in members for rank in (*host.ranks.alive, *host.ranks.exited)}
     if len(members) < len(awaited) or (isinstance(found, Flushing) and not awaited):
         return
-    if isinstance(found, Flushing) and any(host.attempt or host.snapshots for host in members):
+    if isinstance(found, Flushing) and any(host.ranks.attempt or host.ranks.snapshots for host in members):
         begin_flush(ctx, found.end, by_user=found.by_user)
-    elif members and not alive and all(host.attempt == 0 for host in members):
+    elif members and not alive and all(host.ranks.attempt == 0 for host in members):
         _abandon(ctx, adopting)  # new agents: every process of the run was lost (a reboot, a kill of everything)
     elif isinstance(found, Draining | Waiting):
         drain(ctx, found.next)
-    elif set(state.ranks) <= alive and all(host.attempt == state.attempt for host in members):
+    elif set(state.ranks) <= alive and all(host.ranks.attempt == state.attempt for host in members):
         _continue(ctx, found)
-    elif all(host.ready for host in members):
+    elif all(host.readiness.ready for host in members):
         adopt_failed(ctx, adopting)
 
 

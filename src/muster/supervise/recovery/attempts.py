@@ -51,15 +51,15 @@ def drain(ctx: SupervisorContext, following: NextHosts) -> None:
     keep = retainable_ranks(ctx, following.hosts)
     for name in sorted(members):
         host, answer_s = state.hosts[name], ctx.settings.drain_timeout_s
-        host.retained = {}
+        host.ranks.retained = {}
         message = EndAttempt(attempt=state.attempt, why=incident_id)
         local_ranks = tuple(rank for rank in sorted(keep) if state.ranks[rank] == name)
         if local_ranks:
             message = replace(message, keep=local_ranks, pause_s=pause_s(ctx))
             answer_s += message.pause_s - PAUSE_S
-        if host.resetting:
-            message = replace(message, reset=host.resettable)
-            host.resettable, host.resetting = (), False
+        if host.health.resetting:
+            message = replace(message, reset=host.health.resettable)
+            host.health.resettable, host.health.resetting = (), False
             answer_s = max(answer_s, RESET_TIMEOUT_S)
         draining.waiting[name] = EndOrder(message=message, answer_by_ns=ctx.now_ns + int(answer_s * SECOND_NS))
         ctx.send(name, message)
@@ -112,7 +112,7 @@ def patience_s(ctx: SupervisorContext, following: NextHosts) -> float:
     limit_s += spec.setup_timeout_s if spec.setup else 0.0
     if name is None:
         return ctx.policy.max_wait_s
-    return min(limit_s, AFTER_FAILURE_S) if ctx.state.hosts[name].start_failed else limit_s
+    return min(limit_s, AFTER_FAILURE_S) if ctx.state.hosts[name].readiness.start_failed else limit_s
 
 
 def unready_host(ctx: SupervisorContext, following: NextHosts) -> str | None:
@@ -121,12 +121,13 @@ def unready_host(ctx: SupervisorContext, following: NextHosts) -> str | None:
     if len(here) < ctx.needed(following):
         return None
     ready = ready_hosts(ctx, following)
-    return next((name for name in here if name not in ready or ctx.state.hosts[name].store is None), None)
+    return next((name for name in here if name not in ready or ctx.state.hosts[name].machine.store is None), None)
 
 
 def ready_hosts(ctx: SupervisorContext, following: NextHosts) -> list[str]:
     """Those of the next attempt that could start now."""
-    return [name for name in following.hosts if ctx.state.hosts[name].connected and ctx.state.hosts[name].ready]
+    hosts = ctx.state.hosts
+    return [name for name in following.hosts if hosts[name].connected and hosts[name].readiness.ready]
 
 
 def log_waiting(ctx: SupervisorContext, following: NextHosts) -> None:
@@ -136,14 +137,14 @@ def log_waiting(ctx: SupervisorContext, following: NextHosts) -> None:
 
 def has_rendezvous_store(ctx: SupervisorContext, names: list[str]) -> bool:
     """Whether one of these hosts has a rendezvous store: a killed fork server takes its store with it."""
-    return any(ctx.state.hosts[name].store for name in names)
+    return any(ctx.state.hosts[name].machine.store for name in names)
 
 
 def start_attempt(ctx: SupervisorContext, hosts: list[str]) -> None:
     """Form the largest layout on ``hosts`` and start its ranks."""
     state, per_host = ctx.state, ctx.settings.ranks_per_host
     before, ranks_before = state.layout, state.ranks
-    whole = whole_replicas(before, ranks_before, {name: set(host.retained) for name, host in state.hosts.items()})
+    whole = whole_replicas(before, ranks_before, {name: set(host.ranks.retained) for name, host in state.hosts.items()})
     if len(hosts) < len(state.active):
         hosts = prefer_hosts_of_whole_replicas(hosts, ranks_before, whole)
     layout = ctx.largest_layout(len(hosts))
@@ -158,7 +159,7 @@ def start_attempt(ctx: SupervisorContext, hosts: list[str]) -> None:
         ranks={rank: hosts[rank // per_host] for rank in range(layout.world_size)},
         layout=layout,
         resumed=(choice.step, choice.attempt) if choice else None,
-        holders=snapshot_holders([state.hosts[name].place for name in chosen], state.current.holders),
+        holders=snapshot_holders([state.hosts[name].machine.place for name in chosen], state.current.holders),
     )
     # What was applied once is not changed afterwards.
     if not adjust_batch(ctx, current, max(choice.step if choice else -1, state.last_applied_step)):
@@ -172,7 +173,7 @@ def start_attempt(ctx: SupervisorContext, hosts: list[str]) -> None:
             ctx.log("phase.changed", {"reason": SPARE}, host=name, phase="spare")
     for name in state.active:
         ctx.send(name, start_message(ctx, name, choice, retained))
-        state.hosts[name].retained = {}
+        state.hosts[name].ranks.retained = {}
 
 
 def _enter_attempt(ctx: SupervisorContext, current: Attempt) -> None:
@@ -189,8 +190,8 @@ def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[
         "tier": "memory" if choice else None,
         "resume_attempt": choice.attempt if choice else None,
         "kept": sorted(retained),
-        "batch_schedule": [segment.to_json() for segment in state.batch_schedule],
-        "skip_steps": sorted(state.skip_steps),
+        "batch_schedule": [segment.to_json() for segment in state.steps.batch_schedule],
+        "skip_steps": sorted(state.steps.skipped),
         "cause": state.open.incident_id if state.open else None,
     }
     ctx.log(
@@ -228,8 +229,8 @@ def adjust_batch(ctx: SupervisorContext, current: Attempt, resume_step: int) -> 
     )
     try:
         requested = dict(ctx.policy.adjust(attempt) or {})
-        state.batch_schedule = changed(
-            state.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, requested=requested
+        state.steps.batch_schedule = changed(
+            state.steps.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, requested=requested
         )
     except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises ends the run with its text)
         flush_and_finish(ctx, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")
@@ -266,7 +267,7 @@ def check_ranks_exited(ctx: SupervisorContext) -> None:
     elif isinstance(phase, Stopping):
         # A rank's exit code is the same where there was no time for a save: the committed step tells.
         saved = all(value in REQUESTED_EXIT_CODES or value == 0 for value in exited.values())
-        saved = saved and (not phase.saves or state.committed_step >= state.last_applied_step)
+        saved = saved and (not phase.saves or state.saves.committed_step >= state.last_applied_step)
         result = "saved and left" if saved and phase.saves else "left"
         result += ", but not every rank could save" if not saved else ""
         source = f"{phase.source}: " if phase.source else ""
@@ -292,7 +293,7 @@ def _contexts(
     ctx: SupervisorContext, name: str, choice: Choice | None, retained: Mapping[int, int]
 ) -> tuple[RankContext, ...]:
     state, local_ranks = ctx.state, ctx.state.ranks_on(name)
-    stores = (store for host in state.active if (store := state.hosts[host].store))
+    stores = (store for host in state.active if (store := state.hosts[host].machine.store))
     address, port = next(stores, ("127.0.0.1", 0))
     restore = Restore(step=choice.step, attempt=choice.attempt, layout=choice.layout) if choice is not None else None
     return tuple(
@@ -310,11 +311,11 @@ def _contexts(
             master_port=port,
             restore=restore,
             replicate_snapshots=peer_of(ctx, name) is not None,
-            batch_schedule=state.batch_schedule,
-            skip_steps=tuple(sorted(state.skip_steps)),
+            batch_schedule=state.steps.batch_schedule,
+            skip_steps=tuple(sorted(state.steps.skipped)),
             kept_rank=retained.get(rank),
-            failures=state.failures,
-            observed_s=(ctx.now_ns - (state.watched_from_ns or ctx.now_ns)) / SECOND_NS,
+            failures=state.failures.count,
+            observed_s=(ctx.now_ns - (state.failures.watched_from_ns or ctx.now_ns)) / SECOND_NS,
         )
         for local, rank in enumerate(local_ranks)
     )
@@ -323,7 +324,7 @@ def _contexts(
 def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mapping[int, int]) -> tuple[FetchShard, ...]:
     """Shards that the host's ranks need and its retained ranks do not hold, and where each is."""
     state = ctx.state
-    paused = state.hosts[name].retained
+    paused = state.hosts[name].ranks.retained
     missing = [
         rank for rank in state.ranks_on(name) if rank not in retained or paused.get(retained[rank]) != choice.step
     ]
@@ -331,7 +332,7 @@ def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mappin
         missing = needed_shards(choice, name)
     copies = ((rank, choice.nearest(rank, name)) for rank in missing)
     return tuple(
-        FetchShard(rank=rank, copy=held, address=None if held.host == name else state.hosts[held.host].memory)
+        FetchShard(rank=rank, copy=held, address=None if held.host == name else state.hosts[held.host].machine.memory)
         for rank, held in copies
     )
 
@@ -339,7 +340,7 @@ def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mappin
 def peer_of(ctx: SupervisorContext, name: str) -> Address | None:
     """The replicator of the host that holds copies of this one's snapshots; None: nobody does."""
     holder = _holder_of(ctx, name)
-    return None if holder is None else ctx.state.hosts[holder].memory
+    return None if holder is None else ctx.state.hosts[holder].machine.memory
 
 
 def copies_leave_rack(ctx: SupervisorContext) -> str | None:
@@ -354,7 +355,7 @@ def copies_leave_rack(ctx: SupervisorContext) -> str | None:
             others = {*copies, *(state.ranks[twin] for twin in replica_peers(state.layout, rank))} - {name}
             if not others:
                 return None
-            seen = {leaves_rack(state.hosts[name].place, state.hosts[other].place) for other in others}
+            seen = {leaves_rack(state.hosts[name].machine.place, state.hosts[other].machine.place) for other in others}
             outside.add(True if True in seen else None if None in seen else False)
         inside, unknown = inside + (False in outside), unknown + (False not in outside and None in outside)
     if inside:
@@ -389,8 +390,8 @@ def _copies_of(ctx: SupervisorContext, name: str) -> tuple[int, ...]:
 
 def on_replicator_address(ctx: SupervisorContext, host: Host, address: Address) -> None:
     """A host's replicator was restarted: the hosts that copy to it are sent its new address."""
-    state, known = ctx.state, host.memory is not None
-    host.memory = address
+    state, known = ctx.state, host.machine.memory is not None
+    host.machine.memory = address
     if not isinstance(state.phase, Running) or not known:
         return
     for name in state.active:
@@ -421,7 +422,7 @@ def retainable_ranks(ctx: SupervisorContext, hosts: Collection[str]) -> set[int]
 
 def pause_s(ctx: SupervisorContext) -> float:
     """How long a retained rank may take to pause before it is replaced like any other."""
-    needed_s = PAUSE_STEPS * max(ctx.state.recent_step_s, default=0.0) + PAUSE_MARGIN_S
+    needed_s = PAUSE_STEPS * max(ctx.state.steps.recent_s, default=0.0) + PAUSE_MARGIN_S
     limit = ctx.settings.spec.recovery.step_timeout_s  # a step that takes longer is a hang
     return max(PAUSE_S, needed_s if limit is None else min(needed_s, limit))
 

@@ -88,14 +88,14 @@ class SupervisorContext:
             copy
             for name, host in self.state.hosts.items()
             if host.connected and (hosts is None or name in hosts)
-            for copy in host.snapshots
+            for copy in host.ranks.snapshots
             if copy.host == name
-            and copy not in self.state.rejected
+            and copy not in self.state.saves.rejected
             and (copy.step, copy.attempt) not in without
-            and copy.step <= self.state.distrusted.get(copy.attempt, copy.step)
+            and copy.step <= self.state.saves.distrusted.get(copy.attempt, copy.step)
         ]
         choice = newest_complete(held, local_steps=self.local_steps)
-        return choice if choice is not None and choice.step >= self.state.committed_step else None
+        return choice if choice is not None and choice.step >= self.state.saves.committed_step else None
 
     @property
     def local_steps(self) -> int:
@@ -105,7 +105,7 @@ class SupervisorContext:
 
     def reject(self, copies: Iterable[SnapshotCopy], reason: str) -> None:
         """These copies are not intact: choose none of them again, and have their hosts drop them."""
-        new = [copy for copy in dict.fromkeys(copies) if copy not in self.state.rejected]
+        new = [copy for copy in dict.fromkeys(copies) if copy not in self.state.saves.rejected]
         if not new:
             return
         self.state.reject(new)
@@ -136,8 +136,8 @@ class SupervisorContext:
 
 def usable(host: Host) -> bool:
     """Whether it could run ranks now, and for longer than a moment."""
-    present = host.connected and host.ready and not host.start_failed
-    return present and not host.quarantined and host.preemption_grace_s is None
+    present = host.connected and host.readiness.ready and not host.readiness.start_failed
+    return present and not host.quarantined and host.notice.grace_s is None
 
 
 def natural_key(name: str) -> tuple[int | str, ...]:

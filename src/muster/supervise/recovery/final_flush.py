@@ -35,7 +35,7 @@ def finish(ctx: SupervisorContext, outcome: str, code: int, reason: str) -> None
     for name, host in ctx.state.hosts.items():
         if host.connected:
             ctx.send(name, Shutdown(reason=outcome))
-        if host.allocated:
+        if host.machine.allocated:
             ctx.log("host.released", {"reason": outcome}, host=name)
     ctx.effects.append(End(exit_code=code, outcome=outcome, reason=reason))
 
@@ -49,10 +49,11 @@ def finish_training(ctx: SupervisorContext) -> None:
         flush_and_finish(ctx, "failed", 1, f"ranks ended at step {state.last_applied_step} of {wanted}")
         return
     reason = f"done after step {state.last_applied_step}"
-    if state.save_failed is None or state.committed_step >= state.last_applied_step:
+    if state.saves.failed is None or state.saves.committed_step >= state.last_applied_step:
         finish(ctx, "succeeded", 0, reason)
     elif not spec.checkpoint.snapshot_every_steps or not _connected(ctx):
-        finish(ctx, "failed", 1, f"{reason}, which could not be saved ({state.save_failed}): {_newest_checkpoint(ctx)}")
+        unsaved = f"{reason}, which could not be saved ({state.saves.failed})"
+        finish(ctx, "failed", 1, f"{unsaved}: {_newest_checkpoint(ctx)}")
     else:
         flush_and_finish(ctx, "succeeded", 0, reason)
 
@@ -60,7 +61,7 @@ def finish_training(ctx: SupervisorContext) -> None:
 def flush_and_finish(ctx: SupervisorContext, outcome: str, code: int, reason: str, *, by_user: bool = False) -> None:
     """End the run without a save by its ranks: first the hosts write what only their memory holds."""
     state = ctx.state
-    nothing_newer = not state.attempt or state.last_applied_step <= state.committed_step
+    nothing_newer = not state.attempt or state.last_applied_step <= state.saves.committed_step
     if nothing_newer or not ctx.settings.spec.checkpoint.snapshot_every_steps or not _connected(ctx):
         finish(ctx, outcome, code, reason)
         return
@@ -121,7 +122,7 @@ def on_answer(ctx: SupervisorContext, name: str, message: SnapshotsFlushed | Flu
             _commit(ctx, flushing, flushing.choice)
     else:
         step = flushing.choice.step
-        ctx.state.committed_step = max(ctx.state.committed_step, step)
+        ctx.state.saves.committed_step = max(ctx.state.saves.committed_step, step)
         addition = f"; step {step} was written from memory at the end"
         if flushing.newest > step:
             addition += f", and step {flushing.newest} could not be ({flushing.problem})"
@@ -191,7 +192,7 @@ def _write(ctx: SupervisorContext, flushing: Flushing) -> None:
     state = ctx.state
     flushing.files, flushing.writers, flushing.committing, flushing.retrying = [], [], False, False
     choice = ctx.newest_held(hosts=flushing.answered, without=flushing.given_up)
-    if choice is None or choice.step <= state.committed_step:
+    if choice is None or choice.step <= state.saves.committed_step:
         finish_unsaved(ctx, flushing, flushing.problem)
         return
     flushing.choice, flushing.deadline_ns = choice, flushing.until_ns
@@ -241,13 +242,13 @@ def finish_unsaved(ctx: SupervisorContext, flushing: Flushing, problem: str) -> 
 
 
 def _newest_checkpoint(ctx: SupervisorContext) -> str:
-    step = ctx.state.committed_step
+    step = ctx.state.saves.committed_step
     return f"the checkpoint of step {step} remains" if step else "there is no checkpoint"
 
 
 def _finish(ctx: SupervisorContext, end: RunEnd, addition: str) -> None:
     """A run whose last step is saved nowhere has not succeeded: `muster recover` redoes it."""
-    lost = end.outcome == "succeeded" and ctx.state.committed_step < ctx.state.last_applied_step
+    lost = end.outcome == "succeeded" and ctx.state.saves.committed_step < ctx.state.last_applied_step
     finish(ctx, "failed" if lost else end.outcome, 1 if lost else end.exit_code, end.reason + addition)
 
 

@@ -49,25 +49,25 @@ def on_health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFa
     traits, evidence, detail = HOST_UNHEALTHY, message.evidence[:500], dict[str, Json]()
     health: dict[str, Json] = {"resettable": list(message.resettable)}
     if isinstance(message, HostFault):
-        told, host.told = host.told, (message.at_ns, evidence)
-        if host.told == told:
+        told, host.health.told = host.health.told, (message.at_ns, evidence)
+        if host.health.told == told:
             return
         health["verdict"] = detail["class"] = message.verdict
         if message.sound_step is not None:
             health["sound_step"] = detail["sound_step"] = message.sound_step
             health["sound_attempt"] = message.attempt
-            state.distrust(message.attempt, message.sound_step)
+            state.saves.distrust(message.attempt, message.sound_step)
     else:
         traits = traits_of(message.kind)
     ctx.log("host.health", {"incident": traits.kind, "evidence": evidence, **health}, host=host.name)
     if state.keeps_faults_of(host.name):
-        host.keep(Fault(traits=traits, evidence=evidence, resettable=message.resettable, detail=detail))
+        host.health.keep(Fault(traits=traits, evidence=evidence, resettable=message.resettable, detail=detail))
         if isinstance(phase, Running | Waiting):
             judge_fault(ctx, host.name)
         elif isinstance(phase, Starting):
             start_if_enough(ctx)
         return
-    host.resettable = message.resettable
+    host.health.resettable = message.resettable
     if isinstance(message, HostFault) and not host.quarantined:
         set_apart(ctx, host, evidence, message.resettable)
 

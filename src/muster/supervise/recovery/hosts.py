@@ -33,30 +33,30 @@ from muster.supervise.recovery.phases import (
     Stopping,
     Waiting,
 )
-from muster.supervise.recovery.state import Host
+from muster.supervise.recovery.state import Host, HostRanks, Link, Quarantine, Readiness
 
 
 def host_up(ctx: SupervisorContext, given: HostUp) -> None:
     host = ctx.state.hosts.setdefault(given.host, Host(name=given.host))
     hello = given.hello
-    if not host.connected and (host.lost or not hello.attempt) and clear_notice(host):
+    if not host.connected and (host.notice.lost_since or not hello.attempt) and clear_notice(host):
         detail: JsonObject = {"reason": "it has left and rejoined", "cause": "returned"}
         ctx.log("host.readmitted", detail, host=host.name)
-    host.connected, host.store, host.retained, host.drain_timed_out = True, None, {}, False
-    host.alive, host.exited, host.attempt, host.snapshots = hello.alive, hello.exited, hello.attempt, hello.snapshots
+    host.link, host.machine.store = Link.CONNECTED, None
+    host.ranks = HostRanks(attempt=hello.attempt, alive=hello.alive, exited=hello.exited, snapshots=hello.snapshots)
     ctx.state.advance(hello.step)  # perhaps taken while there was no supervisor
     before = ctx.state.phase
-    ctx.state.attempt = max(ctx.state.attempt, host.attempt if isinstance(before, Adopting) else 0)
+    ctx.state.attempt = max(ctx.state.attempt, host.ranks.attempt if isinstance(before, Adopting) else 0)
     ctx.send(given.host, Welcome(version=MINE, attempt=ctx.state.attempt))
-    if not host.allocated:
-        host.allocated = True
+    if not host.machine.allocated:
+        host.machine.allocated = True
         price = ctx.settings.usd_per_host_hour
         priced = {"usd_per_hour": price} if price is not None else {}
         ctx.log("host.allocated", {"gpus": ctx.settings.ranks_per_host, "role": "active", **priced}, host=given.host)
-    if hello.place != host.place:
-        host.place = hello.place
-        ctx.log("host.placed", {"place": vars(host.place)}, host=host.name)
-    if host.attempt < ctx.state.attempt and host.alive:
+    if hello.place != host.machine.place:
+        host.machine.place = hello.place
+        ctx.log("host.placed", {"place": vars(host.machine.place)}, host=host.name)
+    if host.ranks.attempt < ctx.state.attempt and host.ranks.alive:
         ctx.send(given.host, EndAttempt(attempt=ctx.state.attempt - 1, why="of an older attempt"))
     if hello.ready:
         host_ready(ctx, host, hello)
@@ -66,7 +66,7 @@ def host_up(ctx: SupervisorContext, given: HostUp) -> None:
         final_flush.on_host_returned(ctx, before, given.host)
     elif isinstance(before, Draining):
         resend_end(ctx, before, given.host)
-    elif isinstance(before, Held) and host.alive:
+    elif isinstance(before, Held) and host.ranks.alive:
         ctx.send(given.host, end_of_held(ctx))  # it may not have heard of it
     elif isinstance(before, Running) and given.host in ctx.state.active:
         check_returned_agent(ctx, host)
@@ -74,17 +74,18 @@ def host_up(ctx: SupervisorContext, given: HostUp) -> None:
 
 def clear_notice(host: Host) -> bool:
     """It has left and rejoined: an earlier preemption notice no longer applies. False: there was none."""
-    had_notice = host.preemption_grace_s is not None or host.until_return
-    host.preemption_grace_s = None
-    if host.until_return:
-        host.quarantined = host.until_return = False
+    was_quarantined = host.quarantine is not None and host.quarantine.until_return
+    had_notice = host.notice.grace_s is not None or was_quarantined
+    host.notice.grace_s = None
+    if was_quarantined:
+        host.quarantine = None
     return had_notice
 
 
 def rejoin_after_timeout(ctx: SupervisorContext, host: Host, message: RanksEnded) -> None:
     """A host that timed out while stopping its ranks has stopped them after all."""
-    host.drain_timed_out, host.connected = False, True
-    host.snapshots, host.alive, host.retained = message.snapshots, {}, {}
+    host.link = Link.CONNECTED
+    host.ranks.snapshots, host.ranks.alive, host.ranks.retained = message.snapshots, {}, {}
     ctx.log("run.message", {"text": f"{host.name} has ended its ranks after all and can be used again"}, host=host.name)
     host_ready(ctx, host, HostReady())
 
@@ -92,12 +93,13 @@ def rejoin_after_timeout(ctx: SupervisorContext, host: Host, message: RanksEnded
 def end_quarantine(ctx: SupervisorContext, name: str) -> None:
     """The time of a quarantine that expires is over; or failures that kept a host from being used have expired."""
     host = ctx.state.hosts[name]
-    if host.quarantined and not host.hold_off_s:
+    was_out = host.quarantine
+    if was_out is not None and not was_out.for_s:
         return  # meanwhile it was quarantined for good
-    was_out, host.quarantined, host.hold_off_s, host.asked_about = host.quarantined, False, 0.0, False
-    if was_out:
+    host.quarantine, host.readiness.asked_about = None, False
+    if was_out is not None:
         ctx.log("host.readmitted", {"reason": "its quarantine has expired", "cause": "expired"}, host=name)
-    if host.connected and host.ready:
+    if host.connected and host.readiness.ready:
         host_ready(ctx, host, HostReady())
 
 
@@ -106,17 +108,18 @@ def check_returned_agent(ctx: SupervisorContext, host: Host) -> None:
 
     Ranks that have exited are reported one by one, with their codes, in the messages that follow.
     """
-    gone = {*ctx.state.progress.exited, *host.exited}
+    gone = {*ctx.state.progress.exited, *host.ranks.exited}
     expected = set(ctx.state.ranks_on(host.name)) - gone
-    if host.attempt == ctx.state.attempt and expected <= set(host.alive):
+    if host.ranks.attempt == ctx.state.attempt and expected <= set(host.ranks.alive):
         return
-    evidence = f"the agent on {host.name} came back without ranks {sorted(expected - set(host.alive))}"
+    evidence = f"the agent on {host.name} came back without ranks {sorted(expected - set(host.ranks.alive))}"
     report_incident(ctx, RANK_EXIT, host=host.name, evidence=evidence)
 
 
 def host_ready(ctx: SupervisorContext, host: Host, message: HostReady | AgentHello) -> None:
-    host.ready, host.start_failed, host.asked_about = True, False, False
-    host.store, host.memory = message.store or host.store, message.memory or host.memory
+    host.readiness = Readiness(ready=True)
+    machine = host.machine
+    machine.store, machine.memory = message.store or machine.store, message.memory or machine.memory
     phase = ctx.state.phase
     if isinstance(phase, Starting):
         start_if_enough(ctx)
@@ -128,18 +131,19 @@ def host_ready(ctx: SupervisorContext, host: Host, message: HostReady | AgentHel
 
 
 def start_if_enough(ctx: SupervisorContext) -> None:
-    """Start once there are enough sound hosts. What was reported on the others is judged where nobody is awaited."""
+    """Start once there are enough sound hosts. Reports on the others are judged once no host is awaited."""
     state, settings = ctx.state, ctx.settings
-    sound = [name for name in ctx.usable() if state.hosts[name].fault is None]
+    sound = [name for name in ctx.usable() if state.hosts[name].health.fault is None]
     if len(sound) >= settings.wanted_hosts:
         for host in state.hosts.values():
-            if host.fault is not None and not host.quarantined:
-                set_apart(ctx, host, host.fault.evidence, host.fault.resettable)
+            if host.health.fault is not None and not host.quarantined:
+                set_apart(ctx, host, host.health.fault.evidence, host.health.fault.resettable)
         start_attempt(ctx, sound[: settings.wanted_hosts])
         return
-    told = [host for host in state.hosts.values() if host.connected and (host.ready or host.start_failed)]
-    everybody = len(told) >= settings.wanted_hosts + settings.spec.resources.spare_hosts
-    if everybody and not judge_faulty(ctx) and len(ctx.usable()) >= settings.wanted_hosts:
+    connected = [host.readiness for host in state.hosts.values() if host.connected]
+    known = sum(readiness.ready or readiness.start_failed for readiness in connected)
+    all_known = known >= settings.wanted_hosts + settings.spec.resources.spare_hosts
+    if all_known and not judge_faulty(ctx) and len(ctx.usable()) >= settings.wanted_hosts:
         start_attempt(ctx, ctx.usable()[: settings.wanted_hosts])
 
 
@@ -154,7 +158,7 @@ def judge_faulty(ctx: SupervisorContext) -> bool:
 
 def set_apart(ctx: SupervisorContext, host: Host, evidence: str, resettable: tuple[int, ...]) -> None:
     """It would fail the moment it is needed."""
-    host.resettable, host.fault, host.quarantined = resettable, None, True
+    host.health.resettable, host.health.fault, host.quarantine = resettable, None, Quarantine()
     ctx.log("host.quarantined", {"reason": evidence}, host=host.name)
 
 
@@ -164,13 +168,13 @@ def consider_growth(ctx: SupervisorContext, running: Running) -> bool:
     if running.resize is not None or len(state.active) >= ctx.settings.wanted_hosts:
         return False
     idle = [name for name in ctx.usable() if name not in state.active]
-    new = [name for name in idle if not state.hosts[name].asked_about]
+    new = [name for name in idle if not state.hosts[name].readiness.asked_about]
     room = ctx.settings.wanted_hosts - len(state.active)
     layout = ctx.largest_layout(len(state.active) + min(len(idle), room))
     if not new or layout is None or layout.world_size <= state.layout.world_size:
         return False  # half a sharded group is of no use: it waits for its other half
     for name in new:
-        state.hosts[name].asked_about = True
+        state.hosts[name].readiness.asked_about = True
     evidence = f"{new[0]} is ready" if len(new) == 1 else f"{len(new)} hosts are ready: {', '.join(new[:4])}"
     report_incident(ctx, HOST_RETURNED, host=new[0], evidence=evidence)
     for name in new if state.phase is running and running.resize is None else ():
@@ -185,9 +189,9 @@ def set_aside(ctx: SupervisorContext, name: str, reason: str) -> bool:
     """Mark a host that cannot start; whether the run can continue without it for now: a bad spare, or ranks that take
     steps there, which need nothing that it could not start."""
     host, phase = ctx.state.hosts[name], ctx.state.phase
-    again, host.start_failed = host.start_failed, True
+    again, host.readiness.start_failed = host.readiness.start_failed, True
     if isinstance(phase, Starting):
-        candidates = [host for host in ctx.state.hosts.values() if host.connected and not host.start_failed]
+        candidates = [host for host in ctx.state.hosts.values() if host.connected and not host.readiness.start_failed]
         needed = len(candidates) < ctx.settings.wanted_hosts
     elif isinstance(phase, Running | Draining | Waiting):
         needed = name in ctx.state.counted_on
@@ -215,10 +219,10 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
     if host is None:
         return
     if not host.connected:
-        host.drain_timed_out = False
+        host.link = Link.AWAY
         return
-    host.connected, host.ready, host.lost = False, False, True
-    host.snapshots, host.retained = (), {}
+    host.link, host.readiness.ready, host.notice.lost_since = Link.AWAY, False, True
+    host.ranks.snapshots, host.ranks.retained = (), {}
     ctx.log("host.lost", {"evidence": given.reason, "silent_s": given.silent_s}, host=given.host)
     phase = ctx.state.phase
     if isinstance(phase, Stopping):
@@ -237,12 +241,12 @@ def host_down(ctx: SupervisorContext, given: HostDown) -> None:
 
 def ranks_ended(ctx: SupervisorContext, host: Host, message: RanksEnded) -> None:
     """A host has ended its ranks and lists the snapshots it holds."""
-    if host.drain_timed_out and not host.connected:
+    if host.link is Link.LATE:
         rejoin_after_timeout(ctx, host, message)
         return
     if message.attempt < ctx.state.attempt:
         return
-    host.snapshots, host.retained, host.alive = message.snapshots, message.kept, {}
+    host.ranks.snapshots, host.ranks.retained, host.ranks.alive = message.snapshots, message.kept, {}
     if message.reset is not None and not message.reset.ok and isinstance(ctx.state.phase, Draining):
         evidence = f"{host.name}: its GPUs could not be reset: {message.reset.evidence}"
         report_incident(ctx, HOST_UNHEALTHY, host=host.name, evidence=evidence)
@@ -258,7 +262,7 @@ def start_failed(ctx: SupervisorContext, host: Host, message: StartFailed) -> No
 
     Ranks that take steps need none of it: they go on, and it is an incident once an attempt is to be started.
     """
-    host.ready = host.ready and host.store is not None
+    host.readiness.ready = host.readiness.ready and host.machine.store is not None
     can_wait = set_aside(ctx, host.name, message.reason)
     if not can_wait and isinstance(ctx.state.phase, Starting | Running | Waiting):
         detail: JsonObject = {"exit_code": message.exit_code, "hint": message.hint}

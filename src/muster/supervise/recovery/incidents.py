@@ -17,7 +17,7 @@ from muster.supervise.recovery.context import SupervisorContext
 from muster.supervise.recovery.final_flush import flush_and_finish
 from muster.supervise.recovery.inputs import SECOND_NS
 from muster.supervise.recovery.phases import Draining, Held, Resize, Running, Stopping, Waiting
-from muster.supervise.recovery.state import OpenIncident, State
+from muster.supervise.recovery.state import OpenIncident, Quarantine, State
 
 #: Ranks that were asked to exit for a resize and continue because a save is running have this long.
 RESIZE_S = 300.0
@@ -71,7 +71,7 @@ def report_incident(
     hosts = hosts_after(ctx, decision)
     _log_decision(ctx, decision, hosts)
     if decision.action is Action.IGNORE and detail.get("sound_step") is not None:
-        state.distrusted.pop(state.attempt, None)  # the ranks go on from what they have
+        state.saves.distrusted.pop(state.attempt, None)  # the ranks go on from what they have
     if decision.action is not Action.IGNORE:
         told = {**identity, **detail}
         state.open_incident(opened_by(told, host=host, at_ns=ctx.now_ns, step=state.last_applied_step))
@@ -81,10 +81,8 @@ def report_incident(
 def judge_fault(ctx: SupervisorContext, name: str) -> None:
     """What was last reported on a host that trains, or is about to: an incident."""
     host = ctx.state.hosts[name]
-    if host.fault is None:
+    if (fault := host.health.take_fault()) is None:
         return
-    fault, host.fault = host.fault, None
-    host.resettable = fault.resettable
     report_incident(ctx, fault.traits, host=name, evidence=f"{name}: {fault.evidence}", detail=fault.detail)
 
 
@@ -187,14 +185,14 @@ def cluster_state(ctx: SupervisorContext, key: str | None) -> ClusterState:
         wanted_hosts=ctx.settings.wanted_hosts,
         min_hosts=ctx.settings.min_hosts,
         last_applied_step=state.last_applied_step,
-        restarts_without_progress=state.restarts_without_progress,
+        restarts_without_progress=state.failures.without_progress,
         max_restarts_without_progress=ctx.settings.spec.recovery.max_restarts_without_progress,
-        same_error_repeats=state.error_counts.get(key or "", 0),
-        same_error_hosts=len(state.error_hosts.get(key or "", ())),
+        same_error_repeats=state.errors.counts.get(key or "", 0),
+        same_error_hosts=len(state.errors.hosts.get(key or "", ())),
         on_nonfinite_step=ctx.settings.spec.recovery.on_nonfinite_step,
-        skipped_steps=tuple(sorted(state.skip_steps)),
-        noticed=frozenset(name for name in members if state.hosts[name].preemption_grace_s is not None),
-        resettable=frozenset(name for name, host in state.hosts.items() if host.resettable and host.connected),
+        skipped_steps=tuple(sorted(state.steps.skipped)),
+        noticed=frozenset(name for name in members if state.hosts[name].notice.grace_s is not None),
+        resettable=frozenset(name for name, host in state.hosts.items() if host.health.resettable and host.connected),
         host_failures={
             name: sum(at > ctx.now_ns - window_ns for at in host.failures_ns) for name, host in state.hosts.items()
         },
@@ -232,7 +230,7 @@ def apply_decision(
         stop_run(ctx, decision, incident)
         return
     following = ctx.following()
-    state.skip_steps |= set(skipped_by(decision))
+    state.steps.skipped |= set(skipped_by(decision))
     if action in (Action.SWAP, Action.SHRINK, Action.WAIT) and decision.host in following.hosts:
         quarantine_host(ctx, decision.host, incident, key)
     if action is Action.RESET and decision.host is not None:
@@ -253,15 +251,16 @@ def quarantine_host(ctx: SupervisorContext, name: str | None, incident: Incident
     host = ctx.state.hosts.get(name or "")
     if host is None or not host.connected:
         return
-    host.quarantined = True
     extra: dict[str, Json] = {}
+    host.quarantine = Quarantine()
     if incident.traits.announced:
-        host.until_return = extra["until_return"] = True
+        host.quarantine, extra["until_return"] = Quarantine(until_return=True), True
     elif incident.traits.quarantine_expires:
-        host.hold_off_s = extra["for_s"] = ctx.settings.host_failure_window_s
-        ctx.alarm(f"back:{host.name}", host.hold_off_s)
+        for_s = extra["for_s"] = ctx.settings.host_failure_window_s
+        host.quarantine = Quarantine(for_s=for_s)
+        ctx.alarm(f"back:{host.name}", for_s)
     elif key is not None:
-        host.quarantined_for_error = extra["quarantined_for_error"] = key
+        host.quarantine, extra["quarantined_for_error"] = Quarantine(error=key), key
     reason = incident.evidence if extra else f"{len(host.failures_ns)} failures"
     ctx.log("host.quarantined", {"reason": reason, **extra}, host=host.name)
     ctx.send(host.name, EndAttempt(attempt=ctx.state.attempt, why="replaced"))
@@ -328,8 +327,8 @@ def count_error(state: State, key: str | None, host: str | None) -> None:
     """Count one more, on ``host``."""
     if key is None:
         return
-    state.error_counts[key] = state.error_counts.get(key, 0) + 1
-    hosts = state.error_hosts.setdefault(key, [])
+    state.errors.counts[key] = state.errors.counts.get(key, 0) + 1
+    hosts = state.errors.hosts.setdefault(key, [])
     if host is not None and host not in hosts:
         hosts.append(host)
 
@@ -339,7 +338,11 @@ def readmit_suspects(state: State, key: str | None, host: str | None) -> list[st
     suspects = [
         other
         for other in state.hosts.values()
-        if key is not None and other.quarantined_for_error == key and other.name != host and host is not None
+        if key is not None
+        and other.name != host
+        and host is not None
+        and other.quarantine is not None
+        and other.quarantine.error == key
     ]
     for other in suspects:
         readmit_host(state, other.name)
@@ -349,6 +352,4 @@ def readmit_suspects(state: State, key: str | None, host: str | None) -> list[st
 def readmit_host(state: State, name: str) -> None:
     """A quarantined host becomes like any other."""
     host = state.hosts[name]
-    host.quarantined = host.until_return = host.asked_about = False
-    host.quarantined_for_error, host.hold_off_s = None, 0.0
-    host.failures_ns = []
+    host.quarantine, host.readiness.asked_about, host.failures_ns = None, False, []

@@ -19,7 +19,7 @@ from muster.supervise.recovery.state import Host
 def on_preparing(ctx: SupervisorContext, host: Host) -> None:
     """A host still downloads what a start needs: its time limit begins again. Weights take longer than a start."""
     phase = ctx.state.phase
-    if host.start_failed:
+    if host.readiness.start_failed:
         return
     if isinstance(phase, Starting) and len(ctx.usable()) < ctx.settings.min_hosts:
         ctx.deadline(ctx.settings.spec.recovery.start_timeout_s)
@@ -38,9 +38,9 @@ def on_rank_event(ctx: SupervisorContext, event: RankEvent) -> None:
     """A rank's step or save."""
     state = ctx.state
     if event.kind == "checkpoint.committed":
-        state.add_checkpoint(event.step, event.detail)
+        state.saves.add_checkpoint(event.step, event.detail)
     elif event.kind == "checkpoint.failed":
-        state.save_failed = str(event.detail.get("reason", ""))
+        state.saves.failed = str(event.detail.get("reason", ""))
     elif event.kind == "step" and event.attempt == state.attempt and event.step is not None:
         _step(ctx, event.step, event.detail)
     elif event.kind == "checkpoint.restored" and event.attempt == state.attempt and event.step is not None:

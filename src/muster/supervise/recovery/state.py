@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -73,58 +74,120 @@ class Fault:
         return 0 if self.resettable else 1 if self.detail.get("class") == "drain" else 2
 
 
-@dataclass(kw_only=True)
-class Host:
-    """One host as the supervisor knows it."""
+class Link(enum.Enum):
+    """A host's connection."""
 
-    name: str
-    connected: bool = False
-    ready: bool = False
-    quarantined: bool = False
-    hold_off_s: float = 0.0
-    """How long it is quarantined; 0: for good, or ``until_return``."""
-    until_return: bool = False
-    """Quarantined after a preemption notice until the host has left and rejoined."""
-    quarantined_for_error: str | None = None
-    """The error (``error_history.key_of``) it is quarantined for; it is readmitted if the error recurs elsewhere."""
-    preemption_grace_s: float | None = None
-    """Time until it is taken away, from a preemption notice."""
-    lost: bool = False
-    """It was, since its last notice."""
-    drain_timed_out: bool = False
+    AWAY = 0
+    CONNECTED = 1
+    LATE = 2
     """Timed out while stopping its ranks; treated as lost, but a late reply is still accepted."""
-    store: Address | None = None
-    """Where its rendezvous store listens."""
-    memory: Address | None = None
-    """Where its snapshots can be fetched."""
-    place: Topology = field(default_factory=Topology)
-    snapshots: tuple[SnapshotCopy, ...] = ()
-    failures_ns: list[int] = field(default_factory=list)
-    allocated: bool = False
-    asked_about: bool = False
-    """Since it became ready, the policy was asked whether to grow by it."""
+
+
+@dataclass(kw_only=True)
+class Readiness:
+    """Whether a host could start ranks."""
+
+    ready: bool = False
     start_failed: bool = False
     """Its agent could not prepare; a later ``ready`` clears it."""
+    asked_about: bool = False
+    """Since it became ready, the policy was asked whether to grow by it."""
+
+
+@dataclass(kw_only=True)
+class HostRanks:
+    """What a host's agent last reported of its ranks."""
+
+    attempt: int = 0
     alive: Mapping[int, int] = field(default_factory=dict)
     """Ranks running there (from its hello) -> pid."""
     exited: tuple[int, ...] = ()
     """Ranks of its attempt that have exited; their exit codes follow in messages."""
-    attempt: int = 0
+    retained: Mapping[int, int] = field(default_factory=dict)
+    """Paused ranks of the attempt that was ended -> the step they are paused after."""
+    snapshots: tuple[SnapshotCopy, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Where a host is, and where it listens."""
+
+    place: Topology = field(default_factory=Topology)
+    store: Address | None = None
+    """Of its rendezvous store."""
+    memory: Address | None = None
+    """Where its snapshots can be fetched."""
+    allocated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantine:
+    """A host is out of the run: for good, unless one of these is set."""
+
+    for_s: float = 0.0
+    until_return: bool = False
+    """After a preemption notice, until the host has left and rejoined."""
+    error: str | None = None
+    """The error (``incidents.error_key``) that it is quarantined for; it is readmitted if that recurs elsewhere."""
+
+
+@dataclass(kw_only=True)
+class PreemptionNotice:
+    """A host is to be taken away."""
+
+    grace_s: float | None = None
+    """Time until then; None: there is no notice."""
+    lost_since: bool = False
+    """The host was lost, since its last notice."""
+
+
+@dataclass(kw_only=True)
+class HostHealth:
+    """What was reported on a host's hardware."""
+
     resettable: tuple[int, ...] = ()
     """GPUs that a reset may heal, by the health report."""
     fault: Fault | None = None
-    """The gravest report on it that came while no attempt ran: judged before the next one starts."""
+    """The gravest report that came while no attempt ran: judged before the next one starts."""
     told: tuple[int, str] | None = None
     """The last report of its own look at its hardware (time, sentence): an agent repeats it when it connects."""
     resetting: bool = False
     """A reset was decided; it is tried once for each health report."""
-    retained: Mapping[int, int] = field(default_factory=dict)
-    """Paused ranks of the attempt that was ended -> the step they are paused after."""
 
     def keep(self, fault: Fault) -> None:
         """Judge it later, unless a graver one waits."""
         if self.fault is None or fault.gravity >= self.fault.gravity:
             self.fault = fault
+
+    def take_fault(self) -> Fault | None:
+        """The report that waits; it is judged now."""
+        fault, self.fault = self.fault, None
+        if fault is not None:
+            self.resettable = fault.resettable
+        return fault
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One host as the supervisor knows it."""
+
+    name: str
+    link: Link = Link.AWAY
+    readiness: Readiness = field(default_factory=Readiness)
+    ranks: HostRanks = field(default_factory=HostRanks)
+    machine: Machine = field(default_factory=Machine)
+    quarantine: Quarantine | None = None
+    notice: PreemptionNotice = field(default_factory=PreemptionNotice)
+    health: HostHealth = field(default_factory=HostHealth)
+    failures_ns: list[int] = field(default_factory=list)
+
+    @property
+    def connected(self) -> bool:
+        return self.link is Link.CONNECTED
+
+    @property
+    def quarantined(self) -> bool:
+        return self.quarantine is not None
 
 
 @dataclass(kw_only=True)
@@ -146,6 +209,64 @@ class OpenIncident:
 
 
 @dataclass(kw_only=True)
+class Steps:
+    """Steps of the run, over all attempts."""
+
+    last_applied: int = 0
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """Times of the last steps."""
+    skipped: set[int] = field(default_factory=set)
+    """Steps whose update is left out."""
+    batch_schedule: tuple[BatchSegment, ...] = ()
+    """Changes of batch and rate so far (``core.batch_schedule``)."""
+
+
+@dataclass(kw_only=True)
+class Saves:
+    """What of the training state is saved, and which copies of it are not to be trusted."""
+
+    committed_step: int = 0
+    """Newest step whose checkpoint on disk or in the bucket has its marker; 0: none."""
+    failed: str | None = None
+    """Why the ranks' last save failed; None: it succeeded, or there was none."""
+    distrusted: dict[int, int] = field(default_factory=dict)
+    """Attempt -> its last step before an error of memory: no later snapshot that it took is restored."""
+    rejected: set[SnapshotCopy] = field(default_factory=set)
+    """Copies in memory that are not intact: none is chosen again."""
+
+    def distrust(self, attempt: int | None, after: int | None) -> None:
+        """Memory failed in this attempt; ``after``: the last step that cannot have suffered. None: it did not."""
+        if attempt and after is not None:
+            self.distrusted[attempt] = min(after, self.distrusted.get(attempt, after))
+
+    def add_checkpoint(self, step: int | None, detail: JsonObject) -> None:
+        """From a ``checkpoint.committed`` event."""
+        if detail.get("tier") in ("disk", "bucket"):
+            self.committed_step = max(self.committed_step, step or 0)
+            self.failed = None
+
+
+@dataclass(kw_only=True)
+class Failures:
+    """Attempts that incidents made necessary."""
+
+    without_progress: int = 0
+    """Since the last step that was new."""
+    count: int = 0
+    """Since ``watched_from_ns``; the ranks' interval of saves follows from it."""
+    watched_from_ns: int | None = None
+
+
+@dataclass(kw_only=True)
+class Errors:
+    """Errors that may recur, by ``incidents.error_key``."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    hosts: dict[str, list[str]] = field(default_factory=dict)
+    """Where each occurred."""
+
+
+@dataclass(kw_only=True)
 class State:
     """Everything that the state machine remembers."""
 
@@ -162,30 +283,14 @@ class State:
     """Attempt and rank of an exit -> its incident, until the evidence of it has come."""
     alarms: dict[str, int] = field(default_factory=dict)
     """Deadlines that are not a phase's: name -> time."""
-    last_applied_step: int = 0
-    recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """Times of the last steps."""
-    skip_steps: set[int] = field(default_factory=set)
-    """Steps whose update is left out."""
-    batch_schedule: tuple[BatchSegment, ...] = ()
-    """Changes of batch and rate so far (``core.batch_schedule``)."""
-    committed_step: int = 0
-    """Newest step whose checkpoint on disk or in the bucket has its marker; 0: none."""
-    save_failed: str | None = None
-    """Why the ranks' last save failed; None: it succeeded, or there was none."""
-    distrusted: dict[int, int] = field(default_factory=dict)
-    """Attempt -> its last step before an error of memory: no later snapshot that it took is restored."""
-    rejected: set[SnapshotCopy] = field(default_factory=set)
-    """Copies in memory that are not intact: none is chosen again."""
-    restarts_without_progress: int = 0
-    failures: int = 0
-    """Attempts that an incident made necessary, since ``watched_from_ns``; the ranks' interval of saves follows from
-    it."""
-    watched_from_ns: int | None = None
-    error_counts: dict[str, int] = field(default_factory=dict)
-    """Error at a step (``error_history.key_of``) -> how often."""
-    error_hosts: dict[str, list[str]] = field(default_factory=dict)
-    """The same -> the hosts it occurred on."""
+    steps: Steps = field(default_factory=Steps)
+    saves: Saves = field(default_factory=Saves)
+    failures: Failures = field(default_factory=Failures)
+    errors: Errors = field(default_factory=Errors)
+
+    @property
+    def last_applied_step(self) -> int:
+        return self.steps.last_applied
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -207,11 +312,6 @@ class State:
             return tuple(phase.next.hosts)
         return self.active if isinstance(phase, Running | Stopping | Flushing) else ()
 
-    def distrust(self, attempt: int | None, after: int | None) -> None:
-        """Memory failed in this attempt; ``after``: the last step that cannot have suffered. None: it did not."""
-        if attempt and after is not None:
-            self.distrusted[attempt] = min(after, self.distrusted.get(attempt, after))
-
     def keeps_faults_of(self, name: str) -> bool:
         """Whether what is reported on the host is for the policy: it runs ranks, or is to run the next."""
         if isinstance(self.phase, Starting):
@@ -224,13 +324,13 @@ class State:
         """A world of ranks is started."""
         self.attempt, self.current, self.progress = number, current, Progress()
         if self.open is not None:  # several hosts lost at once cost one attempt, not one each
-            self.restarts_without_progress += self.open.counts
-            self.failures += 1
+            self.failures.without_progress += self.open.counts
+            self.failures.count += 1
             self.open.stages_ns.setdefault("collected", now_ns - self.open.detected_ns)
             self.open.stages_ns["resume_step"] = max(current.resumed[0] if current.resumed else -1, 0)
             self.open.stages_ns["started"] = now_ns - self.open.detected_ns
-        if self.watched_from_ns is None:
-            self.watched_from_ns = now_ns
+        if self.failures.watched_from_ns is None:
+            self.failures.watched_from_ns = now_ns
 
     def abandon(self) -> None:
         """Nothing of the attempt is left."""
@@ -240,20 +340,19 @@ class State:
         """The attempt has taken a step. True: its first."""
         first, self.progress.stepped = not self.progress.stepped, True
         step_ns = detail.get("step_ns")
-        if isinstance(step_ns, int) and not (first and self.recent_step_s):
-            self.recent_step_s.append(step_ns / SECOND_NS)  # the first one includes warm-up
+        if isinstance(step_ns, int) and not (first and self.steps.recent_s):
+            self.steps.recent_s.append(step_ns / SECOND_NS)  # the first one includes warm-up
         self.advance(step)
         return first
 
     def advance(self, step: int) -> None:
         """A step was applied."""
-        if step > self.last_applied_step:
-            self.last_applied_step = step
-            self.restarts_without_progress = 0
+        if step > self.steps.last_applied:
+            self.steps.last_applied = step
+            self.failures.without_progress = 0
             if self.open is not None and "started" not in self.open.stages_ns:
-                self.open.last_applied_step = (
-                    step  # a late report of the attempt that ends: it was applied all the same
-                )
+                # A late report of the attempt that ends: it was applied all the same.
+                self.open.last_applied_step = step
 
     def ranks_on(self, host: str) -> list[int]:
         """Ranks of the current attempt on ``host``."""
@@ -279,31 +378,24 @@ class State:
     def reset_host(self, name: str) -> None:
         """A reset of its GPUs was decided, for when its ranks are ended."""
         if name in self.hosts:
-            self.hosts[name].resetting = True
+            self.hosts[name].health.resetting = True
             self.progress.blamed |= set(self.ranks_on(name))
 
     def reject(self, copies: Iterable[SnapshotCopy]) -> None:
         """These are not intact."""
-        self.rejected |= set(copies)
+        self.saves.rejected |= set(copies)
         if self.open is not None:
             self.open.counts = False
 
     def restart(self, *, elsewhere: bool) -> None:
         """The run file was corrected: earlier failures no longer count. ``elsewhere``: it names another folder for
         checkpoints, where there are none."""
-        self.error_counts.clear()
-        self.error_hosts.clear()
-        self.restarts_without_progress, self.open = 0, None
+        self.errors = Errors()
+        self.failures.without_progress, self.open = 0, None
         for host in self.hosts.values():
-            host.start_failed = False  # the file may have been the reason
+            host.readiness.start_failed = False  # the file may have been the reason
         if elsewhere:
-            self.committed_step = 0
-
-    def add_checkpoint(self, step: int | None, detail: JsonObject) -> None:
-        """From a ``checkpoint.committed`` event."""
-        if detail.get("tier") in ("disk", "bucket"):
-            self.committed_step = max(self.committed_step, step or 0)
-            self.save_failed = None
+            self.saves.committed_step = 0
 
     def shift(self, by_ns: int) -> None:
         """Put every time on another clock."""
@@ -312,8 +404,8 @@ class State:
         self.alarms = {name: at_ns + by_ns for name, at_ns in self.alarms.items()}
         if self.open is not None:
             self.open.detected_ns += by_ns
-        if self.watched_from_ns is not None:
-            self.watched_from_ns += by_ns
+        if self.failures.watched_from_ns is not None:
+            self.failures.watched_from_ns += by_ns
         found = self.phase.found if isinstance(self.phase, Adopting) else self.phase
         if isinstance(found, Draining | Waiting) and found.next.waiting_since_ns is not None:
             found.next.waiting_since_ns += by_ns

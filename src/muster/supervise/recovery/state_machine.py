@@ -78,7 +78,7 @@ from muster.supervise.recovery.phases import (
     Waiting,
 )
 from muster.supervise.recovery.rank_exits import rank_exit
-from muster.supervise.recovery.state import Host, State
+from muster.supervise.recovery.state import Host, Link, State
 from muster.supervise.recovery.stopping import NOTICES_ALARM, judge_notices, on_notice, on_stop
 
 #: Reports that are judged only once every host of the attempt has answered a new supervisor.
@@ -162,7 +162,7 @@ class RecoveryStateMachine:
             consider_growth(ctx, phase)
         if isinstance(state.phase, Ended):
             return
-        if any(host.preemption_grace_s is not None for host in state.hosts.values()):
+        if any(host.notice.grace_s is not None for host in state.hosts.values()):
             at_ns = ctx.now_ns + int(ctx.settings.gather_notices_s * SECOND_NS)
             state.alarms.setdefault(NOTICES_ALARM, at_ns)
         if asked is not None:
@@ -220,7 +220,7 @@ def _on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthR
         case ReplicatorAddress():
             on_replicator_address(ctx, host, message.memory)
         case StoreAddress() | StoreLost():
-            host.store = message.store if isinstance(message, StoreAddress) else None
+            host.machine.store = message.store if isinstance(message, StoreAddress) else None
         case HostPreparing():
             progress.on_preparing(ctx, host)
         case RanksProgress():
@@ -298,6 +298,7 @@ def _run_deadline(ctx: SupervisorContext, running: Running) -> None:
 def _drain_deadline(ctx: SupervisorContext, draining: Draining) -> None:
     late = sorted(name for name, order in draining.waiting.items() if order.answer_by_ns <= ctx.now_ns)
     for name in late:
-        ctx.state.hosts[name].drain_timed_out = ctx.state.hosts[name].ready
+        host, was_ready = ctx.state.hosts[name], ctx.state.hosts[name].readiness.ready
         host_down(ctx, HostDown(host=name, reason="did not end its ranks in time"))
+        host.link = Link.LATE if was_ready else Link.AWAY
     draining.await_next()

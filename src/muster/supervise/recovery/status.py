@@ -32,7 +32,7 @@ def status(machine: RecoveryStateMachine) -> SupervisorStatus:
         hosts={
             name: HostStatus(
                 connected=host.connected,
-                ready=host.ready,
+                ready=host.readiness.ready,
                 active=name in state.active,
                 ranks=tuple(state.ranks_on(name)),
             )
@@ -44,10 +44,11 @@ def status(machine: RecoveryStateMachine) -> SupervisorStatus:
 
 def _save_failed(state: State) -> str:
     """A full disk or an unreachable bucket; training continues."""
-    if state.save_failed is None:
+    if state.saves.failed is None:
         return ""
-    newest = f"the newest checkpoint is of step {state.committed_step}" if state.committed_step else "there is none yet"
-    return f"; the last save failed ({state.save_failed[:200]}); {newest}"
+    step = state.saves.committed_step
+    newest = f"the newest checkpoint is of step {step}" if step else "there is none yet"
+    return f"; the last save failed ({state.saves.failed[:200]}); {newest}"
 
 
 def _verdict(state: State) -> Verdict | None:
@@ -61,7 +62,7 @@ def sentence(machine: RecoveryStateMachine) -> str:
     """Why the run is where it is, for people."""
     state, phase = machine.state, machine.state.phase
     if isinstance(phase, Starting):
-        missing = [host.name for host in state.hosts.values() if host.connected and not host.ready]
+        missing = [host.name for host in state.hosts.values() if host.connected and not host.readiness.ready]
         return f"waiting for hosts: {', '.join(missing) or 'none has connected'} not ready"
     if isinstance(phase, Running) and not state.progress.stepped:
         return f"attempt {state.attempt} is starting: no step yet"
@@ -69,7 +70,7 @@ def sentence(machine: RecoveryStateMachine) -> str:
         return f"training: step {state.last_applied_step} of attempt {state.attempt}{_save_failed(state)}"
     if isinstance(phase, Waiting):
         here = [state.hosts[name] for name in phase.next.hosts if name in state.hosts and state.hosts[name].connected]
-        slow = [host.name for host in here if not host.ready or host.store is None]
+        slow = [host.name for host in here if not host.readiness.ready or host.machine.store is None]
         return f"waiting for {', '.join(slow)} to get ready" if slow else "waiting for a host to return"
     if isinstance(phase, Held):
         return f"failed; hosts are held for muster restart: {phase.reason}"

@@ -30,8 +30,8 @@ def on_notice(ctx: SupervisorContext, name: str, message: HostNotice) -> None:
     state, phase, host = ctx.state, ctx.state.phase, ctx.state.hosts[name]
     detail: JsonObject = {"notice": message.notice, "source": message.source, "grace_s": message.grace_s}
     ctx.log("termination.notice", detail, host=name)
-    host.preemption_grace_s, host.lost = message.grace_s, False
-    all_leave = all(host.preemption_grace_s is not None for host in state.hosts.values() if host.connected)
+    host.notice.grace_s, host.notice.lost_since = message.grace_s, False
+    all_leave = all(host.notice.grace_s is not None for host in state.hosts.values() if host.connected)
     if isinstance(phase, Held) and all_leave:
         flush_and_finish(ctx, "failed", phase.exit_code, phase.reason)  # no host is left to be held
         return
@@ -47,11 +47,11 @@ def judge_notices(ctx: SupervisorContext) -> None:
     state = ctx.state
     for name in ctx.members():
         host = state.hosts[name]
-        if host.preemption_grace_s is None or name not in ctx.members():
+        if host.notice.grace_s is None or name not in ctx.members():
             continue
         if not isinstance(state.phase, Running | Draining | Waiting):
             return
-        evidence = f"{name} will be taken away in {host.preemption_grace_s:.0f} s"
+        evidence = f"{name} will be taken away in {host.notice.grace_s:.0f} s"
         report_incident(ctx, PREEMPTION_NOTICE, host=name, evidence=evidence)
 
 

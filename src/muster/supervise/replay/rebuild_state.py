@@ -44,7 +44,7 @@ from muster.supervise.recovery.phases import (
     Stopping,
     Waiting,
 )
-from muster.supervise.recovery.state import Attempt, Fault, Host, State
+from muster.supervise.recovery.state import Attempt, Fault, Host, Quarantine, Saves, State, Steps
 
 #: Writer of what supervisors log.
 SUPERVISOR = "supervisor"
@@ -129,7 +129,7 @@ class _Replay:
         """Every host that may run its ranks is to end them, and to say what it holds; they run the next attempt."""
         state = self.state
         names = dict.fromkeys((*state.active, *sorted(self.of_unknown.get(self.newest_attempt, ()))))
-        members = [name for name in names if name not in state.hosts or not state.hosts[name].lost]
+        members = [name for name in names if name not in state.hosts or not state.hosts[name].notice.lost_since]
         state.attempt = self.newest_attempt + 1
         state.abandon()
         return Draining(next=self._next(members, None))
@@ -140,8 +140,8 @@ class _Replay:
         state, detail = self.state, event.read(AttemptStarted)
         if event.attempt < state.attempt:
             return
-        state.batch_schedule = detail.batch_schedule
-        state.skip_steps |= set(detail.skip_steps)
+        state.steps.batch_schedule = detail.batch_schedule
+        state.steps.skipped |= set(detail.skip_steps)
         current = Attempt(
             hosts=tuple(detail.hosts),
             ranks={rank: host for host, ranks in detail.hosts.items() for rank in ranks},
@@ -157,8 +157,8 @@ class _Replay:
         if detail.next_hosts is None or event.attempt != state.attempt:
             return  # the run ends
         for host in state.hosts.values():
-            if host.resetting and host.name in (*state.active, *detail.next_hosts):
-                host.resettable, host.resetting = (), False
+            if host.health.resetting and host.name in (*state.active, *detail.next_hosts):
+                host.health.resettable, host.health.resetting = (), False
         state.phase = Draining(next=self._next(detail.next_hosts, detail.needed_hosts))
 
     def attempt_resizing(self, event: Event, at_ns: int) -> None:
@@ -219,10 +219,12 @@ class _Replay:
         state = self.state
         self.asked, self.waiting_since_ns = None, None
         self.state = State(
-            attempt=state.attempt, next_incident=state.next_incident, batch_schedule=state.batch_schedule,
-            skip_steps=state.skip_steps,
-            committed_step=state.committed_step,  # else an older snapshot that a killed host left would come first
-        )  # fmt: skip
+            attempt=state.attempt,
+            next_incident=state.next_incident,
+            steps=Steps(batch_schedule=state.steps.batch_schedule, skipped=state.steps.skipped),
+            # Else an older snapshot that a killed host left would come first.
+            saves=Saves(committed_step=state.saves.committed_step),
+        )
 
     # ------------------------------------------------------------ training
 
@@ -241,10 +243,10 @@ class _Replay:
             self.state.advance(event.step)
 
     def committed(self, event: Event, _at_ns: int) -> None:
-        self.state.add_checkpoint(event.step, event.detail)
+        self.state.saves.add_checkpoint(event.step, event.detail)
 
     def not_saved(self, event: Event, _at_ns: int) -> None:
-        self.state.save_failed = str(event.detail.get("reason", ""))
+        self.state.saves.failed = str(event.detail.get("reason", ""))
 
     def snapshot_rejected(self, event: Event, _at_ns: int) -> None:
         self.state.reject([event.read(SnapshotRejected).copy])
@@ -278,10 +280,10 @@ class _Replay:
         self._count_incident(detail.incident_id)
         if detected is not None and detected.read(IncidentDetected).incident_id != detail.incident_id:
             detected = None  # the log lacks it
-        state.skip_steps |= set(detail.skip_steps)
+        state.steps.skipped |= set(detail.skip_steps)
         if detail.action is Action.IGNORE:
             if detected is not None and detected.read(IncidentDetected).sound_step is not None:
-                state.distrusted.pop(state.attempt, None)
+                state.saves.distrusted.pop(state.attempt, None)
             return
         if detected is not None:
             found_ns = detected.wall_ns - self.now_ns
@@ -306,23 +308,23 @@ class _Replay:
     # ------------------------------------------------------------ hosts
 
     def allocated(self, event: Event, _at_ns: int) -> None:
-        self._host(event).allocated = True
+        self._host(event).machine.allocated = True
 
     def placed(self, event: Event, _at_ns: int) -> None:
-        self._host(event).place = event.read(HostPlaced).place
+        self._host(event).machine.place = event.read(HostPlaced).place
 
     def released(self, event: Event, _at_ns: int) -> None:
         if event.host in self.state.hosts:
-            self._host(event).allocated = False
+            self._host(event).machine.allocated = False
 
     def lost(self, event: Event, _at_ns: int) -> None:
-        self._host(event).lost = True
+        self._host(event).notice.lost_since = True
 
     def health(self, event: Event, _at_ns: int) -> None:
         state, host, detail = self.state, self._host(event), event.read(HostHealth)
-        state.distrust(detail.sound_attempt, detail.sound_step)
-        before = host.resettable
-        host.resettable = detail.resettable
+        state.saves.distrust(detail.sound_attempt, detail.sound_step)
+        before = host.health.resettable
+        host.health.resettable = detail.resettable
         if state.keeps_faults_of(host.name):
             try:
                 traits = traits_of(detail.incident)
@@ -331,24 +333,26 @@ class _Replay:
             known = {"class": detail.verdict, "sound_step": detail.sound_step}
             told: JsonObject = {key: value for key, value in known.items() if value is not None}
             fault = Fault(traits=traits, evidence=detail.evidence, resettable=detail.resettable, detail=told)
-            host.keep(fault)
-            host.resettable = before
+            host.health.keep(fault)
+            host.health.resettable = before
 
     def _judged(self, host: Host | None, evidence: str) -> None:
-        if host is not None and host.fault is not None and evidence == f"{host.name}: {host.fault.evidence}":
-            host.resettable, host.fault = host.fault.resettable, None
+        fault = host.health.fault if host is not None else None
+        if host is not None and fault is not None and evidence == f"{host.name}: {fault.evidence}":
+            host.health.take_fault()
 
     def notice(self, event: Event, _at_ns: int) -> None:
         if event.host in self.state.hosts:
             host = self._host(event)
-            host.preemption_grace_s, host.lost = event.read(TerminationNotice).grace_s or 0.0, False
+            host.notice.grace_s, host.notice.lost_since = event.read(TerminationNotice).grace_s or 0.0, False
 
     def quarantined(self, event: Event, at_ns: int) -> None:
         host, detail = self._host(event), event.read(HostQuarantined)
-        host.quarantined, host.hold_off_s, host.until_return = True, detail.for_s or 0.0, detail.until_return
-        if isinstance(self.state.phase, Starting) and host.fault is not None:
-            host.resettable, host.fault = host.fault.resettable, None
-        host.quarantined_for_error = detail.quarantined_for_error
+        host.quarantine = Quarantine(
+            for_s=detail.for_s or 0.0, until_return=detail.until_return, error=detail.quarantined_for_error
+        )
+        if isinstance(self.state.phase, Starting):
+            host.health.take_fault()
         if detail.for_s:
             self.state.alarms[f"back:{host.name}"] = at_ns + int(detail.for_s * SECOND_NS)
 
@@ -358,7 +362,7 @@ class _Replay:
             case "returned":
                 clear_notice(host)
             case "expired":
-                host.quarantined, host.hold_off_s = False, 0.0
+                host.quarantine = None
                 self.state.alarms.pop(f"back:{host.name}", None)
             case _:
                 readmit_host(self.state, host.name)

@@ -114,7 +114,7 @@ def test_a_hello_that_cannot_be_used(supervisor, hello):
 def test_one_that_can(supervisor):
     say(supervisor, frame("agent_hello", **HELLO, snapshots=[{**COPY, "tier": "memory"}]))
     host = supervisor.term.world.machine.state.hosts["host-0"]
-    assert host.connected and not supervisor.term.world.pool.closed and host.snapshots[0].tier == "memory"
+    assert host.connected and not supervisor.term.world.pool.closed and host.ranks.snapshots[0].tier == "memory"
 
 
 def test_a_copy_on_another_host_is_not_for_this_one_to_report(supervisor):

@@ -112,4 +112,5 @@ def test_a_new_supervisor_knows_the_fault_that_is_not_judged_yet():
     run.join("host-0", PENDING)
     live = run.machine.state.hosts["host-0"]
     log = SimpleNamespace(log=[(0, one) for one in run.effects if isinstance(one, Log)], written=[])
-    assert live.fault is not None and rebuild_state(events_of(log)).hosts["host-0"].fault == live.fault
+    rebuilt = rebuild_state(events_of(log)).hosts["host-0"]
+    assert live.health.fault is not None and rebuilt.health.fault == live.health.fault

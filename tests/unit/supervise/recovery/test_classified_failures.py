@@ -203,9 +203,8 @@ def test_a_new_supervisor_remembers_errors_hosts_and_budgets():
         found.at(second, lambda: found.kill_rank(0))
     found.run(24.04)
     old, new = found.machine.state, rebuild_state(events_of(found))
-    assert new.error_counts == old.error_counts == {"20:ValueError:bad row #": 1}
-    assert new.error_hosts == old.error_hosts
-    assert new.restarts_without_progress == old.restarts_without_progress
+    assert new.errors == old.errors and new.errors.counts == {"20:ValueError:bad row #": 1}
+    assert new.failures.without_progress == old.failures.without_progress
     successor = machine(of, state=new)
     successor.start(found.now_ns)
     for name, host in old.hosts.items():
@@ -236,7 +235,8 @@ def test_growing_is_no_restart_without_progress():
     found.at(20.0, lambda: found.return_host("host-2"))
     found.run()
     events = [event for event in events_of(found) if event.kind != "run.finished"]
-    assert rebuild_state(events).restarts_without_progress == found.machine.state.restarts_without_progress == 0
+    for state in (rebuild_state(events), found.machine.state):
+        assert state.failures.without_progress == 0
 
 
 # ---------------------------------------------------------------- the user's policy
@@ -301,7 +301,7 @@ def test_a_corrected_run_file_brings_its_policy():
     found.at(20.0, lambda: found.give(request))
     counts = []
     for second in (15.0, 30.0):
-        found.at(second, lambda: counts.append(len(rebuild_state(events_of(found)).error_counts)))
+        found.at(second, lambda: counts.append(len(rebuild_state(events_of(found)).errors.counts)))
     found.at(40.0, lambda: found.kill_rank(0))
     assert found.run().exit_code == 0
     assert counts == [1, 0], "a takeover reads the restart from its own event"
@@ -319,7 +319,7 @@ def test_a_damaged_copy_is_not_chosen_again_not_even_by_a_new_supervisor_and_its
     assert found.run().exit_code == 0
     (rejected,) = [log for _, log in kinds(found, "snapshot.rejected")]
     copy = SnapshotCopy(**rejected.detail["copy"])
-    assert (copy.rank, copy.tier, copy.host) == (0, "memory", "host-0") and found.machine.state.rejected == {copy}
+    assert (copy.rank, copy.tier, copy.host) == (0, "memory", "host-0") and found.machine.state.saves.rejected == {copy}
     starts = [log.detail for _, log in kinds(found, "attempt.started")]
     assert starts[1]["resume_step"] == starts[2]["resume_step"] == copy.step, "the other host has the same step"
     assert not found.hosts["host-0"].holds(copy), "it was told to drop it"
@@ -351,7 +351,7 @@ def test_the_hosts_that_copy_to_a_mover_hear_where_it_is_now():
     found.run(10.0)
     said = sent(found, ReplicatorAddress(memory=("10.0.0.9", 77)), host="host-1")
     assert said == [("host-0", PeerMoved(peer=("10.0.0.9", 77)))]
-    assert found.machine.state.hosts["host-1"].memory == ("10.0.0.9", 77)
+    assert found.machine.state.hosts["host-1"].machine.memory == ("10.0.0.9", 77)
 
 
 def test_progress_before_the_first_step_renews_the_time_to_it():

@@ -80,7 +80,9 @@ def test_a_replaced_host_moves_few_copies_and_a_new_supervisor_knows_who_holds_w
     found.at(20.0, lambda: live.append(found.machine.state.current.holders))
     found.at(20.1, lambda: live.append(rebuild_state(events_of(found)).current.holders))
     places = {}
-    found.at(20.1, lambda: places.update({n: h.place for n, h in rebuild_state(events_of(found)).hosts.items()}))
+    found.at(
+        20.1, lambda: places.update({n: h.machine.place for n, h in rebuild_state(events_of(found)).hosts.items()})
+    )
     after: dict[str, str] = {}
     found.at(20.2, lambda: after.update(holders(found)))
     assert found.run().exit_code == 0
@@ -116,7 +118,7 @@ def test_a_host_is_told_whose_copies_come_to_it(of):
     expected = {name: set() for name in state.active}
     for name, order in orders.items():
         for holder in state.active:
-            if order.peer is not None and order.peer == state.hosts[holder].memory:
+            if order.peer is not None and order.peer == state.hosts[holder].machine.memory:
                 expected[holder] |= set(state.ranks_on(name))
     assert {name: set(order.copies_of) for name, order in orders.items()} == expected
     assert all(expected.values()) == (of.checkpoint.replicate_snapshots is not False)

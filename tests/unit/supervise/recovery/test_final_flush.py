@@ -25,7 +25,7 @@ def ended(found, until_s=10_000):
 
 
 def committed(found):
-    return found.machine.state.committed_step
+    return found.machine.state.saves.committed_step
 
 
 def stop(found, **more):

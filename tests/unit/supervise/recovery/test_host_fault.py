@@ -46,7 +46,7 @@ def test_a_faulty_spare_is_not_taken_and_a_new_supervisor_knows_it():
     found.run(20.0)
     assert actions(found) == [], "nothing is decided: the run goes on"
     for state in (found.machine.state, rebuild_state(events_of(found))):
-        assert state.hosts["host-2"].quarantined and state.hosts["host-2"].resettable == (4, 5)
+        assert state.hosts["host-2"].quarantined and state.hosts["host-2"].health.resettable == (4, 5)
     found.at(21.0, lambda: found.kill_host("host-1"))
     assert found.run().exit_code == 0
     ((_, decided),) = kinds(found, "incident.decided")
@@ -89,7 +89,7 @@ def test_a_second_reset_comes_before_the_next_attempt_too():
     found = reported_while_ranks_are_ended(spec(hosts=2, spare_hosts=1), again)
     assert actions(found) == ["reset", "reset"]
     assert len(kinds(found, "attempt.started")) == 2
-    assert found.machine.state.hosts["host-1"].resettable == ()
+    assert found.machine.state.hosts["host-1"].health.resettable == ()
 
 
 def test_what_an_agent_repeats_when_it_connects_is_judged_once():
@@ -114,19 +114,15 @@ def test_a_new_supervisor_knows_what_is_not_judged_yet():
     found.run(10.0)
     assert isinstance(found.machine.state.phase, Draining)
     live, rebuilt = (one.hosts["host-1"] for one in (found.machine.state, rebuild_state(events_of(found))))
-    assert (
-        live.fault is not None
-        and "Xid 79" in live.fault.evidence
-        and rebuilt.fault == live.fault
-        and rebuilt.resettable == live.resettable
-    )
+    assert live.health.fault is not None and "Xid 79" in live.health.fault.evidence
+    assert rebuilt.health.fault == live.health.fault and rebuilt.health.resettable == live.health.resettable
 
 
 def test_a_host_that_is_taken_away_is_not_reset_for_it():
     """Its GPUs were reported before, and the policy left it at that."""
     found = cluster(spec(hosts=2, spare_hosts=1), steps=400)
     found.run(10.0)
-    found.machine.state.hosts["host-1"].resettable = (4,)
+    found.machine.state.hosts["host-1"].health.resettable = (4,)
     notice = HostNotice(notice="preempted", source="test", grace_s=60.0)
     found.at(11.0, lambda: found.receive_from(found.hosts["host-1"], notice))
     assert found.run().exit_code == 0

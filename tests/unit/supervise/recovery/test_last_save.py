@@ -66,6 +66,6 @@ def test_a_new_supervisor_knows_that_it_failed():
     events = events_of(found)
     begun = Event(run_id="r", attempt=1, seq=0, mono_ns=0, wall_ns=1, host="host-0", kind="checkpoint.failed", step=50,
                   detail={"tier": "disk", "uri": "x", "reason": FULL})  # fmt: skip
-    assert rebuild_state([*events[:3], begun]).save_failed == FULL
-    assert rebuild_state(events[:3]).save_failed is None
-    assert machine(spec()).state.save_failed is None
+    assert rebuild_state([*events[:3], begun]).saves.failed == FULL
+    assert rebuild_state(events[:3]).saves.failed is None
+    assert machine(spec()).state.saves.failed is None

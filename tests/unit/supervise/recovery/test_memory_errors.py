@@ -90,4 +90,4 @@ def test_a_new_supervisor_knows_it_and_an_error_that_is_passed_over_binds_nobody
     run = struck(verdict, resettable=(4,) if verdict == "reset" else ())
     assert run.actions() == [{"reset": "reset", "drain": "ignore"}[verdict]]
     log = SimpleNamespace(log=[(0, one) for one in run.effects if isinstance(one, Log)], written=[])
-    assert run.machine.state.distrusted == rebuild_state(events_of(log)).distrusted == left
+    assert run.machine.state.saves.distrusted == rebuild_state(events_of(log)).saves.distrusted == left

@@ -78,7 +78,7 @@ def test_with_skip_its_update_is_left_out_and_a_new_supervisor_knows(with_skips)
     assert [log.detail.get("skip_steps") for _, log in kinds(found, "incident.decided")] == [None, [20], None]
     starts = [log.detail.get("skip_steps") for _, log in kinds(found, "attempt.started")]
     assert starts == [None, None, [20], [20]]
-    assert rebuild_state(events_of(found)).skip_steps == {20}, "also in the run's next life"
+    assert rebuild_state(events_of(found)).steps.skipped == {20}, "also in the run's next life"
 
 
 def decide(step, skipped, repeats=2):

@@ -136,12 +136,12 @@ def test_the_first_step_of_an_attempt_counts_until_there_is_another():
     state = State()
     state.add_step(1, {"step_ns": 90 * 10**9})
     state.add_step(2, {"step_ns": None})  # a loop of one's own
-    assert list(state.recent_step_s) == [90.0]
+    assert list(state.steps.recent_s) == [90.0]
     for step in range(3, 23):
         state.add_step(step, {"step_ns": 2 * 10**9})
     state.begin_attempt(2, state.current, 0)
     state.add_step(23, {"step_ns": 90 * 10**9})
-    assert set(state.recent_step_s) == {2.0}
+    assert set(state.steps.recent_s) == {2.0}
 
 
 def test_a_new_supervisor_knows_the_steps_from_the_log():
@@ -152,7 +152,7 @@ def test_a_new_supervisor_knows_the_steps_from_the_log():
     ]  # fmt: skip
     world = {"world_size": 1, "layout": {}, "hosts": {"host-0": [0]}}
     started = replace(steps[0], wall_ns=0, kind="attempt.started", host="supervisor", detail=world)
-    assert list(rebuild_state([started, *steps]).recent_step_s) == [9.0, 9.0]
+    assert list(rebuild_state([started, *steps]).steps.recent_s) == [9.0, 9.0]
 
 
 def test_8_bit_moments_keep_nobody():

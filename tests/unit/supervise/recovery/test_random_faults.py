@@ -129,8 +129,12 @@ def test_a_run_ends_once_and_takes_nothing_with_it(
             for host in found.hosts.values()
             if host.up and host.joined and host.name in state.hosts and state.hosts[host.name].connected
             for item in host.list_snapshots()
-            if item not in state.rejected
+            if item not in state.saves.rejected
         ]
     )
-    assert held is None or held.step <= state.committed_step, (end, held, [log.kind for _, log in found.log[-20:]])
+    assert held is None or held.step <= state.saves.committed_step, (
+        end,
+        held,
+        [log.kind for _, log in found.log[-20:]],
+    )
     assert len(kinds(found, "run.finished")) == 1

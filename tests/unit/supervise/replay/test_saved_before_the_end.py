@@ -14,4 +14,4 @@ def test_the_last_save_is_known_after_the_end(tmp_path):
     supervisor.append("run.finished", detail=ended)
     for log in (host, supervisor):
         log.close()
-    assert rebuild_state(event for _, event in EventReader(tmp_path).read()).committed_step == 103
+    assert rebuild_state(event for _, event in EventReader(tmp_path).read()).saves.committed_step == 103

@@ -53,23 +53,23 @@ def durable(state, settings, now_ns):
     facts = {
         "attempt": state.attempt,
         "next_incident": state.next_incident,
-        "skip_steps": sorted(state.skip_steps),
-        "batch_schedule": state.batch_schedule,
+        "skip_steps": sorted(state.steps.skipped),
+        "batch_schedule": state.steps.batch_schedule,
     }
     if isinstance(state.phase, Ended) or not (state.hosts or state.ranks):
         return facts
     window_ns = int(settings.host_failure_window_s * 1e9) - 1_000_000  # what ``Ago`` takes for equal has expired
     facts |= {
         "last_applied_step": state.last_applied_step,
-        "committed_step": state.committed_step,
-        "save_failed": state.save_failed,
-        "recent_step_s": list(state.recent_step_s),
-        "restarts_without_progress": state.restarts_without_progress,
-        "failures": state.failures,
-        "watched_from": ago(state.watched_from_ns),
-        "error_counts": state.error_counts,
-        "error_hosts": state.error_hosts,
-        "rejected snapshots": sorted(state.rejected),
+        "committed_step": state.saves.committed_step,
+        "save_failed": state.saves.failed,
+        "recent_step_s": list(state.steps.recent_s),
+        "restarts_without_progress": state.failures.without_progress,
+        "failures": state.failures.count,
+        "watched_from": ago(state.failures.watched_from_ns),
+        "error_counts": state.errors.counts,
+        "error_hosts": state.errors.hosts,
+        "rejected snapshots": sorted(state.saves.rejected),
         "phase": phase_and_facts(state.phase, ago),
     }
     if state.ranks:
@@ -85,17 +85,15 @@ def durable(state, settings, now_ns):
     for host in state.hosts.values():
         failures = [Ago(now_ns - at_ns) for at_ns in host.failures_ns if now_ns - at_ns < window_ns]
         facts |= {f"{name} of {host.name}": value for name, value in {
-            "allocated": host.allocated,
-            "place": host.place,
-            "quarantined": host.quarantined,
-            "until_return": host.until_return,
-            "quarantined_for_error": host.quarantined_for_error,
+            "allocated": host.machine.allocated,
+            "place": host.machine.place,
+            "quarantine": host.quarantine,
             "back in": ago(state.alarms.get(f"back:{host.name}")) if host.quarantined else None,
-            "preemption_grace_s": host.preemption_grace_s,
+            "preemption_grace_s": host.notice.grace_s,
             "failures_ns": failures,
-            "start_failed": host.start_failed,
-            "resettable": host.resettable,
-            "asked_about": host.asked_about,
+            "start_failed": host.readiness.start_failed,
+            "resettable": host.health.resettable,
+            "asked_about": host.readiness.asked_about,
         }.items()}  # fmt: skip
     return facts
 

@@ -23,7 +23,6 @@ from muster.core.flops import ModelShape
 from muster.core.typed_json import Unreadable, parse_object
 from muster.data.files import row_files
 from muster.plan import plan_file
-from muster.report import resiliency_log
 from muster.simulate import capacity_trace
 
 # ---------------------------------------------------------------- files that people write
@@ -102,16 +101,6 @@ def what_people_write(folder: Path) -> Iterator[Target]:
         name="a plan",
         samples=(json.dumps(plan).encode(),),
         read=lambda data: dict(plan_file.read(data.decode("utf-8", "replace"), source="plan.json")["spec"]),
-        raises=(UsageError,),
-    )
-    google = (
-        b'{"timestamp": "2026-01-01T00:00:00", "event_type": "step_end", "step": 1, "node_rank": 0}\n'
-        b'{"timestamp": "2026-01-01T00:00:09", "event_type": "step_end", "step": 2, "node_rank": 0}\n'
-    )
-    yield Target(
-        name="another tool's log",
-        samples=(google,),
-        read=lambda data: resiliency_log.parse(data.decode("utf-8", "replace").splitlines()),
         raises=(UsageError,),
     )
 

@@ -169,17 +169,14 @@ def report(
     reference: float | None = typer.Option(
         None, "--reference-tokens-per-s", help="Rate that goodput divides by, measured with fault tolerance off."
     ),
-    form: str | None = typer.Option(None, "--from", help="RUN is a log of another system: google-resiliency."),
-    step_time_s: float | None = typer.Option(None, "--step-time", help="With --from: seconds a step takes."),
 ) -> None:
     """Account for the run: time by category, figures, dollars. Needs the run's folder alone."""
     from muster.app.inspect import report as use_case
 
-    _refuse_idle_options(runs, form, step_time_s, html, target)
-    if form is not None:
-        foreign = use_case.foreign(runs[0], form=form, step_time_s=step_time_s)
-        output.as_json(foreign.to_json()) if json else output.drawn(use_case.foreign_table(foreign))
-        return
+    if target is not None and not html:
+        raise api.UsageError("--output goes with --html", hint="muster report RUN --html --output PAGE.html")
+    if target is not None and len(runs) > 1:
+        raise api.UsageError("--output names one page, and there are several runs", hint="leave it out: one page a run")
     result = [use_case.report(run, reference_tokens_per_s=reference) for run in runs]
     for run_report in result:
         output.damaged(run_report.damaged)
@@ -190,20 +187,6 @@ def report(
         output.as_json(use_case.to_json(result))
     else:
         output.drawn(use_case.table(result))
-
-
-def _refuse_idle_options(
-    runs: list[str], form: str | None, step_time_s: float | None, html: bool, target: str | None
-) -> None:
-    """Refuse an option that would have no effect."""
-    if form is not None and len(runs) > 1:
-        raise api.UsageError("--from reads one log at a time", hint=f"muster report {runs[0]} --from {form}")
-    if form is None and step_time_s is not None:
-        raise api.UsageError("--step-time goes with --from", hint="a run's own log holds its step times")
-    if target is not None and not html:
-        raise api.UsageError("--output goes with --html", hint="muster report RUN --html --output PAGE.html")
-    if target is not None and len(runs) > 1:
-        raise api.UsageError("--output names one page, and there are several runs", hint="leave it out: one page a run")
 
 
 def compare(runs: list[str] = TWO_RUNS, json: bool = JSON) -> None:
@@ -251,12 +234,11 @@ def show(
     schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of run files, for editors."),
 ) -> None:
     """Print the run file with every default filled in."""
-    from muster.app import reference_docs
-    from muster.app.inspect.show import resolved_json, resolved_yaml
+    from muster.app.inspect.show import resolved_json, resolved_yaml, run_file_schema
     from muster.app.planning.auto_layout import laid_out
 
     if schema:
-        output.result(reference_docs.run_file_schema().rstrip("\n"))
+        output.result(run_file_schema().rstrip("\n"))
         return
     if run_file is None:
         raise api.UsageError("no run file given", hint="muster show RUN.yaml, or muster show --schema")

@@ -14,7 +14,6 @@ from muster.core.event_details.run import HashHeads, SupervisorStarted
 from muster.core.event_log import Damage, EventReader, Verdict, check_directory, genesis, in_words
 from muster.core.events import Event
 from muster.core.typed_json import JsonObject
-from muster.report import resiliency_log
 from muster.report.ledger.fold import Ledger, fold
 from muster.report.render import compare as comparing
 from muster.report.render import page, table
@@ -102,19 +101,6 @@ def compare(*reports: Report) -> Comparison:
 def render_comparison(result: Comparison, *, width: int = 100, color: bool = False) -> str:
     """What ``compare`` found, for a terminal."""
     return table.printed(comparing.table(result), width=width, color=color)
-
-
-def import_google(log: str | Path, step_time_s: float) -> resiliency_log.Measured:
-    """Goodput of a google-resiliency event log by its own definition (``google_goodput``) and by ours.
-
-    Raises:
-        UsageError: no such file, not such a log, or an impossible step time.
-    """
-    try:
-        lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise UsageError(f"cannot read {log}: {error.strerror}") from error
-    return resiliency_log.measure(resiliency_log.parse(lines), step_time_s)
 
 
 def _check_cited_heads(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from muster.app import reference_docs
 from muster.app.inspect.show import resolved_yaml
 from muster.config import load
 from muster.core.event_details.kinds import KINDS
+from tools import reference_docs
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -48,7 +48,7 @@ def test_the_70b_job_is_the_tutorials():
 @pytest.mark.parametrize("name", sorted(reference_docs.FILES))
 def test_references_are_up_to_date(name: str):
     assert (ROOT / "docs" / name).read_text() == reference_docs.FILES[name](), (
-        "run: python -m muster.app.reference_docs docs"
+        "run: python tools/reference_docs.py docs"
     )
 
 

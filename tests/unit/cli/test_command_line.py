@@ -191,10 +191,8 @@ def test_before_and_after():
     [
         (["down", "one", "two"], "'two' needs a run file"),
         (["down", "one", "--keep-data"], "'--keep-data' needs a run file"),
-        (["report", "a", "--step-time", "8"], "--step-time goes with --from"),
         (["report", "a", "-o", "page.html"], "--output goes with --html"),
         (["report", "a", "b", "--html", "-o", "page.html"], "--output names one page"),
-        (["report", "a", "b", "--from", "google-resiliency"], "--from reads one log at a time"),
         (["report", "a", "--reference-tokens-per-s", "0"], "must be above 0, got 0"),
         (["plan", "run.yaml", "--out", "plan.txt"], "ends in .json"),
     ],

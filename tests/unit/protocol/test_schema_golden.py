@@ -1,17 +1,17 @@
 """The messages as two releases know them: a class does not change while ``PROTOCOL`` stays.
 
 After a change: raise ``PROTOCOL`` in ``muster/protocol/version.py``, then
-``PYTHONPATH=src python tests/unit/protocol/test_schema_golden.py`` writes the new table.
+``PYTHONPATH=.:src python tests/unit/protocol/test_schema_golden.py`` writes the new table.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from muster.app.protocol_reference import shapes
 from muster.protocol.codec import kind_of
 from muster.protocol.tables import CHANNELS
 from muster.protocol.version import PROTOCOL
+from tools.reference_docs import shapes
 
 GOLDEN = Path(__file__).with_name("schema.json")
 

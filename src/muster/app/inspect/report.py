@@ -15,11 +15,7 @@ from muster.core.typed_json import JsonObject
 from muster.report import api
 from muster.report.api import Report
 from muster.report.render import page
-from muster.report.resiliency_log import ByNodes, Measured
 from muster.storage import run_registry
-
-#: Formats of foreign logs.
-GOOGLE_RESILIENCY = "google-resiliency"
 
 
 def report(reference: str, *, reference_tokens_per_s: float | None = None, brought: bool = False) -> Report:
@@ -75,31 +71,3 @@ def write_page(result: Report, reference: str, target: str | None) -> Path:
     place = _place(reference)
     path = target or (place if place.is_dir() else place.parent) / "report.html"
     return page.write(api.render_html(result), path, hint="choose another place with --output")
-
-
-def foreign(log: str, *, form: str, step_time_s: float | None) -> Measured:
-    """Goodput of another system's log by its own definition and by ours.
-
-    Raises:
-        UsageError: an unknown format, no step time, an impossible one, or not such a log.
-    """
-    if form != GOOGLE_RESILIENCY:
-        raise UsageError(f"unknown log format {form!r}", hint=f"known: {GOOGLE_RESILIENCY}")
-    if step_time_s is None:
-        raise UsageError(
-            f"a {GOOGLE_RESILIENCY} log does not hold its step time",
-            hint="give the time of a step in seconds: --step-time 8",
-        )
-    return api.import_google(log, step_time_s)
-
-
-def foreign_table(result: Measured) -> str:
-    """The same in words."""
-    own, ours = result.google, result.goodput
-    lines = [
-        f"goodput by its own definition: {result.google_goodput:.2%}",
-        f"  {own.definition}: {own.steps} steps x {own.step_time_s:g} s / {own.runtime_s:,.0f} s",
-    ]
-    if isinstance(ours, ByNodes):
-        lines.append(f"goodput by ours: {ours.active:.2%} of {ours.nodes} nodes")
-    return "\n".join([*lines, "why they differ:", *(f"  * {reason}" for reason in result.differences)])

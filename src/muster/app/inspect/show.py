@@ -1,8 +1,9 @@
-"""Show: the run file as it will be taken, every default included."""
+"""Show: the run file as it will be taken, every default included, and the schema of run files."""
 
 from __future__ import annotations
 
 import io
+import json
 
 from muster.config.spec import RunSpec
 from muster.core.redact import redact_value
@@ -25,3 +26,15 @@ def resolved_yaml(spec: RunSpec) -> str:
 def resolved_json(spec: RunSpec) -> dict[str, Json]:
     """The same as plain values."""
     return {key: redact_value(key, value) for key, value in spec.model_dump(mode="json").items()}
+
+
+def run_file_schema() -> str:
+    """The JSON schema of run files, for editors."""
+    schema = RunSpec.model_json_schema()
+    result = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "urn:muster:run-file",
+        **schema,
+        "title": "Muster run file",
+    }
+    return json.dumps(result, indent=1) + "\n"

@@ -1,4 +1,5 @@
-"""Goodput of a log of AI-Hypercomputer/resiliency by its own calculator's definition, and by ours.
+"""Goodput of a log of AI-Hypercomputer/resiliency by its own calculator's definition, and by ours:
+``python tools/resiliency_log.py LOG --step-time S``.
 
 The log: one JSON object a line; ``job_started``, ``job_terminated`` with ``node_rank``;
 ``checkpoint_loaded``, ``checkpoint_saved`` with ``step``; wall time without a zone. Definition and weak points
@@ -7,11 +8,13 @@ of its calculator: docs/goodput.md.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 from muster.core.errors import UsageError
@@ -118,7 +121,7 @@ class Measured:
     """Both figures of one log. In the order of the JSON."""
 
     schema: int = 1
-    kind: str = "muster.report.google-resiliency"
+    kind: str = "google-resiliency"
     google_goodput: float
     google: Google
     goodput: ByNodes | Unknown
@@ -130,7 +133,7 @@ class Measured:
 
 
 def measure(entries: Sequence[Entry], step_time_s: float) -> Measured:
-    """The document of ``muster report --from google-resiliency``: their figure, ours, and why they differ.
+    """Their figure, ours, and why they differ.
 
     Raises:
         UsageError: the step time is not positive, or so long that goodput would exceed 100 %.
@@ -276,3 +279,16 @@ def _reasons(ours: ByNodes, google: float, step_time_s: float, entries: Sequence
 def _listed(spent: Mapping[str, float]) -> str:
     total = sum(spent.values())
     return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in spent.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Goodput of a google-resiliency log, as JSON.")
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--step-time", type=float, required=True, help="seconds a step takes: the log does not hold it")
+    given = parser.parse_args()
+    lines = given.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    print(json.dumps(measure(parse(lines), given.step_time).to_json(), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.backends import mailbox
-from muster.backends.children import Children
+from muster.backends.host.children import Children
 from muster.backends.mailbox import Box
 from muster.core.errors import BackendError
 from muster.core.protocols import Store

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from muster.backends.children import RealChildren
+from muster.backends.host.children import RealChildren
 from muster.core.errors import BackendError
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
@@ -47,7 +47,7 @@ def test_what_cannot_be_started_is_named():
 #: A first process: its child ends and leaves one that becomes its own; that one ends too.
 FIRST = """
 import ctypes, os, sys, threading, time
-from muster.backends.children import RealChildren
+from muster.backends.host.children import RealChildren
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: as process 1 of a container
 children, results = RealChildren(), []
 asked = [sys.executable, "-S", "-c", "import sys; print(sys.stdin.readline().upper()); raise SystemExit(5)"]

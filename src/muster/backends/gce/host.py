@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 
 from muster.backends import run_folder
-from muster.backends.children import RealChildren
 from muster.backends.gce import machine as machines
 from muster.backends.gce import teardown
 from muster.backends.gce.compute import Compute
@@ -37,9 +36,10 @@ from muster.backends.google import metadata
 from muster.backends.google.metadata import MachineHttp
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
+from muster.backends.host.children import RealChildren
+from muster.backends.host.run_state import RunState
 from muster.backends.letters import Letters
 from muster.backends.run_home import RUN_ID
-from muster.backends.run_state import RunState
 from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
 from muster.core.clock import SystemClock

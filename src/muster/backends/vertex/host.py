@@ -2,7 +2,7 @@
 
 It claims the run for its job, so that of two jobs one trains; fetches the run's files, checked by the digest in its
 arguments, and the secrets, each of one version; meets the other hosts; and keeps the agent and, where it is due, the
-supervisor (``on_host/keeper.py``) until the run is over. What its exit means is in ``on_host/exits.py``.
+supervisor (``backends/host``) until the run is over. What its exit means is in ``on_host/exits.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import shutil
 import string
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,21 +21,23 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from muster.backends import code_bundle, run_folder
-from muster.backends.children import Children, RealChildren
 from muster.backends.google.http import Http
 from muster.backends.google.metadata import MachineHttp
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
+from muster.backends.host.children import Children, RealChildren
+from muster.backends.host.loop import HostProgram
+from muster.backends.host.place import Place, Program, say
+from muster.backends.host.run_state import RunState
+from muster.backends.host.state import AGENT, SUPERVISOR, Exit, LeaveAt, Outcome, Rules, State
 from muster.backends.letters import Letters
 from muster.backends.log_forwarder import LogForwarder
-from muster.backends.run_state import RunState
 from muster.backends.vertex import claim, reducers
 from muster.backends.vertex.claim import Claim
 from muster.backends.vertex.custom_job import HOST_DIR
 from muster.backends.vertex.on_host import presence, reduction_plugin
 from muster.backends.vertex.on_host.cluster_spec import VARIABLE, Seat, seat
 from muster.backends.vertex.on_host.exits import exit_code
-from muster.backends.vertex.on_host.keeper import Keeper, Program, say
 from muster.backends.vertex.on_host.meeting import Meeting, meet, own_address
 from muster.backends.vertex.on_host.presence import HostRecord
 from muster.backends.vertex.placement import START_TIMEOUT_S, Placement, place
@@ -46,11 +47,9 @@ from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.protocols import Clock, Store
-from muster.core.typed_json import Unreadable
-from muster.protocol.client import AskStatus, StopRun
 from muster.storage import run_secrets, uris
 from muster.storage.store import open_store
-from muster.transport.client import ask_supervisor
+from muster.storage.store.patient import start_thread
 from muster.transport.listening import listen_on, raise_soft_limit
 from muster.transport.secure_session import run_token
 
@@ -107,7 +106,7 @@ class Host:
             silent_s=SETTLED_S,
         )
 
-    def _prepared(self, held: Claim) -> Serving:
+    def _prepared(self, held: Claim) -> VertexPlace:
         """Everything that the programs need. A job that has worked for long is patient; a new one fails soon, before it
         costs much.
 
@@ -133,7 +132,7 @@ class Host:
                 say(f"{error}; again in {RETRY_S:.0f} s")
                 self.clock.sleep(RETRY_S)
 
-    def _prepare(self, held: Claim) -> Serving:
+    def _prepare(self, held: Claim) -> VertexPlace:
         given = self.given
         files = run_folder.get(self.store, given.home, given.run_file_sha256)
         placement = place(RunSpec.model_validate_json(files.resolved), run_id=given.run_id, run_dir=given.home)
@@ -160,7 +159,13 @@ class Host:
         if reducers.count(placement):
             loads, sentence = reduction_plugin.of_this_machine()
             say(sentence if loads else f"warning: {sentence}")
-        return Serving(host=self, claim=held, placement=placement, seat=mine, own=own, folder=folder, secrets=values)
+        return VertexPlace(
+            home=RunState(run_dir=folder / "supervisor", job=given.nonce, brings_events=mine.index <= 1),
+            token=run_token(folder / "supervisor"),
+            reasons={"notice": "SIGTERM from Vertex AI: the job is taken away",
+                     "time": "the custom job's time is nearly up"},
+            host=self, claim=held, placement=placement, seat=mine, own=own, folder=folder, secrets=values,
+        )  # fmt: skip
 
     def _secrets(self, spec: RunSpec) -> tuple[str, dict[str, str]]:
         """The run's token, and what its ranks find in their environment."""
@@ -181,8 +186,14 @@ class Host:
                 presence.tell(self.store, self.given.home, self.given.nonce, record)
 
 
+def rules(index: int, *, whole_job_goes: bool) -> Rules:
+    """Vertex AI ends a job by a host's exit, so nothing here ends before the run does. ``whole_job_goes``: a notice
+    means the job, else one machine."""
+    return Rules(rank=index, continues="waits", notice_scope="run" if whole_job_goes else "host")
+
+
 @dataclass(kw_only=True)
-class Serving:
+class VertexPlace(Place):
     """A host that has all it needs."""
 
     host: Host
@@ -195,83 +206,82 @@ class Serving:
     """Of two run folders, the agent's and the supervisor's: each brings home what its own programs write."""
     secrets: Mapping[str, str]
 
+    @property
+    def name(self) -> str:
+        return f"host-{self.seat.index}-{self.host.mark}"
+
     def serve(self) -> int:
         """Until the run is over; the container's exit code."""
-        given, host = self.host.given, self.host
-        token = run_token(self.folder / "supervisor")
-        threading.Thread(target=self._meet, args=(token,), name="meeting", daemon=True).start()
-        keeper = self._keeper(token)
-        pid_holds = functools.partial(_holds, keeper, RunState(run_dir=self.folder / "supervisor", job=given.nonce))
+        if len(self.seat.peers) > 1:
+            start_thread(self._meet, "meeting")
+        given, host, spec = self.host.given, self.host, self.placement.spec
+        programs = self._programs()
         letters = Letters(
-            store=host.store, home=given.home, run_id=given.run_id, token=token, index=self.seat.index,
-            children=host.children, env=keeper.supervisor.env, run_dir=self.folder / "supervisor", holds=pid_holds,
+            store=host.store, home=given.home, run_id=given.run_id, token=self.token, index=self.seat.index,
+            children=host.children, env=programs[SUPERVISOR].env, run_dir=self.folder / "supervisor",
+            holds=functools.partial(_holds, host.children, self.home),
         )  # fmt: skip
-        name = self._name
+        name = self.name
         forwarders = [
             LogForwarder(run_dir=self.folder / part, host=name, writer=name) for part in ("host", "supervisor")
         ]
-        for forwarder in forwarders:
-            forwarder.start()
-        letters.start()
-        said = keeper.run()
-        letters.stop()
-        for forwarder in forwarders:
-            forwarder.stop()
+        program = HostProgram(
+            place=self,
+            rules=rules(
+                self.seat.index, whole_job_goes=self.placement.mode == SPOT or self.placement.hosts == 1
+            ),
+            programs=programs,
+            services=[*forwarders, letters],
+            children=host.children,
+            clock=host.clock,
+        )  # fmt: skip
+        left_s = (self.claim.began_wall_ns - host.clock.wall_ns()) / 1e9 + self.placement.timeout_s
+        program.post(LeaveAt(at_s=program.now_s() + left_s - spec.recovery.grace_s - LEAVE_EARLY_S))
+        return program.run()
+
+    def leave(self, ended: Exit, state: State) -> int:
+        given, host = self.host.given, self.host
         host._tell("left")
         if self.seat.chief:
-            late = presence.wait_for_others(
+            for one in presence.wait_for_others(
                 host.store, given.home, given.nonce, limit_s=OTHERS_S, clock=host.clock
-            )  # fmt: skip
-            for one in late:
+            ):
                 say(f"{one.host} did not say that it has left: ending without it")
-        return exit_code(said=said)
+        return exit_code(said=ended.outcome is Outcome.RUN_ENDED)
 
-    @property
-    def _name(self) -> str:
-        return f"host-{self.seat.index}-{self.host.mark}"
-
-    def _keeper(self, token: bytes) -> Keeper:
-        given, host, spec = self.host.given, self.host, self.placement.spec
+    def _programs(self) -> dict[str, Program]:
+        given = self.host.given
         env = {
-            **host.environ, "MUSTER_RUN_ID": given.run_id, "MUSTER_BIND": self.own, "MUSTER_POD": self._name,
+            **self.host.environ, "MUSTER_RUN_ID": given.run_id, "MUSTER_BIND": self.own, "MUSTER_POD": self.name,
             "MUSTER_JOBSET": given.nonce,
         }  # fmt: skip
         hub = {"HF_TOKEN": self.secrets["HF_TOKEN"]} if "HF_TOKEN" in self.secrets else {}
         supervisor, agent = self.folder / "supervisor", self.folder / "host"
-        state = RunState(run_dir=supervisor, job=given.nonce)
-        left_s = (self.claim.began_wall_ns - host.clock.wall_ns()) / 1e9 + self.placement.timeout_s
-        return Keeper(
-            index=self.seat.index,
-            agent=Program(
-                argv=[*_program("muster.agent.watchdog", agent, given.run_id), "--host", self._name,
+        return {
+            AGENT: Program(
+                argv=[*_program("muster.agent.watchdog", agent, given.run_id), "--host", self.name,
                       "--no-metadata-server"],
                 env={**env, "MUSTER_RUN_DIR": str(agent)},
+                home=RunState(run_dir=agent), writer=self.name,
             ),
-            supervisor=Program(
+            SUPERVISOR: Program(
                 argv=_program("muster.app.supervisor", supervisor, given.run_id),
                 env={**env, **hub, "MUSTER_RUN_DIR": str(supervisor)},
-                log=supervisor / "logs" / f"supervisor-{self._name}.log",
+                log=supervisor / "logs" / f"supervisor-{self.name}.log",
+                home=self.home, writer=SUPERVISOR,
             ),
-            children=host.children,
-            state=state,
-            stop_run=functools.partial(stop_run, state, token),
-            whole_job_goes=self.placement.mode == SPOT or self.placement.hosts == 1,
-            leave_at_s=host.clock.monotonic_ns() / 1e9 + left_s - spec.recovery.grace_s - LEAVE_EARLY_S,
-            clock=host.clock,
-        )  # fmt: skip
+        }  # fmt: skip
 
-    def _meet(self, token: bytes) -> None:
+    def _meet(self) -> None:
         """See that the hosts reach each other, and say so; agents and supervisor find each other by the lease."""
-        if len(self.seat.peers) < 2:
-            return
         chief, boot = self.seat.peers[0], f"{processes.boot_id()}-{self.host.mark}"
         try:
             if self.seat.chief:
                 with listen_on(self.own, chief.port) as listener:
-                    Meeting(token=token, log=say).serve(listener)
+                    Meeting(token=self.token, log=say).serve(listener)
                 return
             met = meet(
-                chief, token, index=self.seat.index, own=self.own, boot=boot, clock=SystemClock(),
+                chief, self.token, index=self.seat.index, own=self.own, boot=boot, clock=SystemClock(),
                 limit_s=START_TIMEOUT_S,
             )  # fmt: skip
             say("the first host reaches this one" if met.reached else f"warning: not reached: {met.reason}")
@@ -279,24 +289,9 @@ class Serving:
             say(f"warning: the hosts have not met: {error}")
 
 
-def stop_run(state: RunState, token: bytes, source: str) -> bool:
-    """Tell the run's supervisor to save and to ask to be continued; False: it did not answer. One that ends already is
-    left alone: a second stop would end it at once."""
-    lease = state.lease()
-    if lease is None or lease.address is None:
-        return False
-    try:
-        if ask_supervisor(lease.address, token, AskStatus()).phase not in ("stopping", "ended"):
-            ask_supervisor(lease.address, token, StopRun(again=True, source=source))
-    except (OSError, Unreadable, MusterError) as error:
-        say(f"the run's supervisor does not answer: {error}")
-        return False
-    return True
-
-
-def _holds(keeper: Keeper, state: RunState) -> bool:
+def _holds(children: Children, state: RunState) -> bool:
     """Whether the supervisor of this host holds the run."""
-    pid = keeper.children.pid("supervisor")
+    pid = children.pid(SUPERVISOR)
     return pid is not None and state.held_by() == pid
 
 

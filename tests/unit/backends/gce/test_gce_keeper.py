@@ -10,7 +10,7 @@ from fakes.objects import Objects
 from muster.backends.gce import host
 from muster.backends.gce.host import Keeper
 from muster.backends.gce.machine import HOST, SUPERVISOR, Machine
-from muster.backends.run_state import RunState
+from muster.backends.host.run_state import RunState
 from muster.core.typed_json import decode, encode
 from muster.protocol.lease import EndRecord
 from muster.storage.home import BucketHome, open_home

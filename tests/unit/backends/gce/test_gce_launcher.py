@@ -18,7 +18,6 @@ from thorough import usually
 
 from muster.app.run import stop as stop_app
 from muster.app.run import submit as submit_app
-from muster.backends.children import Finished
 from muster.backends.gce import host, requests
 from muster.backends.gce.compute import Compute
 from muster.backends.gce.journal import JournalFile
@@ -26,6 +25,7 @@ from muster.backends.gce.launcher import GceLauncher
 from muster.backends.gce.provision import Hosts
 from muster.backends.gce.submission import SUBMISSION, submission_of
 from muster.backends.google.session import Session
+from muster.backends.host.children import Finished
 from muster.backends.letters import Letters
 from muster.backends.protocols import Terminal
 from muster.config.load import Loaded

@@ -16,7 +16,7 @@ from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.main import AGAIN, BACK_END_FAULT, Pod
 from muster.backends.gke.pod.own_jobset import OwnJobSet, all_pods_go, runs_since
 from muster.backends.google.http import Unreachable
-from muster.backends.run_state import RunState
+from muster.backends.host.run_state import RunState
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.typed_json import decode, encode
 from muster.protocol.lease import EndRecord, LeaseRecord

@@ -75,7 +75,7 @@ def host(tmp_path, monkeypatch):
 @pytest.fixture
 def served(monkeypatch):
     found = []
-    monkeypatch.setattr("muster.backends.vertex.host.Serving.serve", lambda self: found.append(self) or 0)
+    monkeypatch.setattr("muster.backends.vertex.host.VertexPlace.serve", lambda self: found.append(self) or 0)
     return found
 
 

@@ -388,7 +388,7 @@ class Host:
         )  # fmt: skip
 
     def run(self, argv, env, *, line, timeout_s):
-        from muster.backends.children import Finished
+        from muster.backends.host.children import Finished
 
         self.asked.append((list(argv), line))
         if "remote_entrypoint" in " ".join(argv):

@@ -36,8 +36,8 @@ from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.own_jobset import OwnJobSet
 from muster.backends.gke.pod.own_node import place_of_node
 from muster.backends.google.http import Unreachable
+from muster.backends.host.run_state import RunState
 from muster.backends.log_forwarder import LogForwarder
-from muster.backends.run_state import RunState
 from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import BusyError, MusterError

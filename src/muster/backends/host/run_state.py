@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from muster.backends.host.state import Lease, Looked
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import Unreadable, decode, encode
@@ -33,6 +34,8 @@ class RunState:
     run_dir: Path
     job: str = ""
     store: Store = field(default_factory=lambda: open_store(timeout_s=5.0, patience_s=5.0))
+    brings_events: bool = False
+    """While another host holds the run, its events are brought here now and then (``catch_up``)."""
     _home: Home | None = field(default=None)
     _said: str = ""
     _caught_up: float | None = None
@@ -60,6 +63,24 @@ class RunState:
             self._say(f"the run's home does not answer: {error}")
             return UNKNOWN_S
         return max(0.0, (record.expires_wall_ns - time.time_ns()) / 1e9) if record is not None else 0.0
+
+    def look(self, ended_pid: int | None) -> Looked:
+        """Lease and end. A lease that a process of this host left, ``ended_pid``, is free: it cannot renew it."""
+        try:
+            record = self._lease()
+        except (MusterError, OSError) as error:
+            self._say(f"the run's home does not answer: {error}")
+            return Looked(lease=Lease(kind="unknown"))
+        left_s = (record.expires_wall_ns - time.time_ns()) / 1e9 if record is not None else 0.0
+        is_ours = record is not None and (record.machine, record.pid) == (socket.gethostname(), ended_pid)
+        if record is not None and left_s > 0 and not is_ours:
+            if self.brings_events:
+                self.catch_up()
+            return Looked(lease=Lease(kind="held", left_s=left_s, term=record.term))
+        try:
+            return Looked(lease=Lease(kind="free"), end=self.ended())
+        except (MusterError, OSError):
+            return Looked(lease=Lease(kind="free"), end="unreadable")
 
     def lease(self) -> LeaseRecord | None:
         """As it stands, in force or not; None: there is none, or the home does not answer."""

@@ -1,4 +1,4 @@
-"""What a host's first program does while the run lives: it keeps the agent, and the run's supervisor where it is due.
+"""Oracle: what decided on a host of Vertex AI before ``backends/host``; for one release.
 
 * The agent is started again whenever it ends before the run does: whether the run goes on is the supervisor's decision.
 * The supervisor belongs to whoever holds the run's lease. The chief starts it at once; another host when the lease has
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from muster.backends.children import Children
-from muster.backends.run_state import SUPERVISOR, RunState
+from muster.backends.host.children import Children
+from muster.backends.host.run_state import SUPERVISOR, RunState
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, MusterError
 from muster.core.protocols import Clock

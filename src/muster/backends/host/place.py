@@ -1,0 +1,97 @@
+"""What one host of a back end knows, behind one seam; ``decide`` has what all of them share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from muster.backends.host.run_state import RunState
+from muster.backends.host.state import Exit, Looked, Requeued, SaveReason, Scope, State
+from muster.core.errors import MusterError
+from muster.core.typed_json import Unreadable
+from muster.protocol.client import AskStatus, StopRun
+from muster.protocol.lease import LeaseRecord
+from muster.transport.client import ask_supervisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """How a program is started."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log: Path | None = None
+    """The file for its output; None: this process's output."""
+    home: RunState | None = None
+    """Whose ``writer`` the program is; its last events are uploaded from there when it was killed."""
+    writer: str = ""
+
+
+class Service(Protocol):
+    """What runs next to the programs until the end."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Place:
+    """One host of a run; a back end overrides what is different there. All but ``leave`` may be called in threads, and
+    return within seconds."""
+
+    home: RunState
+    """As the supervisor's own folder has it."""
+    token: bytes = b""
+    reasons: Mapping[SaveReason, str] = field(default_factory=dict)
+    """Why the supervisor is asked to save."""
+
+    def look(self, ended_pid: int | None) -> Looked:
+        """Read lease and end. ``ended_pid``: of a supervisor that was started here and has ended."""
+        return self.home.look(ended_pid)
+
+    def save(self, reason: SaveReason) -> bool:
+        """Ask the run's supervisor to save and to ask to be continued; False: it did not answer."""
+        return ask_to_save(self.home.lease(), self.token, self.reasons[reason])
+
+    def notice_scope(self) -> Scope | None:
+        """What a notice means, where ``Rules.notice_scope`` does not say; None: nobody answers."""
+        return "host"
+
+    def requeue(self) -> Requeued:
+        """Queue the rest of the run."""
+        raise NotImplementedError
+
+    def vacate(self, term: int) -> bool:
+        """Expire the lease of a silent holder, by condition."""
+        raise NotImplementedError
+
+    def end_here(self) -> None:
+        """Kill every process of the run on this host, whatever its session."""
+        raise NotImplementedError
+
+    def leave(self, ended: Exit, state: State) -> int:
+        """The last words; returns the exit code of the host program. Bounded."""
+        raise NotImplementedError
+
+
+def ask_to_save(lease: LeaseRecord | None, token: bytes, source: str) -> bool:
+    """Ask the lease holder to save and exit with 75; False: it did not answer. One that is stopping already is left
+    alone: a second stop would make it exit without saving."""
+    if lease is None or lease.address is None:
+        return False
+    try:
+        if ask_supervisor(lease.address, token, AskStatus()).phase not in ("stopping", "ended"):
+            ask_supervisor(lease.address, token, StopRun(again=True, source=source))
+    except (OSError, Unreadable, MusterError) as error:
+        say(f"the run's supervisor does not answer: {error}")
+        return False
+    return True
+
+
+def say(text: str) -> None:
+    """One line on stderr; named, since threads use it (``Replicator.send`` has the reason)."""
+    print(f"muster: {text}", file=sys.stderr, flush=True)

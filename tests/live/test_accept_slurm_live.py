@@ -11,10 +11,10 @@ from slurm_cluster import SlurmCluster
 from slurm_runs import MUSTER, User, needs_slurm, run_file
 from watched import Watched
 
-from muster.app.accept import page
-from muster.app.accept.record import ACCEPTANCE
+from muster.accept.record import ACCEPTANCE
 from muster.core.clock import SystemShell
 from muster.core.errors import UsageError
+from tools import verified_page as page
 
 pytestmark = [
     pytest.mark.live,

@@ -57,7 +57,7 @@ def accept(
 
     Stops at the first failure or before the budget is passed.
     """
-    from muster.app.accept import accept as use_case
+    from muster.accept import accept as use_case
 
     result = use_case.accept(
         run_file, [*(overrides or []), *([f"backend={backend}"] if backend else [])], budget=budget, folder=folder,

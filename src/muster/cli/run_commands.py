@@ -262,8 +262,8 @@ def export(
     image: str | None = typer.Option(None, "--image", help="With --for: a container image of vLLM."),
 ) -> None:
     """Write a Hugging Face folder, then reload and compare it; with --push, put it on the hub with a model card."""
-    from muster.app.handoff import serve
     from muster.app.inspect.status import spec_of
+    from muster.handoff import serve
 
     target = None
     if place is not None:

@@ -15,10 +15,8 @@ import huggingface_hub
 import pytest
 import yaml
 
-from muster.app.handoff.model_card import model_card
-from muster.app.handoff.push import open_repository, push
 from muster.app.run import export
-from muster.app.run.export import Exported
+from muster.app.run.export import Exported, model_card, open_repository, push
 from muster.config.load import loads
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 from muster.core.events import Event

@@ -14,7 +14,7 @@ import pytest
 from fakes.clock import VirtualClock
 from fakes.slurm import LEAVING, FakeSlurm
 
-from muster.app.accept.ladder import HOST_HOURS, Meter, OverBudget
+from muster.accept.ladder import HOST_HOURS, Meter, OverBudget
 from muster.backends.slurm.access import asked
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.trial import limits

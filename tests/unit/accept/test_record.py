@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from muster.app.accept import page, record
-from muster.app.accept.ladder import Climbed
+from muster.accept import record
+from muster.accept.ladder import Climbed
 from muster.config.load import loads
 from muster.core.clock import SystemShell
 from muster.core.errors import UsageError
+from tools import verified_page as page
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 SHELL = SystemShell()
 SPEC = loads("{name: x, backend: slurm, command: [train], resources: {locations: [rack-1]}}", environment=False).spec
 FINE = Climbed(name="train", title="two hosts train", outcome="passed", said="step 5", seconds=3.0, spent=1.25)
@@ -24,7 +25,7 @@ needs_ssh = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="no ss
 
 def test_the_page_holds_what_its_records_say():
     text = (DOCS / page.PAGE).read_text()
-    assert text == page.written(text, page.table(DOCS / page.FOLDER, SHELL)), "python -m muster.app.accept.page docs"
+    assert text == page.written(text, page.table(DOCS / page.FOLDER, SHELL)), "python tools/verified_page.py docs"
 
 
 @pytest.fixture

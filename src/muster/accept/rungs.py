@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from muster import backends
-from muster.app.accept.ladder import CLEARING_S, DOLLARS, HOST_HOURS, Meter, NotHere, Rung, Unit
-from muster.app.accept.run_network import found, judged, waiting
+from muster.accept.ladder import CLEARING_S, DOLLARS, HOST_HOURS, Meter, NotHere, Rung, Unit
+from muster.accept.run_network import found, judged, waiting
 from muster.app.cluster import preflight as preflight_
 from muster.app.inspect.check import check_run
 from muster.app.inspect.network import NetworkTest, check_network

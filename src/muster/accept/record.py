@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from muster import __version__
-from muster.app.accept.ladder import DOLLARS, PASSED, SKIPPED, Climbed, Unit
+from muster.accept.ladder import DOLLARS, PASSED, SKIPPED, Climbed, Unit
 from muster.app.inspect.status import job
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError, UsageError

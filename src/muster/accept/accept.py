@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from muster import backends
-from muster.app.accept import record
-from muster.app.accept.ladder import Climbed, Meter, Unit, climb
-from muster.app.accept.rungs import OVERRIDES, trial
+from muster.accept import record
+from muster.accept.ladder import Climbed, Meter, Unit, climb
+from muster.accept.rungs import OVERRIDES, trial
 from muster.app.cluster.up_down import cluster_of
 from muster.config import load
 from muster.core import environment

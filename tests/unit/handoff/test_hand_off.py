@@ -6,9 +6,9 @@ import urllib.parse
 
 import pytest
 
-from muster.app.handoff import serve
 from muster.config.load import loads
 from muster.core.errors import NoPlanError, UsageError
+from muster.handoff import serve
 
 RUN_FILE = """\
 name: My SQL model

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.app.accept.ladder import CLEARING_S, Meter, NotHere, Rung, climb
+from muster.accept.ladder import CLEARING_S, Meter, NotHere, Rung, climb
 from muster.core.errors import MusterError
 
 

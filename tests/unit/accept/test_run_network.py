@@ -4,9 +4,9 @@ import pytest
 from fakes.clock import VirtualClock
 
 from muster import backends
-from muster.app.accept import rungs
-from muster.app.accept.ladder import Meter, climb
-from muster.app.accept.run_network import found, judged, waiting
+from muster.accept import rungs
+from muster.accept.ladder import Meter, climb
+from muster.accept.run_network import found, judged, waiting
 from muster.config.load import Loaded
 from muster.config.spec import RunSpec
 from muster.core.errors import MusterError

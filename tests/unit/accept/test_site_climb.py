@@ -7,8 +7,8 @@ import pytest
 from fakes.clock import VirtualClock
 
 from muster import backends
-from muster.app.accept import page, record, rungs
-from muster.app.accept.ladder import DOLLARS, HOST_HOURS, Meter, climb
+from muster.accept import record, rungs
+from muster.accept.ladder import DOLLARS, HOST_HOURS, Meter, climb
 from muster.app.cluster import preflight as preflight_
 from muster.app.inspect.network import NetworkChecked
 from muster.backends.site import HeldHost, Looked
@@ -18,6 +18,7 @@ from muster.core.types import JobState, JobStatus
 from muster.health.network.expected import judge_level
 from muster.health.network.figures import Rung as Level
 from muster.health.network.search import assess
+from tools import verified_page as page
 
 
 def loaded(**resources):

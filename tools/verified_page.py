@@ -1,4 +1,4 @@
-"""docs/verified.md from signed records: ``python -m muster.app.accept.page docs``.
+"""docs/verified.md from signed records: ``python tools/verified_page.py docs``.
 
 ``docs/verified/`` holds records with their signatures and ``allowed_signers`` (ssh-keygen(1)): who may vouch. A record
 that is a rehearsal, that failed, or whose signature does not hold for an acceptance is refused, and the page is not
@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from muster.app.accept.ladder import DOLLARS
-from muster.app.accept.record import ACCEPTANCE
+from muster.accept.ladder import DOLLARS
+from muster.accept.record import ACCEPTANCE
 from muster.core.clock import SystemShell
 from muster.core.errors import UsageError
 from muster.core.protocols import Shell

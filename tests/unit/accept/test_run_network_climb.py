@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parents[3]
+TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS / "golden" / name) for name in ("gke", "vertex", "gce")]
 discovery = pytest.importorskip("fakes.discovery")
 if discovery.folder() is None:
@@ -32,8 +32,8 @@ from fakes.timeline import EPOCH, Timeline  # noqa: E402
 from fakes.vertex.jobs import Manners  # noqa: E402
 from fakes.vertex.service import APIS, FakeVertex  # noqa: E402
 
-from muster.app.accept import record, run_network, rungs  # noqa: E402
-from muster.app.accept.ladder import Meter, climb  # noqa: E402
+from muster.accept import record, run_network, rungs  # noqa: E402
+from muster.accept.ladder import Meter, climb  # noqa: E402
 from muster.backends.gce import requests  # noqa: E402
 from muster.backends.gce.compute import Compute  # noqa: E402
 from muster.backends.gce.journal import JournalFile  # noqa: E402

@@ -5,12 +5,14 @@ what a process says.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import resource
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -96,6 +98,30 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_plain(path: str | Path) -> BinaryIO:
+    """A file of a run's folder, which anybody may have sent, for reading: never waits, never leaves the folder.
+
+    Raises:
+        OSError: there is none, or it is a link, a pipe, a device or a folder.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise OSError(error.errno, "it is a link", str(path)) if error.errno == errno.ELOOP else error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_plain(path: str | Path, *, most: int = 64 << 20) -> bytes:
+    """The content of such a file. Raises OSError as ``open_plain``, or where it has more than ``most`` bytes."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+        return file.read()
 
 
 def open_log(path: Path) -> BinaryIO:

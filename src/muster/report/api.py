@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from muster.core.errors import MusterError, UsageError
 from muster.core.event_details.run import HashHeads, SupervisorStarted
 from muster.core.event_log import Damage, EventReader, Verdict, check_directory, genesis, in_words
 from muster.core.events import Event
+from muster.core.processes import open_plain
 from muster.core.typed_json import JsonObject
 from muster.report.ledger.fold import Ledger, fold
 from muster.report.render import compare as comparing
@@ -113,7 +115,9 @@ def _check_cited_heads(
         for name, head in _cited_heads(event).items():
             path = directory / name
             if name not in hashes:
-                data = path.read_bytes() if path.is_file() else b""
+                data = b""
+                with contextlib.suppress(OSError), open_plain(path) as file:
+                    data = file.read()
                 lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
                 hashes[name] = {genesis(run_id, name), *(hashlib.sha256(line).hexdigest() for line in lines)}
             known = result.get(name, Verdict(events=0, head=""))

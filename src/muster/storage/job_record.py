@@ -57,7 +57,7 @@ def read(run_dir: Path, kind: type[_JobRecord], *, backend: str) -> _JobRecord |
     """
     path = run_dir / "job.json"
     try:
-        data = path.read_bytes()
+        data = processes.read_plain(path)
         if parse_object(data).get("backend") != backend:
             return None
         return decode(kind, data)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from muster.core import resolved_file
+from muster.core import processes, resolved_file
 from muster.core.errors import MusterError
 from muster.core.event_details.run import RunFinished
 from muster.core.event_log.names import LogName, files_of
@@ -46,7 +46,7 @@ def verdict(run_dir: Path, since_wall_ns: int) -> Verdict | None:
     """The ``run.finished`` since then; it is near the end of the newest supervisor's file. A line that is damaged, or
     no event, is passed over."""
     for path in reversed(_newest_term(run_dir / "events")):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError), processes.open_plain(path) as file:
             file.seek(max(0, path.stat().st_size - (1 << 16)))
             for line in reversed(file.read().split(b"\n")):
                 if b'"run.finished"' in line:
@@ -70,7 +70,7 @@ def _verdict(event: Event) -> Verdict:
 
 def _chunk(path: Path, position: int) -> LogChunk | None:
     try:
-        with open(path, "rb") as file:
+        with processes.open_plain(path) as file:
             if position > os.fstat(file.fileno()).st_size:
                 position = 0  # replaced by a new file
             file.seek(position)
@@ -115,6 +115,6 @@ def json_logs_of(run_dir: Path) -> str:
     """The run's id where its file asks for JSON lines (``output.json_logs``); else empty."""
     try:
         asked = at(parse_object(resolved_file.read(run_dir)), "output", "json_logs") is True
-        return (run_dir / "run_id").read_text().strip() if asked else ""
+        return processes.read_plain(run_dir / "run_id", most=1 << 10).decode().strip() if asked else ""
     except (OSError, ValueError):
         return ""

@@ -110,7 +110,7 @@ def existing_id(path: Path) -> str | None:
     """The id of the run in ``path``, by this machine's registry where the file that states it is damaged; None where
     there is none."""
     try:
-        run_id = (path / "run_id").read_bytes().decode(errors="replace").strip()
+        run_id = processes.read_plain(path / "run_id", most=1 << 10).decode(errors="replace").strip()
     except OSError:
         return None
     return run_id if _ID.match(run_id) else _registered_as(path)
@@ -301,7 +301,7 @@ def registry() -> Iterator[tuple[str, Path]]:
 def check_format(path: Path) -> None:
     """Raise UsageError where the run in ``path`` was written in a format that this version does not read."""
     try:
-        written = int((path / "format").read_text())
+        written = int(processes.read_plain(path / "format", most=1 << 10))
     except (OSError, ValueError):
         written = 1  # 0.1.0 wrote no such file
     if written != FORMAT:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from muster.core.errors import AccessError
-from muster.core.processes import replace_text
+from muster.core.processes import read_plain, replace_text
 
 NAME = "secrets.json"
 
@@ -36,7 +36,7 @@ def read(run_dir: Path) -> dict[str, str]:
     try:
         if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
             raise AccessError(f"others can read {path}: its secrets are not used", hint=f"chmod 600 {path}")
-        found = json.loads(path.read_text())
+        found = json.loads(read_plain(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from muster.core.errors import MusterError, UsageError
-from muster.core.processes import replace_text
+from muster.core.processes import read_plain, replace_text
 from muster.core.typed_json import Json, JsonObject, Record, Unreadable, decode, encode
 from muster.storage import run_registry
 
@@ -68,7 +68,7 @@ def read(folder: Path) -> SweepRecord | None:
         MusterError: the file cannot be read.
     """
     try:
-        return decode(SweepRecord, (folder / NAME).read_bytes())
+        return decode(SweepRecord, read_plain(folder / NAME))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, Unreadable) as error:

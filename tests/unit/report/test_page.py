@@ -51,6 +51,13 @@ def test_text_of_a_run_never_becomes_markup(tmp_path):
     assert data_of(html)["report"]["name"] == evil
 
 
+def test_a_run_may_be_named_like_a_mark_of_the_page_and_hold_what_no_file_can(tmp_path):
+    data = {"report": {"name": "/*SCRIPT*/ <!--TITLE-->"}, "text": "\ud800\u202e\x1b"}
+    text = page.fill(data, title="/*DATA*/ \ud800")
+    page.write(text, tmp_path / "page.html")
+    assert data_of(text) == data and not set("\ud800\u202e\x1b") & set(text)
+
+
 def test_the_library_stands_unchanged_with_its_licence():
     assert "leeoniya/uPlot (v1.6.32)" in page._asset("uplot.iife.min.js")
     assert "MIT" in page._asset("LICENSE.uplot")

@@ -21,6 +21,7 @@ from muster.app.inspect.status import spec_of
 from muster.app.inspect.supervisor_client import request
 from muster.catalog.rows import table
 from muster.core.errors import UsageError
+from muster.core.processes import read_plain
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.health.hang.analysis import analyse
 from muster.health.hang.evidence import Evidence, RankEvidence
@@ -95,7 +96,7 @@ def of_run(reference: str, wanted: Sequence[str]) -> tuple[list[Place], Callable
     status = request(run, AskStatus())
     steps, peer = backends.load(backend.name).steps, ""
     if steps is not None:  # names of nodes often lead to loopback there: where the supervisor is reached from says it
-        held = read_lease(run.lease.read_bytes(), me="this command").address
+        held = read_lease(read_plain(run.lease), me="this command").address
         words, address, peer = steps(run.run_id), "", held[0] if held is not None else ""
     elif backend.capabilities.uses_this_machine:  # its hosts are processes here
         words, address = {name: list[str]() for name, host in status.hosts.items() if host.connected}, "127.0.0.1"

@@ -13,6 +13,7 @@ from muster.core import resolved_file
 from muster.core.errors import BackendError, MusterError
 from muster.core.event_details.run import RunFinished
 from muster.core.event_log.names import files_of
+from muster.core.processes import open_plain, read_plain
 from muster.core.typed_json import Unreadable, parse_object, text
 from muster.protocol.client import FromClient, SupervisorStatus
 from muster.protocol.lease import read_lease
@@ -76,7 +77,7 @@ def _address(run: RunDir, patience_s: float) -> Address | None:
     until = time.monotonic() + patience_s
     while True:
         try:
-            return read_lease(run.lease.read_bytes(), me="this command").address
+            return read_lease(read_plain(run.lease), me="this command").address
         except (OSError, Unreadable):
             if time.monotonic() >= until or not _goes_on(run):
                 return None
@@ -90,7 +91,7 @@ def _goes_on(run: RunDir) -> bool:
         newest = max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
         if newest is None:
             return False
-        with newest.open("rb") as file:
+        with open_plain(newest) as file:
             file.seek(max(0, newest.stat().st_size - _TAIL_BYTES))
             return RunFinished.kind.encode() not in file.read()
     except OSError:
@@ -102,5 +103,5 @@ def backend_of(run: RunDir) -> str:
     with contextlib.suppress(OSError, ValueError):
         return text(parse_object(resolved_file.read(run.path)), "backend", default="local")
     with contextlib.suppress(OSError, ValueError):
-        return text(parse_object(run.job.read_bytes()), "backend", default="local")
+        return text(parse_object(read_plain(run.job)), "backend", default="local")
     return "local"

@@ -221,7 +221,10 @@ def captured_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     paths = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
     if len(paths) > MOST_FILES:
         raise UsageError(f"{folder} holds {len(paths)} files", hint="--from takes a folder with captures of one moment")
+    root = folder.resolve()
     for path in paths:
+        if not path.resolve().is_relative_to(root):
+            raise UsageError(f"{path} is a link out of the folder, to {path.resolve()}", hint="remove the link")
         try:
             with path.open("rb") as file:
                 content = file.read(LARGEST_BYTES + 1)

@@ -9,6 +9,7 @@ from muster.config.spec import RunSpec
 from muster.core import event_log, resolved_file
 from muster.core.errors import MusterError, UsageError
 from muster.core.event_details.run import RunSubmitted
+from muster.core.processes import read_plain
 from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import text, texts
 from muster.storage.run_registry import RunDir
@@ -49,7 +50,7 @@ def as_submitted(run: RunDir, resolve: Resolve) -> str | None:
     events = sorted((event for _, event in event_log.read(run.events)), key=lambda event: event.wall_ns)
     submitted = [event.detail for event in events if event.kind == RunSubmitted.kind]
     try:
-        data = run.resolved.read_bytes()
+        data = read_plain(run.resolved)
     except OSError:
         return None
     last = [text(detail, "spec_digest") for detail in submitted[-1:]]
@@ -66,7 +67,7 @@ def _candidates(run: RunDir, data: bytes, argv: Sequence[str], resolve: Resolve)
     yield "{\n" + data.decode(errors="replace").partition('",\n')[2]
     for overrides in ([], [word for word in argv if "=" in word and not word.startswith("-")]):
         try:
-            spec = resolve(loads(run.run_file.read_text(), overrides, environment=False).spec)
+            spec = resolve(loads(read_plain(run.run_file).decode(), overrides, environment=False).spec)
         except (MusterError, OSError, ValueError):
             continue
         yield spec.model_dump_json(indent=1) + "\n"

@@ -24,6 +24,7 @@ from muster.config.spec import Metrics
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, MusterError, UsageError
 from muster.core.events import Event
+from muster.core.processes import read_plain
 from muster.core.protocols import Clock
 from muster.report.exposition import CONTENT_TYPE
 from muster.storage import run_registry
@@ -193,7 +194,7 @@ def scrape_config(reference: str) -> str:
 
 def _address(run: RunDir) -> tuple[str, int]:
     try:
-        found = json.loads((run.path / ADDRESS).read_text())
+        found = json.loads(read_plain(run.path / ADDRESS))
         host, port = str(found["host"]), int(found["port"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(

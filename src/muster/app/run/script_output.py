@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from muster.core.processes import open_plain
+
 #: Read of one rank's output at one look. Of more, the newest part: a person reads less, a pipe has its own pace.
 MOST_BYTES = 64 << 10
 #: Shown of one line, in bytes.
@@ -87,7 +89,7 @@ class _Tail:
             self.left_out += size - MOST_BYTES - self.position + len(self.partial)
             self.position, self.partial, self.torn = size - MOST_BYTES, b"", True
         try:
-            with open(path, "rb") as file:
+            with open_plain(path) as file:
                 file.seek(self.position)
                 data = file.read(size - self.position)
         except OSError:

@@ -24,6 +24,7 @@ from muster.config.run_environment import read_secrets
 from muster.config.spec import RunSpec
 from muster.core import environment, event_log, resolved_file
 from muster.core.errors import BackendError, ConflictError, MusterError, RunFileError, UsageError
+from muster.core.processes import read_plain
 from muster.core.redact import hide_values, redact_argv
 from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import Json, JsonObject, child, children, parse_object, text, texts
@@ -231,7 +232,7 @@ def _held(run: RunDir) -> tuple[JsonObject, Mapping[str, Json]]:
         if (found := as_submitted(run, resolve.again)) is not None:
             held = parse_object(found)
         else:
-            held = parse_object(loads(run.run_file.read_text(), environment=False).spec.model_dump_json())
+            held = parse_object(loads(read_plain(run.run_file).decode(), environment=False).spec.model_dump_json())
         return held, _identity(held)
     except (OSError, ValueError, MusterError) as error:
         both = f"resolved.json ({problem}) nor run.yaml ({str(error).partition(chr(10))[0]})"
@@ -372,7 +373,7 @@ def _home(run: RunDir) -> Home:
 def submission(run: RunDir) -> int:
     """How often the run has been submitted."""
     try:
-        return int(json.loads(run.job.read_text()).get(SUBMISSION, 1))
+        return int(json.loads(read_plain(run.job)).get(SUBMISSION, 1))
     except (OSError, ValueError):
         return 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from muster.core.event_log.names import event_files
 from muster.core.events import Event
+from muster.core.processes import open_plain
 from muster.core.typed_json import parse_object
 
 
@@ -66,7 +67,7 @@ def head(path: Path, *, run_id: str) -> str:
 
 def _last_line(path: Path, *, block: int = 1 << 16) -> bytes:
     """With its end; empty where there is none. What follows it was torn."""
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         at, tail = file.seek(0, os.SEEK_END), b""
         while at > 0:
             step = min(block, at)
@@ -87,6 +88,7 @@ def check_directory(directory: str | Path, *, run_id: str) -> dict[str, Verdict]
 
 def _check(path: Path, run_id: str) -> Verdict:
     try:
-        return verify(path.read_bytes(), run_id=run_id, name=path.name)
+        with open_plain(path) as file:
+            return verify(file.read(), run_id=run_id, name=path.name)
     except OSError as error:
         return Verdict(events=0, head="", problem=f"cannot be read: {error.strerror or error}")

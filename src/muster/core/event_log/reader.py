@@ -22,6 +22,7 @@ from muster.core.event_details.kinds import KINDS
 from muster.core.event_log.chain import genesis
 from muster.core.event_log.names import event_files, files_of
 from muster.core.events import Event
+from muster.core.processes import open_plain
 from muster.core.typed_json import INT64_MAX, JsonObject, parse_object
 
 #: Places of a file that are named one by one; of more (a disk's garbage has thousands) only how many there are.
@@ -81,7 +82,7 @@ class EventReader:
         It takes no longer for a long log than for a short one.
         """
         for path in self._paths():
-            with contextlib.suppress(OSError), open(path, "rb") as file:
+            with contextlib.suppress(OSError), open_plain(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(max(0, size - _LAST_BYTES))
                 last = file.read(_LAST_BYTES)
@@ -101,7 +102,7 @@ class EventReader:
         """The lines of those events: for whoever wants to know more of them than the event."""
         place = self._places.setdefault(path.name, _Place())
         try:
-            with open(path, "rb") as file:  # of weeks: never all of it in memory
+            with open_plain(path) as file:  # of weeks: never all of it in memory
                 yield from self._believed(path.name, file, place)
         except FileNotFoundError:
             return

@@ -94,7 +94,7 @@ def read(run_dir: Path, *, patient: bool = False) -> str:
     until = time.monotonic() + (PATIENCE_S if patient else 0.0)
     while True:
         try:
-            return unsealed((run_dir / NAME).read_bytes(), run_dir / NAME)
+            return unsealed(processes.read_plain(run_dir / NAME), run_dir / NAME)
         except (DamagedRunFile, FileNotFoundError) as error:
             if time.monotonic() >= until or (isinstance(error, FileNotFoundError) and _holds_no_run(run_dir)):
                 raise
@@ -119,7 +119,7 @@ def write(run_dir: Path, text: str) -> None:
 def copied(run_dir: Path) -> str | None:
     """What the copy holds, without its checksum; None: there is none that is whole."""
     with contextlib.suppress(OSError, DamagedRunFile):
-        data = (run_dir / COPY).read_bytes()
+        data = processes.read_plain(run_dir / COPY)
         return unsealed(data) if _LINE.match(data) else None
     return None
 

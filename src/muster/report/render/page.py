@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 from muster.core.errors import UsageError
+from muster.core.redact import printable
 from muster.core.typed_json import JsonObject
 from muster.report.ledger.fold import Ledger
 from muster.report.render.document import Document
@@ -48,19 +50,17 @@ def fill(
 
     Text from a run never becomes markup: the script writes it as text alone.
     """
-    page = _asset("page.html")
-    for mark, text in (
-        ("/*STYLE*/", _asset("uplot.min.css") + _asset("page.css")),
-        ("/*LIBRARY*/", _asset("uplot.iife.min.js")),
-        ("/*SCRIPT*/", "\n".join(map(_asset, scripts))),
-        ("; connect-src 'self'", "; connect-src 'self'" if connects else ""),
-        ("<!--TITLE-->", _text(title)),
-        ("<!--PLAIN-->", _text(plain)),
-        ("/*DATA*/", _embedded(data)),
-    ):
-        before, _, after = page.partition(mark)
-        page = before + text + after
-    return page
+    texts = {
+        "/*STYLE*/": _asset("uplot.min.css") + _asset("page.css"),
+        "/*LIBRARY*/": _asset("uplot.iife.min.js"),
+        "/*SCRIPT*/": "\n".join(map(_asset, scripts)),
+        "; connect-src 'self'": "; connect-src 'self'" if connects else "",
+        "<!--TITLE-->": _text(title),
+        "<!--PLAIN-->": _text(plain),
+        "/*DATA*/": _embedded(data),
+    }
+    marks = "|".join(map(re.escape, texts))  # all at once: a run may be named like a mark
+    return re.sub(marks, lambda found: texts[found[0]], _asset("page.html"))
 
 
 def write(text: str, target: str | Path, *, hint: str | None = None) -> Path:
@@ -78,10 +78,10 @@ def _asset(name: str) -> str:
 
 
 def _text(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _embedded(data: JsonObject) -> str:
     """JSON that cannot end its own script element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return printable(text).replace("<", "\\u003c")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from muster.core.errors import RunFailed, UsageError
 from muster.train.data_feed.batch import Batch
-from muster.train.model.attention_needs import Needs
+from muster.train.model.attention_needs import Needs, unknown_arguments
 from muster.train.model.document_attention import document_attention
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtyp
         "flex": (not needs.flex, "the model does not support it"),
         "own_kernels": (not needs.own_kernels, "the model does not take registered kernels"),
         "arguments": (not needs.takes_arguments, "the model does not hand its arguments on to kernels"),
-        "own_mask": (needs.own_mask, "the model has a mask of its own"),
+        "own_mask": (needs.own_mask, "the model has a mask or a bias of its own"),
         "value_dim": (needs.value_dim is not None, f"values have heads of {needs.value_dim}, not of {needs.head_dim}"),
         "window": (needs.window is not None, f"the model has a sliding window of {needs.window}"),
         "softcap": (needs.softcap, "the model caps its attention scores"),
@@ -301,7 +301,7 @@ def _varlen(
 def _refuse_dropped(kernel: str, mask: Tensor | None, given: dict[str, Any]) -> None:
     """Raise RunFailed where a model asks for what this kernel would drop in silence: ``observe`` did not see it."""
     dropped = [name for name in ("dropout", "softcap") if given.get(name)]
-    dropped += ["s_aux"] if given.get("s_aux") is not None else []
+    dropped += [name for name in ("s_aux", "sinks") if given.get(name) is not None] + unknown_arguments(given)
     dropped += ["a mask of the model's own"] if mask is not None else []
     if dropped:
         raise RunFailed(f"attention kernel {kernel} would drop {dropped[0]}", hint="set model.attention: sdpa")

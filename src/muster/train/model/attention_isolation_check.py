@@ -44,8 +44,10 @@ _CHANGED, _KEPT = slice(0, -1, 2), slice(1, None, 2)
 
 def border(config: PreTrainedConfig, sequence_length: int) -> str | None:
     """Why documents must not share a row, even where the self-test's short ones pass: attention changes at a place of
-    the row, not of the document (Llama 4's chunks and temperatures)."""
-    borders = {name: getattr(config, name, None) for name in ("attention_chunk_size", "floor_scale")}
+    the row, not of the document (Llama 4's chunks and temperatures, Doge's choice of keys)."""
+    borders = {
+        name: getattr(config, name, None) for name in ("attention_chunk_size", "floor_scale", "keep_window_size")
+    }
     found = next((name for name, at in borders.items() if isinstance(at, int) and at < sequence_length), None)
     return found and f"{config.model_type} counts {found} = {borders[found]} from the start of the row"
 

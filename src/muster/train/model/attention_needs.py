@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,16 +26,23 @@ class Needs:
     head_dim: int
     dropout: bool
     own_kernels: bool
-    """The model calls kernels through transformers' table, so that others can be registered."""
+    """The model was seen to call kernels through transformers' table, so that others can be registered."""
     sdpa: bool
     flash: bool
     flex: bool
     own_mask: bool = False
-    """It masks more than the future: what a kernel without masks would drop."""
+    """It masks more than the future, or adds to its scores: what a kernel without masks would drop."""
     value_dim: int | None = None
     """Head dimension of the values, where it differs."""
     takes_arguments: bool = True
     """Its layers hand our keyword arguments on to the kernel."""
+
+
+#: Arguments of kernels that are looked at by name, and those that change no result.
+_USUAL = re.compile(
+    r"dropout|scaling|sliding_window|softcap|s_aux|sinks|position_ids|cache_position|is_causal|use_cache|return_dict|"
+    r"logits_to_keep|output_\w+|cu_seq_lens_[qk]|max_length_[qk]|context"
+)
 
 
 @dataclass(frozen=True)
@@ -65,18 +73,23 @@ def needs_of(model: PreTrainedModel, sequence_length: int) -> Needs:
     return Needs(
         window=min((each for each in windows if each < sequence_length), default=None),
         softcap=bool(getattr(config, "attn_logit_softcapping", None)) or any("softcap" in given for given in passed),
-        sinks=any("s_aux" in given for given in passed)
+        sinks=any("s_aux" in given or "sinks" in given for given in passed)
         or any(name.endswith("sinks") for name, _ in model.named_parameters()),
         head_dim=max(heads),
         dropout=attention_dropout(config) > 0 or any(given.get("dropout", 0.0) > 0 for given in passed),
-        own_kernels=bool(getattr(model, "_supports_attention_backend", False)),
+        own_kernels=bool(calls),
         sdpa=bool(getattr(model, "_supports_sdpa", False)),
         flash=bool(getattr(model, "_supports_flash_attn", False)),
         flex=bool(getattr(model, "_supports_flex_attn", False)),
-        own_mask=any(call.masked for call in calls),
+        own_mask=any(call.masked or unknown_arguments(call.given) for call in calls),
         value_dim=values[0] if values else None,
         takes_arguments=all("cu_seq_lens_q" in given for given in passed),
     )
+
+
+def unknown_arguments(given: dict[str, Any]) -> list[str]:
+    """What a layer hands to its kernel beyond transformers' usual arguments (Inkling: ``position_bias``)."""
+    return [name for name, value in given.items() if value is not None and not _USUAL.fullmatch(name)]
 
 
 def attention_dropout(config: PreTrainedConfig) -> float:

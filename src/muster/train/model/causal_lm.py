@@ -373,10 +373,9 @@ def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
                 config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
             )
             return model
-    except ValueError as error:
-        raise UsageError(
-            f"model: {first_line(error)}", hint="the architecture must be a causal language model"
-        ) from error
+    except (ValueError, ImportError) as error:
+        wanted = "install what is missing" if isinstance(error, ImportError) else "it must be a causal language model"
+        raise UsageError(f"model: {first_line(error)}", hint=wanted) from error
 
 
 def set_initial_values(

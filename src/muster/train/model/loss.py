@@ -37,6 +37,11 @@ ADDS_IN_KERNEL = ("cuda",)
 Kernel: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
 
 
+#: Names of the cap in configs (Gemma 2, xLSTM, RecurrentGemma). The self-test cannot see one at a run's first, small
+#: logits.
+CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+
+
 def logit_rule(config: PreTrainedConfig) -> LogitRule:
     """The rule in a transformers config: Gemma's cap, Granite's divisor, Cohere's factor."""
     factor = 1.0
@@ -44,8 +49,8 @@ def logit_rule(config: PreTrainedConfig) -> LogitRule:
         factor /= float(config.logits_scaling)
     if getattr(config, "logit_scale", None):
         factor *= float(config.logit_scale)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return LogitRule(factor=factor, cap=float(cap) if cap else None)
+    caps = (getattr(config, name, None) for name in CAPS)
+    return LogitRule(factor=factor, cap=next((float(cap) for cap in caps if cap), None))
 
 
 def loss_sum(

@@ -156,8 +156,8 @@ class Unit:
 
 
 def units(model: PreTrainedModel) -> Iterator[Unit]:
-    """The units of ``model``, in its order: a decoder layer (an element of an outermost list) with all that is in it,
-    because a module may initialise those inside it; every other module alone."""
+    """The units of ``model``, in its order: a decoder layer (an element of an outermost list), or a module with
+    tensors of its own, with all that is in it, because a module may initialise those inside it; others alone."""
     models: dict[str, Any] = {}
     inside = None
     for prefix, module in model.named_modules():
@@ -171,7 +171,11 @@ def units(model: PreTrainedModel) -> Iterator[Unit]:
             for name, layer in module.named_children():
                 yield Unit(f"{prefix}.{name}", list(layer.named_modules(remove_duplicate=False)), innermost)
         else:
-            yield Unit(prefix, [("", module)], innermost)
+            within = list(module.named_modules(remove_duplicate=False))
+            own = [*module._parameters.values(), *module._buffers.values()]
+            if not any(value is not None for value in own) or any(isinstance(e, nn.ModuleList) for _, e in within):
+                within = within[:1]
+            yield Unit(prefix, within, innermost)
 
 
 def own_values(
@@ -215,8 +219,12 @@ def own_values(
 
 
 def _unset(values: dict[str, Tensor]) -> list[str]:
-    """Names of tensors that nothing was written to, or which cannot show it."""
-    return [name for name, value in values.items() if not value.is_floating_point() or value.isnan().any()]
+    """Names of tensors that nothing was written to."""
+    return [
+        name
+        for name, value in values.items()
+        if (value.isnan().any() if value.is_floating_point() else value._version == 0)
+    ]
 
 
 def _initialise_from_above(unit: Unit, layer: nn.Module) -> None:

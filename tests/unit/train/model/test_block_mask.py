@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 from fakes.small_model import LLAMA, build, spec_of
 from test_micro_batch import batch
 

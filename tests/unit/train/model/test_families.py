@@ -12,7 +12,7 @@ from muster.train.model import weights
 from muster.train.model.attention_isolation_check import Proof, border, rotary_border
 from muster.train.model.attention_needs import needs_of
 from muster.train.model.causal_lm import on_meta, read_config
-from muster.train.model.loss import loss_sum
+from muster.train.model.loss import logit_rule, loss_sum
 
 BASE = {key: value for key, value in LLAMA.items() if key != "model_type"}
 MIXTURE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -181,14 +181,26 @@ def test_needs_are_what_the_layers_ask_of_a_kernel():
     latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
     needs = observed({**BASE, "model_type": "youtu", "num_key_value_heads": 4, **latent})
     assert (needs.head_dim, needs.value_dim) == (12, 8)
+    inkling = observed({**BASE, **MIXTURE, "model_type": "inkling_text", "head_dim": 8})
+    assert inkling.own_mask and inkling.own_kernels, "its layers add a position_bias to their scores"
+    assert not observed({**BASE, "model_type": "gptj"}).own_kernels, "its attention calls none"
     plain = observed(LLAMA)
     assert not plain.own_mask and plain.value_dim is None and plain.takes_arguments and plain.head_dim == 8
+
+
+def test_a_cap_of_the_logits_is_known_by_each_of_its_names():
+    """At a run's first, small logits the self-test sees none."""
+    for family, key in (("gemma2", "final_logit_softcapping"), ("xlstm", "output_logit_soft_cap")):
+        config = read_config(spec_of({"model_type": family, "hidden_size": 32, key: 5.0}), None, 50)
+        assert logit_rule(config).cap == 5.0
 
 
 def test_borders_by_the_place_in_a_row(group):
     config = build(spec("llama4_text")).config
     assert border(config, 32) == "llama4_text counts attention_chunk_size = 8 from the start of the row"
     assert border(config, 8) is None and border(build(spec_of()).config, 32) is None
+    doge = build(spec_of({**BASE, "model_type": "doge", "keep_window_size": 16})).config
+    assert border(doge, 32) == "doge counts keep_window_size = 16 from the start of the row" and not border(doge, 16)
 
 
 @pytest.mark.parametrize(("kind", "length"), [("longrope", 16), ("dynamic", 20)])

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from muster.core.event_details.training import Step
 from muster.core.event_log import SEAL_TIMEOUT_S
 from muster.core.protocols import Clock
 from muster.protocol.values import RankEvent
+from muster.supervise.process.world import World
 from muster.supervise.recovery.inputs import SECOND_NS, Effect, End, FromHost, Input, Log, Send, Tick
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
@@ -28,31 +28,12 @@ RETRY_S, LOOK_S = 1.0, 0.1
 MOST_WAITING = 10_000
 
 
-class EffectHandler(Protocol):
-    """Carries effects out (``world.World``)."""
-
-    def append(self, effect: Log) -> None:
-        """Log it."""
-
-    def sync(self, timeout_s: float) -> str | None:
-        """Make what was logged durable, within so many seconds; None once it is, else why it is not yet."""
-
-    def act(self, effect: Send | End) -> None:
-        """Send the message, or end the run."""
-
-    def doubt(self) -> str | None:
-        """Why nothing may be decided or sent now; None: it may. Costs little."""
-
-    def note(self, text: str) -> None:
-        """Log a message for people."""
-
-
 @dataclass
 class Decisions:
     """Gives inputs to the state machine and carries out what it answers."""
 
     machine: RecoveryStateMachine
-    world: EffectHandler
+    world: World
     clock: Clock
     trouble: str | None = None
     """Why effects wait; None: none does."""

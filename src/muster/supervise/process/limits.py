@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from operator import attrgetter
 
 from muster.config.spec import Limits
 from muster.core import processes
@@ -76,7 +77,7 @@ class LimitsGuard:
         """
         ahead_ns = 0 if clock_ns is None else clock_ns - wall_ns
         limits = (self._deadline(ahead_ns), self._hours(), self._dollars(wall_ns))
-        return min((limit for limit in limits if limit), key=lambda limit: limit.at_wall_ns, default=None)
+        return min((limit for limit in limits if limit), key=attrgetter("at_wall_ns"), default=None)
 
     @property
     def unpriced(self) -> list[str]:

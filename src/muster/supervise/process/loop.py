@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 from muster.core.errors import UsageError
 from muster.core.events import Event
-from muster.core.typed_json import Unreadable
+from muster.core.typed_json import JsonObject, Unreadable
 from muster.protocol.client import (
     AskStacks,
     CheckHosts,
@@ -32,7 +32,6 @@ from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.decisions import RETRY_S
 from muster.supervise.process.lease import LEASE_S, keeping
 from muster.supervise.process.limits import OwnLimits
-from muster.supervise.process.refusals import Refusals
 from muster.supervise.process.run_file import corrected
 from muster.supervise.process.term import Term
 from muster.supervise.recovery.inputs import SECOND_NS, End, FromHost, HostDown, HostUp, Input, StopRequest
@@ -42,6 +41,10 @@ from muster.transport.connections import Connection, Lost, PeerEvent, Received
 
 #: Clock offsets are measured, and watchdogs' sockets read at the latest, this often.
 PING_S = 30.0
+#: A peer that has not sent its greeting yet.
+NEW = "a new connection"
+#: A peer's refusal is logged this often: one that is refused connects again at once.
+REFUSED_EVERY_NS = 60 * 10**9
 #: At the run's end agents need a moment to read their last messages.
 FAREWELL_S = 5.0
 
@@ -56,6 +59,22 @@ class PeerIdentity:
 
     def __str__(self) -> str:
         return self.host or "a client"
+
+
+@dataclass
+class Refusals:
+    """Connections that end because of what they have sent: which of them to log."""
+
+    _logged_ns: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, who: str, reason: str, *, now_ns: int, about: str = "") -> JsonObject | None:
+        """The detail of the event; None: this peer's was logged a moment ago. ``about``: tells peers apart that are
+        all the same ``who``."""
+        self._logged_ns = {key: at_ns for key, at_ns in self._logged_ns.items() if now_ns - at_ns < REFUSED_EVERY_NS}
+        if (who, about) in self._logged_ns:
+            return None
+        self._logged_ns[who, about] = now_ns
+        return {"who": who or NEW, "reason": reason[:300]}
 
 
 @dataclass

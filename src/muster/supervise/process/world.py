@@ -80,7 +80,7 @@ class Journal:
 
 @dataclass(kw_only=True)
 class World:
-    """Carries out decisions (``decisions.EffectHandler``)."""
+    """Carries out what is decided (``decisions``)."""
 
     run_dir: Path
     run_id: str

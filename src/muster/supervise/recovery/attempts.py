@@ -165,7 +165,8 @@ def start_attempt(ctx: SupervisorContext, hosts: list[str]) -> None:
     if not adjust_batch(ctx, current, max(choice.step if choice else -1, state.last_applied_step)):
         return
     retained = rank_mapping(before, ranks_before, layout, current.ranks, whole) if choice is not None else {}
-    _enter_attempt(ctx, current)
+    state.begin_attempt(state.attempt + 1, current, ctx.now_ns)
+    ctx.enter(Running())
     _log_start(ctx, choice, retained)
     ctx.await_first_step()
     for name in ctx.usable():
@@ -174,12 +175,6 @@ def start_attempt(ctx: SupervisorContext, hosts: list[str]) -> None:
     for name in state.active:
         ctx.send(name, start_message(ctx, name, choice, retained))
         state.hosts[name].ranks.retained = {}
-
-
-def _enter_attempt(ctx: SupervisorContext, current: Attempt) -> None:
-    """The state of a new attempt."""
-    ctx.state.begin_attempt(ctx.state.attempt + 1, current, ctx.now_ns)
-    ctx.enter(Running())
 
 
 def _log_start(ctx: SupervisorContext, choice: Choice | None, retained: Mapping[int, int]) -> None:
@@ -473,13 +468,11 @@ def rank_mapping(
 
 def expected_loss(spec: RunSpec, *, num_hosts: int, copied: bool) -> str:
     """One or two sentences for a run on ``num_hosts`` hosts; ``copied``: another host holds each one's state."""
-    checkpoint, grace_s = spec.checkpoint, f"{spec.recovery.grace_s:g} s"
-    every = checkpoint.every_steps
-    since = f"the steps since the last save (every {every} steps)" if isinstance(every, int) and every else (
-        "the steps since the last save (every_steps: auto)"
-        if every
-        else "every step, since nothing is saved on the way"
-    )  # fmt: skip
+    every, grace_s = spec.checkpoint.every_steps, f"{spec.recovery.grace_s:g} s"
+    since = "every step, since nothing is saved on the way"
+    if every:
+        interval = "every_steps: auto" if every == "auto" else f"every {every} steps"
+        since = f"the steps since the last save ({interval})"
     all_at_once = (
         f"if every host goes at once, the state is saved where a save as long as the last fits into {grace_s}, "
         f"else that costs {since}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from muster.core.errors import UsageError
 from muster.core.event_details.attempts import AttemptEnded, AttemptResizing, AttemptStarted
@@ -76,7 +77,7 @@ def rebuild_state(events: Iterable[Event], *, now_wall_ns: int | None = None) ->
     Raises:
         MusterError: an event is not as a supervisor writes it.
     """
-    ordered = sorted(events, key=lambda event: event.wall_ns)
+    ordered = sorted(events, key=attrgetter("wall_ns"))
     newest_ns = ordered[-1].wall_ns if ordered else 0
     return rebuild_in_order(ordered, now_ns=max(newest_ns, now_wall_ns or 0))
 
@@ -196,9 +197,12 @@ class _Replay:
         detail = event.read(RunStopping)
         self.asked = None
         self.state.phase = Stopping(
-            outcome=detail.outcome, exit_code=detail.exit_code, source=detail.source, saves=detail.save,
+            outcome=detail.outcome,
+            exit_code=detail.exit_code,
+            source=detail.source,
+            saves=detail.save,
             by_user=detail.by_user,
-        )  # fmt: skip
+        )
 
     def ending(self, event: Event, at_ns: int) -> None:
         detail = event.read(RunEnding)

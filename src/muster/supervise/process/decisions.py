@@ -3,7 +3,7 @@
 Effects are carried out in their order. Before the first message (or the end) that follows a decision, everything logged
 so far is made to survive this machine, in one write. Where that fails (a bucket that does not answer) nothing is sent
 that is not durable: the messages wait, and so does the state machine, whose deadlines are put off by as long. The
-lease, heartbeats and the log go on meanwhile. All of it waits as well while nobody can see whose lease it is.
+lease, heartbeats and the log go on meanwhile. All of it waits as well while the lease holder is unknown.
 """
 
 from __future__ import annotations

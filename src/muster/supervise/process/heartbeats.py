@@ -1,4 +1,4 @@
-"""The watchdogs' connections. What they say is read when it matters: a beat wakes nobody."""
+"""The watchdogs' connections. Heartbeats are read when they matter, and do not wake the loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Heartbeats:
             self._collect(host)
 
     def listen(self) -> None:
-        """Read all beats: what nobody reads fills a socket's buffer."""
+        """Read all heartbeats: unread ones fill a socket's buffer."""
         for host in list(self.peers):
             self._collect(host)
 

@@ -132,7 +132,7 @@ class SupervisorHome:
             self.figures.add(event)
 
     def ended(self, before: Iterable[Event]) -> EndRecord | None:
-        """How the run ended, where this job of it has ended before: it is not started anew then.
+        """How the run ended, where this job of it has ended before: it is not started again.
 
         ``before``: the run's events. A supervisor that was killed between its ``run.finished`` and its ``end.json``
         has released the hosts: the end is put now.
@@ -223,7 +223,7 @@ class SupervisorHome:
     # ------------------------------------------------------------ the end
 
     def declare(self, end: End) -> None:
-        """Put ``end.json``, first of all: whoever follows a supervisor that is killed from here on starts nothing.
+        """Put ``end.json``, first of all: if this supervisor is killed from here on, its successor starts nothing.
 
         One try; ``finish`` goes on. Raises ConflictError: another supervisor took the lease from us.
         """
@@ -231,9 +231,9 @@ class SupervisorHome:
             self._declared = self._put_end(end)
 
     def finish(self, log: EventLog, end: End, status: SupervisorStatus) -> None:
-        """Bring everything home, and give the lease back: whoever stands by looks how the run ended then.
+        """Bring everything home, and release the lease: a standby supervisor reads then how the run ended.
 
-        Without an ``end.json`` in the home the lease is kept until it expires: its end would start the run anew.
+        Without an ``end.json`` in the home the lease is kept until it expires: its end would start the run again.
 
         Raises:
             ConflictError: another supervisor took the lease from us.
@@ -256,7 +256,7 @@ class SupervisorHome:
             self.lease.give_back()
 
     def close(self) -> None:
-        """Let go without an end: lines that wait are shipped by whoever comes next."""
+        """Let go without an end: the next supervisor ships lines that wait."""
         if self._reporter is not None:
             self._reporter.stop(None)
 

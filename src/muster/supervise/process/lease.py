@@ -2,10 +2,10 @@
 
 Its holder may act. ``term`` rises by one with each holder and is never used twice, so two supervisors never both
 act for long: a renewal that finds a successor ends its process at once. One that cannot show its lease, because the
-store does not answer, holds back whatever it decides until the store shows whose it is.
+store does not answer, holds back its decisions until the store shows whose it is.
 
-An object that is gone or damaged says nothing: its holder writes it again, and whoever would take it waits for as long
-as a lease lasts, to see whether somebody does. The term then follows from the event logs of earlier supervisors.
+Where the object is gone or damaged, its holder writes it again; a supervisor that would take it waits for as long as a
+lease lasts, to see whether that happens. The term then follows from the event logs of earlier supervisors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LeaseKeeper:
     _until_ns: tuple[int, int] = (0, 0)
     """When it expires, by the monotonic clock (which may pause with the machine) and by the wall clock."""
     repairs: list[str] = field(default_factory=list)
-    """What was found gone or damaged, and written again: a sentence each, for whoever logs it."""
+    """What was found gone or damaged, and written again: a sentence each, to be logged."""
     _doubt: str | None = None
     """It has expired, and nothing shows that it is still ours."""
     _address: tuple[str, int] | None = None
@@ -73,7 +73,7 @@ class LeaseKeeper:
         self.term = 1 + newest_term(self.store, self.uri, at_least=known)
         self._write(generation)
         if problem is not None and self.term > 1:
-            self.repairs.append(f"{problem}, and nobody wrote it again in {LEASE_S:g} s: this is term {self.term}")
+            self.repairs.append(f"{problem}, and was not written again in {LEASE_S:g} s: this is term {self.term}")
         return self.term
 
     def _look(self) -> tuple[str | None, LeaseRecord | None, str | None]:
@@ -88,7 +88,7 @@ class LeaseKeeper:
             return stored.generation, None, f"lease.json was damaged ({error})"
 
     def _look_longer(self) -> tuple[str | None, LeaseRecord | None, str | None]:
-        """A holder that lives writes it again at its next renewal: until then nobody knows that there is none."""
+        """A holder that lives writes it again at its next renewal: until then it is unknown whether there is one."""
         until_ns = self.clock.monotonic_ns() + int(LEASE_S * 1e9)
         while True:
             found = self._look()
@@ -237,7 +237,7 @@ def keeping(lease: LeaseKeeper) -> Iterator[None]:
 
 
 def newest_term(store: Store, lease_uri: str, *, at_least: int = 0) -> int:
-    """The highest term that left a log beside the lease; ``at_least`` where none is higher. Raises as the store.
+    """The highest term that left a log next to the lease; ``at_least`` where none is higher. Raises as the store.
 
     In a bucket a log is a folder of segments, and each supervisor ends those of all earlier terms: where a term has
     none, no later one has. So a few short lists tell it, where one of all events would take seconds in a long run.
@@ -254,7 +254,7 @@ def newest_term(store: Store, lease_uri: str, *, at_least: int = 0) -> int:
 
 
 def _ended_up_to(store: Store, home: str) -> int:
-    """What the last takeover noted (``BucketHome.end_earlier``); 0 where nobody did."""
+    """What the last takeover noted (``BucketHome.end_earlier``); 0: there was none."""
     try:
         return int(store.get(uris.join(home, "ended", "supervisor")).data)
     except (FileNotFoundError, ValueError):

@@ -162,12 +162,12 @@ class OwnLimits:
     _said_s: float = 0.0
 
     def keep(self, run: str) -> None:
-        """Raise what somebody lowered (``prlimit``): without descriptors no host connects and none is started again."""
+        """Restore limits that were lowered (``prlimit``): without descriptors no host connects."""
         low = processes.restore_limits(self._before)
         if low and (low != self._said or self.now_s() - self._said_s >= AGAIN_S):
             self._said_s = self.now_s()
             self.notes.append(
                 f"{low}, and this process may not raise it: hosts may be unable to connect or to be started again "
-                f"until root does (prlimit --pid); muster down {run}, then muster recover {run} starts everything anew"
+                f"until root does (prlimit --pid); muster down {run}, then muster recover {run} restarts everything"
             )
         self._said = low

@@ -114,7 +114,7 @@ class SupervisorLoop:
         self._poll(max(0.0, (due_ns - asleep_ns) / SECOND_NS))
         awake_ns = self._now_ns()
         if awake_ns > due_ns:
-            self._poll(0.0)  # a process that was stopped wakes up as if nothing had come, whatever its sockets hold
+            self._poll(0.0)  # a stopped process wakes up as if nothing had come, though its sockets hold data
         term.heartbeats.liveness.discount_pause(awake_ns - max(due_ns, asleep_ns), awake_ns)
         self._check_liveness()
         while self.pending:

@@ -47,7 +47,7 @@ def repair(run_dir: Path, spec: RunSpec) -> str | None:
         resolved_file.write(run_dir, spec.model_dump_json(indent=1) + "\n")
     except OSError:
         return None
-    return f"{found}: it was written anew from what this supervisor holds"
+    return f"{found}: it was written again from what this supervisor holds"
 
 
 def corrected(run_dir: Path, run_id: str) -> tuple[RunSpec, RestartRequest]:

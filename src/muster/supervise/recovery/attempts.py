@@ -227,7 +227,7 @@ def adjust_batch(ctx: SupervisorContext, current: Attempt, resume_step: int) -> 
         state.steps.batch_schedule = changed(
             state.steps.batch_schedule, resume_step=resume_step, batch=training.global_batch_size, requested=requested
         )
-    except Exception as error:  # noqa: BLE001 (the user's code: whatever it raises ends the run with its text)
+    except Exception as error:  # noqa: BLE001 (the user's code: any error ends the run with its text)
         flush_and_finish(ctx, "failed", 2, f"{type(error).__name__} in the policy's adjust(): {error}")
         return False
     return True
@@ -333,7 +333,7 @@ def _fetches(ctx: SupervisorContext, name: str, choice: Choice, retained: Mappin
 
 
 def peer_of(ctx: SupervisorContext, name: str) -> Address | None:
-    """The replicator of the host that holds copies of this one's snapshots; None: nobody does."""
+    """The replicator of the host that holds copies of this one's snapshots; None: there is none."""
     holder = _holder_of(ctx, name)
     return None if holder is None else ctx.state.hosts[holder].machine.memory
 

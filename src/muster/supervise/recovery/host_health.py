@@ -114,8 +114,7 @@ def _event_of(host: str, look: HostLook, found: list[Finding], spec: RunSpec) ->
 
 
 def take_out(host: str, look: HostLook, found: Iterable[Finding], spec: RunSpec) -> str | None:
-    """What takes the machine out of its cluster, to be typed by whoever may; None: nothing is to be done, or nobody
-    could be told."""
+    """The command that takes the machine out of its cluster; None: nothing is to be done, or none is known."""
     named = [replace(one, host=look.node) for one in found if one.host == host]
     return commands_of(named, spec).get(look.node)
 

@@ -245,7 +245,7 @@ TRANSITIONS = (
 
 def ends_for_good(phase: Stopping | Flushing, exit_code: int) -> bool:
     """Whether a stop with this code is a person's, of a run that saves because a scheduler will start it again (75): it
-    then ends as stopped, which nobody starts again."""
+    then ends as stopped, which is not started again."""
     end = phase.end if isinstance(phase, Flushing) else phase
     if end.exit_code != 75 or exit_code == 75:
         return False

@@ -42,7 +42,7 @@ _DEVICE = re.compile(
     r"|Contained error",
     re.IGNORECASE,
 )
-#: The device's, or a bug of a kernel, which follows the ranks to the next host; an Xid beside it tells which.
+#: The device's, or a bug of a kernel, which follows the ranks to the next host; an Xid with it shows which.
 _PERHAPS_DEVICE = re.compile(r"unspecified launch failure|CUBLAS_STATUS_INTERNAL_ERROR", re.IGNORECASE)
 #: NCCL's error texts for a failed system call or network card (ncclSystemError; in PyTorch "unhandled system error"). A
 #: lost peer gives the same text, and names the broken connection.
@@ -99,7 +99,7 @@ def _failed(ctx: SupervisorContext, host: str, message: RankExit, *, part_of: st
 
 
 def _await_evidence(ctx: SupervisorContext, message: RankExit) -> None:
-    """What its host has seen beside this exit belongs to the incident that is logged next."""
+    """Evidence that its host gathers for this exit belongs to the incident that is logged next."""
     state = ctx.state
     state.exits = {of: told for of, told in state.exits.items() if of[0] >= message.attempt - 1}
     state.exits[message.attempt, message.rank] = f"i{state.next_incident}"

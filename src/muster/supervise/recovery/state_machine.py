@@ -122,7 +122,7 @@ class RecoveryStateMachine:
         return self._taken()
 
     def postpone(self, by_ns: int) -> None:
-        """Its last effects were carried out ``by_ns`` late: whoever has to answer them has as much longer."""
+        """Its last effects were carried out ``by_ns`` late: deadlines of their answers move by as much."""
         self._ctx.state.postpone(by_ns)
 
     def handle(self, given: Input, now_ns: int) -> list[Effect]:

@@ -115,9 +115,9 @@ class _Replay:
     def result(self) -> State:
         state, phase = self.state, self.state.phase
         if self.newest_attempt > state.attempt and isinstance(phase, Running):
-            # Neither its ranks nor its layout are known: whatever runs on any host is of an older attempt than this.
+            # Neither its ranks nor its layout are known: all that runs on any host is of an older attempt than this.
             phase = self._end_unknown_attempt()
-        elif self.newest_attempt > state.attempt:  # its ranks are those before it, or nobody's, and are ended
+        elif self.newest_attempt > state.attempt:  # its ranks, if it has any, are those before it, and are ended
             state.attempt = self.newest_attempt if state.ranks else self.newest_attempt + 1
         known = isinstance(phase, Held | Draining | Waiting | Flushing) or bool(state.ranks)
         if known and not isinstance(phase, Held):

@@ -147,7 +147,7 @@ def test_a_damaged_run_file_is_written_anew_before_an_attempt_begins(supervisor,
     assert (tmp_path / "resolved.json").read_bytes() == whole
     assert (tmp_path / "resolved.json.damaged").exists() == (harm != "gone")
     (text,) = texts(tmp_path)
-    assert ("is gone" if harm == "gone" else "is damaged") in text and "written anew" in text
+    assert ("is gone" if harm == "gone" else "is damaged") in text and "written again" in text
     supervisor.term.world.append(BEGINS)
     assert len(texts(tmp_path)) == 1
 

@@ -30,7 +30,7 @@ from cluster import RUN_ID, LiveRun, spec_of  # noqa: E402
 from loops.job import machine  # noqa: E402
 
 from muster.app.inspect.check import check_hosts_of, check_machine  # noqa: E402
-from muster.health.machine.floors import floor_of  # noqa: E402
+from muster.health.machine.judge import floor_of  # noqa: E402
 from muster.health.machine.report import read_probe  # noqa: E402
 from muster.health.verdicts import worst  # noqa: E402
 from muster.storage.run_registry import RunDir  # noqa: E402

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from muster.config.float8_rules import float8_rules
 from muster.config.sections import notify
 from muster.config.sections.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
-from muster.config.stage_rules import stage_combinations, stage_problems
 from muster.config.tpu_rules import tpu_rules
 from muster.core.errors import Problem
+from muster.core.flops import TIED_BY_DEFAULT
+from muster.core.layout import FAMILIES
 from muster.core.redact import secret_word
 from muster.core.typed_json import JsonObject
 
@@ -381,3 +381,100 @@ def absolute(spec: RunSpec) -> RunSpec:
     if isinstance(spec.setup, str):
         changes["setup"] = within(spec.workdir, spec.setup) or full(spec.setup)
     return spec.model_copy(update=changes)
+
+
+# ---------------- what does not go with float8 matrices
+
+
+#: The first GPU that has it; and what the number of a rank's tokens must be a multiple of: the weights' gradients are
+#: products along the tokens.
+FLOAT8 = {"fp8": ("an H100", 16), "mxfp8": ("a B200", 32)}
+
+
+def float8_rules(spec: RunSpec) -> Iterator[Problem]:
+    """Problems of a run file with ``training.precision`` fp8 or mxfp8, one line at most."""
+    key, model, length = "training.precision", spec.model, spec.training.sequence_length
+    name, axes = spec.training.precision, spec.parallelism
+    if name not in FLOAT8 or model is None:
+        return
+    since, tokens = FLOAT8[name]
+    if spec.resources.device == "cpu":
+        yield Problem(key, f"{name} needs {since} or newer, and device is cpu", hint="bf16")
+    elif model.dtype != "bfloat16":
+        yield Problem(key, f"{name} needs model.dtype: bfloat16, not {model.dtype}", hint="bf16, or dtype: bfloat16")
+    elif model.lora is not None:
+        yield Problem(key, f"{name} does not go with model.lora: adapters' matrices are too narrow", hint="bf16")
+    elif axes.tp > 1:
+        yield Problem(key, f"{name} does not go with tp = {axes.tp}: it was never tried", hint="bf16, or tp: 1")
+    elif axes.pp > 1:
+        yield Problem(key, f"{name} does not go with pp = {axes.pp}: it was never tried", hint="bf16, or pp: 1")
+    elif length % (tokens * axes.cp):
+        message = f"{name} needs a sequence_length that is a multiple of {tokens * axes.cp}, not {length}"
+        yield Problem(key, message, hint="bf16")
+
+
+# ---------------- what a pipeline (``parallelism.pp``) cannot cut
+
+
+def stage_combinations(spec: RunSpec) -> Iterator[Problem]:
+    """What does not go with stages, whatever the model."""
+    key, pp = "parallelism.pp", spec.parallelism.pp
+    if pp == 1:
+        return
+    if spec.command is not None:
+        yield Problem(key, "cannot be combined with `command`: it cuts no script", hint="pp: 1")
+    if spec.parallelism.cp > 1:
+        yield Problem(key, f"does not go with cp = {spec.parallelism.cp}: it was never tried", hint="pp: 1, or cp: 1")
+    if spec.training.local_steps:
+        text = "does not go with training.local_steps: stages would meet the other replicas at different moments"
+        yield Problem(key, text, hint="pp: 1, or local_steps: 0")
+    if spec.parallelism.splits_backward:
+        yield from _weights_apart(spec)
+
+
+def _weights_apart(spec: RunSpec) -> Iterator[Problem]:
+    """What gradients of weights that come after the backward pass do not go with."""
+    key, axes, name = "parallelism.pp_schedule", spec.parallelism, spec.parallelism.pp_schedule
+    if axes.dp_shard != 1:
+        text = f"{name} needs whole parameters: FSDP reduces a layer's gradients when its backward pass ends"
+        yield Problem(key, text, hint="dp_shard: 1 (and dp_replicate), or interleaved")
+    if axes.tp > 1:
+        yield Problem(key, f"{name} does not go with tp = {axes.tp}: it was never tried", hint="tp: 1, or interleaved")
+    if spec.training.compile is True:
+        text = f"{name} does not go with training.compile: a compiled backward pass is not split"
+        yield Problem(key, text, hint="compile: false, or interleaved")
+    if spec.model is not None and spec.model.dtype != spec.model.trained_dtype:
+        text = f"{name} needs one type: FSDP casts {spec.model.trained_dtype} weights to {spec.model.dtype}"
+        same = "dtype: float32" if spec.model.lora else f"master_dtype: {spec.model.dtype}"
+        yield Problem(key, text, hint=f"{same}, or interleaved")
+
+
+def stage_problems(spec: RunSpec, config: JsonObject) -> Iterator[Problem]:
+    """What cannot be cut into stages."""
+    key, pp, family = "parallelism.pp", spec.parallelism.pp, config.get("model_type")
+    layers, chunks = config.get("num_hidden_layers"), spec.parallelism.chunks
+    if family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        yield Problem(key, f"{family} is not known to start in the middle of its layers", hint=f"pp: 1, or {known}")
+    elif isinstance(layers, int) and pp * chunks > layers:
+        each = f" of {chunks} chunks each" if chunks > 1 else ""
+        less = "; or fewer pp_chunks" if chunks > 2 else "; or pp_schedule: 1f1b" if chunks > 1 else ""
+        hint = f"pp: at most {max(1, layers // chunks)}{less}"
+        yield Problem(key, f"{layers} layers do not make {pp} stages{each}", hint=hint)
+    if not spec.training.exact:
+        return
+    if config.get("tie_word_embeddings", family in TIED_BY_DEFAULT):
+        yield Problem(
+            "training.exact",
+            f"cannot hold with pp = {pp} and an embedding tied to the head: one process adds their gradients in float",
+            hint="tie_word_embeddings: false, or pp: 1",
+        )
+    dropout = [name for name, value in config.items() if "dropout" in name and isinstance(value, float) and value > 0]
+    dropout += ["model.lora.dropout"] if spec.model is not None and spec.model.lora and spec.model.lora.dropout else []
+    if dropout:
+        yield Problem(
+            "training.exact",
+            f"cannot hold with pp = {pp} and {dropout[0]}: the random numbers of a layer follow those of the layers "
+            "before it in its process",
+            hint="no dropout, or pp: 1",
+        )

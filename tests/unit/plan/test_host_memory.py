@@ -5,7 +5,7 @@ from planning import job
 
 from muster.core.optimizers import ADAMW, ADAMW_8BIT
 from muster.core.types import Layout
-from muster.plan.host_memory import host_memory
+from muster.plan.plan_file import host_memory
 from muster.plan.step_time import local_state_bytes
 from muster.plan.workload import Setting
 

@@ -8,9 +8,8 @@ import pytest
 
 from muster.tasks.text2sql import generator
 from muster.tasks.text2sql.generator import build_database, example
-from muster.tasks.text2sql.schemas import BUCKETS, is_heldout
+from muster.tasks.text2sql.schemas import BUCKETS, NUMBER_COLUMNS, TABLES, TEXT_COLUMNS, VALUES, is_heldout
 from muster.tasks.text2sql.sql_execution import compare, run_query
-from muster.tasks.text2sql.vocabulary import NUMBER_COLUMNS, TABLES, TEXT_COLUMNS, VALUES
 
 
 def generate(*args, **kwargs):

@@ -38,7 +38,7 @@ def step(spec: RunSpec, folder: Path, node: str, environ: Mapping[str, str]) -> 
     """The command of one node's look."""
     container = spec.slurm.container
     python = container.python if container is not None else python_of(spec)
-    see = [python, "-P", "-m", "muster.backends.slurm.trial.see", "--folder", str(folder)]
+    see = [python, "-P", "-m", "muster.backends.slurm.trial_site", "--folder", str(folder)]
     return [*srun(spec, str(folder), node, environ), *inside(spec, str(folder), see, environ)]
 
 

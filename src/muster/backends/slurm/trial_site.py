@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import platform
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +22,13 @@ from muster.backends.slurm.container import inside, make_places, step_options
 from muster.backends.slurm.launcher import step
 from muster.backends.slurm.script import SCRIPT, around, python_of
 from muster.backends.slurm.trial import limits
-from muster.backends.slurm.trial.see import WORD
 from muster.backends.slurm.trial_node import LOOK, SPEC, WITHIN, log_of, program
 from muster.config.spec import RunSpec
-from muster.core import environment
+from muster.core import environment, processes
 from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import JsonObject, parse_object, text
 from muster.storage import run_registry
+from muster.storage.run_registry import replace_text
 
 TIME_LIMIT = "1:00:00"
 """Of a trial's jobs where the run file has none: short jobs start sooner, and end where all of ours is dead."""
@@ -250,3 +254,28 @@ def _last_line(path: Path) -> str:
         return ""
     own = [line for line in lines if not line.startswith("srun: ")]  # which says that a task ended, after why
     return (own or lines or [""])[-1][:300]
+
+
+# ----------------
+# ``python -m muster.backends.slurm.trial_site --folder FOLDER``: what one node sees of what a run needs, in the run's
+# container where it has one: Muster itself, and the folder that the submitting machine wrote to.
+
+
+WORD = "word"
+
+
+def main() -> None:
+    """Write ``seen-NODE.json`` into the folder."""
+    parser = argparse.ArgumentParser(description="what this node sees")
+    parser.add_argument("--folder", required=True, type=Path)
+    folder = parser.parse_args().folder
+    node = environment.inherited().get("SLURMD_NODENAME") or socket.gethostname()
+    seen = {
+        "node": node, "word": (folder / WORD).read_text(), "boot_id": processes.boot_id(),
+        "muster": __version__, "python": platform.python_version(),
+    }  # fmt: skip
+    replace_text(folder / f"seen-{node}.json", json.dumps(seen) + "\n")
+
+
+if __name__ == "__main__":
+    main()

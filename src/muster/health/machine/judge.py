@@ -10,16 +10,18 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 
+from muster.catalog.devices import accelerator_of
+from muster.catalog.rows import table, typed
 from muster.health.hardware.driver_errors import judge_kernel_log
 from muster.health.hardware.error_table import OwnNumbers
 from muster.health.hardware.gpu_judge import judge_gpus
 from muster.health.hardware.infiniband import judge_counters, judge_ports, read_sysfs
 from muster.health.hardware.kernel_log import read_kernel_log
 from muster.health.hardware.nvlink import judge_links, read_nvlink
-from muster.health.machine.floors import floor_of
 from muster.health.machine.report import Disk, KernelLines, MachineReport, Settings, Speed
 from muster.health.verdicts import Finding, Verdict
 
@@ -288,3 +290,39 @@ def _sound(what: str, speeds: Sequence[Speed]) -> Finding:
     where = "gpu" if speeds[0].gpu is not None else "machine"
     text = f"{_WORDS.get(what, what)}: {span} {unit} ({speeds[0].device}{' and others' * (len(speeds) > 1)}){equal}"
     return Finding(check=f"{where}.{what}", verdict=Verdict.HEALTHY, message=text, value=f"{slowest:.1f} {unit}")
+
+
+# ---------------- the least that a sound GPU does, from ``catalog/health/floors.yaml``
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """One accelerator's. None: no figure is known. ``source`` names where they are from, with the table's date."""
+
+    name: str
+    source: str
+    matmul_tflops: float | None = None
+    memory_gb_s: float | None = None
+    to_device_gb_s: float | None = None
+
+    def of(self, what: str) -> float | None:
+        """The floor of a figure that the probe measured, in its unit."""
+        return {
+            "matmul": self.matmul_tflops,
+            "memory_copy": self.memory_gb_s,
+            "to_device": self.to_device_gb_s,
+            "from_device": self.to_device_gb_s,
+        }.get(what)
+
+
+def floor_of(device_name: str) -> Floor | None:
+    """Of a driver's name of a GPU; None for one that the catalogue has no floor for."""
+    row = accelerator_of(device_name)
+    return _floors().get(row.name) if row else None
+
+
+@cache
+def _floors() -> dict[str, Floor]:
+    found = table("floors.yaml", "health")
+    rows = {name: {**row, "source": f"{row['source']}, {found['date']}"} for name, row in found["floors"].items()}
+    return typed(Floor, rows)

@@ -10,9 +10,8 @@ import pytest
 from cases import placement, spec
 
 from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.first_program import SOURCE_AND_RUN, sourcing, waiting
 from muster.backends.gke.manifests.placement import mode_of
-from muster.backends.gke.manifests.pods import host_template
+from muster.backends.gke.manifests.pods import SOURCE_AND_RUN, host_template, sourcing, waiting
 
 SAYS = (
     "import os, sys; print(os.environ.get('NCCL_NET'), os.environ.get('NCCL_SOCKET_IFNAME'), sys.argv[1:], os.getpid())"

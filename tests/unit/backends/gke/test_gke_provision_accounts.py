@@ -7,9 +7,8 @@ from fakes.project import INSTALLED, cloud, session, where
 
 from muster.backends.cluster import Said
 from muster.backends.gke.provision.access import ACT_AS, MAKING_ACCOUNTS
-from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.inventory.accounts import commands, repository_of
-from muster.backends.gke.provision.up import down, up
+from muster.backends.gke.provision.up import audit, down, up
 from muster.core.errors import AccessError, BackendError
 
 NODES = "muster-nodes@example-project.iam.gserviceaccount.com"

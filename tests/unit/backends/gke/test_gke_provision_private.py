@@ -4,8 +4,7 @@ import pytest
 from fakes.project import INSTALLED, cloud, everything, killed, session, where
 from thorough import usually
 
-from muster.backends.gke.provision.audit import audit
-from muster.backends.gke.provision.up import down, up
+from muster.backends.gke.provision.up import audit, down, up
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 
 OFFICE, HOME = "203.0.113.0/24", "198.51.100.7/32"

@@ -7,9 +7,8 @@ import json
 import pytest
 from fakes.project import INSTALLED, PINS, SITES, TEXTS, cloud, session, where
 
-from muster.backends.gke.provision.audit import audit
 from muster.backends.gke.provision.software import software, wanted_software
-from muster.backends.gke.provision.up import down, requests, up
+from muster.backends.gke.provision.up import audit, down, requests, up
 from muster.backends.google.http import Call
 from muster.catalog import gke as catalogue
 from muster.core.errors import BackendError, ConflictError, UsageError

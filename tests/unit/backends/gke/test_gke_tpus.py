@@ -10,9 +10,9 @@ from fakes.project import INSTALLED, cloud, cloud_with_cluster, session, where
 
 from muster.backends.gke.formats import rendered
 from muster.backends.gke.launcher import GkeLauncher
-from muster.backends.gke.manifests.first_program import HOST_OF_SLICE, numbering
 from muster.backends.gke.manifests.jobset import jobset
 from muster.backends.gke.manifests.placement import mode_of
+from muster.backends.gke.manifests.pods import HOST_OF_SLICE, numbering
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.backends.gke.operate.locate import COMPLETION, INDEX, ROLE, task
 from muster.backends.gke.provision.up import up

@@ -357,7 +357,7 @@ def test_a_trained_tokenizer_learns_the_end(tmp_path, prepared):
 
 def test_a_look_at_rows_counts_every_document(opened, tmp_path):
     """Qwen3's template makes two of a conversation with two answers."""
-    from muster.app.planning.rows_seen import look
+    from muster.app.planning.draft import look
 
     path = tmp_path / "a.jsonl"
     row = {"messages": [user("Q" * 50), said("A"), user("R"), said("B")]}

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from muster.core.typed_json import encode
 from muster.health.hardware.readings import GpuReading, GpuReport
 from muster.health.machine.fleet import commands, compare_hosts
-from muster.health.machine.floors import floor_of
-from muster.health.machine.judge import judge_machine, judge_speeds
+from muster.health.machine.judge import floor_of, judge_machine, judge_speeds
 from muster.health.machine.report import Disk, MachineReport, ProbeLine, Settings, Speed, is_probe, read_probe
 from muster.health.verdicts import Finding, Verdict, exit_code, worst
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from muster.backends.cluster import Changed, Progress, Said, Step, silent
-from muster.backends.google.project.org_policies import explained
 from muster.backends.google.project.resources import Found, Resource, refuse_foreign
 from muster.backends.google.session import Session
 from muster.core.errors import ConflictError, MusterError
@@ -217,3 +216,25 @@ def _work(
             ended.put((key, error))
         else:
             ended.put((key, None))
+
+
+# ---------------- rules of an organisation that refuse what ``up`` makes, and what of the run file answers to them
+
+
+ANSWERS = {
+    "compute.vmExternalIpAccess": "resources.private: true makes nodes without public addresses",
+    "gcp.restrictNonCmekServices": "keys of one's own (CMEK) for disks, buckets and images are not supported: "
+    "an exception for this project, or a cluster, bucket and repository made by hand (--adopt)",
+    "iam.disableServiceAccountCreation": "name accounts that are there: resources.node_service_account and "
+    "resources.build_service_account",
+    "compute.requireShieldedVm": "--adopt a cluster whose node pools have secure boot",
+}
+"""Constraint -> hint."""
+
+
+def explained(error: MusterError) -> MusterError:
+    """The same error, with the hint for the constraint that its text names."""
+    for constraint, answer in ANSWERS.items():
+        if constraint in str(error):
+            return type(error)(str(error), hint=answer)
+    return error

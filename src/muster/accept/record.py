@@ -58,7 +58,7 @@ def record(
         "accepted": all(one.outcome in (PASSED, SKIPPED) for one in climbed),
         "rehearsal": rehearsal,
         "rungs": [_rung(one, unit) for one in climbed],
-    }  # fmt: skip
+    }
 
 
 def _rung(one: Climbed, unit: Unit) -> JsonObject:

@@ -380,6 +380,9 @@ def trial(loaded: Loaded, cluster: Cluster | None, budget: float) -> Trial:
         kept = kept.model_copy(update={"check": kept.check.model_copy(update={"network": False})})
     counted = site is not None and usd is None
     return Trial(
-        loaded=replace(loaded, spec=site.trial(kept) if site is not None else kept), cluster=cluster, site=site,
-        per_host_hour=1.0 if counted else usd or 0.0, unit=HOST_HOURS if counted else DOLLARS,
-    )  # fmt: skip
+        loaded=replace(loaded, spec=site.trial(kept) if site is not None else kept),
+        cluster=cluster,
+        site=site,
+        per_host_hour=1.0 if counted else usd or 0.0,
+        unit=HOST_HOURS if counted else DOLLARS,
+    )

@@ -31,9 +31,11 @@ def rehearsal(
 ) -> RunSpec:
     """The run file of the rehearsal; without ``machine`` it runs on the cluster's CPU nodes, by ``queue`` if given."""
     placed: JsonObject = {
-        "machine": machine, "device": "auto" if machine else "cpu", "queue": None if machine else queue,
+        "machine": machine,
+        "device": "auto" if machine else "cpu",
+        "queue": None if machine else queue,
         "provisioning_model": (mode or "spot") if machine else "owned",
-    }  # fmt: skip
+    }
     return small(spec, placed)
 
 
@@ -47,15 +49,20 @@ def small(spec: RunSpec, placed: JsonObject) -> RunSpec:
         "accelerator": None, "reservation": None, **placed,
     }  # fmt: skip
     document["recovery"] |= {
-        "policy": "default", "keep_hosts_after_failure_s": 0.0, "max_restarts_without_progress": 0,
+        "policy": "default",
+        "keep_hosts_after_failure_s": 0.0,
+        "max_restarts_without_progress": 0,
         "warm_standby": False,
-    }  # fmt: skip
+    }
     document["limits"] = {"max_hours": 1.0}
     directory = spec.checkpoint.dir
     document["checkpoint"] |= {
-        "every_steps": 1, "asynchronous": False, "resume": False, "keep_last": 1,
+        "every_steps": 1,
+        "asynchronous": False,
+        "resume": False,
+        "keep_last": 1,
         "dir": f"{directory.rstrip('/')}/preflight/{name}" if directory else None,
-    }  # fmt: skip
+    }
     if spec.model is not None:
         document["training"] |= _training(spec.training)
         document["parallelism"] |= {"dp_replicate": 1, "dp_shard": -1, "tp": 1}
@@ -70,7 +77,10 @@ def small(spec: RunSpec, placed: JsonObject) -> RunSpec:
 
 def _training(training: Training) -> JsonObject:
     return {
-        "steps": STEPS, "epochs": None, "global_batch_size": training.micro_batch_size,
-        "sequence_length": min(2048, training.sequence_length), "compile": False,
+        "steps": STEPS,
+        "epochs": None,
+        "global_batch_size": training.micro_batch_size,
+        "sequence_length": min(2048, training.sequence_length),
+        "compile": False,
         "profile": {"trace_step": None, "memory_step": None},
-    }  # fmt: skip
+    }

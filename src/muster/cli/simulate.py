@@ -102,8 +102,11 @@ def _print(result: dict[str, Any]) -> None:
         for kind, row in result["lost_s"].items():
             output.result(f"  {kind:<22}{row['count']:>9}{row['p50']:>9.1f}s{row['p95']:>9.1f}s")
     _choices("without", result["contributions"], None)
-    for title, key, which in (("spares", "spares", "spares"), ("saves every", "intervals", "interval"),
-                              ("policy", "policies", "policy")):  # fmt: skip
+    for title, key, which in (
+        ("spares", "spares", "spares"),
+        ("saves every", "intervals", "interval"),
+        ("policy", "policies", "policy"),
+    ):
         _choices(title, result[key], result["best"][which])
     if result["gave_up"]:
         output.result(

@@ -85,9 +85,10 @@ def _model_folder(spec: RunSpec, source: str) -> Iterator[Problem]:
         yield Problem("model.source", f"{source} holds no config.json")
     elif not list(folder.glob("*.safetensors")):
         yield Problem(
-            "model.source", f"{source} holds no *.safetensors",
+            "model.source",
+            f"{source} holds no *.safetensors",
             hint="to start from random weights: model.config=" + str(folder / "config.json"),
-        )  # fmt: skip
+        )
     else:
         yield from _config_file(spec, str(folder / "config.json"), key="model.source")
 

@@ -83,27 +83,31 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
     if (model.source is None) == (model.config is None):
         problem = "both are given" if model.source else "neither is given"
         yield Problem(
-            "model", f"needs either `source` or `config`: {problem}",
+            "model",
+            f"needs either `source` or `config`: {problem}",
             hint="`source` loads weights, `config` starts from random ones",
-        )  # fmt: skip
+        )
     if model.source is not None and isinstance(model.tokenizer, TrainedTokenizer):
         yield Problem(
-            "model.tokenizer", "a newly trained vocabulary does not fit the weights of `model.source`",
+            "model.tokenizer",
+            "a newly trained vocabulary does not fit the weights of `model.source`",
             hint="remove `tokenizer`, or start from `model.config`",
-        )  # fmt: skip
+        )
     has_text = spec.data is not None and not all(source.is_tokenized for source in spec.data.sources)
     if model.config is not None and model.tokenizer is None and has_text:
         yield Problem(
-            "model", "`config` alone has no tokenizer",
+            "model",
+            "`config` alone has no tokenizer",
             hint="add `tokenizer: {kind: word, vocab_size: 512}` or a hub id",
-        )  # fmt: skip
+        )
     if model.lora is not None and model.lora.targets == []:
         yield Problem("model.lora.targets", "is empty: nothing would train", hint="all-linear")
     if model.lora is not None and spec.trains_embeddings and {"embed_tokens", "lm_head", "wte"} & {*model.lora.targets}:
         yield Problem(
-            "model.lora.targets", "embedding and head are trained whole here (data.chat_template), not by adapters",
+            "model.lora.targets",
+            "embedding and head are trained whole here (data.chat_template), not by adapters",
             hint="remove them there, or model.lora.train_embeddings: false",
-        )  # fmt: skip
+        )
     if isinstance(model.config, Mapping):
         yield from config_problems(spec, model.config, key="model.config")
 
@@ -133,9 +137,10 @@ def config_problems(spec: RunSpec, config: JsonObject, *, key: str) -> Iterator[
     longest = spec.training.sequence_length
     if isinstance(context, int) and longest > context:
         yield Problem(
-            "training.sequence_length", f"{longest} is longer than the model's context of {context}",
+            "training.sequence_length",
+            f"{longest} is longer than the model's context of {context}",
             hint=f"at most {context}",
-        )  # fmt: skip
+        )
 
 
 def _data(spec: RunSpec) -> Iterator[Problem]:
@@ -144,9 +149,10 @@ def _data(spec: RunSpec) -> Iterator[Problem]:
         return
     if data.on_overlong == "split" and not data.packing:
         yield Problem(
-            "data.on_overlong", "`split` needs `packing: true`: each piece would be padded to a whole sequence",
+            "data.on_overlong",
+            "`split` needs `packing: true`: each piece would be padded to a whole sequence",
             hint="drop or truncate",
-        )  # fmt: skip
+        )
     if isinstance(data.train_on, list) and not data.train_on:
         yield Problem("data.train_on", "is an empty list: no token would be supervised", hint="completions")
     for index, source in enumerate(data.sources):
@@ -204,25 +210,29 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
         return
     if training.local_steps:
         yield Problem(
-            "training.exact", "cannot hold with local_steps: what the replicas learn depends on how many there are",
+            "training.exact",
+            "cannot hold with local_steps: what the replicas learn depends on how many there are",
             hint="deterministic: true, which holds on the same layout",
-        )  # fmt: skip
+        )
     if model is not None and (model.dtype, model.trained_dtype) != ("float32", "float32"):
         yield Problem(
-            "training.exact", "needs model.dtype: float32 (and master_dtype): sums are exact only then",
+            "training.exact",
+            "needs model.dtype: float32 (and master_dtype): sums are exact only then",
             hint="dtype: float32",
-        )  # fmt: skip
+        )
     if spec.parallelism.tp > 1:
         yield Problem(
-            "training.exact", f"cannot hold with tp = {spec.parallelism.tp}, which splits sums inside a layer",
+            "training.exact",
+            f"cannot hold with tp = {spec.parallelism.tp}, which splits sums inside a layer",
             hint="tp: 1",
-        )  # fmt: skip
+        )
     if not training.optimizer.traits.elementwise:
         name = training.optimizer.name
         yield Problem(
-            "training.exact", f"cannot hold with {name}, whose rounding depends on how state is sharded",
+            "training.exact",
+            f"cannot hold with {name}, whose rounding depends on how state is sharded",
             hint="name: adamw",
-        )  # fmt: skip
+        )
 
 
 def _context_parallel(spec: RunSpec) -> Iterator[Problem]:
@@ -299,9 +309,10 @@ def _recovery(spec: RunSpec) -> Iterator[Problem]:
     steps, requested = spec.training.steps, spec.recovery.baseline_steps
     if 0 < requested < REFERENCE_LEAST:
         yield Problem(
-            "recovery.baseline_steps", f"{requested} are too few for a median",
+            "recovery.baseline_steps",
+            f"{requested} are too few for a median",
             hint=f"at least {REFERENCE_LEAST}; 200 are enough",
-        )  # fmt: skip
+        )
     elif requested and steps is not None and requested + REFERENCE_AFTER > steps:
         yield Problem(
             "recovery.baseline_steps",

@@ -104,23 +104,32 @@ PREEMPTION_NOTICE = IncidentTraits(
     blames_host=False, may_be_ignored=True, treatment=Treatment.REPLACE, announced=True,
 )  # fmt: skip
 CAPACITY = IncidentTraits(
-    kind="capacity", meaning="too few hosts",
-    blames_host=True, may_be_ignored=False, treatment=Treatment.WAIT,
-)  # fmt: skip
+    kind="capacity",
+    meaning="too few hosts",
+    blames_host=True,
+    may_be_ignored=False,
+    treatment=Treatment.WAIT,
+)
 START_UP = IncidentTraits(
     kind="start_up", meaning="a host could not prepare: bad data, a missing library, no memory",
     blames_host=True, may_be_ignored=False, treatment=Treatment.RESTART, user_error=True, fails_alike=True,
     repeats=Repeats.BY_ERROR,
 )  # fmt: skip
 HOST_RETURNED = IncidentTraits(
-    kind="host_returned", meaning="a host outside a run that is too small became ready",
-    blames_host=False, may_be_ignored=True, treatment=Treatment.GROW,
-)  # fmt: skip
+    kind="host_returned",
+    meaning="a host outside a run that is too small became ready",
+    blames_host=False,
+    may_be_ignored=True,
+    treatment=Treatment.GROW,
+)
 
 STRAGGLER = IncidentTraits(
-    kind="straggler", meaning="one rank makes all others wait, step after step",
-    blames_host=False, may_be_ignored=True, treatment=Treatment.IGNORE,
-)  # fmt: skip
+    kind="straggler",
+    meaning="one rank makes all others wait, step after step",
+    blames_host=False,
+    may_be_ignored=True,
+    treatment=Treatment.IGNORE,
+)
 
 _SHIPPED = (
     RANK_EXIT, RANK_EXCEPTION, RANK_HANG, RANK_OOM, GPU_PROGRAM_ERROR, HOST_LOST, HOST_UNHEALTHY, NOT_FINITE,

@@ -81,10 +81,13 @@ def target(
     defaults = {each.path[-1]: each.value for each in user_defaults.read(environment.current().home, name="exports")}
     regions = spec.resources.locations or defaults.get("locations") or []
     found = Target(
-        place=PLACES[place], bucket=bucket or str(defaults.get("run_dir") or ""), image=image, machine=machine,
+        place=PLACES[place],
+        bucket=bucket or str(defaults.get("run_dir") or ""),
+        image=image,
+        machine=machine,
         project=spec.resources.project or str(defaults.get("project") or ""),
         region=re.sub(r"-[a-z]$", "", str(regions[0])) if isinstance(regions, list) and regions else "",
-    )  # fmt: skip
+    )
     where = f"in {environment.current().home / user_defaults.FILE}"
     _uri(found.bucket, "x")
     if machine is not None:
@@ -140,10 +143,13 @@ def _servers(size: int, heads: int) -> Iterator[tuple[Server, str | None]]:
                 continue
             price = prices.get(machine.name)
             server = Server(
-                machine=machine.name, gpus=machine.gpus, chip=chip.name, label=family.label,
+                machine=machine.name,
+                gpus=machine.gpus,
+                chip=chip.name,
+                label=family.label,
                 usd_per_hour=None if price is None else price.usd_per_gpu_hour * machine.gpus,
                 price_of="" if price is None else f"{price.region}, {price.date}, {price.reliability}",
-            )  # fmt: skip
+            )
             if heads % machine.gpus:
                 yield server, f"{heads} attention heads are not divided by {machine.gpus} GPUs"
             elif chip.memory_bytes * machine.gpus * FOR_WEIGHTS < size:
@@ -194,34 +200,39 @@ def _pod(found: Target, name: str, server: Server, uri: str) -> JsonObject:
         "args": _arguments(name, server, MODEL_PATH),
         "ports": [{"containerPort": PORT, "name": "http"}],
         "resources": {
-            "limits": {"nvidia.com/gpu": str(server.gpus)}, "requests": {"nvidia.com/gpu": str(server.gpus)},
+            "limits": {"nvidia.com/gpu": str(server.gpus)},
+            "requests": {"nvidia.com/gpu": str(server.gpus)},
         },
         # Weights are read from the bucket first: half an hour at most.
         "startupProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 10, "failureThreshold": 180},
         "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5},
         "volumeMounts": [
-            {"name": "model", "mountPath": MODEL_PATH, "readOnly": True}, {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "model", "mountPath": MODEL_PATH, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
         ],
         "securityContext": {"allowPrivilegeEscalation": False},
-    }  # fmt: skip
+    }
     driver: JsonObject = {
-        "driver": "gcsfuse.csi.storage.gke.io", "readOnly": True,
+        "driver": "gcsfuse.csi.storage.gke.io",
+        "readOnly": True,
         "volumeAttributes": {"bucketName": bucket_name, "mountOptions": f"implicit-dirs,only-dir={inside}"},
-    }  # fmt: skip
+    }
     return {
         "metadata": {"labels": {"app": name}, "annotations": {"gke-gcsfuse/volumes": "true"}},
         "spec": {
             "serviceAccountName": name,
             "nodeSelector": {
-                "cloud.google.com/gke-accelerator": server.label, "node.kubernetes.io/instance-type": server.machine,
+                "cloud.google.com/gke-accelerator": server.label,
+                "node.kubernetes.io/instance-type": server.machine,
             },
             "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
             "containers": [container],
             "volumes": [
-                {"name": "model", "csi": driver}, {"name": "shm", "emptyDir": {"medium": "Memory"}},
+                {"name": "model", "csi": driver},
+                {"name": "shm", "emptyDir": {"medium": "Memory"}},
             ],
         },
-    }  # fmt: skip
+    }
 
 
 def for_vertex(found: Target, name: str, server: Server, folder: Path) -> Serving:
@@ -284,8 +295,10 @@ def _upload(image: str, name: str, server: Server, uri: str) -> JsonObject:
 
 def _deploy(model: str, name: str, server: Server, accelerator: str) -> JsonObject:
     spec: JsonObject = {
-        "machineType": server.machine, "acceleratorType": accelerator, "acceleratorCount": server.gpus,
-    }  # fmt: skip
+        "machineType": server.machine,
+        "acceleratorType": accelerator,
+        "acceleratorCount": server.gpus,
+    }
     return {
         "deployedModel": {
             "displayName": name,

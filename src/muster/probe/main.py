@@ -76,9 +76,11 @@ def _load(name: str) -> ProbeLine:
     if name == "torch":
         return ProbeLine(rung=name)
     rungs: dict[str, Rung] = {
-        "matmul": compute.matmul, "copies": compute.copies, "all_reduce": compute.all_reduce,
+        "matmul": compute.matmul,
+        "copies": compute.copies,
+        "all_reduce": compute.all_reduce,
         "loopback": compute.loopback,
-    }  # fmt: skip
+    }
     return rungs[name]()
 
 

@@ -105,10 +105,16 @@ def greeting_reader(channel: Channel[Message], *, me: str) -> Callable[[bytes], 
 
 
 MEETING: Channel[MeetingHello] = Channel(
-    name="host to the first host", sender="keeper", receiver="keeper of the first host", over="TCP",
+    name="host to the first host",
+    sender="keeper",
+    receiver="keeper of the first host",
+    over="TCP",
     messages=(MeetingHello,),
-)  # fmt: skip
+)
 MET: Channel[Met | Refused] = Channel(
-    name="first host to host", sender="keeper of the first host", receiver="keeper", over="TCP",
+    name="first host to host",
+    sender="keeper of the first host",
+    receiver="keeper",
+    over="TCP",
     messages=(Met, Refused),
-)  # fmt: skip
+)

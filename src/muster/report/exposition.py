@@ -195,9 +195,12 @@ class RunMetrics:
         yield STEP, {}, number
         yield STEP_SECONDS, {}, detail.step_ns / 1e9
         parts = (
-            ("compute", detail.compute_ns), ("comm_exposed", detail.comm_ns), ("data_wait", detail.data_wait_ns),
-            ("host_stall", detail.host_gap_ns), ("checkpoint", detail.stall_ns),
-        )  # fmt: skip
+            ("compute", detail.compute_ns),
+            ("comm_exposed", detail.comm_ns),
+            ("data_wait", detail.data_wait_ns),
+            ("host_stall", detail.host_gap_ns),
+            ("checkpoint", detail.stall_ns),
+        )
         for part, spent_ns in parts:
             if spent_ns is not None:
                 yield STEP_PART, {"part": part}, spent_ns / 1e9

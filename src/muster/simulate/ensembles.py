@@ -228,8 +228,11 @@ def study(
     outcomes = many(jobs, workers=workers, progress=progress)
     base, at = outcomes[:seeds], seeds
     variants: dict[str, Any] = {}
-    own = {"spares": (str(scenario.spares), "as given"), "intervals": (f"{scenario.every_s:.0f} s", "as given"),
-           "policies": (scenario.policy, "as given")}  # fmt: skip
+    own = {
+        "spares": (str(scenario.spares), "as given"),
+        "intervals": (f"{scenario.every_s:.0f} s", "as given"),
+        "policies": (scenario.policy, "as given"),
+    }
     for name, group in groups.items():
         choices = [choice(*own[name], base[:paired], base[:paired])] if name in own and group else []
         for variant, (about, _) in group.items():

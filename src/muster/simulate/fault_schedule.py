@@ -95,8 +95,9 @@ def _rack_failures(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
 
 def _maintenance(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:
     for at_s in _gaps(rng, scenario.maintenance_per_day, scenario.hours):
-        yield Fault(at_s=at_s, kind="maintenance", where=rng.random(), swap=True,
-                    repair_s=scenario.maintenance_h * HOUR_S)  # fmt: skip
+        yield Fault(
+            at_s=at_s, kind="maintenance", where=rng.random(), swap=True, repair_s=scenario.maintenance_h * HOUR_S
+        )
 
 
 def _false_alarms(scenario: Scenario, rng: random.Random) -> Iterator[Fault]:

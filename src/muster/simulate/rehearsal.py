@@ -93,8 +93,10 @@ class Simulation:
         self.rng = random.Random(f"{self.seed}:stages")
         names = [f"host-{index}" for index in range(scenario.hosts + scenario.spares)]
         self.racks = racks_of(scenario, names, self.seed)
-        places = {name: Topology(block=str(rack * scenario.rack_hosts // scenario.block_hosts), rack=str(rack))
-                  for name, rack in self.racks.items()}  # fmt: skip
+        places = {
+            name: Topology(block=str(rack * scenario.rack_hosts // scenario.block_hosts), rack=str(rack))
+            for name, rack in self.racks.items()
+        }
         self.spec = scenario.run_spec()
         self.policy = load_policy(scenario.policy, max_wait_s=scenario.max_wait_s)
         self.cluster = Cluster(

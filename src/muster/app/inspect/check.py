@@ -234,10 +234,13 @@ def check_hosts_network(
         members = places(hosts)
     row = machines().get(spec.resources.machine or "") if spec is not None else None
     test = NetworkTest(
-        largest_bytes=None if largest_mib is None else largest_mib << 20, family=row.family if row is not None else "",
-        history=run_registry.home() / "network.jsonl", say=say or (lambda text: None), busy=busy,
+        largest_bytes=None if largest_mib is None else largest_mib << 20,
+        family=row.family if row is not None else "",
+        history=run_registry.home() / "network.jsonl",
+        say=say or (lambda text: None),
+        busy=busy,
         nccl_tests=launching(spec.backend if spec is not None else "", reach) if nccl_tests else None,
-    )  # fmt: skip
+    )
     found = check_network(members, argv, test)
     commands_ = _commands(found.findings, spec)
     return Checked(findings=found.findings, commands=commands_, whole="network"), list(found.tables)

@@ -16,9 +16,11 @@ from muster.probe.programs import output_of
 
 #: The program of each collective (nccl-tests, README).
 _PROGRAMS = {
-    "all_gather": "all_gather_perf", "all_reduce": "all_reduce_perf", "reduce_scatter": "reduce_scatter_perf",
+    "all_gather": "all_gather_perf",
+    "all_reduce": "all_reduce_perf",
+    "reduce_scatter": "reduce_scatter_perf",
     "all_to_all": "alltoall_perf",
-}  # fmt: skip
+}
 #: A row is printed when it is measured. For NCCL to find its network before the first: as long as ours may take.
 _START_S = 30.0
 _NOT_THERE = re.compile(r"not found|No such file|unable to find|not installed|invalid option", re.IGNORECASE)

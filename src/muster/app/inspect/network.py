@@ -83,11 +83,14 @@ def _measured(crew: Crew, test: NetworkTest) -> NetworkChecked:
     names = [one.place.name for one in crew.ready if gloo or one.on_gpus]
     absent = [
         Finding(
-            check="net.reach", verdict=Verdict.INCOMPLETE, host=one.place.name,
+            check="net.reach",
+            verdict=Verdict.INCOMPLETE,
+            host=one.place.name,
             message=f"no part in it: {one.failed or 'it has no GPU, and others have'}",
         )
-        for one in crew.members if one.place.name not in names
-    ]  # fmt: skip
+        for one in crew.members
+        if one.place.name not in names
+    ]
     absent += _unlike([one.hello for one in crew.ready if one.hello is not None])
     if len(names) < 2:
         return NetworkChecked(findings=tuple(absent), assessment=assess(names, ()), rounds=0)
@@ -179,9 +182,10 @@ def _beside_history(result: Result, crew: Crew, hosts: int, test: NetworkTest) -
 def _tables(crew: Crew, group: Sequence[str], measured: Sequence[Rung]) -> Iterator[str]:
     ranks = [
         (member.place.name, device, member.hello.device)
-        for member in crew.ready if member.place.name in group and member.hello is not None
+        for member in crew.ready
+        if member.place.name in group and member.hello is not None
         for device in range(member.hello.ranks)
-    ]  # fmt: skip
+    ]
     for collective in dict.fromkeys(rung.collective for rung in measured):
         yield nccl_table([rung for rung in measured if rung.collective == collective], ranks, repeats=_REPEATS)
 

@@ -213,9 +213,12 @@ class Crew:
         member.hello, member.failed = line.hello, line.failed
 
     def _listen(
-        self, members: Iterable[_Member], limit_s: float, done: Callable[[_Member], bool],
+        self,
+        members: Iterable[_Member],
+        limit_s: float,
+        done: Callable[[_Member], bool],
         take: Callable[[_Member, HostLine], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take the members' lines until each is done or has failed, or for ``limit_s`` after the last line."""
         left = [member for member in members if not member.failed and not done(member)]
         until = time.monotonic() + limit_s

@@ -51,13 +51,13 @@ def compared(spec: RunSpec, home: Path | None = None) -> tuple[list[LayoutChoice
     resources = spec.resources
     pins = Pins(
         gpus_per_node=resources.ranks_per_host if resources.device not in ("cpu", "tpu") else None,
-        machine=resources.machine, accelerator=resources.accelerator, mode=resources.provisioning_model,
+        machine=resources.machine,
+        accelerator=resources.accelerator,
+        mode=resources.provisioning_model,
         locations=tuple(resources.locations),
-    )  # fmt: skip
+    )
     reserved = resources.reservation is not None
-    problem = Problem(
-        work=work, options=found.options, pins=pins, reservation=reserved, tpus=resources.device == "tpu"
-    )  # fmt: skip
+    problem = Problem(work=work, options=found.options, pins=pins, reservation=reserved, tpus=resources.device == "tpu")
     option = _option(spec, problem)
     choices = compare_layouts(
         work, option, resources.hosts, micro_batch_size=spec.training.micro_batch_size,

@@ -168,9 +168,11 @@ def _basis(run_file: str | Path, overrides: Sequence[str], loaded: Loaded, asked
         every = 1 if way is None else way.snapshot_every_steps
     return _Basis(
         snapshot_every=max(1, every),
-        step=step, usd_per_host_hour=usd, price_source=source if usd is not None else "",
+        step=step,
+        usd_per_host_hour=usd,
+        price_source=source if usd is not None else "",
         hosts=spec.resources.hosts if fixed or way is None else way.num_nodes,
-    )  # fmt: skip
+    )
 
 
 def _scaled(spec: RunSpec, hosts: int | None) -> list[str]:

@@ -161,9 +161,12 @@ def _exported(
         error.exit_code = whole(record, "exit_code", default=1) or 1
         raise error
     return Exported(
-        folder=Path(text(record, "folder")), lines=tuple(texts(record, "lines")), step=whole(record, "step"),
-        kind=text(record, "kind"), note=text(record, "note"),
-    )  # fmt: skip
+        folder=Path(text(record, "folder")),
+        lines=tuple(texts(record, "lines")),
+        step=whole(record, "step"),
+        kind=text(record, "kind"),
+        note=text(record, "note"),
+    )
 
 
 # ----------------

@@ -16,9 +16,11 @@ def rules(spec: RunSpec) -> Iterator[Problem]:
     """What cannot hold on any Slurm cluster."""
     if spec.run_dir is not None and is_remote(spec.run_dir):
         yield Problem(
-            key="run_dir", message="must be a folder that all nodes share", value=spec.run_dir,
+            key="run_dir",
+            message="must be a folder that all nodes share",
+            value=spec.run_dir,
             hint="checkpoint.dir may be in a bucket",
-        )  # fmt: skip
+        )
     if (container := spec.slurm.container) is None:
         return
     if spec.run_dir is not None and set(spec.run_dir) & set(",:"):
@@ -29,9 +31,11 @@ def rules(spec: RunSpec) -> Iterator[Problem]:
     for index, mount in enumerate(container.mounts):
         if message := _wrong_mount(mount, container.runtime):
             yield Problem(
-                key=f"slurm.container.mounts.{index}", message=message, value=mount,
+                key=f"slurm.container.mounts.{index}",
+                message=message,
+                value=mount,
                 hint="SOURCE:TARGET[:OPTIONS], whole paths; one entry of the list per mount",
-            )  # fmt: skip
+            )
 
 
 def _enroot(container: Container) -> Iterator[Problem]:
@@ -41,9 +45,11 @@ def _enroot(container: Container) -> Iterator[Problem]:
         return
     if image.startswith(".") or image.endswith((".sqsh", ".squashfs")):
         yield Problem(
-            key=_IMAGE, message="must be a whole path: the step begins in the run's folder", value=image,
+            key=_IMAGE,
+            message="must be a whole path: the step begins in the run's folder",
+            value=image,
             hint="a .sqsh file of `enroot import` in a folder that all nodes share",
-        )  # fmt: skip
+        )
         return
     name = image.removeprefix("docker://")
     registry, sign, rest = name.partition("#")
@@ -53,9 +59,11 @@ def _enroot(container: Container) -> Iterator[Problem]:
         yield Problem(key=_IMAGE, message=message, value=image, hint=f"{first}#{path}/{rest}")
     elif not sign and slash and (set(first.rpartition("@")[2]) & set(".:") or first == "localhost"):
         yield Problem(
-            key=_IMAGE, message="enroot reads it as an image of Docker Hub: # must follow the registry", value=image,
+            key=_IMAGE,
+            message="enroot reads it as an image of Docker Hub: # must follow the registry",
+            value=image,
             hint=f"{first}#{path}",
-        )  # fmt: skip
+        )
 
 
 def _apptainer(container: Container) -> Iterator[Problem]:

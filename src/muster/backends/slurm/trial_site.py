@@ -271,9 +271,12 @@ def main() -> None:
     folder = parser.parse_args().folder
     node = environment.inherited().get("SLURMD_NODENAME") or socket.gethostname()
     seen = {
-        "node": node, "word": (folder / WORD).read_text(), "boot_id": processes.boot_id(),
-        "muster": __version__, "python": platform.python_version(),
-    }  # fmt: skip
+        "node": node,
+        "word": (folder / WORD).read_text(),
+        "boot_id": processes.boot_id(),
+        "muster": __version__,
+        "python": platform.python_version(),
+    }
     replace_text(folder / f"seen-{node}.json", json.dumps(seen) + "\n")
 
 

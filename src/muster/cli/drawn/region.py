@@ -33,9 +33,7 @@ class Region(Progress):
             BarColumn(bar_width=bar),
             TextColumn("{task.fields[numbers]}"),
         )
-        super().__init__(
-            *columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )  # fmt: skip
+        super().__init__(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """The bar, the script's own, and the incident where there was one, cut where the terminal ends."""

@@ -156,9 +156,10 @@ class FileSource(Source):
         for key, path in (("path", self.path), ("heldout_path", self.heldout_path)):
             if path is not None and not path.endswith((*FILE_ENDINGS, "/")) and "." in path.rpartition("/")[2]:
                 yield Problem(
-                    key, f"{path!r} is not a supported kind of file",
+                    key,
+                    f"{path!r} is not a supported kind of file",
                     hint="jsonl, json, csv, parquet or txt, each also .gz or .zst; arrow; a folder's name ends in /",
-                )  # fmt: skip
+                )
         if self.database and re.search(r"[{}]", _COLUMN.sub("", self.database.replace("{{", "").replace("}}", ""))):
             yield Problem(
                 "database", f"{self.database!r} has a brace too many", hint="columns: {name}; braces: {{ and }}"

@@ -100,8 +100,10 @@ def _odd_one(rank: int, ranks: Mapping[int, RankEvidence], found: Mismatch, othe
     why = f"called {describe(mine, found.group)} where {ranks_text(others)} called {called}"
     return replace(
         _culprit(ranks[rank], Kind.MISMATCH, confidence, why, place=place),
-        group=found.group.words, operation=mine.name, other_place=other,
-    )  # fmt: skip
+        group=found.group.words,
+        operation=mine.name,
+        other_place=other,
+    )
 
 
 def _awaited(ranks: Mapping[int, RankEvidence], graph: WaitGraph) -> list[Culprit]:

@@ -210,8 +210,10 @@ def _operation(row: JsonObject, order: int) -> Operation:
 
 
 def _sizes(row: JsonObject) -> str:
-    shown = (" ".join("x".join(str(n) for n in _list({"s": size}, "s")) or "-" for size in _list(row, key)) for key in
-             ("input_sizes", "output_sizes"))  # fmt: skip
+    shown = (
+        " ".join("x".join(str(n) for n in _list({"s": size}, "s")) or "-" for size in _list(row, key))
+        for key in ("input_sizes", "output_sizes")
+    )
     return " -> ".join(shown)
 
 

@@ -17,8 +17,9 @@ from muster.health.verdicts import Finding, Verdict
 _JSON = re.compile(r'"DCGM (?:GPU )?Diagnostic"|"Health Monitor Report"')
 _TEXT = re.compile(
     r"^\W*(?:Diagnostic\s+\| Result|Health Monitor Report)\b|ran diagnostic for group"
-    r"|Unable to (?:complete diagnostic|check health watches)|Health watches not enabled", re.MULTILINE,
-)  # fmt: skip
+    r"|Unable to (?:complete diagnostic|check health watches)|Health watches not enabled",
+    re.MULTILINE,
+)
 _REFUSED = re.compile(r"^Error: .*|.*(?:Unable to complete diagnostic|Health watches not enabled).*", re.MULTILINE)
 _END = re.compile(r"^[ \t]*\+-{10,}\+?-{20,}\+[ \t]*(?:\n(?![ \t]*(?:\||\+=))|\Z)", re.MULTILINE)
 _ROW = re.compile(r"^\s*\|(?: (.*?)\s*\|)? (.*?)\s*\|\s*$")
@@ -125,10 +126,12 @@ def _diag_json(part: JsonObject) -> Iterator[_Result]:
                 graded = [whole(one, "error_severity") for one in children(row, "warnings") if "error_severity" in one]
                 messages = [*texts(row, "warnings"), *(text(one, "warning") for one in children(row, "warnings"))]
                 yield _Result(
-                    what=text(test, "name"), status=text(row, "status").capitalize(), gpu=int(gpu) if on_gpu else None,
+                    what=text(test, "name"),
+                    status=text(row, "status").capitalize(),
+                    gpu=int(gpu) if on_gpu else None,
                     warning="; ".join(messages) or text(row, "warning") or text(row, "warnings"),
                     severity=max(graded, default=None),
-                )  # fmt: skip
+                )
 
 
 def _health_json(part: JsonObject) -> Iterator[_Result]:

@@ -119,10 +119,12 @@ def judge_kernel_log(
     if log.mismatch:
         findings.append(
             Finding(
-                check="driver.version", verdict=Verdict.DRAIN, evidence=log.mismatch,
+                check="driver.version",
+                verdict=Verdict.DRAIN,
+                evidence=log.mismatch,
                 message="the driver's library and kernel module are of different versions: restart the host",
             )
-        )  # fmt: skip
+        )
     if log.unread:
         message = "a line of the driver's errors holds no number"
         findings.append(Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, message=message, evidence=log.unread))

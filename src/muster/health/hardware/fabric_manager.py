@@ -25,7 +25,7 @@ _LINES = (
     (r"\[ERROR\].*(?i:failed to initialize|abort|fatal)", "the fabric manager failed", Verdict.DRAIN),
     (r"NV_WARN_NOTHING_TO_DO", "it found no NVSwitch, and none may be needed here", Verdict.NOTE),
     (r"\[ERROR\]|failed! Exit code", "the fabric manager wrote errors", Verdict.NOTE),
-)  # fmt: skip
+)
 
 
 def is_fabric_manager(text: str) -> bool:
@@ -74,11 +74,13 @@ def _of_log(text: str) -> list[Finding]:
             found.setdefault((row_[1], row_[0]), []).append(line)
     return [
         _finding(
-            verdict, what + (f", {len(lines)} times" if len(lines) > 1 else ""), lines[0].strip(),
+            verdict,
+            what + (f", {len(lines)} times" if len(lines) > 1 else ""),
+            lines[0].strip(),
             _RESET if verdict is Verdict.RESET else _RESTART,
         )
         for (verdict, what), lines in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def _finding(

@@ -207,9 +207,12 @@ def _count(report: GpuReport, expected: int | None, source: str) -> Iterator[Fin
     there = str(len(report.gpus))
     for name in report.unreachable:
         yield Finding(
-            check="gpu.count", verdict=Verdict.REPLACE, message=f"the driver has no handle for GPU {name}", source=_SMI,
+            check="gpu.count",
+            verdict=Verdict.REPLACE,
+            message=f"the driver has no handle for GPU {name}",
+            source=_SMI,
             evidence=f"Unable to determine the device handle for GPU {name}",
-        )  # fmt: skip
+        )
     check, verdict = "gpu.report", Verdict.INCOMPLETE
     if report.missing:
         refused = _REFUSED.search(report.missing) if report.source == "nvidia-smi" else None

@@ -63,12 +63,15 @@ def read_nccl_tests(text: str) -> NcclTable:
     bounds, failure, named = _BOUNDS.search(text), _FAILURE.search(text), _COLLECTIVE.search(text)
     collective = named[1] or named[2] if named else _told_from(rows, len(ranks), cells)
     return NcclTable(
-        collective=collective, rows=tuple(rows), hosts=tuple(dict.fromkeys(host for _, host, _, _ in ranks)),
-        gpus=len(ranks), device=ranks[0][3].strip() if ranks else "",
+        collective=collective,
+        rows=tuple(rows),
+        hosts=tuple(dict.fromkeys(host for _, host, _, _ in ranks)),
+        gpus=len(ranks),
+        device=ranks[0][3].strip() if ranks else "",
         wrong_values=int(bounds[1]) if bounds and not _UNCHECKED.search(text) else None,
         failure=failure[0].strip() if failure else "",
         missing=_missing(text, rows),
-    )  # fmt: skip
+    )
 
 
 def _missing(text: str, rows: list[Row]) -> str:

@@ -46,10 +46,13 @@ def _report(
     source: str, text: str, gpus: Sequence[Fields], *, driver: str, count: int | None, missing: str
 ) -> GpuReport:
     return GpuReport(
-        gpus=tuple(_reading(fields, number) for number, fields in enumerate(gpus)), source=source, driver=driver,
+        gpus=tuple(_reading(fields, number) for number, fields in enumerate(gpus)),
+        source=source,
+        driver=driver,
         unreachable=tuple(match[1].rstrip(":.") or "of unknown address" for match in _NO_HANDLE.finditer(text)),
-        count=count, missing=missing,
-    )  # fmt: skip
+        count=count,
+        missing=missing,
+    )
 
 
 def is_xml(text: str) -> bool:
@@ -164,9 +167,7 @@ def _sum(fields: Fields, *names: str) -> int | None:
 def _total(fields: Fields, endings: tuple[str, str, str]) -> int | None:
     """The sum of the volatile counts whose names hold the first ending, or are the second or third."""
     wanted = (f"{_ECC}/{endings[1]}", endings[2])
-    return _sum(fields, *(
-        name for name in fields if name in wanted or (name.startswith(_ECC) and endings[0] in name)
-    ))  # fmt: skip
+    return _sum(fields, *(name for name in fields if name in wanted or (name.startswith(_ECC) and endings[0] in name)))
 
 
 def _any(fields: Fields, *endings: str) -> bool | None:

@@ -62,11 +62,14 @@ def _slow_hosts(reports: Sequence[MachineReport], what: str) -> Iterator[Finding
         lack = 1 - value / middle if middle > 0 else 0.0
         if lack > SUSPECT:
             yield Finding(
-                check=f"fleet.{what}", verdict=Verdict.DRAIN if lack > FAULTY else Verdict.NOTE, host=host,
+                check=f"fleet.{what}",
+                verdict=Verdict.DRAIN if lack > FAULTY else Verdict.NOTE,
+                host=host,
                 message=f"{what} {lack:.0%} slower than the median of {len(medians)} hosts",
-                value=f"{value:,.1f} {unit}", expected=f"> {middle * (1 - SUSPECT):,.1f} {unit}",
+                value=f"{value:,.1f} {unit}",
+                expected=f"> {middle * (1 - SUSPECT):,.1f} {unit}",
                 source="compared with the other hosts",
-            )  # fmt: skip
+            )
 
 
 def commands(findings: Iterable[Finding], *, backend: str, reserved: bool = False, zone: str = "") -> dict[str, str]:

@@ -194,9 +194,11 @@ def _settings(found: Settings, *, needs_locked: bool) -> Iterator[Finding]:
         yield note(f"slow clock source {found.clock_source}", found.clock_source, "tsc or kvm-clock")
     gib = f"{found.memory_available_bytes / 2**30:,.1f} of {found.memory_bytes / 2**30:,.1f} GiB of memory free"
     yield Finding(
-        check="machine.memory", verdict=Verdict.HEALTHY, message=f"{found.processors} processors, {gib}",
+        check="machine.memory",
+        verdict=Verdict.HEALTHY,
+        message=f"{found.processors} processors, {gib}",
         value=str(found.memory_available_bytes),
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------ speeds and bits

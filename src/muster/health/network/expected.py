@@ -108,7 +108,10 @@ def judge_history(now: Past, past: Iterable[Past]) -> Finding | None:
     text = f"{now.collective} between {now.hosts} hosts was {usual:,.3g} GB/s here ({len(former)} times)"
     text += f" and is {lack:.0%} slower" if lack > _LACK else ", as now"
     return Finding(
-        check="net.history", verdict=Verdict.NOTE if lack > _LACK else Verdict.HEALTHY, message=text,
-        value=f"{now.busbw:.4g} GB/s", expected=f"> {usual * (1 - _LACK):.4g} GB/s",
+        check="net.history",
+        verdict=Verdict.NOTE if lack > _LACK else Verdict.HEALTHY,
+        message=text,
+        value=f"{now.busbw:.4g} GB/s",
+        expected=f"> {usual * (1 - _LACK):.4g} GB/s",
         source=f"measured here since {min(one.date for one in former)}",
-    )  # fmt: skip
+    )

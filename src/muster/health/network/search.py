@@ -194,9 +194,11 @@ def _models(hosts: Sequence[str], table: _Table, noise: float) -> list[_Model]:
         for _ in range(4):
             slow = _slow_at(hosts, table, level, noise)
             inside = [
-                value for (one, other), values in table.figures.items() if one not in slow and other not in slow
+                value
+                for (one, other), values in table.figures.items()
+                if one not in slow and other not in slow
                 for value in values
-            ]  # fmt: skip
+            ]
             if not inside:
                 break
             again = median(inside)

@@ -25,13 +25,14 @@ def nccl_table(rungs: Sequence[Rung], ranks: Sequence[tuple[str, int, str]], *, 
         f"# Collective test starting: {collective}_perf",
         f"# nThread 1 nGpus 1 minBytes {min(sizes)} maxBytes {max(sizes)} step: {_step(sizes)}(factor)"
         f" warmup iters: 1 iters: {repeats} agg iters: 1 validation: 1 graph: 0",
-        "#", "# Using devices",
+        "#",
+        "# Using devices",
         *(
             f"#  Rank {rank:2d} Group  0 Pid      0 on {host:>10s} device {device:2d} [0x00] {name or 'processor'}"
             for rank, (host, device, name) in enumerate(ranks)
         ),
         _HEAD,
-    ]  # fmt: skip
+    ]
     for rung in rungs:
         count = rung.size_bytes // 4 // (1 if in_place else rung.ranks)
         redop = "sum" if collective in ("all_reduce", "reduce_scatter") else "none"

@@ -103,9 +103,10 @@ NCCL_TESTS = Form(
     lambda text, host: nccl_tests.judge_nccl_tests(nccl_tests.read_nccl_tests(text)),
 )
 FABRIC_MANAGER = Form(
-    "fabric manager", fabric_manager.is_fabric_manager,
+    "fabric manager",
+    fabric_manager.is_fabric_manager,
     lambda text, host: fabric_manager.judge_fabric_manager(text, driver=host.driver),
-)  # fmt: skip
+)
 #: Known by ``health.hang`` itself, which names what it does not know.
 HANG = Form("capture of a hang", lambda text: False, None)
 #: Tried last, since its lines are of many kinds.

@@ -64,10 +64,13 @@ class Connection:
         bare = config._replace(
             cluster=Server(server=self.endpoint, insecure=True),
             user=User(
-                exec=user.exec, username=user.username, password=user.password, token=user.token,
+                exec=user.exec,
+                username=user.username,
+                password=user.password,
+                token=user.token,
                 token_file=user.token_file,
             ),
-        )  # fmt: skip
+        )
         self._client = Client(config=bare, timeout=timeout, transport=transport, field_manager="muster")
         self._http = httpx2.Client(
             base_url=self.endpoint, timeout=timeout, transport=transport, auth=user_auth(user), trust_env=False,

@@ -31,18 +31,25 @@ def monitoring_objects(placement: Placement, selector: JsonObject) -> list[dict[
         return []
     name = secret_name(placement.name)
     metadata: JsonObject = {
-        "name": name, "namespace": placement.options.namespace, "labels": dict(placement.labels),
-    }  # fmt: skip
+        "name": name,
+        "namespace": placement.options.namespace,
+        "labels": dict(placement.labels),
+    }
     reads: JsonObject = {
-        "apiGroups": [""], "resources": ["secrets"], "resourceNames": [name], "verbs": ["get", "list", "watch"],
-    }  # fmt: skip
+        "apiGroups": [""],
+        "resources": ["secrets"],
+        "resourceNames": [name],
+        "verbs": ["get", "list", "watch"],
+    }
     role: JsonObject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
     subjects: list[Json] = [{"kind": "ServiceAccount", "name": COLLECTOR, "namespace": place} for place in NAMESPACES]
     credentials: JsonObject = {"secret": {"name": name, "key": KEY}}
     endpoint: JsonObject = {
-        "port": port, "path": "/metrics", "interval": INTERVAL,
+        "port": port,
+        "path": "/metrics",
+        "interval": INTERVAL,
         "authorization": {"type": "Bearer", "credentials": credentials},
-    }  # fmt: skip
+    }
     spec: JsonObject = {"selector": selector, "endpoints": [endpoint], "targetLabels": {"metadata": ["pod", "node"]}}
     return [
         {"apiVersion": RBAC, "kind": "Role", "metadata": metadata, "rules": [reads]},

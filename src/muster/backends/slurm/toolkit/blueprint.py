@@ -71,10 +71,12 @@ def _refuse(spec: RunSpec) -> None:
     if family is None:
         problems.append(
             Problem(
-                key="resources.machine", message="has no Cluster Toolkit blueprint here", value=resources.machine,
+                key="resources.machine",
+                message="has no Cluster Toolkit blueprint here",
+                value=resources.machine,
                 hint="one of " + ", ".join(toolkit().families),
             )
-        )  # fmt: skip
+        )
     if resources.project is None:
         problems.append(Problem(key="resources.project", message="is missing: the Google Cloud project to deploy to"))
     if not resources.locations or not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", resources.locations[0]):
@@ -86,10 +88,11 @@ def _refuse(spec: RunSpec) -> None:
     if resources.queue is not None and not re.fullmatch(r"[a-z][a-z0-9-]*", resources.queue):
         problems.append(
             Problem(
-                key="resources.queue", message="as a partition's name takes lower-case letters, digits and dashes",
+                key="resources.queue",
+                message="as a partition's name takes lower-case letters, digits and dashes",
                 value=resources.queue,
             )
-        )  # fmt: skip
+        )
     mode = resources.provisioning_model or ""
     if family is not None and mode not in family.modes:
         problems.append(

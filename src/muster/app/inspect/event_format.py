@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.core import resolved_file
+from muster.core.event_detail import Detail
 from muster.core.event_details import attempts, checkpoints, hosts, incidents, run, training
 from muster.core.events import Event
 
@@ -23,6 +24,9 @@ RECENT_STEPS = 50
 
 def line(event: Event) -> str | None:
     """One line about the event, or None."""
+    if event.kind in _TEXT_BY_KIND:
+        cls, text = _TEXT_BY_KIND[event.kind]
+        return text.format(event=event, detail=event.read(cls))
     render = _RENDER.get(event.kind)
     return render(event) if render else None
 
@@ -175,14 +179,6 @@ def one_line(text: object, width: int = 100) -> str:
     return flat if len(flat) <= width else flat[: width - 3] + "..."
 
 
-def _step(event: Event) -> str:
-    return step_line(event.step, event.read(training.Step))
-
-
-def _eval(event: Event) -> str:
-    return eval_line(event.step, event.read(training.Eval))
-
-
 def _model(event: Event) -> str:
     detail = event.read(training.ModelReady)
     counts = f"{detail.parameters:,} parameters, {detail.trainable_parameters:,} train"
@@ -212,19 +208,10 @@ def _attempt(event: Event) -> str:
     return f"attempt {event.attempt}: {detail.world_size} ranks ({layout}) on {', '.join(detail.hosts)}{where}"
 
 
-def _message(event: Event) -> str:
-    return f"note: {event.read(run.RunMessage).text}"
-
-
 def _detected(event: Event) -> str:
     detail = event.read(incidents.IncidentDetected)
     part_of = f" (part of {detail.part_of})" if detail.part_of else ""
     return f"incident {detail.incident_id}{part_of}: {detail.incident}: {detail.evidence}"
-
-
-def _decided(event: Event) -> str:
-    detail = event.read(incidents.IncidentDecided)
-    return f"decision on {detail.incident_id}: {detail.action}: {detail.reason}"
 
 
 def _resolved(event: Event) -> str:
@@ -232,40 +219,10 @@ def _resolved(event: Event) -> str:
     return f"recovered from {detail.incident_id} in {detail.lost_ns / 1e9:.2f} s"
 
 
-def _notice(event: Event) -> str:
-    detail = event.read(hosts.TerminationNotice)
-    return f"notice: {detail.notice} ({detail.source})"
-
-
-def _rejected(event: Event) -> str:
-    detail = event.read(checkpoints.CheckpointRejected)
-    return f"checkpoint passed over: {detail.uri}: {detail.reason}"
-
-
-def _rejected_copy(event: Event) -> str:
-    detail = event.read(checkpoints.SnapshotRejected)
-    copy = f"step {detail.copy.step} of rank {detail.copy.rank} on {detail.copy.host} ({detail.copy.tier})"
-    return f"snapshot passed over: {copy}: {detail.reason}"
-
-
-def _restored(event: Event) -> str:
-    return f"restored step {event.step} from {event.read(checkpoints.CheckpointRestored).tier} on rank {event.rank}"
-
-
 def _waiting(event: Event) -> str:
     detail = event.read(run.RunWaiting)
     needed = f" ({detail.needed_hosts} are needed)" if detail.needed_hosts else ""
     return f"waiting for hosts; chosen so far: {', '.join(detail.hosts) or 'none'}{needed}"
-
-
-def _held(event: Event) -> str:
-    detail = event.read(run.RunHeld)
-    return f"held for {detail.hold_s:.0f} s: muster restart {event.run_id}"
-
-
-def _finished(event: Event) -> str:
-    detail = event.read(run.RunFinished)
-    return f"{detail.outcome}: {detail.reason}"
 
 
 def _host_check(event: Event) -> str | None:
@@ -278,45 +235,40 @@ def _host_check(event: Event) -> str | None:
     return f"check of {event.host} ({detail.node or 'its machine'}): {detail.verdict}: {found}{command}"
 
 
+_TEXTS: Mapping[type[Detail], str] = {
+    attempts.AttemptAdopted: "attempt {event.attempt} continues under a new supervisor",
+    attempts.AttemptAbandoned: "{detail.reason}",
+    run.RunMessage: "note: {detail.text}",
+    run.RunRestarted: "{detail.reason}",
+    run.RunHeld: "held for {detail.hold_s:.0f} s: muster restart {event.run_id}",
+    run.ConnectionRefused: "{detail.who} was refused: {detail.reason}",
+    run.RunFinished: "{detail.outcome}: {detail.reason}",
+    incidents.IncidentDecided: "decision on {detail.incident_id}: {detail.action}: {detail.reason}",
+    hosts.TerminationNotice: "notice: {detail.notice} ({detail.source})",
+    hosts.HostLost: "{event.host} is lost: {detail.evidence}",
+    hosts.HostSetAside: "{event.host} cannot start and is set aside: {detail.reason}",
+    hosts.HostReadmitted: "{event.host} may be used again: {detail.reason}",
+    checkpoints.CheckpointCommitted: "checkpoint of step {event.step} in {detail.uri}",
+    checkpoints.CheckpointFailed: "checkpoint not written: {detail.reason}",
+    checkpoints.CheckpointRejected: "checkpoint passed over: {detail.uri}: {detail.reason}",
+    checkpoints.CheckpointRestored: "restored step {event.step} from {detail.tier} on rank {event.rank}",
+    checkpoints.FenceRebuilt: "mended: {detail.reason}",
+    checkpoints.MemoryLost: "{event.host}: {detail.reason}",
+    checkpoints.SnapshotInterval: "{detail.reason}",
+    checkpoints.SnapshotRejected: "snapshot passed over: step {detail.copy.step} of rank {detail.copy.rank} on "
+    "{detail.copy.host} ({detail.copy.tier}): {detail.reason}",
+}
+"""The texts of kinds that need no more than their fields."""
+_TEXT_BY_KIND = {cls.kind: (cls, text) for cls, text in _TEXTS.items()}
 _RENDER: Mapping[str, Callable[[Event], str | None]] = {
-    training.Step.kind: _step,
-    training.Eval.kind: _eval,
+    training.Step.kind: lambda event: step_line(event.step, event.read(training.Step)),
+    training.Eval.kind: lambda event: eval_line(event.step, event.read(training.Eval)),
     training.ModelReady.kind: _model,
     training.DataPrepared.kind: _data,
     training.TraceWritten.kind: _trace,
     attempts.AttemptStarted.kind: _attempt,
-    attempts.AttemptAdopted.kind: lambda event: f"attempt {event.attempt} continues under a new supervisor",
-    attempts.AttemptAbandoned.kind: lambda event: event.read(attempts.AttemptAbandoned).reason,
-    run.RunMessage.kind: _message,
-    run.RunRestarted.kind: lambda event: event.read(run.RunRestarted).reason,
-    run.RunHeld.kind: _held,
     run.RunWaiting.kind: _waiting,
     incidents.IncidentDetected.kind: _detected,
-    incidents.IncidentDecided.kind: _decided,
     incidents.IncidentResolved.kind: _resolved,
-    hosts.TerminationNotice.kind: _notice,
-    checkpoints.CheckpointCommitted.kind: lambda event: (
-        f"checkpoint of step {event.step} in {event.read(checkpoints.CheckpointCommitted).uri}"
-    ),
-    checkpoints.CheckpointFailed.kind: lambda event: (
-        f"checkpoint not written: {event.read(checkpoints.CheckpointFailed).reason}"
-    ),
-    checkpoints.CheckpointRejected.kind: _rejected,
-    checkpoints.FenceRebuilt.kind: lambda event: f"mended: {event.read(checkpoints.FenceRebuilt).reason}",
-    checkpoints.SnapshotRejected.kind: _rejected_copy,
-    checkpoints.SnapshotInterval.kind: lambda event: event.read(checkpoints.SnapshotInterval).reason,
-    checkpoints.CheckpointRestored.kind: _restored,
-    checkpoints.MemoryLost.kind: lambda event: f"{event.host}: {event.read(checkpoints.MemoryLost).reason}",
     hosts.HostCheck.kind: _host_check,
-    hosts.HostLost.kind: lambda event: f"{event.host} is lost: {event.read(hosts.HostLost).evidence}",
-    hosts.HostSetAside.kind: lambda event: (
-        f"{event.host} cannot start and is set aside: {event.read(hosts.HostSetAside).reason}"
-    ),
-    hosts.HostReadmitted.kind: lambda event: (
-        f"{event.host} may be used again: {event.read(hosts.HostReadmitted).reason}"
-    ),
-    run.ConnectionRefused.kind: lambda event: (
-        f"{event.read(run.ConnectionRefused).who} was refused: {event.read(run.ConnectionRefused).reason}"
-    ),
-    run.RunFinished.kind: _finished,
 }

@@ -39,7 +39,7 @@ from muster.supervise.recovery.phases import Adopting, Held
 from muster.supervise.recovery.status import status
 from muster.transport.connections import Connection, Lost, PeerEvent, Received
 
-#: Clock offsets are measured, and watchdogs' sockets read at the latest, this often.
+#: Clock offsets are measured this often.
 PING_S = 30.0
 #: A peer that has not sent its greeting yet.
 NEW = "a new connection"

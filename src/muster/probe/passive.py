@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
@@ -229,7 +228,7 @@ def _by_nvml() -> GpuReport:
             unreachable.append(f"GPU {index} ({error})")
             continue
         gpus.append(_Gpu(handle).reading(index))
-    driver = _Gpu(None).ask("driver", lambda: str(pynvml.nvmlSystemGetDriverVersion())) or ""
+    driver = _text(_Gpu(None).ask("driver", pynvml.nvmlSystemGetDriverVersion) or "")
     return GpuReport(gpus=tuple(gpus), source="NVML", driver=driver, count=count, unreachable=tuple(unreachable))
 
 
@@ -240,11 +239,11 @@ class _Gpu:
         self.handle = handle
         self.lost: list[str] = []
 
-    def ask(self, name: str, call: Callable[[], _Value]) -> _Value | None:
+    def ask(self, name: str, call: Callable[..., _Value], *arguments: object) -> _Value | None:
         import pynvml
 
         try:
-            return call()
+            return call(*arguments)
         except pynvml.NVMLError as error:
             lost = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_RESET_REQUIRED)
             if error.value in lost:
@@ -254,62 +253,64 @@ class _Gpu:
     def reading(self, index: int) -> GpuReading:
         import pynvml as n
 
-        ask, handle = self.ask, self.handle
-        number: Callable[[str, str], int | None] = lambda name, function: ask(  # noqa: E731
-            name, lambda: int(getattr(n, function)(handle))
-        )
-        remapped = ask("remapped rows", partial(n.nvmlDeviceGetRemappedRows, handle))
-        banks = ask("remap banks", partial(n.nvmlDeviceGetRowRemapperHistogram, handle))
-        reasons = number("clock reasons", "nvmlDeviceGetCurrentClocksEventReasons")
+        def ask(name: str, call: Callable[..., _Value], *more: object) -> _Value | None:
+            return self.ask(name, call, self.handle, *more)
+
+        remapped = ask("remapped rows", n.nvmlDeviceGetRemappedRows)
+        banks = ask("remap banks", n.nvmlDeviceGetRowRemapperHistogram)
+        reasons = ask("clock reasons", n.nvmlDeviceGetCurrentClocksEventReasons)
         if reasons is None:  # before driver 535
-            reasons = number("clock reasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-        mig = ask("MIG", lambda: int(n.nvmlDeviceGetMigMode(handle)[0]))
-        pages = ask("pages", lambda: bool(n.nvmlDeviceGetRetiredPagesPendingStatus(handle)))
+            reasons = ask("clock reasons", n.nvmlDeviceGetCurrentClocksThrottleReasons)
+        mig = ask("MIG", n.nvmlDeviceGetMigMode)
+        pages = ask("pages", n.nvmlDeviceGetRetiredPagesPendingStatus)
+        persistence = ask("persistence", n.nvmlDeviceGetPersistenceMode)
+        pci, memory = ask("PCI", n.nvmlDeviceGetPciInfo), ask("memory", n.nvmlDeviceGetMemoryInfo)
         sram, exceeded = self._sram()
         state, status = self._fabric()
         # by version: the name without one raises another error where the library lacks the newest
-        processes = ask("processes", partial(n.nvmlDeviceGetComputeRunningProcesses_v3, handle)) or ()
-        ecc: Callable[[int], int | None] = lambda kind: ask(  # noqa: E731
-            "ECC", lambda: int(n.nvmlDeviceGetTotalEccErrors(handle, kind, n.NVML_VOLATILE_ECC))
-        )
+        processes = ask("processes", n.nvmlDeviceGetComputeRunningProcesses_v3) or ()
         return GpuReading(
             index=index,
-            address=pci_address(ask("PCI", lambda: _text(n.nvmlDeviceGetPciInfo(handle).busId)) or ""),
-            name=ask("name", lambda: _text(n.nvmlDeviceGetName(handle))) or "",
-            uuid=ask("uuid", lambda: _text(n.nvmlDeviceGetUUID(handle))) or "",
-            vbios=ask("vbios", lambda: _text(n.nvmlDeviceGetVbiosVersion(handle))) or "",
-            ecc_uncorrected=ecc(n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
-            ecc_corrected=ecc(n.NVML_MEMORY_ERROR_TYPE_CORRECTED),
-            sram_uncorrected_aggregate=sram, sram_threshold_exceeded=exceeded,
+            address=pci_address("" if pci is None else _text(pci.busId)),
+            name=_text(ask("name", n.nvmlDeviceGetName) or ""),
+            uuid=_text(ask("uuid", n.nvmlDeviceGetUUID) or ""),
+            vbios=_text(ask("vbios", n.nvmlDeviceGetVbiosVersion) or ""),
+            ecc_uncorrected=ask(
+                "ECC", n.nvmlDeviceGetTotalEccErrors, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC
+            ),
+            ecc_corrected=ask(
+                "ECC", n.nvmlDeviceGetTotalEccErrors, n.NVML_MEMORY_ERROR_TYPE_CORRECTED, n.NVML_VOLATILE_ECC
+            ),
+            sram_uncorrected_aggregate=sram,
+            sram_threshold_exceeded=exceeded,
             remap_pending=None if remapped is None else bool(remapped[2]),
             remap_failed=None if remapped is None else bool(remapped[3]),
-            remap_banks={} if banks is None else {
-                name: int(getattr(banks, name)) for name in ("max", "high", "partial", "low", "none")
-            },
-            retired_pages_pending=pages,
-            clock_reasons=None if reasons is None else ClockReason(reasons & _BITS),
-            temperature_c=ask("temperature", lambda: int(n.nvmlDeviceGetTemperature(handle, n.NVML_TEMPERATURE_GPU))),
-            slowdown_c=ask("slowdown", lambda: int(n.nvmlDeviceGetTemperatureThreshold(
-                handle, n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-            ))),
-            pcie_width=number("PCIe width", "nvmlDeviceGetCurrPcieLinkWidth"),
-            pcie_width_max=number("PCIe width", "nvmlDeviceGetMaxPcieLinkWidth"),
-            recovery_action=self._recovery(), fabric_state=state, fabric_status=status,
-            persistence=ask("persistence", lambda: bool(n.nvmlDeviceGetPersistenceMode(handle))),
-            mig=None if mig is None else bool(mig),
-            compute_mode=_COMPUTE_MODES.get(number("compute mode", "nvmlDeviceGetComputeMode") or 0, ""),
-            memory_used_bytes=ask("memory", lambda: int(n.nvmlDeviceGetMemoryInfo(handle).used)),
+            remap_banks={}
+            if banks is None
+            else {name: int(getattr(banks, name)) for name in ("max", "high", "partial", "low", "none")},
+            retired_pages_pending=None if pages is None else bool(pages),
+            clock_reasons=None if reasons is None else ClockReason(int(reasons) & _BITS),
+            temperature_c=ask("temperature", n.nvmlDeviceGetTemperature, n.NVML_TEMPERATURE_GPU),
+            slowdown_c=ask("slowdown", n.nvmlDeviceGetTemperatureThreshold, n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+            pcie_width=ask("PCIe width", n.nvmlDeviceGetCurrPcieLinkWidth),
+            pcie_width_max=ask("PCIe width", n.nvmlDeviceGetMaxPcieLinkWidth),
+            recovery_action=self._recovery(),
+            fabric_state=state,
+            fabric_status=status,
+            persistence=None if persistence is None else bool(persistence),
+            mig=None if mig is None else bool(mig[0]),
+            compute_mode=_COMPUTE_MODES.get(ask("compute mode", n.nvmlDeviceGetComputeMode) or 0, ""),
+            memory_used_bytes=None if memory is None else int(memory.used),
             processes=tuple((int(one.pid), "") for one in processes),
             lost_fields=tuple(self.lost),
-        )  # fmt: skip
+        )
 
     def _recovery(self) -> str:
         """Of drivers from 570 on."""
         import pynvml as n
 
-        values = self.ask(
-            "recovery action", lambda: n.nvmlDeviceGetFieldValues(self.handle, [n.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-        )
+        field = n.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+        values = self.ask("recovery action", n.nvmlDeviceGetFieldValues, self.handle, [field])
         if not values or values[0].nvmlReturn != n.NVML_SUCCESS:
             return ""
         number = int(values[0].value.uiVal)

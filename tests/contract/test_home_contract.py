@@ -1,13 +1,16 @@
-"""A run's home in a bucket with the moods of the real one: slow answers, 429, 503, answers that get lost, an outage."""
+"""What a run's home in a bucket guarantees (docs/gke.md), on one with the moods of the real one: slow answers, 429 and
+503, answers that get lost, an outage."""
 
 import random
 import threading
 import time
 
 import pytest
+from waiting import eventually
 
 from muster.core import event_log
-from muster.core.errors import BusyError, ConflictError
+from muster.core.errors import BusyError, ConflictError, MusterError
+from muster.core.event_log.cadence import SEAL_S
 from muster.storage.home import ANSWER_S, HOME_FILE, open_home
 from muster.storage.store import open_store
 
@@ -35,7 +38,8 @@ def say(log, text):
     log.append("run.message", detail={"text": text})
 
 
-def test_hosts_ship_and_others_read_them(bucket, tmp_path):
+def test_3_a_prefix_once_whatever_happens_to_answers(bucket, tmp_path):
+    """Of four hosts, through an outage, for a reader that looks all the time."""
     hosts = [f"pod-{number}" for number in range(4)]
     homes = {host: home_at(tmp_path / host) for host in hosts}
     syncs = {host: homes[host].start(host) for host in hosts}
@@ -71,7 +75,7 @@ def test_hosts_ship_and_others_read_them(bucket, tmp_path):
     assert reader.heads(RUN) == {f"{host}.1.jsonl": logs[host].head for host in hosts}
 
 
-def test_decisions_are_sealed_in_time_or_not_at_all(bucket, tmp_path):
+def test_2_what_is_synced_is_durable_in_time_or_not_acted_on(bucket, tmp_path):
     log = home_at(tmp_path / "a").open_log(RUN, "supervisor", 1)
     took, sealed = [], 0
     for number in range(25):
@@ -93,14 +97,83 @@ def test_decisions_are_sealed_in_time_or_not_at_all(bucket, tmp_path):
     while not log.sync() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert log.unsealed is None
-    other = home_at(tmp_path / "b")
-    other.end_earlier(RUN, "supervisor", 2)
+    reader = home_at(tmp_path / "b")
+    reader.mirror(reader.local)
+    assert (reader.local / "events" / log.name).read_bytes() == log.path.read_bytes()
+
+
+def test_2_two_syncs_within_a_second_do_not_wait_for_each_other(bucket, tmp_path):
+    """A bucket takes one write a second of an object; a decision and its follow-up are two objects."""
+    log, took = home_at(tmp_path / "a").open_log(RUN, "supervisor", 1), []
+    for number in range(6):
+        say(log, f"decision {number}")
+        began = time.monotonic()
+        while not log.sync():
+            pass
+        took.append(time.monotonic() - began)
+        time.sleep(0.2)
+    assert sorted(took)[3] < 0.6, took
+    assert sum("/events/supervisor.1/" in f"/{name}" for name in bucket.buckets["bucket"]) >= 4
+
+
+def test_4_a_supervisor_whose_term_was_ended_adds_nothing(bucket, tmp_path):
+    log, successor = home_at(tmp_path / "a").open_log(RUN, "supervisor", 1), home_at(tmp_path / "b")
+    for text in ("one", "two"):
+        say(log, text)
+        eventually(log.sync)
+    successor.end_earlier(RUN, "supervisor", 2)
+    successor.mirror(successor.local)
+    before = (successor.local / "events" / log.name).read_bytes()
+    assert before == log.path.read_bytes()
     say(log, "of a zombie")
     with pytest.raises(ConflictError):
         for _ in range(5):  # a 503 may come first
             log.sync()
-    assert other.mirror(other.local) > 0
-    assert b"zombie" not in (other.local / "events" / "supervisor.1.jsonl").read_bytes()
+    assert successor.mirror(successor.local) == 0
+    assert (successor.local / "events" / log.name).read_bytes() == before
+
+
+def test_5_what_is_missing_is_refused_by_name(bucket, tmp_path):
+    logs = {host: home_at(tmp_path / host).open_log(RUN, host, 1) for host in ("pod-0", "pod-1")}
+    for log in logs.values():
+        for text in ("one", "two", "three"):
+            say(log, text)
+            eventually(log.sync)
+    objects = sorted(name for name in bucket.buckets["bucket"] if "/pod-0/" in name)
+    assert len(objects) >= 2, "within a second"
+    del bucket.buckets["bucket"][objects[0]]
+    reader = home_at(tmp_path / "reader")
+    with pytest.raises(MusterError, match=f"{objects[0]} is missing") as refused:
+        reader.mirror(reader.local)
+    assert "restore it" in refused.value.hint
+    assert (reader.local / "events/pod-1.1.jsonl").read_bytes() == logs["pod-1"].path.read_bytes()
+
+
+def test_1_and_6_a_lost_host_takes_its_last_seconds_alone_a_killed_process_nothing(bucket, tmp_path):
+    """And an event file that always grows costs one write in each interval."""
+    home = home_at(tmp_path / "host")
+    sync, log, written = home.start("pod-0"), home.open_log(RUN, "pod-0", 1), {}
+    bucket.bill.anew()
+    began = time.monotonic()
+    while time.monotonic() - began < 14:
+        say(log, "x")
+        written[log.path.stat().st_size] = time.monotonic()
+        time.sleep(0.1)
+    lost_s = time.monotonic()
+    writes = bucket.bill.operations["objects.insert"]
+    reader = home_at(tmp_path / "reader")
+    reader.mirror(reader.local)
+    path = reader.local / "events" / log.name
+    here = path.stat().st_size
+    assert max(lost_s - at_s for size, at_s in written.items() if size > here) < SEAL_S + 1.0
+    assert 2 <= writes <= 14 / (SEAL_S - 0.5) + 1
+    log.close()  # killed: nothing of it waits in memory
+    sync.stop(0.0)
+    for shipper in home.shippers.values():
+        shipper.release()
+    eventually(lambda: home_at(tmp_path / "host").start("pod-0").stop(5.0))
+    reader.mirror(reader.local)
+    assert path.read_bytes() == log.path.read_bytes()
 
 
 def test_one_object_changed_twice_a_second_is_met_with_patience(bucket):

@@ -24,6 +24,7 @@ class Objects:
         self.took = took
         self.down = False
         self.counts = Counter()
+        self.uploaded = 0
         self.requests = 0
         self.most = 0
         self.lock = threading.RLock()
@@ -51,9 +52,6 @@ class Objects:
     def uris(self, prefix):
         """Below ``prefix``, without a request."""
         return [uri for uri in sorted(self.held) if uri.startswith(prefix.rstrip("/") + "/")]
-
-    def names(self, prefix):
-        return [uri.rpartition("/")[2] for uri in self.uris(prefix)]
 
     @property
     def class_a(self):
@@ -88,5 +86,6 @@ class Objects:
         if (absent and found) or (generation is not None and (found is None or found.generation != generation)):
             raise ConflictError(uri)
         self._generation += 1
+        self.uploaded += len(data)
         self.held[uri] = Stored(data=bytes(data), generation=str(self._generation))
         return str(self._generation)

@@ -38,7 +38,7 @@ from muster.protocol.lease import EndRecord, HomeStatus, LeaseRecord, read_lease
 from muster.protocol.to_supervisor import GREETING
 from muster.protocol.version import MINE
 from muster.report.audit import invariants
-from muster.storage.home.segments import Header, Part, Segment
+from muster.storage.home.chunks import chained
 from muster.storage.memory_dir import _Place
 from muster.transport.secure_session import Session
 
@@ -131,14 +131,12 @@ def _records() -> Iterator[Target]:
         read=lambda data: read_lease(data, me="me"),
         raises=(Unreadable, MusterError),
     )
-    body = b'{"line": 1}\n' * 3
-    part = Part(name="host-0.1.jsonl", start=0, size=len(body), lines=3, prev="a" * 64, head="b" * 64)
-    segment = Segment(Header(run_id="run", level=0, first=0, last=0, parts=(part,)), body)
+    lines = b"".join(json.dumps({"prev": "a" * 64, "seq": number}).encode() + b"\n" for number in range(3))
     yield Target(
-        name="a segment of a log in a bucket",
-        samples=(segment.encode(),),
-        read=lambda data: list(Segment.decode(data, "gs://b/0-0", run_id="run").stretches()),
-        raises=(MusterError,),
+        name="lines of an event file in a bucket",
+        samples=(lines,),
+        read=lambda data: chained(data, "a" * 64),
+        raises=(),
     )
 
 

@@ -45,10 +45,10 @@ class Weights:
     from_hub: bool
 
 
-def requests(hosts: int) -> Requests:
-    """Of a run on so many hosts and a supervisor."""
+def requests(hosts: int, ranks_per_host: int) -> Requests:
+    """Of a run on so many hosts and a supervisor. Each rank, and the agent, has a file of output."""
     price = rows.storage()["hierarchical"]
-    writes, reads = cadence.writes_an_hour(hosts), cadence.reads_an_hour(hosts)
+    writes, reads = cadence.writes_an_hour(hosts, 1 + ranks_per_host), cadence.reads_an_hour(hosts)
     usd = writes / 1000 * price.usd_per_1000_writes + reads / 1000 * price.usd_per_1000_reads
     return Requests(
         writes_per_hour=writes,

@@ -34,8 +34,10 @@ from muster.core.processes import replace_text as replace_text  # of every file 
 
 MAX_ID = 50
 #: Layout of a run's folder, with its keys and kinds of events. Older formats and the last version that reads each:
-FORMAT = 3
-_READ_BY = {1: "muster 0.1.0", 2: "the version that wrote it"}
+FORMAT = 4
+_READ_BY = {1: "muster 0.1.0", 2: "the version that wrote it", 3: "muster 0.2.0"}
+#: File of a local run folder that names the URI of the run's home; absent: the folder is the home.
+HOME_FILE = "home"
 SUBMIT_LOCK = ".submit.lock"
 _ELSEWHERE = "run_dir=PATH chooses another place"
 _ID = re.compile(r"^[a-z]([a-z0-9-]{0,48}[a-z0-9])?$")
@@ -304,6 +306,8 @@ def check_format(path: Path) -> None:
         written = int(processes.read_plain(path / "format", most=1 << 10))
     except (OSError, ValueError):
         written = 1  # 0.1.0 wrote no such file
+    if written == 3 and not (path / HOME_FILE).exists():
+        return  # only homes in buckets are another layout since
     if written != FORMAT:
         reader = _READ_BY.get(written, "a newer muster")
         raise UsageError(

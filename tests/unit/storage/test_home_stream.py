@@ -1,7 +1,6 @@
-"""Sealed segments: the home holds a beginning of the files, whatever is killed or lost, and of one writer only."""
+"""Files in a bucket: the home holds a prefix of each, whatever is killed or lost, and of one writer only."""
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -15,12 +14,12 @@ from hypothesis import strategies as st
 
 from muster.core import event_log
 from muster.core.errors import BusyError, ConflictError, MusterError, UsageError
-from muster.storage.home import HOME_FILE, BucketHome, FolderHome, open_home
-from muster.storage.home.merging import Tidier, merge_own
-from muster.storage.home.segments import Header, Part, Segment
+from muster.storage.home import HOME_FILE, BucketHome, FolderHome, chunks, open_home
+from muster.storage.home.chunks import uri_of
 
 RUN = "run-1"
 HOME = "gs://bucket/runs/run-1"
+FIRST = f"{HOME}/events/supervisor.1/supervisor.1.jsonl"
 
 
 def home_at(local, store, clock=None):
@@ -65,13 +64,10 @@ def test_what_is_synced_is_in_the_home_and_nothing_else(tmp_path):
     say(log, "three")
     sealed = log.path.read_bytes().splitlines(keepends=True)[:2]
     assert mirrored(store, tmp_path / "b") == {"supervisor.1.jsonl": b"".join(sealed)}
-    line = store.held[f"{HOME}/events/supervisor.1/0-0000000000"].data.partition(b"\n")[0]
-    header = json.loads(line.partition(b" ")[2])
-    assert header["parts"][0]["lines"] == 2
-    assert header["parts"][0]["prev"] == event_log.genesis(RUN, "supervisor.1.jsonl")
+    assert store.held[f"{FIRST}/000000000000"].data == b"".join(sealed)
 
 
-def test_attempts_of_a_host_share_a_stream_and_a_successor_goes_on(tmp_path):
+def test_attempts_of_a_host_are_files_of_their_own_and_a_successor_goes_on(tmp_path):
     store = Objects()
     home = home_at(tmp_path / "a", store)
     first, second = home.open_log(RUN, "pod-0", 1), home.open_log(RUN, "pod-0", 2)
@@ -81,17 +77,16 @@ def test_attempts_of_a_host_share_a_stream_and_a_successor_goes_on(tmp_path):
     say(second, "c")  # not sealed when the agent is killed
     first.close()
     second.close()
-    home.stream(RUN, "pod-0").release()
+    home.shipper(RUN, "pod-0").release()
     again = home_at(tmp_path / "a", store)
     third = again.open_log(RUN, "pod-0", 3)
     say(third, "d")
     assert third.sync()
     assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
-    assert len(store.names(f"{HOME}/events")) == 2
     assert all(not verdict.problem for verdict in event_log.check_directory(tmp_path / "b/events", run_id=RUN).values())
 
 
-def test_an_ended_stream_takes_nothing_more(tmp_path):
+def test_an_ended_file_takes_nothing_more(tmp_path):
     store = Objects()
     zombie = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
     say(zombie, "decided")
@@ -100,7 +95,7 @@ def test_an_ended_stream_takes_nothing_more(tmp_path):
     successor.end_earlier(RUN, "supervisor", 3)  # term 2 died before it wrote anything
     before = mirrored(store, tmp_path / "b")
     say(zombie, "decided too late")
-    with pytest.raises(ConflictError, match=r"ended by supervisor\.3"):
+    with pytest.raises(ConflictError, match="ended by a later process"):
         zombie.sync()
     with pytest.raises(ConflictError):
         zombie.sync()
@@ -109,32 +104,23 @@ def test_an_ended_stream_takes_nothing_more(tmp_path):
     say(second, "x")
     with pytest.raises(ConflictError):
         second.sync()
-    held = len(store.held)
+    held = set(store.held)
     successor.end_earlier(RUN, "supervisor", 4)
-    assert len(store.held) == held + 1  # supervisor.3 alone was not ended yet
+    assert {uri.split("/")[-3] for uri in store.held.keys() - held} == {"supervisor.3"}, "the others were ended"
 
 
-def test_what_was_merged_since_lets_no_zombie_in(tmp_path):
-    """Its last answer was lost, it was away while its successor ended and merged its log, and it has more lines now."""
+def test_a_zombie_whose_file_is_damaged_here_cannot_go_on_in_the_next_part(tmp_path):
     store = Objects()
-    home = home_at(tmp_path / "a", store)
-    zombie = home.open_log(RUN, "supervisor", 1)
-    for number in range(3):
-        say(zombie, f"{number}")
-        assert zombie.sync()
-    say(zombie, "sealed, but its writer does not know")
-    store.faults[store.requests] = "lost"
-    assert not zombie.sync()
+    zombie = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
+    say(zombie, "decided")
+    assert zombie.sync()
     home_at(tmp_path / "b", store).end_earlier(RUN, "supervisor", 2)
-    tidier = Tidier(store, f"{HOME}/events", RUN, lambda: 0.0)
-    for _ in range(2):
-        tidier.tidy("supervisor.1")
-    assert len(store.names(f"{HOME}/events/supervisor.1")) == 3
-    before = mirrored(store, tmp_path / "c")
+    zombie.path.write_bytes(b"")
     say(zombie, "decided too late")
-    with pytest.raises(ConflictError, match=r"ended by supervisor\.2"):
+    assert zombie.name == "supervisor.part2.1.jsonl"
+    with pytest.raises(ConflictError, match="ended by a later process"):
         zombie.sync()
-    assert mirrored(store, tmp_path / "d") == before
+    assert set(mirrored(store, tmp_path / "c")) == {"supervisor.1.jsonl"}
 
 
 def test_ending_costs_little_however_many_terms_there_were(tmp_path):
@@ -146,26 +132,26 @@ def test_ending_costs_little_however_many_terms_there_were(tmp_path):
         assert log.sync()
         store.counts.clear()
         home_at(tmp_path / "next", store).end_earlier(RUN, "supervisor", term + 1)
-        assert store.requests and sum(store.counts.values()) <= 5, term
+        assert store.counts["put"] == 4 and sum(store.counts.values()) <= 8, term
     store.held.pop(f"{HOME}/ended/supervisor")  # it spares requests, no more
     store.counts.clear()
     home_at(tmp_path / "next", store).end_earlier(RUN, "supervisor", 30)
-    assert store.counts["list"] == 1
+    assert store.counts["list"] == 29, "one each, of its own few objects"
     for wrong in (b"nonsense", b""):
         store.put(f"{HOME}/ended/supervisor", wrong)
         home_at(tmp_path / "next", store).end_earlier(RUN, "supervisor", 30)
     ended = [name for name in store.held if "/events/" in name]
-    assert len(ended) == 2 * 29
+    assert len(ended) == 3 * 29
 
 
-def test_a_stream_that_changes_all_the_time_is_ended_or_given_up(tmp_path):
-    """A writer that seals between our list and our write; the next list is of this stream alone."""
+def test_a_file_that_changes_all_the_time_is_ended_or_given_up(tmp_path):
+    """A writer that uploads between our list and our write."""
     store = Objects()
     log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
     put, left = store.put_if_absent, [3]
 
     def raced(uri, data):
-        if b'"ended":"' in data and left[0] > 0:
+        if data == b"" and left[0] > 0:
             left[0] -= 1
             store.put_if_absent = put
             say(log, "quick")
@@ -211,31 +197,14 @@ def test_two_writers_of_one_stream(tmp_path):
         assert log.head == third.head
 
 
-def test_a_file_here_that_is_something_else_is_kept_aside_and_brought_anew(tmp_path):
-    store = Objects()
-    log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
-    say(log, "one")
-    assert log.sync()
-    say(log, "two, three, four")
-    assert log.sync()
-    reader = home_at(tmp_path / "b", store)
-    (reader.local / "events").mkdir()
-    for wrong in (b"x" * 20 + b"\n", b"y" * (log.path.stat().st_size - 9) + b"\n"):
-        (reader.local / "events" / log.name).write_bytes(wrong)
-        assert reader.mirror(reader.local) == log.path.stat().st_size
-        assert files(reader.local / "events")[log.name] == log.path.read_bytes()
-        assert (reader.local / "events" / f"{log.name}.damaged").read_bytes() == wrong
-        (reader.local / "events" / ".mirror.json").unlink()
-
-
 def test_two_commands_mirror_one_folder_at_once(tmp_path, monkeypatch):
-    store, pread = Objects(), os.pread
+    store, truncate = Objects(), os.open
 
-    def slow(*given):
+    def slow(path, *given):
         time.sleep(0.01)  # between looking at a file and adding to it
-        return pread(*given)
+        return truncate(path, *given)
 
-    monkeypatch.setattr(os, "pread", slow)
+    monkeypatch.setattr("muster.storage.home.mirror.os.open", slow)
     log = home_at(tmp_path / "a", store).open_log(RUN, "supervisor", 1)
     for number in range(20):
         say(log, f"{number}")
@@ -249,58 +218,42 @@ def test_two_commands_mirror_one_folder_at_once(tmp_path, monkeypatch):
     assert files(tmp_path / "b" / "events") == files(tmp_path / "a" / "events")
 
 
-def test_a_damaged_or_missing_segment_is_named_and_the_rest_comes(tmp_path):
-    store = Objects()
-    for host in ("pod-0", "pod-1"):
-        log = home_at(tmp_path / host, store).open_log(RUN, host, 1)
-        for text in ("one", "two", "three"):
-            say(log, text)
-            assert log.sync()
-    second = f"{HOME}/events/pod-0/0-0000000001"
-    kept = store.held.pop(second)
-    with pytest.raises(MusterError, match=r"events of pod-0: segments 1 to 1 are missing"):
-        mirrored(store, tmp_path / "b")
-    assert files(tmp_path / "b" / "events") == files(tmp_path / "pod-1" / "events")
-    store.put(second, kept.data[:-5])
-    with pytest.raises(MusterError, match=r"0-0000000001 is damaged"):
-        mirrored(store, tmp_path / "b")
-    store.put(second, kept.data)
-    mirrored(store, tmp_path / "b")
-    assert files(tmp_path / "b/events") == files(tmp_path / "pod-0/events") | files(tmp_path / "pod-1/events")
-
-
-def test_damage_of_one_host_stops_nobody_but_is_told(tmp_path):
-    store = Objects()
-    for writer in ("pod-0", "pod-1", "pod-2", "supervisor"):
-        log = home_at(tmp_path / writer, store).open_log(RUN, writer, 1)
-        say(log, "one")
+def test_writes_within_a_second_are_objects_of_their_own_and_later_ones_rewrite_the_newest(tmp_path, monkeypatch):
+    """Cloud Storage takes one write a second of an object; a full one is not rewritten."""
+    monkeypatch.setattr(chunks, "FULL_BYTES", 1500)
+    store, clock = Objects(), VirtualClock()
+    log = home_at(tmp_path / "a", store, clock).open_log(RUN, "supervisor", 1)
+    ends, puts = [], []
+    for pause_s in (0.2, 0.2, *[2.0] * 8):
+        say(log, "x")
+        before = store.counts["put"]
         assert log.sync()
-    store.put(f"{HOME}/events/pod-0/0-0000000001", b"of somebody else")
-    store.held.pop(f"{HOME}/events/pod-1/0-0000000000")
-    store.put(f"{HOME}/events/pod-1/0-0000000007", b"{}")
-    long = Part(name=f"{'x' * 300}.1.jsonl", start=0, size=1)
-    header = Header(run_id=RUN, level=0, first=0, last=0, parts=(long,))
-    store.put(f"{HOME}/events/pod-3/0-0000000000", Segment(header, b"\n").encode())
-    reader, told = home_at(tmp_path / "b", store), []
-    assert reader.mirror(reader.local, on_damage=told.append) > 0
-    assert sorted(line.split(":")[0] for line in told) == [f"events of pod-{number}" for number in (0, 1, 3)]
-    assert set(files(reader.local / "events")) == {"pod-0.1.jsonl", "pod-2.1.jsonl", "supervisor.1.jsonl"}
-    assert reader.heads(RUN, on_damage=told.append)["supervisor.1.jsonl"] and len(told) == 6
-    with pytest.raises(MusterError, match="events of pod"):
-        reader.mirror(reader.local)
-    refused = home_at(tmp_path / "c", store)
-    store.faults = {store.requests + number: "refused" for number in range(1, 20)}
-    with pytest.raises(BusyError):
-        refused.mirror(refused.local, on_damage=told.append)  # a busy store is no damage
-    assert all("429" not in line for line in told)
-    store.faults = {}
-    store.put(f"{HOME}/events/supervisor.1/0-0000000001", b"of somebody else")
-    told.clear()
-    reader.mirror(reader.local, on_damage=told.append)
-    assert sum(line.startswith("events of supervisor.1:") for line in told) == 1
-    store.held.pop(f"{HOME}/events/supervisor.1/0-0000000000")  # nobody can go on without it
-    with pytest.raises(MusterError, match=r"events of supervisor\.1"):
-        reader.mirror(reader.local, on_damage=told.append)
+        puts.append(store.counts["put"] - before)
+        ends.append(log.path.stat().st_size)
+        clock.sleep(pause_s)
+    assert puts == [1] * 10
+    first, second, third, *more = store.uris(FIRST)
+    assert [first, second, third] == [uri_of(FIRST, at) for at in (0, ends[0], ends[1])]
+    assert len(more) == 1 and 1500 <= len(store.held[third].data) < 2000
+    assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
+
+
+def test_a_reader_asks_for_what_is_new_alone(tmp_path):
+    store, clock = Objects(), VirtualClock()
+    log = home_at(tmp_path / "a", store, clock).open_log(RUN, "supervisor", 1)
+    reader, got = home_at(tmp_path / "b", store), []
+    get = store.get
+    store.get = lambda uri, *, start=0: (got.append((uri, start)), get(uri, start=start))[1]
+    for _ in range(3):
+        before = log.path.stat().st_size
+        say(log, "x")
+        clock.sleep(5)
+        assert log.sync()
+        got.clear()
+        assert reader.mirror(reader.local) == log.path.stat().st_size - before
+        assert got == [(uri_of(FIRST, 0), before)]
+    got.clear()
+    assert reader.mirror(reader.local) == 0 and got == []
 
 
 def test_an_outage_delays_and_loses_nothing(tmp_path):
@@ -321,36 +274,30 @@ def test_an_outage_delays_and_loses_nothing(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_nothing_is_lost_whatever_is_killed(tmp_path_factory, data):
-    """Lines, seals, merges (the writer's own and the supervisor's), a second process that ships the same folder, and
-    successors, with faults at any requests: the mirror is a beginning of the files, holds all that a seal promised, and
-    in the end everything."""
-    root = tmp_path_factory.mktemp("stream")
+    """Lines, seals, a second process that ships the same folder, and successors, with faults at any requests: the
+    mirror is a prefix of the files, holds all that a seal promised, and in the end everything."""
+    root = tmp_path_factory.mktemp("files")
     fault = st.sampled_from(["refused", "lost", "killed before", "killed after"])
-    store = Objects(data.draw(st.dictionaries(st.integers(0, 120), fault, max_size=12)))
+    store, clock = Objects(data.draw(st.dictionaries(st.integers(0, 120), fault, max_size=12))), VirtualClock()
     local, promised = root / "a", {}
-    home, beside = home_at(local, store), home_at(local, store)
+    home, beside = home_at(local, store, clock), home_at(local, store, clock)
     log = home.open_log(RUN, "pod-0", 0)
-    tidier = Tidier(store, f"{HOME}/events", RUN, lambda: 0.0)
-    others = st.sampled_from(["nobody", "nobody", "tidier", "beside"])
     for turn in range(data.draw(st.integers(1, 40))):
         say(log, f"line {turn}")
+        clock.sleep(data.draw(st.sampled_from([0.2, 4.0])))
         try:
             if log.sync():
                 promised = files(local / "events")
-            merge_own(home.stream(RUN, "pod-0"), store)
-            other = data.draw(others) if turn else "nobody"
-            if other == "tidier":
-                tidier.tidy("pod-0")
-            elif other == "beside":
+            if turn and data.draw(st.booleans()):
                 with pytest.raises(BusyError):
-                    beside.stream(RUN, "pod-0").ship()
+                    beside.shipper(RUN, "pod-0").ship()
         except Killed:
             log.close()
-            home.stream(RUN, "pod-0").release()
+            home.shipper(RUN, "pod-0").release()
             if data.draw(st.booleans()):  # the pod's own process ships what its agent left
-                home, beside = beside, home_at(local, store)
+                home, beside = beside, home_at(local, store, clock)
             else:
-                home = home_at(local, store)
+                home = home_at(local, store, clock)
             log = home.open_log(RUN, "pod-0", data.draw(st.integers(0, 2)))
         except ConflictError:
             raise
@@ -362,7 +309,5 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path_factory, data):
     assert all(real[name].startswith(held) for name, held in seen.items())
     assert all(seen[name].startswith(held) for name, held in promised.items())
     assert log.sync()
-    merge_own(home.stream(RUN, "pod-0"), store)
     complete = {name: held for name, held in files(local / "events").items() if held}
     assert mirrored(store, root / "b") == mirrored(store, root / "c") == complete
-    assert len(store.names(HOME)) < 3 * 8

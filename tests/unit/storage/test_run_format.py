@@ -19,7 +19,7 @@ def test_a_run_of_this_format_is_found(made):
 
 def test_a_folder_of_0_1_0_is_refused_with_the_version_that_reads_it(made):
     (made.path / "format").unlink()
-    with pytest.raises(UsageError, match="format 1; this version reads format 3") as refused:
+    with pytest.raises(UsageError, match="format 1; this version reads format 4") as refused:
         run_registry.find("a-run")
     assert "muster 0.1.0" in str(refused.value.hint)
     with pytest.raises(UsageError, match="format 1"):
@@ -27,7 +27,16 @@ def test_a_folder_of_0_1_0_is_refused_with_the_version_that_reads_it(made):
 
 
 def test_a_folder_of_the_future_is_refused(made):
-    (made.path / "format").write_text("4\n")
-    with pytest.raises(UsageError, match="format 4") as refused:
+    (made.path / "format").write_text("5\n")
+    with pytest.raises(UsageError, match="format 5") as refused:
         run_registry.find(str(made.path))
     assert "newer" in str(refused.value.hint)
+
+
+def test_a_folder_of_0_2_0_is_read_unless_its_home_is_in_a_bucket(made):
+    (made.path / "format").write_text("3\n")
+    assert run_registry.find(str(made.path)) == made
+    (made.path / "home").write_text("gs://bucket/runs/a\n")
+    with pytest.raises(UsageError, match="format 3; this version reads format 4") as refused:
+        run_registry.find(str(made.path))
+    assert "muster 0.2.0" in str(refused.value.hint)

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from muster import backends
 from muster.backends.protocols import Launcher
-from muster.core.errors import MusterError
+from muster.core.errors import MusterError, UsageError
 from muster.core.event_log import Damage, EventReader
 from muster.core.typed_json import Unreadable, decode
 from muster.protocol.client import SupervisorStatus
 from muster.protocol.lease import HomeStatus
 from muster.storage.home import Home, What
-from muster.storage.home.segments import Gap
+from muster.storage.home.chunks import Damaged
 from muster.storage.run_registry import RunDir
 
 #: The supervisor writes its status twice in this time, in seconds: an older one is no news.
@@ -49,7 +49,7 @@ def fetch(home: Home, run: RunDir, what: What, on_damage: Callable[[Damage], Non
     try:
         home.mirror(run.path, what=what, on_damage=tell)
     except MusterError as error:
-        if type(error) in (MusterError, Gap):  # of a supervisor's stream; all others say that it is out of reach
+        if isinstance(error, (Damaged, UsageError)):  # all others say that the home is out of reach
             tell(str(error))
     except OSError as error:  # a full disk; an object whose name no file can have
         print(f"{run.run_id}: not all {what} can be kept in {run.path}: {error}", file=sys.stderr)

@@ -130,7 +130,7 @@ def plan(
             frontier=frontier,
             rejected=rejected,
             assumptions=(*assumptions(problem, here=here), *found.notes, *_of_place(loaded, work, chosen, environment)),
-            bucket=bucket.requests(chosen.num_nodes) if _in_bucket(spec) else None,
+            bucket=bucket.requests(chosen.num_nodes, chosen.option.offer.gpus_per_node) if _in_bucket(spec) else None,
             storage=tuple(_storage(spec, problem, chosen)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
             job=work.title,

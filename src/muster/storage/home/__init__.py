@@ -3,7 +3,7 @@
 On this machine and on shared disks the home is the run's folder itself (``FolderHome``). Where no folder is shared
 (pods with a bucket), every process has a local folder of its own that looks like a run's folder, and one line in it,
 the file ``home``, names the URI (``BucketHome``): what has to be seen by others is written there by conditional writes,
-and a thread ships event logs as sealed segments.
+and threads ship files there as series of objects (``chunks``).
 
 ``open_home(run_dir)`` is the one way in; nothing outside this package asks which of the two it is, except to say so.
 """
@@ -21,6 +21,7 @@ from muster.storage import uris
 from muster.storage.home.bucket import BucketHome
 from muster.storage.home.files import SUBMISSION_FILE
 from muster.storage.home.folder import FolderHome
+from muster.storage.run_registry import HOME_FILE
 from muster.storage.store import open_store
 
 __all__ = [
@@ -35,8 +36,6 @@ __all__ = [
     "open_home",
 ]
 
-#: File of a local run folder that names the URI of the run's home; absent: the folder is the home.
-HOME_FILE = "home"
 #: ``outputs``: what the run left behind beside checkpoints (``files.OUTPUTS``).
 What = Literal["events", "logs", "outputs"]
 #: Time in seconds that a call of ``Home.store`` takes at most in a bucket.
@@ -110,11 +109,12 @@ class Home(Protocol):
         """Bring to the run's folder ``into`` (its ``events/``, ``logs/``, ...) what the home holds beyond it; bytes
         that were new. 0 where it is the same.
 
-        ``on_damage``: told, in one line each, which streams could be brought in part only, instead of an error. Of what
-        a supervisor wrote it is told of damaged objects, and missing ones are an error.
+        ``on_damage``: called, with one line each, for files that could be brought in part only, instead of an error;
+        but damage of a supervisor's events is always an error.
 
         Raises:
-            MusterError: segments are missing or damaged, or a file here is not what the home holds; all else came.
+            Damaged: objects are missing or were changed, or a file here is not what the home holds; all else came.
+            MusterError: as the store.
         """
         ...
 
@@ -124,8 +124,8 @@ class Home(Protocol):
         *,
         on_damage: Callable[[str], None] | None = None,
     ) -> Mapping[str, str]:
-        """What the next line of every event file would cite, as far as it is sealed: file name -> SHA-256. Brings them
-        and raises as ``mirror``."""
+        """What the next line of every event file would cite, as far as it is in the home: file name -> SHA-256. Brings
+        them and raises as ``mirror``."""
         ...
 
     def fetch(self) -> bool:

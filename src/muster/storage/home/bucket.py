@@ -1,4 +1,4 @@
-"""A run whose home is in a bucket: conditional writes, sealed segments, and a local folder that looks like a run's."""
+"""A run whose home is in a bucket: conditional writes, and a local folder that looks like a run's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from muster.core.event_log.names import parts_pattern
 from muster.core.protocols import Clock, Store
 from muster.storage import uris
 from muster.storage.home import files
-from muster.storage.home.merging import end_streams
-from muster.storage.home.mirror import Mirror
-from muster.storage.home.stream import Stream, StreamSealer
+from muster.storage.home.chunks import Fence
+from muster.storage.home.mirror import THREADS, Mirror
+from muster.storage.home.shipper import Shipper
 from muster.storage.home.sync import BucketSync
 from muster.storage.run_registry import existing_id
 
@@ -32,7 +33,7 @@ _OUTPUT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@-]*\.log$")
 @dataclass
 class BucketHome:
     """See ``Home``. ``store`` is for the loops of processes: no call takes longer than about 2 s. ``bulk`` is for
-    threads that ship, read and merge."""
+    threads that ship and read."""
 
     local: Path
     uri: str
@@ -40,8 +41,8 @@ class BucketHome:
     bulk: Store
     now_s: Callable[[], float] = time.monotonic
     is_folder: bool = False
-    streams: dict[str, Stream] = field(default_factory=dict)
-    """Streams of event logs that this process writes."""
+    shippers: dict[str, Shipper] = field(default_factory=dict)
+    """Of event logs that this process writes, by the name of the writer in the home."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def uri_of(self, *parts: str) -> str:
@@ -49,34 +50,37 @@ class BucketHome:
 
     def open_log(self, run_id: str, writer: str, attempt: int, clock: Clock | None = None) -> EventLog:
         if writer == CLIENT:  # another machine may have written before this one, or since
-            if (before := self.streams.pop(CLIENT, None)) is not None:
+            if (before := self.shippers.pop(CLIENT, None)) is not None:
                 before.release()
             self._mirror("events", self.local, run_id, only=CLIENT, on_damage=_warn)
-        stream = self.stream(run_id, writer, attempt)
-        return EventLog(
-            run_id, self.local / "events", writer, attempt, clock or SystemClock(), sealer=StreamSealer(stream)
-        )
+        sealer = self.shipper(run_id, writer, attempt)
+        return EventLog(run_id, self.local / "events", writer, attempt, clock or SystemClock(), sealer=sealer)
 
-    def stream(self, run_id: str, writer: str, attempt: int = 0) -> Stream:
-        """The stream of this writer's event files. All attempts of a host share one; each supervisor has its own."""
+    def shipper(self, run_id: str, writer: str, attempt: int = 0) -> Shipper:
+        """Of this writer's event files. All attempts of a host share one; each supervisor has its own."""
         one = writer == SUPERVISOR
         name = f"{writer}.{attempt}" if one else writer
         files_of = parts_pattern(writer, attempt if one else None)
         with self._lock:
-            if name not in self.streams:
+            if name not in self.shippers:
                 uri, folder = self.uri_of("events", name), self.local / "events"
-                self.streams[name] = Stream(self.bulk, uri, run_id, folder, files_of, now_s=self.now_s)
-            return self.streams[name]
+                shared = writer == CLIENT
+                self.shippers[name] = Shipper(self.bulk, uri, run_id, folder, files_of, self.now_s, is_shared=shared)
+            return self.shippers[name]
 
-    def output(self, run_id: str, name: str) -> Stream:
-        """The stream of what the programs of this machine print."""
-        uri, folder = self.uri_of("logs", name), self.local / "logs"
-        return Stream(self.bulk, uri, run_id, folder, _OUTPUT, chained=False, now_s=self.now_s)
+    def output(self, name: str) -> Shipper:
+        """Of what the programs of this machine print."""
+        return Shipper(self.bulk, self.uri_of("logs", name), None, self.local / "logs", _OUTPUT, now_s=self.now_s)
 
     def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
         marker = self.uri_of("ended", writer)
-        others = [f"{writer}.{number}" for number in range(self._ended_up_to(marker) + 1, attempt)]
-        end_streams(self.bulk, self.uri_of("events"), others, run_id=run_id, by=f"{writer}.{attempt}")
+        fence = Fence(self.bulk)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="ending") as pool:
+            for one in [
+                pool.submit(fence.end_log, self.uri_of("events", f"{writer}.{number}"), writer, number)
+                for number in range(self._ended_up_to(marker) + 1, attempt)
+            ]:
+                one.result()
         with contextlib.suppress(MusterError, OSError):  # it spares the next one requests, no more
             self.bulk.put(marker, b"%d\n" % (attempt - 1))
 
@@ -107,7 +111,7 @@ class BucketHome:
         only: str | None = None,
         on_damage: Callable[[str], None] | None = None,
     ) -> int:
-        own = self.streams if what == "events" and into == self.local else ()
+        own = self.shippers if what == "events" and into == self.local else ()
         mirror = Mirror(
             self.bulk, self.uri_of(what), run_id, into / what, what, own=tuple(own), only=only, on_damage=on_damage
         )

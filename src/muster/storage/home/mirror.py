@@ -1,4 +1,4 @@
-"""The reading end: what the home holds, as the files that they were cut from."""
+"""The reading end: files of a run's home in a bucket, copied to a folder."""
 
 from __future__ import annotations
 
@@ -7,56 +7,62 @@ import fcntl
 import json
 import os
 import re
-import tempfile
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from io import RawIOBase
 from pathlib import Path
 
 from muster.core import event_log
-from muster.core.errors import BusyError, MusterError
+from muster.core.errors import UsageError
+from muster.core.event_log.names import LogName
 from muster.core.protocols import Store
 from muster.storage import uris
-from muster.storage.home.segments import Damaged, Gap, Part, Segment, Span, cover, is_whole
+from muster.storage.home.chunks import RESTORE, Damaged, chain, chained, gap, offsets_in, uri_of
+from muster.storage.home.files import replace_bytes
 
-#: Reads at once; so many objects of at most 8 MiB are in memory.
+#: Reads at once; so many objects of a MiB or two are in memory.
 THREADS = 16
-#: Lists at most: each follows a merge that removed what was about to be read.
-ROUNDS = 8
-#: What the streams of supervisors begin with.
+#: Lists of a file at most, before objects count as missing: a list that comes in pages is not one moment's.
+LISTS = 3
+#: What the writers' names of supervisors begin with.
 SUPERVISORS = "supervisor."
 #: Of a file's name, at most.
 NAME_BYTES = 255
-_FILE = {
-    "events": re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*\.\d+\.jsonl$"),
-    "logs": re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@-]*\.log$"),
-}
+#: Longer than any line.
+_LINE_BYTES = 1 << 20
+_OUTPUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*\.log")
+_FORMAT_1 = re.compile(r"(?:0-\d{10}|\d{1,2}-\d{10}-\d{10})")
+LOCK, OWNERS = ".mirror.lock", ".owners.json"
 
 
-class _Again(Exception):
-    """What was listed is not there any more."""
+@dataclass
+class _File:
+    """A file of the home, and what is here of it."""
 
-
-class _Anew(Exception):
-    """A file here is not what was brought: its stream is read from the beginning."""
+    writer: str
+    uri: str
+    path: Path
+    objects: dict[int, int]
+    size: int = 0
+    """Bytes that are here."""
+    head: str = ""
+    """Of an event file: what its next line has to cite."""
+    is_here: bool = True
+    """These bytes were here before."""
 
 
 @dataclass
 class Mirror:
-    """Appends to the files of ``directory`` what the streams below ``uri`` hold beyond them.
+    """Appends to the files of ``directory`` what the home holds of them below ``uri``, and they lack.
 
-    Incremental: ``directory/.mirror.json`` says how far each stream was read, so that an object is read once. Streams
-    in ``own`` are left alone: their files are written here. An event file that was damaged here is kept as
-    ``NAME.damaged`` and brought anew; what was cut short is made whole. An object that was damaged in the home is left
-    out: in its place stands one line of as many bytes that is no event, and what follows it comes. ``only``: no other
-    stream than this one. ``on_damage``: told of damage instead of an error; of supervisors' events only of objects
-    that were left out.
+    What is here of a file is all that is known of it: its size says what is new. Files of the writers in ``own`` are
+    left alone: they are written here. ``only``: no other writer than this one. ``on_damage``: called with damage, one
+    line each, instead of an error; but damage of supervisors' events is an error, for a run's state is what they say.
 
     Raises:
-        MusterError: segments are missing or damaged, or a file here is not what the home holds. Everything else was
-            brought.
+        Damaged: objects are missing or do not continue what is here. Every other file was brought.
+        UsageError: the run was written by an earlier version.
     """
 
     store: Store
@@ -67,250 +73,172 @@ class Mirror:
     own: Collection[str] = ()
     only: str | None = None
     on_damage: Callable[[str], None] | None = None
-    _heads: dict[str, str] = field(default_factory=dict)
-    _anew: set[str] = field(default_factory=set)
+    _problems: dict[str, Damaged] = field(default_factory=dict)
+    """URI of a file -> what is wrong with it."""
+    _broken: set[str] = field(default_factory=set)
+    """Those that cannot be read on."""
 
     def run(self) -> int:
         """Bytes that were new."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self.directory / LOCK, "ab") as lock:  # another command may be bringing the same bytes
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return self._run()
-
-    def _run(self) -> int:
-        state = self._state()
-        self._look_again(state)
-        total = 0
-        problems: dict[str, MusterError] = {}
-        for _ in range(ROUNDS):
-            problems.clear()
-            todo = self._todo(state.next_number, problems)
-            again = False
-            for stream, span, result in self._fetched(todo):
-                if stream in problems:
-                    continue
-                try:
-                    total += self._apply(stream, result(), state)
-                    state.next_number[stream] = max(state.next_number.get(stream, 0), span.last + 1)
-                except _Again:
-                    again = True
-                    problems[stream] = BusyError(f"{uris.join(self.uri, stream, span.name)} was merged meanwhile")
-                except _Anew as error:
-                    again = True
-                    state.forget(stream)
-                    problems[stream] = BusyError(str(error))
-                except Damaged as error:
-                    state.damage[f"{stream}/{span.name}"] = str(error)
-                    state.next_number[stream] = max(state.next_number.get(stream, 0), span.last + 1)
-                except MusterError as error:
-                    problems[stream] = error
-            if todo:
-                self._save(state)
-            if not again and not any(isinstance(problem, Gap) for problem in problems.values()):
-                break
-        serious = [self._told(stream, problem) for stream, problem in problems.items()]
-        serious += [self._left_out(stream, text) for stream, text in state.damaged() if self._is_wanted(stream)]
-        for found in serious:
-            if found is not None:
-                raise found
+            total = 0
+            for file, uri, found in self._fetched(self._files()):
+                if file.uri not in self._broken:
+                    try:
+                        total += self._append(file, uri, found.result())
+                    except Damaged as damage:
+                        self._problems[file.uri] = damage
+                        self._broken.add(file.uri)
+        for uri, problem in self._problems.items():
+            text = f"{self.what} of {uri[len(self.uri) + 1 :].partition('/')[0]}: {problem}"
+            decides = self.what == "events" and uri.startswith(f"{self.uri}/{SUPERVISORS}")
+            if self.on_damage is None or decides:
+                raise Damaged(text, hint=problem.hint)
+            self.on_damage(f"{text} ({problem.hint})" if problem.hint else text)
         return total
 
-    def _look_again(self, state: _State) -> None:
-        """Read streams anew of which an object was damaged, and is not any more: brought back, or merged."""
-        for key in list(state.damage):
-            stream, _, name = key.partition("/")
-            span = Span.of(name)
-            if span is None or not self._is_wanted(stream):
-                continue
-            with contextlib.suppress(Damaged):
-                with contextlib.suppress(_Again):
-                    self._get(stream, span)
-                state.forget(stream)
+    # ------------------------------------------------------------ what there is
 
-    def _is_wanted(self, stream: str) -> bool:
-        return stream not in self.own and self.only in (None, stream)
-
-    def _left_out(self, stream: str, problem: str) -> MusterError | None:
-        text = f"{self.what} of {stream}: {problem}: what it held is left out"
-        if self.on_damage is None:
-            return Damaged(text, hint="everything else was brought")
-        self.on_damage(text)
-        return None
-
-    def _told(self, stream: str, problem: MusterError) -> MusterError | None:
-        """None once it was reported: damage stays, and nobody is to be stopped by one host's; all else may pass."""
-        text = f"{self.what} of {stream}: {problem}"
-        decides = self.what == "events" and stream.startswith(SUPERVISORS)  # a run's state is what these events say
-        if self.on_damage is None or type(problem) not in (MusterError, Gap) or decides:
-            return type(problem)(text, hint=problem.hint)
-        self.on_damage(text)
-        return None
-
-    def _todo(self, after: Mapping[str, int], problems: dict[str, MusterError]) -> list[tuple[str, Span]]:
-        """Objects that hold something new, stream by stream, in order."""
-        result: list[tuple[str, Span]] = []
-        for stream, spans in streams(self.store, self.uri, only=self.only).items():
-            if stream in self.own:
-                continue
-            try:
-                result += [(stream, span) for span in cover(spans) if span.last >= after.get(stream, 0)]
-            except Gap as gap:
-                problems[stream] = gap
+    def _files(self) -> list[_File]:
+        """Those that the home holds more of than is here."""
+        listed = self.store.list(uris.join(self.uri, self.only) if self.only else self.uri)
+        named: dict[tuple[str, str], None] = {}
+        for uri in listed:
+            writer, _, inside = uri[len(self.uri) + 1 :].partition("/")
+            name, _, offset = inside.partition("/")
+            if _FORMAT_1.fullmatch(name):
+                raise UsageError(
+                    f"{uri} was written by muster 0.2.0 or earlier, whose homes this version does not read",
+                    hint="use the version that wrote it: `muster --version` in the run's image",
+                )
+            if not self._is_name(writer, name) or not offset:
+                self._problems[uri] = Damaged(f"{uri} is no part of a file of {self.what}", hint="remove it")
+            elif writer not in self.own:
+                named[writer, name] = None
+        owners = _Owners(self.directory / OWNERS) if self.what == "logs" else None
+        result = []
+        for writer, name in named:
+            path = self.directory / (owners.name_for(writer, name) if owners is not None else name)
+            uri = uris.join(self.uri, writer, name)
+            file = _File(writer, uri, path, offsets_in(listed, uri))
+            if self._is_new(file):
+                result.append(file)
         return result
 
-    def _fetched(self, todo: Sequence[tuple[str, Span]]) -> Iterator[tuple[str, Span, Callable[[], Segment]]]:
-        """In the order of ``todo``, at most ``THREADS`` ahead of who takes them."""
-        waiting: deque[tuple[str, Span, Future[Segment]]] = deque()
+    def _is_name(self, writer: str, name: str) -> bool:
+        """Whether ``writer`` may have a file of this name."""
+        longest = f"{name}@{writer}"
+        if self.what != "events":
+            return bool(_OUTPUT.fullmatch(name)) and writer.isprintable() and len(longest.encode()) <= NAME_BYTES
+        named = LogName.of(name)
+        if named is None or len(longest.encode()) > NAME_BYTES:
+            return False
+        return writer == (f"{SUPERVISORS}{named.attempt}" if named.writer == "supervisor" else named.writer)
+
+    def _is_new(self, file: _File) -> bool:
+        """Whether the home holds more of it than is here; the file knows then how much is here."""
+        missing = gap(file.objects, file.uri)
+        for _ in range(LISTS - 1 if missing is not None else 0):
+            file.objects = offsets_in(self.store.list(file.uri), file.uri)
+            if (missing := gap(file.objects, file.uri)) is None:
+                break
+        if missing is not None:
+            self._problems[file.uri] = missing
+        end = chain(file.objects)[1]
+        with contextlib.suppress(FileNotFoundError):
+            file.size = file.path.stat().st_size
+        if end <= file.size:
+            return False
+        if self.what == "events":
+            file.size, file.head = _whole_lines(file.path, file.size, self.run_id)
+        file.is_here = file.size > 0
+        return True
+
+    def _fetched(self, files: list[_File]) -> Iterator[tuple[_File, str, Future[bytes]]]:
+        """(file, URI of the object, what is new in it), each file's in their order; the first ones of all files come
+        first. At most ``THREADS`` are read ahead of the caller."""
+        reads = [list(_reads(file)) for file in files]
+        ordered = [*(read[0] for read in reads), *(one for read in reads for one in read[1:])]
+        waiting: deque[tuple[_File, str, Future[bytes]]] = deque()
         with ThreadPoolExecutor(THREADS, thread_name_prefix="mirror") as pool:
-            for stream, span in todo:
-                waiting.append((stream, span, pool.submit(self._get, stream, span)))
-                if len(waiting) >= THREADS:
-                    stream, span, future = waiting.popleft()
-                    yield stream, span, future.result
-            while waiting:
-                stream, span, future = waiting.popleft()
-                yield stream, span, future.result
-
-    def _get(self, stream: str, span: Span) -> Segment:
-        uri = uris.join(self.uri, stream, span.name)
-        try:
-            try:
-                return Segment.decode(self.store.get(uri).data, uri, run_id=self.run_id)
-            except Damaged:  # perhaps on its way only
-                return Segment.decode(self.store.get(uri).data, uri, run_id=self.run_id)
-        except FileNotFoundError as error:
-            raise _Again from error
-
-    def _apply(self, stream: str, segment: Segment, state: _State) -> int:
-        new = 0
-        for part, data in segment.stretches():
-            longest = f"{part.name}@{stream}"
-            if not (_FILE[self.what].match(part.name) and stream.isprintable() and len(longest.encode()) <= NAME_BYTES):
-                raise MusterError(f"{part.name!r} is no name of a file of {self.what}")
-            name = state.file_of(stream, part.name)
-            new += self._append(name, part, data, lossy=any(found == stream for found, _ in state.damaged()))
-            state.sizes[name] = max(state.sizes.get(name, 0), part.end)
-        return new
-
-    def _append(self, name: str, part: Part, data: bytes, *, lossy: bool) -> int:
-        """``lossy``: an object before this one was left out."""
-        path = self.directory / name
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "a+b", buffering=0) as file:
-            have = os.fstat(fd).st_size
-            if have < part.start and lossy:
-                _write(file, _filler(part.start - have))
-                have, self._heads[name] = part.start, part.prev
-            if have < part.start:
-                self._bring_anew(path, aside=False)
-                raise MusterError(f"{path} lacks bytes {have} to {part.start}", hint="remove it: it is brought again")
-            overlap, rest = data[: have - part.start], data[have - part.start :]
-            chained = self.what == "events"
-            # What is damaged in the home may be whole here.
-            if (os.pread(fd, len(overlap), part.start) != overlap and not (chained and not is_whole(part, data))) or (
-                chained and not overlap and self._head(name) != part.prev
-            ):
-                self._bring_anew(path, aside=chained)
-                raise MusterError(f"{path} is not what the home holds", hint="move it aside: it is brought again")
-            if not rest:
-                return 0
-            _write(file, rest)
-            self._heads[name] = part.head
-            return part.end - have
-
-    def _bring_anew(self, path: Path, *, aside: bool) -> None:
-        """``aside``: what is here is kept under another name. Raises _Anew, once for each file."""
-        self._heads.pop(path.name, None)
-        if path.name in self._anew:
-            return
-        self._anew.add(path.name)
-        if aside:
-            os.replace(path, path.with_name(f"{path.name}.damaged"))
-        raise _Anew(f"{path} was damaged")
-
-    def _head(self, name: str) -> str:
-        if name not in self._heads:
-            self._heads[name] = event_log.head(self.directory / name, run_id=self.run_id)
-        return self._heads[name]
-
-    def _state(self) -> _State:
-        state = _State()
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            held = json.loads((self.directory / STATE).read_text())
-            if held["uri"] == self.uri:
-                state = _State(*(dict(held[key]) for key in ("next", "owners", "sizes", "damage")))
-        for name, stream in state.owners.items():
-            with contextlib.suppress(FileNotFoundError):
-                if (self.directory / name).stat().st_size >= state.sizes.get(name, 0):
+            for file, uri, start, size in ordered:
+                if file.uri in self._broken:
                     continue
-            state.forget(stream)  # a file was removed or cut short here: read its stream again
-        return state
+                waiting.append((file, uri, pool.submit(self._get, uri, start, size)))
+                if len(waiting) >= THREADS:
+                    yield waiting.popleft()
+            while waiting:
+                yield waiting.popleft()
 
-    def _save(self, state: _State) -> None:
-        held = {
-            "uri": self.uri,
-            "next": state.next_number,
-            "owners": state.owners,
-            "sizes": state.sizes,
-            "damage": state.damage,
-        }
-        with tempfile.NamedTemporaryFile("w", dir=self.directory, prefix=".mirror-", delete=False) as file:
-            json.dump(held, file)
-        os.replace(file.name, self.directory / STATE)
+    def _get(self, uri: str, start: int, size: int | None) -> bytes:
+        try:
+            data = self.store.get(uri, start=start).data
+        except FileNotFoundError as error:
+            raise Damaged(f"{uri} was removed while it was read", hint=RESTORE) from error
+        if size is not None and len(data) < size:
+            raise Damaged(f"{uri} has lost its end", hint=RESTORE)
+        return data[:size]
 
+    # ------------------------------------------------------------ what is written here
 
-STATE, LOCK = ".mirror.json", ".mirror.lock"
-
-
-@dataclass
-class _State:
-    next_number: dict[str, int] = field(default_factory=dict)
-    """Of each stream: the first segment that was not read yet."""
-    owners: dict[str, str] = field(default_factory=dict)
-    """Of each file here: the stream that it comes from."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Of each file here: how much of it was brought."""
-    damage: dict[str, str] = field(default_factory=dict)
-    """Of each object that was left out (STREAM/NAME): what is wrong with it."""
-
-    def damaged(self) -> list[tuple[str, str]]:
-        """Stream, and what is wrong with an object of it."""
-        return [(key.partition("/")[0], text) for key, text in self.damage.items()]
-
-    def forget(self, stream: str) -> None:
-        """Read it from its beginning."""
-        self.next_number.pop(stream, None)
-        self.damage = {key: text for key, text in self.damage.items() if not key.startswith(f"{stream}/")}
-
-    def file_of(self, stream: str, name: str) -> str:
-        """Two hosts may have a file of one name (output): the second one's gets its stream's name as well."""
-        if self.owners.setdefault(name, stream) == stream:
-            return name
-        stem, dot, suffix = name.rpartition(".")
-        other = f"{stem}@{stream}{dot}{suffix}"
-        self.owners[other] = stream
-        return other
+    def _append(self, file: _File, uri: str, data: bytes) -> int:
+        """Bytes that were added: whole lines that continue the chain, or output as it is. Raises Damaged."""
+        good, head = len(data), ""
+        if self.what == "events":
+            good, head = chained(data[: data.rfind(b"\n") + 1], file.head)
+        fd = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb", buffering=0) as here:
+            here.truncate(file.size)  # what follows the last whole line was torn
+            here.seek(file.size)
+            rest = data[:good]
+            while rest:
+                rest = rest[here.write(rest) or 0 :]
+        at, was_here = file.size, file.is_here
+        file.size, file.head, file.is_here = file.size + good, head, False
+        if good < len(data):
+            if was_here and not good:
+                raise Damaged(
+                    f"{file.path} is not what {uri} continues", hint=f"remove {file.path}: it is brought again"
+                )
+            raise Damaged(f"{uri} was changed: no line of this file is at its byte {at + good}", hint=RESTORE)
+        return good
 
 
-def _write(file: RawIOBase, data: bytes) -> None:
-    while data:
-        data = data[file.write(data) or 0 :]
+def _reads(file: _File) -> Iterator[tuple[_File, str, int, int | None]]:
+    """What is to be read of each object: from which byte, and how many; None: all that there is by then."""
+    offsets, end = chain(file.objects)
+    for offset in offsets:
+        stop = offset + file.objects[offset]
+        if stop > file.size:
+            start = max(file.size, offset)
+            yield file, uri_of(file.uri, offset), start - offset, stop - start if stop < end else None
 
 
-def _filler(size: int) -> bytes:
-    """One line in the place of bytes that are lost: no event."""
-    return (
-        f"{size} bytes are lost here: their object in the run's home is damaged".encode()[: size - 1].ljust(size - 1)
-        + b"\n"
-    )
+def _whole_lines(path: Path, size: int, run_id: str) -> tuple[int, str]:
+    """How many bytes of an event file are whole lines, and what the next one has to cite."""
+    if size == 0:
+        return 0, event_log.genesis(run_id, path.name)
+    with open(path, "rb") as file:
+        file.seek(max(0, size - _LINE_BYTES))
+        torn = len(file.read().rpartition(b"\n")[2])
+    return size - torn, event_log.head(path, run_id=run_id)
 
 
-def streams(store: Store, uri: str, *, only: str | None = None) -> dict[str, list[Span]]:
-    """Stream -> its objects, below ``uri``."""
-    result: dict[str, list[Span]] = {}
-    for found in store.list(uris.join(uri, only) if only else uri):
-        stream, _, name = found[len(uri.rstrip("/")) + 1 :].rpartition("/")
-        span = Span.of(name)
-        if span is not None and stream and "/" not in stream:
-            result.setdefault(stream, []).append(span)
-    return result
+class _Owners:
+    """Which writer each file of output in a folder is of: two hosts may have one of the same name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._writers = path, dict[str, str]()
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self._writers = dict(json.loads(path.read_text()))
+
+    def name_for(self, writer: str, name: str) -> str:
+        """The name here of a writer's file: its own, or with the writer's where another one had it first."""
+        if self._writers.get(name, writer) != writer:
+            name = f"{name.removesuffix('.log')}@{writer}.log"
+        if name not in self._writers:
+            self._writers[name] = writer
+            replace_bytes(self._path, json.dumps(self._writers).encode())
+        return name

@@ -17,8 +17,7 @@ from muster.core.errors import ConflictError, MusterError
 from muster.core.event_log.cadence import LEASE_COPY_LONELY_S, LEASE_COPY_S, LOGS_S, MIRROR_S, SEAL_S
 from muster.core.protocols import Store
 from muster.storage.home.files import QUIET_S, Outputs, replace_bytes
-from muster.storage.home.merging import Tidier, merge_own
-from muster.storage.home.stream import Stream
+from muster.storage.home.shipper import Shipper
 from muster.storage.store.patient import start_thread
 
 #: How often files are looked at, in seconds.
@@ -33,21 +32,21 @@ class _Home(Protocol):
 
     local: Path
     bulk: Store
-    streams: dict[str, Stream]
+    shippers: dict[str, Shipper]
 
     def uri_of(self, *parts: str) -> str: ...
 
-    def stream(self, run_id: str, writer: str, attempt: int = 0) -> Stream: ...
+    def shipper(self, run_id: str, writer: str, attempt: int = 0) -> Shipper: ...
 
-    def output(self, run_id: str, name: str) -> Stream: ...
+    def output(self, name: str) -> Shipper: ...
 
     def mirror(self, into: Path, *, what: str = "events", on_damage: Callable[[str], None] | None = None) -> int: ...
 
 
 @dataclass
 class BucketSync:
-    """See ``HomeSync``. One thread seals events and copies the lease; another one, which may wait for large objects,
-    ships output, merges and brings files. Each goes on after any error, and ``trouble`` says which."""
+    """See ``HomeSync``. One thread ships events and copies the lease; another one, which may wait for large objects,
+    ships output and brings files. Each goes on after any error, and ``trouble`` says which."""
 
     home: _Home
     writer: str
@@ -67,15 +66,11 @@ class BucketSync:
     def __post_init__(self) -> None:
         supervises = self.writer == SUPERVISOR
         if not supervises:
-            self.home.stream(self.run_id, self.writer)
-        # Supervisors stand by in pods of their own: output is the pod's, whatever its terms.
-        self.output = self.home.output(
-            self.run_id, f"{SUPERVISOR}.{socket.gethostname()}" if supervises else self.writer
-        )
+            self.home.shipper(self.run_id, self.writer)
+        # Supervisors stand by in pods of their own: output is the pod's, of all its terms.
+        self.output = self.home.output(f"{SUPERVISOR}.{socket.gethostname()}" if supervises else self.writer)
         self.outputs = Outputs(self.home.bulk, self.home.uri_of(), self.home.local)
-        folders = [self.home.uri_of("events"), self.home.uri_of("logs")] if supervises else []
         self._next_s["mirror"] = self.now_s() + MIRROR_S
-        self.tidiers = [Tidier(self.home.bulk, folder, self.run_id, self.now_s) for folder in folders]
 
     def start(self) -> None:
         for name, step in (("events", self.seal_events), ("files", self.ship_files)):
@@ -89,12 +84,11 @@ class BucketSync:
 
     @property
     def trouble(self) -> str | None:
-        deposed = [stream.deposed for stream in self._streams() if stream.deposed]
-        return next(iter(deposed), None) or self._passing_trouble()
+        return next((shipper.refused for shipper in self._shippers() if shipper.refused), self._passing_trouble())
 
     def _passing_trouble(self) -> str | None:
         """That may be none at the next try."""
-        words = [stream.trouble for stream in self._streams() if not stream.deposed]
+        words = [shipper.trouble for shipper in self._shippers() if not shipper.refused]
         return next((text for text in [*words, *list(self._failed.values())] if text), None)
 
     def stop(self, timeout_s: float) -> bool:
@@ -105,15 +99,15 @@ class BucketSync:
             ended.wait(max(0.0, self._until_s - time.monotonic()))
         if not all(ended.is_set() for ended in self._ended):
             return False
-        for stream in self._streams():
-            stream.look()
-            stream.release()
-        return self.trouble is None and all(stream.waiting_since_s is None for stream in self._events())
+        for shipper in self._shippers():
+            shipper.look()
+            shipper.release()
+        return self.trouble is None and all(shipper.waiting_since_s is None for shipper in self._events())
 
-    def _events(self) -> Sequence[Stream]:
-        return list(self.home.streams.values())
+    def _events(self) -> Sequence[Shipper]:
+        return list(self.home.shippers.values())
 
-    def _streams(self) -> Sequence[Stream]:
+    def _shippers(self) -> Sequence[Shipper]:
         return [*self._events(), self.output]
 
     def _run(self, name: str, step: Callable[[], None], ended: threading.Event) -> None:
@@ -135,20 +129,18 @@ class BucketSync:
     # ------------------------------------------------------------ events, lease
 
     def seal_events(self) -> None:
-        """What is due now of sealing events and copying the lease."""
-        for stream in self._events():
-            stream.look()
-            self._ship(stream, SEAL_S - LOOK_S)
+        """What is due now of shipping events and copying the lease."""
+        for shipper in self._events():
+            shipper.look()
+            self._ship(shipper, SEAL_S - LOOK_S)
         if self.writer != SUPERVISOR:
             self._every("lease", LEASE_COPY_LONELY_S if self._lonely else LEASE_COPY_S, self._copy_lease)
 
-    def _ship(self, stream: Stream, age_s: float) -> None:
+    def _ship(self, shipper: Shipper, age_s: float) -> None:
         """Ship what waits longer than ``age_s``, or at all once this process ends."""
-        since_s = stream.waiting_since_s
-        if stream.deposed or since_s is None:
-            return
-        if self._stopping.is_set() or self.now_s() - since_s >= age_s:
-            self._guarded(stream.uri, stream.ship)
+        since_s = shipper.waiting_since_s
+        if since_s is not None and (self._stopping.is_set() or self.now_s() - since_s >= age_s):
+            self._guarded(shipper.uri, shipper.ship)
 
     def _copy_lease(self) -> None:
         try:
@@ -159,32 +151,24 @@ class BucketSync:
             replace_bytes(self.home.local / LEASE, data)
             self._lease = data
 
-    # ------------------------------------------------------------ output, merges, files
+    # ------------------------------------------------------------ output, files
 
     def ship_files(self) -> None:
-        """What is due now of shipping output, merging and bringing files."""
+        """What is due now of shipping output and bringing files."""
         self.output.look()
         self._ship(self.output, LOGS_S - LOOK_S)
         if self._stopping.is_set():
             self._guarded("outputs", lambda: self.outputs.send(all_of_them=True))
             return
         self._every("outputs", QUIET_S, self.outputs.send)
-        for stream in self._streams():
-            if not stream.deposed:
-                self._guarded(f"merging {stream.uri}", partial(self._merge, stream))
         if self.writer == SUPERVISOR:  # so that little is left at the end, for its last word on every chain
             self._every("mirror", MIRROR_S, lambda: self.home.mirror(self.home.local, on_damage=self._say_once))
-        for tidier in self.tidiers:
-            self._guarded(f"merging below {tidier.uri}", tidier.tend)
 
     def _say_once(self, damage: str) -> None:
         """It stays, and is no reason to wait for anything."""
         if damage not in self._said:
             self._said.add(damage)
             print(damage, file=sys.stderr)
-
-    def _merge(self, stream: Stream) -> None:
-        merge_own(stream, self.home.bulk, going_on=lambda: not self._stopping.is_set())
 
     # ------------------------------------------------------------ helpers
 
@@ -201,7 +185,7 @@ class BucketSync:
         try:
             work()
         except ConflictError:
-            pass  # the stream says so
+            pass  # the shipper says so
         except (MusterError, OSError) as error:
             self._failed[name] = str(error)
             self._next_s[f"after {name}"] = self.now_s() + RETRY_S

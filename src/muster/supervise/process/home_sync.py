@@ -115,8 +115,8 @@ class SupervisorHome:
         except ConflictError:
             return False
         finally:
-            for stream in home.streams.values() if isinstance(home, BucketHome) else ():
-                stream.release()
+            for shipper in home.shippers.values() if isinstance(home, BucketHome) else ():
+                shipper.release()
         return True
 
     def _terms_here(self) -> list[int]:

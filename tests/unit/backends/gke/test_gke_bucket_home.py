@@ -120,7 +120,7 @@ def test_the_beginning_is_in_the_bucket_before_anything_can_act_on_it(launcher, 
     monkeypatch.setattr(google.kubernetes, "handle", handle)
     monkeypatch.setattr(bucket, "put_if_absent", put_if_absent)
     found = submit_app.submit(Loaded(spec=SPEC, text="name: llama\n", source="run.yaml"))
-    assert order == ["run_id", "events/client/0-0000000000", "jobset"]
+    assert order == ["run_id", "events/client/client.0.jsonl/000000000000", "jobset"]
     assert (found.run.path / HOME_FILE).read_text() == f"gs://example-bucket/muster-runs/{found.run.run_id}\n"
     (segment,) = bucket.list(f"gs://example-bucket/muster-runs/{found.run.run_id}/events")
     assert b"run.submitted" in bucket.get(segment).data
@@ -308,7 +308,7 @@ def test_events_come_from_the_home_and_no_pod_is_asked(launcher, google, run, ho
 def test_output_comes_from_the_home_and_what_pods_write_themselves_from_them(launcher, google, run, home, bucket):
     (home.local / "logs").mkdir()
     (home.local / "logs" / "rank-3.a1.log").write_text("eins ä\n")
-    home.output(run.run_id, "host-1-abcde").ship()
+    home.output("host-1-abcde").ship()
     pod(google, run, "host", 1)
     google.logs[f"{PODS}/run-host-1/log"] = "agent up\nrank-3.a1 | eins ä\n"
     handle = launcher.find(run.run_id)
@@ -317,7 +317,7 @@ def test_output_comes_from_the_home_and_what_pods_write_themselves_from_them(lau
     after = {name: one.next_offset for name, one in told.items()}
     assert list(launcher.logs(handle, after=after)) == []
     (home.local / "logs" / "rank-3.a1.log").write_text("eins ä\nzwei\n")
-    home.output(run.run_id, "host-1-abcde").ship()
+    home.output("host-1-abcde").ship()
     assert [one.text for one in launcher.logs(handle, after=after)] == ["zwei\n"]
     google.store.clear()
     assert [one.text for one in launcher.logs(handle)] == ["eins ä\nzwei\n"], "the pods and the cluster are gone"

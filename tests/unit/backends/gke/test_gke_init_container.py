@@ -53,7 +53,7 @@ def test_a_folder_of_another_format_is_left_alone(placed):
     run, again = placed
     again()
     (run / "format").unlink()
-    with pytest.raises(UsageError, match="format 1; this version reads format 3"):
+    with pytest.raises(UsageError, match="format 1; this version reads format 4"):
         again()
     assert not (run / "format").exists()
 

@@ -137,8 +137,8 @@ class ChunkWriter:
     _written_s: float = float("-inf")
     _pending: Literal["rewrite", "create"] | None = None
     """The request that was not answered."""
-    _gap: tuple[float, Damaged] | None = None
-    """Until when objects count as missing without another list."""
+    _gap: tuple[float, str] | None = None
+    """Until when objects count as missing without another list, and which."""
 
     def write(self, listed: Mapping[str, int] | None = None) -> None:
         """Upload what waits. ``listed``: what the first call begins with; it may be old, or know nothing of the file.
@@ -151,7 +151,7 @@ class ChunkWriter:
         if self.refused is not None:
             raise ConflictError(self.refused)
         if self._gap is not None and self.now_s() < self._gap[0]:
-            raise self._gap[1]
+            raise Damaged(self._gap[1], hint=RESTORE)
         tries = 0
         while not self.is_left:
             if not self._is_known:
@@ -170,7 +170,7 @@ class ChunkWriter:
     def _learn(self, listed: Mapping[str, int]) -> None:
         objects = offsets_in(listed, self.uri)
         if (missing := gap(objects, self.uri)) is not None:
-            self._gap = (self.now_s() + GAP_S, missing)
+            self._gap = (self.now_s() + GAP_S, str(missing))
             raise missing
         offsets, end = chain(objects)
         start = offsets[-1] if offsets else 0

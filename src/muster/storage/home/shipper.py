@@ -109,7 +109,7 @@ class Shipper:
     def _ship(self) -> None:
         if self._claim is None:
             self._take_claim()
-        problem: MusterError | None = None
+        problems: list[MusterError] = []
         for name, size in self._sizes():
             file = self._files[name] if name in self._files else self._new_file(name, size)
             file.seen = size
@@ -118,9 +118,10 @@ class Shipper:
             try:
                 file.write(self._listed)
             except (ConflictError, Damaged) as error:
-                problem = problem if isinstance(problem, ConflictError) else error
-        if problem is not None:
-            raise problem
+                problems.append(error)
+        if problems:
+            problems.sort(key=lambda problem: not isinstance(problem, ConflictError))
+            raise problems.pop(0)  # this frame keeps no error whose traceback keeps this frame, and the claim with it
 
     def _take_claim(self) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

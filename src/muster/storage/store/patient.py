@@ -133,7 +133,10 @@ def in_time(call: Callable[[], _T], timeout_s: float, what: str) -> _T:
     if not done.wait(timeout_s):
         raise BusyError(f"{what}: no answer within {timeout_s:.1f} s")
     if answer.error is not None:
-        raise answer.error
+        try:
+            raise answer.error
+        finally:
+            answer.error = None  # else it and this frame refer to each other, and what its frames hold stays open
     return answer.value  # type: ignore[return-value]
 
 

@@ -22,6 +22,8 @@ from muster.storage.home.bucket import CLIENT, BucketHome
 
 LEASE, END, RUN_ID = "lease.json", "end.json", "run_id"
 AGAIN = 75
+SUBMISSION = "submission"
+"""Label of a request, and key of ``job.json``: tells one submission of a run from the next."""
 TRIES = 10
 """Of at most 2 s each, which the first one (a name, a token, a connection) may not keep."""
 
@@ -100,7 +102,7 @@ def publish(home: Home, resolved: str, code: bytes | None) -> None:
 def submission_of(local: Path) -> str:
     """The number of the newest submission from this folder."""
     try:
-        return str(json.loads((local / "job.json").read_text())["submission"])
+        return str(json.loads((local / "job.json").read_text())[SUBMISSION])
     except (OSError, ValueError, KeyError):
         return "1"
 

@@ -16,6 +16,7 @@ from muster.backends.gce.machine import FOLDER
 from muster.backends.gce.placement import Placement
 from muster.backends.gce.provision import AGAIN_S, Instance, instances_of
 from muster.backends.gce.startup_stages import Stage, read_told, sentence, tree
+from muster.backends.google.bucket_launcher import ended_with
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import Unreadable, decode, text
@@ -24,7 +25,6 @@ from muster.protocol.lease import EndRecord, HomeStatus
 from muster.storage import uris
 
 STATUS = "status.json"
-STOPPED_BY_USER = 130
 STALE_S = 180.0
 """A supervisor that works writes its status twice a minute."""
 SETTLES_S = 600.0
@@ -220,12 +220,6 @@ def _task(placement: Placement, machine: Instance) -> str:
 
 def _hosts(count: int) -> str:
     return "1 host" if count == 1 else f"{count} hosts"
-
-
-def ended_with(end: EndRecord, tasks: Mapping[str, str]) -> JobStatus:
-    state = {0: JobState.SUCCEEDED, STOPPED_BY_USER: JobState.STOPPED}.get(end.exit_code, JobState.FAILED)
-    words = {JobState.SUCCEEDED: "finished", JobState.STOPPED: "stopped", JobState.FAILED: "failed"}
-    return JobStatus(state=state, reason=f"{words[state]}: {end.reason}", exit_code=end.exit_code, tasks=tasks)
 
 
 def _seconds(stamp: str) -> float | None:

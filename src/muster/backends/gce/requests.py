@@ -18,8 +18,8 @@ from muster.backends.backend import RenderedFiles
 from muster.backends.gce import placement as names
 from muster.backends.gce.placement import PREFIX, Placement, place, region_of, request_id, resolved
 from muster.backends.gce.run_file_rules import rules, warnings
+from muster.backends.google.rules import slices_of
 from muster.backends.run_folder import RunFiles
-from muster.backends.tpu_slices import slices_of
 from muster.catalog import gce as catalogue
 from muster.catalog.gce import CALENDAR, FLEX_START, ON_DEMAND, RESERVATION, SPOT
 from muster.config.spec import RunSpec

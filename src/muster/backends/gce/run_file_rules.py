@@ -9,19 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from muster.backends.bucket_paths import as_uri, home_of
-from muster.backends.gce.placement import LONGEST_S, SEVEN_DAYS_S, Placement, machine_of, place, region_of
-from muster.backends.tpu_slices import machine_problems, slice_problems
+from muster.backends.gce.placement import LONGEST_S, SEVEN_DAYS_S, Placement, place, region_of
+from muster.backends.google.rules import RESERVATION as RESERVATION_NAME
+from muster.backends.google.rules import (
+    ZONE,
+    home_problems,
+    machine_problems,
+    problems_of,
+    project_problems,
+    slice_problems,
+)
 from muster.catalog import gce
 from muster.catalog.gce import CALENDAR, FLEX_START, RESERVATION, SPOT
 from muster.config.spec import RunSpec
-from muster.core.errors import Problem, UsageError
+from muster.core.errors import Problem
 
-ZONE = r"[a-z]+-[a-z]+[0-9]+-[a-z]"
-_PROJECT = r"([a-z][a-z0-9.-]*:)?[a-z][-a-z0-9]{4,28}[a-z0-9]"
-_NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
-#: One's own by its name, a shared one with its project; a block below it.
-RESERVATION_NAME = rf"(projects/{_PROJECT}/reservations/)?{_NAME}(/reservationBlocks/{_NAME})?"
 #: Settings that another back end has.
 ELSEWHERE = {
     "cluster": "machines have no cluster",
@@ -39,18 +41,7 @@ ELSEWHERE = {
 
 def rules(spec: RunSpec) -> Iterator[Problem]:
     """What cannot hold on Compute Engine, each with its reason."""
-    try:
-        machine_of(spec)
-    except UsageError as error:
-        key = (
-            "resources.machine" if spec.resources.machine or not spec.resources.accelerator else "resources.accelerator"
-        )
-        named = spec.resources.machine or spec.resources.accelerator
-        yield Problem(key, str(error), hint=error.hint, to_submit=not named)
-        return
-    placement = place(spec, run_id="run", run_dir=None)
-    for rule in RULES:
-        yield from rule(placement)
+    yield from problems_of(spec, lambda: place(spec, run_id="run", run_dir=None), RULES)
 
 
 def unused_settings(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -141,12 +132,8 @@ def _places(placement: Placement) -> Iterator[Problem]:
 
 def _named(placement: Placement) -> Iterator[Problem]:
     """Project, accounts and software."""
-    resources, asked = placement.spec.resources, placement.spec.gce
-    if not resources.project or not re.fullmatch(_PROJECT, resources.project):
-        hint, missing = "resources.project: its id", not resources.project
-        message = "names no project" if missing else f"{resources.project!r} is no project's id"
-        yield Problem("resources.project", message, value=resources.project, hint=hint, to_submit=missing)
-    at = "NAME@PROJECT.iam.gserviceaccount.com"
+    yield from project_problems(placement.spec)
+    asked, at = placement.spec.gce, "NAME@PROJECT.iam.gserviceaccount.com"
     if asked.service_account is None:
         reason = "without one hosts get no token for the bucket and the secrets"
         hint = f"gce.service_account: {at}"
@@ -165,15 +152,7 @@ def _named(placement: Placement) -> Iterator[Problem]:
 
 
 def _home(placement: Placement) -> Iterator[Problem]:
-    spec = placement.spec
-    if not home_of(spec, "run", None):
-        message = "the run has no place in a bucket of Google's: a host's disk ends with the host"
-        hint = "run_dir: gs://BUCKET/runs/NAME"
-        yield Problem("run_dir", message, value=spec.run_dir, hint=hint, to_submit=spec.run_dir is None)
-    folder = spec.checkpoint.dir
-    if folder is not None and not as_uri(folder).startswith("gs://"):
-        message = "checkpoints would be written where only one host sees them"
-        yield Problem("checkpoint.dir", message, value=folder, hint="checkpoint.dir: gs://BUCKET/checkpoints")
+    yield from home_problems(placement.spec)
 
 
 def _inputs(placement: Placement) -> Iterator[Problem]:

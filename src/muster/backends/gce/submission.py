@@ -17,6 +17,7 @@ from muster.backends.google.http import Unreachable
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import NotOver
 from muster.backends.run_folder import RunFiles
+from muster.backends.run_home import SUBMISSION
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, RunFileError
 from muster.core.protocols import Clock, Store
@@ -24,8 +25,6 @@ from muster.core.typed_json import child, children, text
 from muster.core.types import JobRequest, TaskSpec
 
 BACKEND = "gce"
-SUBMISSION = "submission"
-"""Label of a request: tells one submission of a run from the next."""
 RESOLVED = "resolved.json"
 RUN_LABEL = "muster-run"
 GONE_WITHIN_S = 600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from muster.backends.backend import Backend, Capabilities, RenderedFiles, container_image
@@ -10,6 +10,7 @@ from muster.backends.cluster import Cluster
 from muster.backends.google.stand_in import stand_in
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
+from muster.core.errors import Problem
 from muster.core.typed_json import JsonObject
 from muster.core.types import JobRequest
 
@@ -19,6 +20,12 @@ def _launcher() -> Launcher:
     from muster.backends.gke.launcher import GkeLauncher
 
     return GkeLauncher()
+
+
+def _rules(spec: RunSpec) -> Iterable[Problem]:
+    from muster.backends.gke.manifests.spec_rules import rules
+
+    return rules(spec)
 
 
 def _rendered(form: str, spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
@@ -59,6 +66,7 @@ BACKEND = Backend(
     name="gke",
     launcher=_launcher,
     capabilities=Capabilities(ships_code=True, in_google_cloud=True, trains_on_tpus=True),
+    rules=_rules,
     image=container_image,
     formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
     cluster=_cluster,

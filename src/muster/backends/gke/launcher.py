@@ -6,7 +6,6 @@ The run's folder on the user's machine holds its intent and ``job.json``; the ru
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from muster.backends import run_home
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests import monitoring
 from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import object_name, place, resolved
+from muster.backends.gke.manifests.placement import Placement, object_name, place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
 from muster.backends.gke.operate import locate, pod_exec
 from muster.backends.gke.operate.cluster_snapshot import KUEUE_API, exit_code, label, take_snapshot, tasks
@@ -26,7 +25,6 @@ from muster.backends.gke.operate.log_follow import Follower
 from muster.backends.gke.operate.status_reason import condition, explain
 from muster.backends.gke.operate.submission import (
     ANNOTATION,
-    SUBMISSION,
     kept_workloads,
     submission_of,
     taken_back,
@@ -34,62 +32,31 @@ from muster.backends.gke.operate.submission import (
 )
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import newest
-from muster.backends.google.http import GoogleHttp, Http
-from muster.backends.google.session import Session
+from muster.backends.google.bucket_launcher import STOPPED_BY_USER, BucketLauncher, ended_with, local_dir
 from muster.backends.machine_prices import machine_usd_per_hour
 from muster.backends.protocols import Terminal
-from muster.catalog import offers as catalogue
 from muster.config.spec import RunSpec
 from muster.core import resolved_file
-from muster.core.clock import SystemClock
-from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, UsageError
-from muster.core.protocols import Clock, Store
+from muster.core.errors import AccessError, BackendError, ConflictError, MusterError
 from muster.core.typed_json import JsonObject, text
-from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk
 from muster.protocol.client import FromClient, SupervisorStatus
 from muster.protocol.codec import encode
-from muster.protocol.lease import EndRecord
 from muster.protocol.pipes import AskInPod
 from muster.storage import run_registry, run_secrets
 from muster.storage.home import Home
 
 GONE_WITHIN_S = 120.0
-STOPPED_BY_USER = 130
 
 
 @dataclass(kw_only=True)
-class GkeLauncher:
+class GkeLauncher(BucketLauncher[Placement]):
     """Runs jobs as JobSets on the cluster that the run file names."""
 
     name: str = BACKEND
-    http: Http = field(default_factory=lambda: GoogleHttp())
-    store: Store | None = None
-    """None: the bucket itself, when first needed."""
-    clock: Clock = field(default_factory=SystemClock)
     options: Options = field(default_factory=Options)
-    attach = None
-    steps = None
-    revive = None
-
-    @property
-    def remote(self) -> GkeLauncher:
-        """The run's folder is where its pods are; this machine holds the intent alone."""
-        return self
 
     # ------------------------------------------------------------ before
-
-    def offers(self, spec: RunSpec) -> list[Offer]:
-        """The catalogue's rows for the run file's machine, accelerator and mode; availability is not asked."""
-        requested = spec.resources
-        mode = requested.provisioning_model.removesuffix("_queued") if requested.provisioning_model else None
-        return [
-            option.offer
-            for option in catalogue.catalogue()
-            if option.offer.backend == self.name
-            and requested.machine in (None, option.offer.machine)
-            and requested.accelerator in (None, option.offer.accelerator)
-            and mode in (None, option.offer.mode)
-        ]
 
     def resolve(self, spec: RunSpec) -> RunSpec:
         """The run file with what the machine decides: ranks a host, device, how long hosts are waited for."""
@@ -110,9 +77,9 @@ class GkeLauncher:
             AccessError: not allowed.
             ConflictError: an older submission of the run is still being removed.
         """
-        submission, local = submission_of(request), _local_dir(request.run_id)
+        submission, local = submission_of(request), local_dir(request.run_id)
         try:
-            cluster = locate.needed(submission.spec, request.run_id, self.options, self._session())
+            cluster = locate.needed(submission.spec, request.run_id, self.options, self.session())
             jobsets = list(self._jobsets(cluster, request.run_id))
             going = [row for row in jobsets if taken_back(cluster, row)]
         except MusterError as error:
@@ -133,7 +100,8 @@ class GkeLauncher:
                 run_home.begin(local, request.run_id, uri, self.store)
             values = run_secrets.read(local) if local is not None else {}
             submission.create(cluster, token_of(local) or secrets.token_hex(32), values)
-        self._record(request, submission.number)
+        if local is not None:
+            self.record(local, request.run_id, int(submission.number))
         handle = self._handle(request.run_id, request.run_dir, there or submission.jobset)
         return replace(handle, warnings=tuple(submission.warnings))
 
@@ -143,7 +111,7 @@ class GkeLauncher:
         Raises as ``submit``.
         """
         submission = submission_of(request)
-        submission.check(locate.needed(submission.spec, request.run_id, self.options, self._session()))
+        submission.check(locate.needed(submission.spec, request.run_id, self.options, self.session()))
         return submission.warnings
 
     # ------------------------------------------------------------ watch
@@ -169,7 +137,7 @@ class GkeLauncher:
             return gone
         end = run_home.end_of(home) if home is not None and result.state.ended else None
         if end is not None and end.job == text(snapshot.jobset, "metadata", "name"):
-            return replace(_ended_with(end), tasks=tasks(snapshot.pods))
+            return replace(ended_with(end), tasks=tasks(snapshot.pods))
         reason = result.sentence + (f" (hint: {result.hint})" if result.hint else "")
         code = exit_code(snapshot, result.state)
         # To Kubernetes every end but success is a failure; the supervisor's own code says which one it was.
@@ -221,11 +189,6 @@ class GkeLauncher:
         put = partial(run_home.publish, home)
         holder = run_home.holder_of(home)
         return pod_exec.ask(cluster, pods, question, run_id, resolved, holder=holder, publish=put)
-
-    def home(self, run_id: str) -> Home | None:
-        """The run's home in a bucket, as the run's folder on this machine names it; None: only its pods see it."""
-        local = _local_dir(run_id)
-        return run_home.open_of(local, self.store) if local is not None else None
 
     def mirror(self, run_id: str, folder: Path) -> int:
         """Bring the run's events to ``folder``, the local run folder's ``events``; returns how many bytes were new.
@@ -323,18 +286,12 @@ class GkeLauncher:
             self.clock.sleep(2.0)
             waited_s += 2.0
 
-    def _record(self, request: JobRequest, number: str) -> None:
-        local = _local_dir(request.run_id)
-        if local is not None:
-            record = {"version": 1, "run_id": request.run_id, "backend": self.name, SUBMISSION: int(number)}
-            run_registry.replace_text(local / "job.json", json.dumps({**record, "run_dir": request.run_dir}) + "\n")
-
     def _handle(self, run_id: str, run_dir: str, jobset: JsonObject) -> JobHandle:
         job_id = f"{text(jobset, 'metadata', 'namespace')}/{text(jobset, 'metadata', 'name')}"
         return JobHandle(run_id=run_id, backend=self.name, job_id=job_id, run_dir=run_dir)
 
     def _remembered(self, run_id: str) -> RunSpec | None:
-        local = _local_dir(run_id)
+        local = local_dir(run_id)
         if local is None or not (local / resolved_file.NAME).exists():
             return None
         return RunSpec.model_validate_json(resolved_file.read(local))
@@ -353,32 +310,16 @@ class GkeLauncher:
     def _known(self, run_id: str) -> Cluster | None:
         """The cluster that the run's folder on this machine names; None where there is none."""
         spec = self._remembered(run_id)
-        return locate.cluster_of(spec, run_id, self.options, self._session()) if spec else None
+        return locate.cluster_of(spec, run_id, self.options, self.session()) if spec else None
 
     def _gone(self, home: Home | None) -> JobStatus | None:
         """How the run ended, where its home says so; its objects on the cluster go three days after the end."""
         end = run_home.end_of(home) if home is not None else None
-        return _ended_with(end) if end is not None else None
+        return ended_with(end) if end is not None else None
 
     def _in_pods(self, spec: RunSpec, run_id: str) -> str:
         """The folder of the run, for its pods."""
         return place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).local_dir
-
-    def _session(self) -> Session:
-        return Session(http=self.http, clock=self.clock)
-
-
-def _local_dir(run_id: str) -> Path | None:
-    try:
-        return run_registry.find(run_id).path
-    except UsageError:
-        return None
-
-
-def _ended_with(end: EndRecord) -> JobStatus:
-    state = {0: JobState.SUCCEEDED, STOPPED_BY_USER: JobState.STOPPED}.get(end.exit_code, JobState.FAILED)
-    words = {JobState.SUCCEEDED: "finished", JobState.STOPPED: "stopped", JobState.FAILED: "failed"}
-    return JobStatus(state=state, reason=f"{words[state]}: {end.reason}", exit_code=end.exit_code)
 
 
 def _ended(jobset: JsonObject) -> bool:

@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 
 from muster.backends.backend import RenderedFiles
+from muster.backends.google.rules import slices_of
 from muster.backends.run_folder import RunFiles, digest
-from muster.backends.tpu_slices import slices_of
 from muster.backends.vertex import reducers
 from muster.backends.vertex.placement import Placement, nonce, place, resolved
 from muster.backends.vertex.run_file_rules import rules, warnings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from muster.backends.google.bucket_launcher import RESUME_LATER, STOPPED_BY_USER, ended_with
 from muster.backends.vertex.job_state import CustomJob, cause, sentence, web_links
 from muster.backends.vertex.on_host.presence import HostRecord
 from muster.backends.vertex.progress import Looked
@@ -13,24 +14,13 @@ from muster.core.typed_json import JsonObject
 from muster.core.types import JobState, JobStatus
 from muster.protocol.lease import EndRecord
 
-AGAIN, STOPPED_BY_USER, NO_CAPACITY = 75, 130, 4
-
-
-def ended_with(end: EndRecord) -> JobStatus:
-    """The run's own end."""
-    states = {0: JobState.SUCCEEDED, STOPPED_BY_USER: JobState.STOPPED, AGAIN: JobState.PREEMPTED}
-    state = states.get(end.exit_code, JobState.FAILED)
-    words = {
-        JobState.SUCCEEDED: "finished", JobState.STOPPED: "stopped", JobState.FAILED: "failed",
-        JobState.PREEMPTED: "saved, to be continued by muster submit",
-    }  # fmt: skip
-    return JobStatus(state=state, reason=f"{words[state]}: {end.reason}", exit_code=end.exit_code)
+NO_CAPACITY = 4
 
 
 def explain(looked: Looked, end: EndRecord | None, hosts: Sequence[HostRecord], now_s: float) -> JobStatus:
     """One look at a run that was submitted. ``end``: the run's, of this submission."""
     job, going = looked.job, [one for one in looked.jobs if not one.final]
-    over = end is not None and (end.exit_code != AGAIN or not going)
+    over = end is not None and (end.exit_code != RESUME_LATER or not going)
     if end is not None and over:
         left = f" ({sentence(going[0], now_s)}: its hosts leave)" if going else ""
         found = ended_with(end)

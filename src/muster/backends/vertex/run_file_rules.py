@@ -9,21 +9,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from muster.backends.bucket_paths import as_uri, home_of
-from muster.backends.tpu_slices import machine_problems, slice_problems
+from muster.backends.google.rules import (
+    NAME,
+    PROJECT,
+    REGION,
+    home_problems,
+    image_problems,
+    machine_problems,
+    problems_of,
+    project_problems,
+    slice_problems,
+)
 from muster.backends.vertex import reducers
-from muster.backends.vertex.placement import SEVEN_DAYS_S, Placement, machine_of, place
+from muster.backends.vertex.placement import SEVEN_DAYS_S, Placement, place
 from muster.catalog import rows, vertex
 from muster.catalog.vertex import FLEX_START, MODES, RESERVATION, SPOT
 from muster.config.spec import RunSpec
-from muster.core.errors import Problem, UsageError
+from muster.core.errors import Problem
 
-REGION = r"[a-z]+-[a-z]+[0-9]+"
-_PROJECT = r"([a-z][a-z0-9.-]*:)?[a-z][-a-z0-9]{4,28}[a-z0-9]|[0-9]+"
-_NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
-_BLOCK = rf"(/reservationBlocks/{_NAME}(/reservationSubBlocks/{_NAME})?)?"
+_BLOCK = rf"(/reservationBlocks/{NAME}(/reservationSubBlocks/{NAME})?)?"
 #: With its zone: unlike anywhere else, a job has none of its own.
-RESERVATION_NAME = rf"projects/({_PROJECT})/zones/({REGION})-[a-z]/reservations/{_NAME}{_BLOCK}"
+RESERVATION_NAME = rf"projects/({PROJECT}|[0-9]+)/zones/({REGION})-[a-z]/reservations/{NAME}{_BLOCK}"
 #: Settings that another back end has.
 ELSEWHERE = {
     "cluster": "a custom job has no cluster",
@@ -43,18 +49,7 @@ NOTICE_S = 15.0
 
 def rules(spec: RunSpec) -> Iterator[Problem]:
     """What cannot hold on Vertex AI, each with its reason."""
-    try:
-        machine_of(spec)
-    except UsageError as error:
-        key = (
-            "resources.machine" if spec.resources.machine or not spec.resources.accelerator else "resources.accelerator"
-        )
-        named = spec.resources.machine or spec.resources.accelerator
-        yield Problem(key, str(error), hint=error.hint, to_submit=not named)
-        return
-    placement = place(spec, run_id="run", run_dir=None)
-    for rule in RULES:
-        yield from rule(placement)
+    yield from problems_of(spec, lambda: place(spec, run_id="run", run_dir=None), RULES)
 
 
 def unused_settings(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -154,34 +149,16 @@ def _regions(placement: Placement) -> Iterator[Problem]:
 
 def _named(placement: Placement) -> Iterator[Problem]:
     """Project, image and account."""
-    resources, account = placement.spec.resources, placement.spec.vertex.service_account
-    if not resources.project or not re.fullmatch(_PROJECT, resources.project):
-        hint = "resources.project: the project's id or number"
-        missing = not resources.project
-        message = "names no project" if missing else f"{resources.project!r} is no project's id"
-        yield Problem("resources.project", message, value=resources.project, hint=hint, to_submit=missing)
-    if not resources.image:
-        message = "no container image: hosts start from an image that holds muster, torch and your code"
-        hint = "resources.image: REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG"
-        yield Problem("resources.image", message, hint=hint, to_submit=True)
-    elif re.search(r"\s", resources.image) or resources.image.startswith("-"):
-        yield Problem("resources.image", "this cannot be an image's name", value=resources.image)
-    if account is None:
+    yield from project_problems(placement.spec, or_number=True)
+    yield from image_problems(placement.spec)
+    if placement.spec.vertex.service_account is None:
         reason = "without one a job may read buckets and no secret, so hosts could not know each other"
         hint = "vertex.service_account: NAME@PROJECT.iam.gserviceaccount.com"
         yield Problem("vertex.service_account", f"names no account: {reason}", hint=hint, to_submit=True)
 
 
 def _home(placement: Placement) -> Iterator[Problem]:
-    spec = placement.spec
-    if not home_of(spec, "run", None):
-        message = "the run has no place in a bucket of Google's: a host's disk ends with the host"
-        hint = "run_dir: gs://BUCKET/runs/NAME"
-        yield Problem("run_dir", message, value=spec.run_dir, hint=hint, to_submit=spec.run_dir is None)
-    folder = spec.checkpoint.dir
-    if folder is not None and not as_uri(folder).startswith("gs://"):
-        message = "checkpoints would be written where only one host sees them, or none may write"
-        yield Problem("checkpoint.dir", message, value=folder, hint="checkpoint.dir: gs://BUCKET/checkpoints")
+    yield from home_problems(placement.spec)
 
 
 def _ranks_and_device(placement: Placement) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from muster.backends import code_bundle, run_folder
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.run_folder import RunFiles
+from muster.backends.run_home import SUBMISSION
 from muster.backends.vertex.custom_job import RUN_LABEL, code_dir, requests, run_files
 from muster.backends.vertex.placement import Placement, place
 from muster.backends.vertex.run_file_rules import rules
@@ -16,8 +17,6 @@ from muster.core.protocols import Store
 from muster.core.types import JobRequest, TaskSpec
 
 BACKEND = "vertex"
-SUBMISSION = "submission"
-"""Label of a request: tells one submission of a run from the next."""
 RESOLVED, RUN_YAML = "resolved.json", "run.yaml"
 
 

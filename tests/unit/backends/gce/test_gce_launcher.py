@@ -23,11 +23,12 @@ from muster.backends.gce.compute import Compute
 from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.launcher import GceLauncher
 from muster.backends.gce.provision import Hosts
-from muster.backends.gce.submission import SUBMISSION, submission_of
+from muster.backends.gce.submission import submission_of
 from muster.backends.google.session import Session
 from muster.backends.host.children import Finished
 from muster.backends.letters import Letters
 from muster.backends.protocols import Terminal
+from muster.backends.run_home import SUBMISSION
 from muster.config.load import Loaded
 from muster.core.errors import AccessError, CapacityError, MusterError, UsageError
 from muster.core.typed_json import encode
@@ -377,7 +378,7 @@ def test_a_question_reaches_the_supervisor_through_the_bucket(stage, monkeypatch
     status = SupervisorStatus(phase="train", reason="", attempt=1, step=3)
     programs = Programs(answer=frame(status) + b"\n")
     letters = serve(at, request, monkeypatch, programs, f"{request.run_id}-supervisor")
-    with pytest.raises(MusterError, match="no machine supervises"):
+    with pytest.raises(MusterError, match="no host supervises"):
         at.launcher.ask(request.run_id, AskStatus())
     lease = LeaseRecord(version=MINE, term=1, address=("10.0.0.3", 4000), pid=1, machine="m", boot_id="b",
                         expires_wall_ns=time.time_ns() + 10**12, expires_mono_ns=2**60)  # fmt: skip

@@ -3,10 +3,12 @@
 import pytest
 from cases import RUN_DIR, RUN_ID, placement, spec
 
+from muster import backends
 from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import object_name, place
 from muster.backends.gke.manifests.render import render
 from muster.backends.gke.manifests.spec_rules import findings
+from muster.config import load
 from muster.core.errors import RunFileError, UsageError
 
 
@@ -99,3 +101,13 @@ def test_hostile_run_ids_become_names(run_id):
 def test_a_run_id_that_is_no_label_is_refused():
     hostile = place(spec("a4-highgpu-8g", "spot"), run_id="no label!", run_dir=RUN_DIR, options=Options())
     assert any("cannot be a label" in one.problem.message for one in findings(hostile))
+
+
+def test_a_plan_refuses_what_submit_refuses_and_asks_for_no_name():
+    """They were rules of the rendering alone: ``plan`` and ``load`` accepted the file."""
+    rules = backends.get("gke").rules
+    refused = spec("a4-highgpu-8g", "spot", reservation="mine")
+    assert [problem.key for problem in rules(refused)] == ["resources.reservation"]
+    assert not list(rules(spec("a4-highgpu-8g", "spot", image=None)))  # `muster image` makes it
+    with pytest.raises(RunFileError, match="cannot use a reservation"):
+        load.loads(refused.model_dump_json(), environment=False, to_plan=True)

@@ -11,9 +11,9 @@ import pytest
 from test_gke_launcher import JOBSETS, google, launcher, request_
 
 from muster.backends.gke.kubernetes import connection
-from muster.backends.gke.operate.submission import SUBMISSION
 from muster.backends.gke.pod.continuation import queue_continuation
 from muster.backends.google.http import Unreachable
+from muster.backends.run_home import SUBMISSION
 from muster.core.errors import ConflictError
 
 

@@ -9,9 +9,10 @@ from fakes.project import cloud_with_cluster
 
 from muster import backends
 from muster.backends.gke.launcher import GkeLauncher
-from muster.backends.gke.operate.submission import ANNOTATION, SUBMISSION
+from muster.backends.gke.operate.submission import ANNOTATION
 from muster.backends.google.http import Call
 from muster.backends.machine_prices import machine_usd_per_hour
+from muster.backends.run_home import SUBMISSION
 from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage import run_registry

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from muster.backends.bucket_paths import as_uri, is_bucket, with_mounted_inputs
 from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.tpu_slices import slices_of
+from muster.backends.google.rules import slices_of
 from muster.catalog import gke as catalogue
 from muster.catalog.gke import Family, Machine
 from muster.config.spec import Recovery, RunSpec

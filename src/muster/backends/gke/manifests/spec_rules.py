@@ -7,15 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from muster.backends.bucket_paths import as_uri, is_bucket
-from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement
-from muster.backends.tpu_slices import device_problems, slice_problems
+from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement, place
+from muster.backends.google.rules import (
+    REGION,
+    RESERVATION,
+    image_problems,
+    machine_problems,
+    problems_of,
+    slice_problems,
+)
 from muster.catalog import gke as catalogue
+from muster.config.spec import RunSpec
 from muster.core.errors import Problem, RunFileError
 
 RESERVED = ("reservation", "calendar")
-_NAME = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
-_PROJECT = r"([a-z][a-z0-9.-]*:)?[a-z][-a-z0-9]{4,28}[a-z0-9]"
-RESERVATION = rf"(projects/{_PROJECT}/reservations/)?{_NAME}(/reservationBlocks/{_NAME})?"
 
 
 class Finding(NamedTuple):
@@ -35,6 +41,16 @@ def refuse(placement: Placement) -> None:
     """Raises RunFileError with every error at once, each with its reason."""
     if errors := [finding.problem for finding in findings(placement) if finding.error]:
         raise RunFileError(errors)
+
+
+def rules(spec: RunSpec) -> Iterator[Problem]:
+    """What ``submit`` refuses of the run file itself. A home and an image are asked for at submission: ``up`` and
+    ``image`` do without them, and a claim for run folders is an option of the rendering."""
+
+    def errors(placement: Placement) -> Iterator[Problem]:
+        yield from (one.problem for one in findings(placement) if one.error and not one.problem.to_submit)
+
+    return problems_of(spec, lambda: place(spec, run_id="run", run_dir="", options=Options()), (errors,))
 
 
 def _error(key: str, value: object, message: str, hint: str | None = None) -> Finding:
@@ -68,21 +84,15 @@ def _reservation_is_named(placement: Placement) -> Iterator[Finding]:
 
 
 def _image_is_named(placement: Placement) -> Iterator[Finding]:
-    image = placement.spec.resources.image
-    if not image:
-        message = "no container image: pods start from an image that holds muster, torch and your code"
-        hint = "resources.image: REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG"
-        yield _error("resources.image", image, message, hint)
-    elif re.search(r"\s", image) or image.startswith("-"):
-        reason = "an image reference has no blanks and starts with a letter or digit"
-        yield _error("resources.image", image, f"this cannot be an image's name: {reason}")
+    yield from (Finding(True, problem) for problem in image_problems(placement.spec))
 
 
 def _run_has_a_home(placement: Placement) -> Iterator[Finding]:
     if not placement.in_bucket and placement.options.run_claim is None:
         reason = "agents on other nodes find the supervisor there, and a pod's disk ends with the pod"
         message = f"the run has no place in a bucket: {reason}"
-        yield _error("run_dir", placement.spec.run_dir or placement.home, message, "run_dir: gs://BUCKET/runs/NAME")
+        value, hint = placement.spec.run_dir or placement.home, "run_dir: gs://BUCKET/runs/NAME"
+        yield Finding(True, Problem("run_dir", message, value=value, hint=hint, to_submit=True))
 
 
 def _checkpoints_outlive_a_pod(placement: Placement) -> Iterator[Finding]:
@@ -98,26 +108,16 @@ def _copies_have_a_bucket(placement: Placement) -> Iterator[Finding]:
     model = placement.spec.model
     if model is not None and model.weights == "bucket" and not placement.home.startswith("gs://"):
         message = "weights can be copied to the bucket that the run lives in, and it lives in none of Google's"
-        yield _error("model.weights", model.weights, message, "run_dir: gs://BUCKET/runs/NAME")
+        unnamed, hint = placement.spec.run_dir is None, "run_dir: gs://BUCKET/runs/NAME"
+        yield Finding(True, Problem("model.weights", message, value=model.weights, hint=hint, to_submit=unnamed))
 
 
-def _ranks_fit_the_machine(placement: Placement) -> Iterator[Finding]:
-    key, ranks, gpus = "resources.ranks_per_host", placement.spec.resources.ranks_per_host, placement.machine.gpus
-    if gpus and ranks and ranks > gpus:
-        yield _error(key, ranks, f"more ranks than GPUs on {placement.machine.name}: it has {gpus}")
+def _ranks_and_device_fit_the_machine(placement: Placement) -> Iterator[Finding]:
+    ranks, gpus = placement.spec.resources.ranks_per_host, placement.machine.gpus
+    yield from (Finding(True, problem) for problem in machine_problems(placement.spec, placement.machine))
     if gpus and ranks and ranks < gpus:
-        reason = "a host is taken, and paid for, whole"
-        yield _warning(key, ranks, f"{gpus - ranks} of {gpus} GPUs of each host stay idle: {reason}")
-
-
-def _device_fits_the_machine(placement: Placement) -> Iterator[Finding]:
-    device, machine = placement.spec.resources.device, placement.machine
-    if wrong := next(device_problems(placement.spec, machine.name, machine.chips), None):
-        yield Finding(True, wrong)
-        return
-    if (device == "cpu" and machine.gpus) or (device == "cuda" and not machine.gpus):
-        reason = "the device and the machine contradict each other"
-        yield _error("resources.device", device, f"{machine.name} has {machine.gpus} GPUs: {reason}")
+        message = f"{gpus - ranks} of {gpus} GPUs of each host stay idle: a host is taken, and paid for, whole"
+        yield _warning("resources.ranks_per_host", ranks, message)
 
 
 def _slices_are_whole(placement: Placement) -> Iterator[Finding]:
@@ -161,7 +161,7 @@ def _locations_are_places(placement: Placement) -> Iterator[Finding]:
     one_zone = placement.family.network_profile or placement.mode in (catalogue.QUEUED, *RESERVED)
     key = "resources.locations"
     for location in placement.spec.resources.locations:
-        if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+(-[a-z])?", location):
+        if not re.fullmatch(rf"{REGION}(-[a-z])?", location):
             message = f"{location!r} is not a region or zone: expected us-central1 or us-central1-b"
             yield _error(key, location, message)
         elif one_zone and not re.search(r"-[a-z]$", location):
@@ -213,8 +213,7 @@ RULES: tuple[Callable[[Placement], Iterator[Finding]], ...] = (
     _run_has_a_home,
     _checkpoints_outlive_a_pod,
     _copies_have_a_bucket,
-    _ranks_fit_the_machine,
-    _device_fits_the_machine,
+    _ranks_and_device_fit_the_machine,
     _slices_are_whole,
     _grace_that_spot_gives,
     _at_most_seven_days,

@@ -20,14 +20,13 @@ from muster.backends.gke.operate.queue_check import refuse_unknown_queue
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import INSTANCE
 from muster.backends.gke.pod.init_container import CODE
+from muster.backends.run_home import SUBMISSION
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, ConflictError, UsageError
 from muster.core.typed_json import JsonObject, at, changed, child, children, text, texts
 from muster.core.types import JobRequest
 from muster.transport.secure_session import token_for_pages
 
-SUBMISSION = "submission"
-"""Label of a request, and on the cluster an annotation: tells one submission of a run from the next."""
 ANNOTATION = "muster/submission"
 ANNOTATIONS = ("metadata", "annotations")
 REQUEST = "muster/request"

@@ -1,6 +1,7 @@
 """``muster render --format terraform``: the values byte by byte (``python tests/golden/terraform/terraform_cases.py``
 rewrites), the files against the schema of Google's provider, and the addresses against those of before."""
 
+import functools
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ for folder in (TESTS, *(TESTS / "golden" / name for name in ("gke", "gce", "terr
 
 from cases import FAMILIES, MODES, Options, placement, spec  # noqa: E402
 from fakes.terraform import addresses, complaints, dangling, parse  # noqa: E402
+from fakes.terraform.evaluate import evaluated  # noqa: E402
 from terraform_cases import HERE, PRIVATE, cases, on_gce, on_gke, recorded  # noqa: E402
 
 from muster.backends.gke.provision.inventory.resource_names import site  # noqa: E402
@@ -201,6 +203,22 @@ def test_terraform_takes_the_values(name, tmp_path):
     assert seen["service_accounts"] == given["service_accounts"]
     for key, one in given.items():
         assert (set(seen[key]) if isinstance(one, dict) else seen[key]) == (set(one) if isinstance(one, dict) else one)
+
+
+@terraform
+@pytest.mark.parametrize("name", CASES)
+def test_every_argument_is_as_it_was_rendered_before(name, tmp_path):
+    """By Terraform's own evaluation: nothing that was applied from the rendering of 331955c5 changes."""
+    parts = [text for file, text in CASES[name].items() if file.endswith(".tf") and "/" not in file]
+    parts = [text for text in parts if "helm_release" not in text and "moved {" not in text]
+    now = evaluated("\n".join(parts), values(CASES[name]), tmp_path)
+    services = now.pop("google_project_service")
+    assert {one["service"] for one in services} == set(values(CASES[name])["services"])
+    before = json.loads((HERE / "values_331955c5.json").read_text())[name]
+    order = functools.partial(json.dumps, sort_keys=True)
+    assert {kind: sorted(rows, key=order) for kind, rows in now.items() if rows} == {
+        kind: sorted(rows, key=order) for kind, rows in before.items()
+    }
 
 
 def test_compute_engine_in_every_family():

@@ -123,7 +123,9 @@ def attempts(timed):
         number, detail, kind = event["attempt"], event.get("detail", {}), event["kind"]
         if kind == "attempt.started" and number not in by_number:
             by_number[number] = {"begun": t, "ended": None, "world": detail["world_size"], "rows": []}
-            by_number[number]["resume"] = detail.get("resume_step")
+            planned = detail.get("resume_step")
+            by_number[number]["resume"] = by_number[number]["planned"] = planned
+            by_number[number]["source"] = detail.get("resume_attempt")
         elif kind == "attempt.ended" and number in by_number and by_number[number]["ended"] is None:
             by_number[number]["ended"] = max(t, by_number[number]["begun"])
         elif kind == "checkpoint.restored" and event.get("step") is not None:
@@ -153,7 +155,7 @@ def lone_ranks(timed, by_number):
     worlds = {}
     for t, _, event in timed:
         if event.get("rank") is not None:
-            new = {"begun": t, "ended": None, "rows": [], "resume": None}
+            new = {"begun": t, "ended": None, "rows": [], "resume": None, "planned": None, "source": None}
             this = by_number.setdefault(event["attempt"], new)
             worlds.setdefault(event["attempt"], set()).add((event["host"], event["rank"]))
             this["world"] = len(worlds[event["attempt"]])
@@ -189,14 +191,16 @@ def lineage(timed):
             }
         )
     chains = []
-    for this in by_number.values():
+    for number, this in by_number.items():
         resume = this["rows"][0]["step"] - 1 if this["rows"] else this["resume"]
         if resume is None:
             continue
-        chains.append(Chain(chains, resume))
+        if this["planned"] is not None and this["planned"] >= 0:
+            resume = min(resume, this["planned"])  # the event of its first step may be missing
+        chains.append(Chain(chains, resume, number, this["source"]))
         for row in this["rows"]:
             if row["step"] <= chains[-1].high and chains[-1].own:
-                chains.append(Chain(chains, row["step"] - 1))
+                chains.append(Chain(chains, row["step"] - 1, number, None))
             chains[-1].add(row)
     final = chains[-1].rows if chains else {}
     kept = [final[step] for step in sorted(final) if durable is None or step <= durable]
@@ -204,12 +208,15 @@ def lineage(timed):
 
 
 class Chain:
-    """Steps that one state rests on; it held every state from ``low`` to ``high``."""
+    """Steps that one state rests on; it held every state from ``low`` to ``high``, and perhaps later ones whose events
+    were lost: the attempt that took the snapshot, ``source``, did."""
 
-    def __init__(self, earlier, resume):
+    def __init__(self, earlier, resume, attempt, source):
         self.low = self.high = max(0, resume)
-        self.own = 0
-        source = next((chain for chain in reversed(earlier) if chain.low <= self.low <= chain.high), None)
+        self.own, self.attempt = 0, attempt
+        below = [chain for chain in earlier if chain.low <= self.low]
+        named = [chain for chain in below if chain.attempt == source]
+        source = (named or [chain for chain in below if self.low <= chain.high] or below or [None])[-1]
         self.rows = {step: row for step, row in source.rows.items() if step <= self.low} if source else {}
 
     def add(self, row):

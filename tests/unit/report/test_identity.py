@@ -111,6 +111,21 @@ def test_the_script_that_shares_no_code_agrees(seed, tmp_path):
     assert recompute.differences(found, report) == []
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_it_agrees_where_the_last_steps_before_a_restart_have_no_event(seed, tmp_path):
+    """They were lost with a host, whose peer held the snapshot that the next attempt started from."""
+    files = plausible(seed)
+    started = [event for event in files["supervisor.1.jsonl"] if event.kind == "attempt.started"]
+    for event in started[1:]:
+        event.detail["resume_attempt"] = event.attempt - 1
+    lost = {(event.attempt - 1, event.detail["resume_step"] - back) for event in started[1:] for back in range(3)}
+    for events in files.values():
+        events[:] = [one for one in events if one.kind != "step" or (one.attempt, one.step) not in lost]
+    write(files, tmp_path / "events")
+    report, recompute = api.load(tmp_path).to_json(), script()
+    assert recompute.differences(recompute.figures(tmp_path / "events"), report) == []
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_it_agrees_on_a_trainer_without_a_supervisor(seed, tmp_path):
     write({name: events for name, events in plausible(seed).items() if name.startswith("host-")}, tmp_path / "events")

@@ -348,6 +348,15 @@ def test_cancel_ends_processes_though_the_disk_is_full(local: Case, monkeypatch:
     assert local.living(request.run_id) == []
 
 
+def test_cancel_needs_no_record_that_this_version_reads(case: Case) -> None:
+    request = case.request()
+    handle = case.launcher.submit(request)
+    eventually(lambda: case.living(request.run_id))
+    (Path(request.run_dir) / "job.json").write_text('{"jobs": {"of": "another version"}}')
+    case.launcher.cancel(dataclasses.replace(handle, job_id=""))
+    assert case.living(request.run_id) == []
+
+
 def test_a_cancelled_request_is_not_started_by_repeating_it(case: Case) -> None:
     request = case.request()
     case.launcher.cancel(case.launcher.submit(request))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import json
 import sys
@@ -10,10 +11,12 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from muster.config.sections.resources import Resources
+from muster.config.spec import RunSpec
 from muster.core import resolved_file
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Store
-from muster.core.typed_json import Unreadable, decode
+from muster.core.typed_json import Unreadable, child, decode, parse_object, text
 from muster.core.types import LogChunk
 from muster.protocol.lease import EndRecord, LeaseRecord, read_lease
 from muster.storage import run_registry
@@ -24,6 +27,8 @@ LEASE, END, RUN_ID = "lease.json", "end.json", "run_id"
 AGAIN = 75
 SUBMISSION = "submission"
 """Label of a request, and key of ``job.json``: tells one submission of a run from the next."""
+WHERE = ("project", "locations", "cluster", "machine", "accelerator", "device", "queue")
+"""Keys of ``resources`` by which a run's machines are found, in every version."""
 TRIES = 10
 """Of at most 2 s each, which the first one (a name, a token, a connection) may not keep."""
 
@@ -131,6 +136,25 @@ def logs(home: Home, after: Mapping[str, int]) -> Iterator[LogChunk]:
         text = decoder.decode(data)
         if text:  # what may be half a character stays for the next look
             yield LogChunk(task=path.stem, text=text, next_offset=start + len(data) - len(decoder.getstate()[0]))
+
+
+def spec_to_end(local: Path) -> RunSpec:
+    """The run file of a run of any version, as far as its end needs it: where its machines are.
+
+    Raises:
+        OSError, Unreadable: there is none, or it is no JSON object.
+    """
+    with contextlib.suppress(ValueError, MusterError):  # of another version, or damaged
+        return RunSpec.model_validate_json(resolved_file.read(local))
+    written = parse_object((local / resolved_file.NAME).read_bytes())
+    resources = {}
+    for key in WHERE:
+        value = child(written, "resources").get(key)
+        with contextlib.suppress(ValueError):
+            Resources.model_validate({key: value}, strict=False)
+            resources[key] = value
+    values = {"name": "ended", "backend": text(written, "backend"), "command": ["true"], "resources": resources}
+    return RunSpec.model_validate(values, strict=False)
 
 
 def _read(home: Home, name: str) -> bytes | None:

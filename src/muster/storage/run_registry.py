@@ -33,9 +33,9 @@ from muster.core.errors import AccessError, UsageError
 from muster.core.processes import replace_text as replace_text  # of every file of a run's folder
 
 MAX_ID = 50
-#: Layout of a run's folder, with its keys and kinds of events. Older formats and the last version that reads each:
+#: Layout of a run's folder, with its keys and kinds of events. Older formats and the last commit that reads each:
 FORMAT = 4
-_READ_BY = {1: "muster 0.1.0", 2: "the version that wrote it", 3: "muster 0.2.0"}
+_READ_BY = {1: "commit 77c47f8", 2: "commit 861fac38", 3: "commit 331955c5"}
 #: File of a local run folder that names the URI of the run's home; absent: the folder is the home.
 HOME_FILE = "home"
 SUBMIT_LOCK = ".submit.lock"
@@ -250,29 +250,37 @@ def _remove_empty(folder: Path, *, made: bool) -> None:
             folder.rmdir()
 
 
-def find(reference: str) -> RunDir:
+def find(reference: str, *, any_format: bool = False) -> RunDir:
     """The run that ``reference`` names: an id, the beginning of one id, a folder, its last name, or ``last``.
+
+    ``any_format``: also one that this version does not read, whose id and back end are all that may be used.
 
     Raises:
         UsageError: none, several, or one that was written in another format.
     """
+
+    def readable(path: Path, run_id: str) -> RunDir:
+        if not any_format:
+            check_format(path)
+        return RunDir(path=path, run_id=run_id)
+
     if not reference:
         raise UsageError("no run named", hint="a run is named by its id, its folder, or `last`")
     as_path = Path(os.path.expanduser(reference))
     is_folder = os.path.isdir(as_path)  # as_path.is_dir() raises for a name that is too long
     if is_folder and (run_id := existing_id(as_path.absolute())):
-        return _readable(as_path.absolute(), run_id)
+        return readable(as_path.absolute(), run_id)
     known = dict(registry())
     if reference == "last" and known:
         newest = max(known, key=lambda run_id: _made(known[run_id]))
-        return _readable(known[newest], newest)
+        return readable(known[newest], newest)
     matching = (
         [run_id for run_id in known if run_id == reference]
         or [run_id for run_id, path in known.items() if path.name == reference]
         or [run_id for run_id in known if run_id.startswith(reference)]
     )
     if len(matching) == 1:
-        return _readable(known[matching[0]], matching[0])
+        return readable(known[matching[0]], matching[0])
     if len(matching) > 1:
         named = sorted(matching, key=lambda run_id: _made(known[run_id]), reverse=True)
         more = ", ..." if len(named) > 5 else ""
@@ -300,25 +308,29 @@ def registry() -> Iterator[tuple[str, Path]]:
                 yield entry.name, target
 
 
+def format_of(path: Path) -> int:
+    """The format that the run in ``path`` was written in."""
+    try:
+        return int(processes.read_plain(path / "format", most=1 << 10))
+    except (OSError, ValueError):
+        return 1  # 0.1.0 wrote no such file
+
+
+def is_readable(path: Path) -> bool:
+    """Whether this version reads the run in ``path``. Format 3 differs in homes in buckets alone."""
+    written = format_of(path)
+    return written == FORMAT or (written == 3 and not (path / HOME_FILE).exists())
+
+
 def check_format(path: Path) -> None:
     """Raise UsageError where the run in ``path`` was written in a format that this version does not read."""
-    try:
-        written = int(processes.read_plain(path / "format", most=1 << 10))
-    except (OSError, ValueError):
-        written = 1  # 0.1.0 wrote no such file
-    if written == 3 and not (path / HOME_FILE).exists():
-        return  # only homes in buckets are another layout since
-    if written != FORMAT:
-        reader = _READ_BY.get(written, "a newer muster")
+    if not is_readable(path):
+        written = format_of(path)
+        reader = _READ_BY.get(written, "a newer commit")
         raise UsageError(
             f"{path} holds a run of format {written}; this version reads format {FORMAT}",
-            hint=f"read it with {reader}, or start a new run in another folder",
+            hint=f"{reader} of Muster's repository reads it, muster down ends it; a new run needs another folder",
         )
-
-
-def _readable(path: Path, run_id: str) -> RunDir:
-    check_format(path)
-    return RunDir(path=path, run_id=run_id)
 
 
 def make_folder(path: Path) -> None:

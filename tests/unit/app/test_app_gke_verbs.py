@@ -16,7 +16,7 @@ from muster.app.run import stop  # noqa: E402
 from muster.app.run import submit as use_case  # noqa: E402
 from muster.backends.google import bucket_launcher  # noqa: E402
 from muster.config.load import loads  # noqa: E402
-from muster.core.errors import BackendError  # noqa: E402
+from muster.core.errors import BackendError, UsageError  # noqa: E402
 
 
 @pytest.fixture
@@ -45,6 +45,17 @@ def test_submit_status_logs_down(google):
     assert list(logs.logs(run_id)) == []
     stop.down(run_id)
     assert not google.kubernetes.objects and look.status(run_id).status.state == "absent"
+
+
+def test_down_ends_a_run_of_another_format(google):
+    """Its keys are others, and its folder's format is one that this version does not read."""
+    run = use_case.submit(loaded()).run
+    (run.path / "format").write_text("2\n")
+    (run.path / "resolved.json").write_text(run.resolved.read_text().replace('"recovery"', '"repair"'))
+    with pytest.raises(UsageError, match="format 2"):
+        look.status(run.run_id)
+    assert google.kubernetes.objects
+    assert stop.down(run.run_id).left == () and not google.kubernetes.objects
 
 
 def test_without_a_cluster_nothing_is_left(google, tmp_path):

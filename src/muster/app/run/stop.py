@@ -166,8 +166,11 @@ def down(reference: str) -> Down:
     Raises:
         BackendError: something could not be ended.
     """
-    run = run_registry.find(reference)
+    run = run_registry.find(reference, any_format=True)
     launcher, handle = job(run, backend_of(run))  # a damaged run file keeps nobody from ending it
+    if not run_registry.is_readable(run.path):  # its records and events are not read, nor written
+        launcher.cancel(handle)
+        return _proven(Down(run=run, left=tuple(launcher.remaining(handle))))
     before, number = launcher.poll(handle), submit.submission(run)
     before_wall_ns = SystemClock().wall_ns()
     if not before.state.ended and backends.get(backend_of(run)).capabilities.uses_this_machine:
@@ -185,9 +188,14 @@ def down(reference: str) -> Down:
         reason = "muster down ended it; the newest checkpoint remains"
         with contextlib.suppress(MusterError):  # a bucket that does not answer keeps nobody from ending a run
             submit.log_event(run, "run.finished", {"outcome": "stopped", "exit_code": 130, "reason": reason})
-    if left:
-        raise BackendError(f"left of {run.run_id}: {'; '.join(left[:5])}", hint="run muster down again")
-    return Down(run=run, left=left)
+    return _proven(Down(run=run, left=left))
+
+
+def _proven(down: Down) -> Down:
+    """Raises BackendError: something is left."""
+    if down.left:
+        raise BackendError(f"left of {down.run.run_id}: {'; '.join(down.left[:5])}", hint="run muster down again")
+    return down
 
 
 def _finished_since(run: RunDir, wall_ns: int) -> bool:

@@ -26,6 +26,7 @@ from muster.catalog import offers as catalogue
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import ConflictError, MusterError, UsageError
+from muster.core.typed_json import Unreadable
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk
 from muster.transport.secure_session import read_token
 
@@ -105,7 +106,9 @@ class GceLauncher(BucketLauncher[Placement]):
         if known is None:
             return None
         local, placement = known
-        journal, _ = self._file(placement).read()
+        journal = None
+        with contextlib.suppress(Unreadable):
+            journal, _ = self._file(placement).read()
         if journal is None or journal.closed or not instances_of(self._compute(placement), placement.stem):
             return None
         return self.handle(run_id, local, placement.supervisor)
@@ -146,10 +149,11 @@ class GceLauncher(BucketLauncher[Placement]):
         if known is None:
             return
         _, placement = known
-        with contextlib.suppress(ConflictError):  # a supervisor writes it often; what it makes goes below
+        with contextlib.suppress(ConflictError, Unreadable):  # written often; what a supervisor makes goes below
             self._file(placement).close()
         teardown.remove(self._compute(placement), placement.stem, self.clock, patience_s=GONE_WITHIN_S)
-        self._file(placement).close()
+        with contextlib.suppress(Unreadable):  # of another version: no supervisor is left that reads it
+            self._file(placement).close()
         self.secrets().delete(placement.token_secret)
 
     def remaining(self, handle: JobHandle) -> list[str]:

@@ -294,7 +294,7 @@ class GkeLauncher(BucketLauncher[Placement]):
         local = local_dir(run_id)
         if local is None or not (local / resolved_file.NAME).exists():
             return None
-        return RunSpec.model_validate_json(resolved_file.read(local))
+        return run_home.spec_to_end(local)
 
     def _usd_per_host_hour(self, run_id: str) -> float | None:
         """What a node of the run costs, by the catalogue; where the run file names several places, in the first."""
@@ -319,7 +319,8 @@ class GkeLauncher(BucketLauncher[Placement]):
 
     def _in_pods(self, spec: RunSpec, run_id: str) -> str:
         """The folder of the run, for its pods."""
-        return place(spec, run_id=run_id, run_dir=str(run_registry.find(run_id).path), options=self.options).local_dir
+        local = run_registry.find(run_id, any_format=True).path
+        return place(spec, run_id=run_id, run_dir=str(local), options=self.options).local_dir
 
 
 def _ended(jobset: JsonObject) -> bool:

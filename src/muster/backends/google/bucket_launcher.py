@@ -146,12 +146,12 @@ class BucketLauncher(Generic[P]):
         return home.mirror(folder.parent) if home is not None else 0
 
     def known(self, run_id: str) -> tuple[Path, P] | None:
-        """The run's folder on this machine, and where the run is; None: it was never submitted from here."""
+        """The run's folder on this machine, and where the run is; None: it was never submitted from here. Of a run of
+        another version what is needed to end it."""
         local = local_dir(run_id)
         if local is None or not (local / HOME_FILE).exists() or not (local / resolved_file.NAME).exists():
             return None
-        spec = RunSpec.model_validate_json(resolved_file.read(local))
-        return local, self.placed(spec, run_id, (local / HOME_FILE).read_text().strip())
+        return local, self.placed(run_home.spec_to_end(local), run_id, (local / HOME_FILE).read_text().strip())
 
     # ------------------------------------------------------------ inside
 
@@ -230,7 +230,7 @@ class BucketLauncher(Generic[P]):
 def local_dir(run_id: str) -> Path | None:
     """The run's folder on this machine; None: it has none."""
     try:
-        return run_registry.find(run_id).path
+        return run_registry.find(run_id, any_format=True).path
     except UsageError:
         return None
 

@@ -144,7 +144,7 @@ class SlurmLauncher:
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the registry; failing that, by the name of a job that has not ended."""
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError, BackendError):  # a record of another version: the job has its name
             run = run_registry.find(run_id)
             record = job_record.read(run.path, SlurmJob, backend=self.name)
             if record and record.run_id == run_id:
@@ -185,9 +185,9 @@ class SlurmLauncher:
         run_dir = Path(handle.run_dir)
         if run_dir.is_dir():
             with job_record.locked(run_dir):
-                record = job_record.read(run_dir, SlurmJob, backend=self.name)
-                if record:
-                    job_record.write(run_dir, replace(record, state="cancelled"))
+                with contextlib.suppress(BackendError):  # damaged, or of another version: jobs have their names
+                    if record := job_record.read(run_dir, SlurmJob, backend=self.name):
+                        job_record.write(run_dir, replace(record, state="cancelled"))
         cancelled: set[str] = set()
         began_ns = self.clock.monotonic_ns()
         while living := self._living(handle.run_id):

@@ -24,10 +24,12 @@ from muster.backends.vertex.progress import FILE as REQUESTS
 from muster.backends.vertex.progress import Requests
 from muster.backends.vertex.reason import explain
 from muster.backends.vertex.submission import BACKEND, render, submission_of
+from muster.backends.vertex.turns import LIST_LAG_S
 from muster.catalog import offers as catalogue
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
+from muster.core.typed_json import Unreadable
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk
 from muster.protocol.lease import EndRecord
 from muster.transport.secure_session import read_token
@@ -114,7 +116,9 @@ class VertexLauncher(BucketLauncher[Placement]):
         if known is None:
             return None
         local, requests = known[0], self._requests(known[1])
-        progress, _ = requests.held()
+        progress = None
+        with contextlib.suppress(Unreadable):
+            progress, _ = requests.held()
         if progress is None or progress.ended:
             return None
         jobs = requests.all_jobs(progress)
@@ -190,7 +194,11 @@ class VertexLauncher(BucketLauncher[Placement]):
         if known is None:
             return
         requests = self._requests(known[1])
-        progress = requests.end()
+        try:
+            progress = requests.end()
+        except Unreadable:  # of another version: its jobs are found by their label, once a list has them
+            progress = None
+            self.clock.sleep(LIST_LAG_S)
         asked = progress.asked[-1] if progress is not None and progress.asked else None
         if progress is not None and asked is not None and not asked.name and not asked.nothing:
             requests.wait_for_the_list(asked)
@@ -211,7 +219,9 @@ class VertexLauncher(BucketLauncher[Placement]):
         if known is None:
             return []
         requests = self._requests(known[1])
-        progress, _ = requests.held()
+        progress = None
+        with contextlib.suppress(Unreadable):
+            progress, _ = requests.held()
         found = [f"custom job {job.name}: {job.state}" for job in requests.all_jobs(progress) if not job.final]
         project = requests.placement.spec.resources.project or ""
         return [*found, *self.secrets().labelled(project, "muster-run", handle.run_id)]

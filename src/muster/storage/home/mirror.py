@@ -110,8 +110,8 @@ class Mirror:
             name, _, offset = inside.partition("/")
             if _FORMAT_1.fullmatch(name):
                 raise UsageError(
-                    f"{uri} was written by muster 0.2.0 or earlier, whose homes this version does not read",
-                    hint="use the version that wrote it: `muster --version` in the run's image",
+                    f"{uri} is of a home of format 3 or older, which this version does not read",
+                    hint="commit 331955c5 of Muster's repository reads it, muster down ends the run",
                 )
             if not self._is_name(writer, name) or not offset:
                 self._problems[uri] = Damaged(f"{uri} is no part of a file of {self.what}", hint="remove it")

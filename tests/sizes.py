@@ -18,6 +18,7 @@ import pytest
 #: Tests that are not live and that ``check`` and ``test`` leave out, with the CPU seconds that they take.
 SLOW = {
     "test_analytic.py": 43,
+    "test_every_family.py::test_it_trains_is_exported_and_reloaded_as_transformers_computes_it": 110,
     "test_stragglers.py::test_random_virtual_runs_are_judged_right": 4,
     "test_gke_provision.py::test_every_request_may_go_wrong_once": 8,
     "test_reference_case.py": 17,

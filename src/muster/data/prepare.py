@@ -154,6 +154,15 @@ def open_prepared(spec: RunSpec, run_dir: Path) -> Prepared:
     return _open(folder, cached=True, seconds=0.0)
 
 
+def stop_ids_of(run_dir: Path) -> tuple[int, ...]:
+    """``Prepared.stop_ids`` of the run's data, which may be gone; empty where none were written down."""
+    try:
+        held = json.loads((run_dir / _POINTER).read_text()).get("stop_ids", ())
+    except (OSError, ValueError, AttributeError):
+        return ()
+    return tuple(id for id in held if isinstance(id, int)) if isinstance(held, list) else ()
+
+
 def cache_folder(data: Data) -> Path:
     """Where prepared data is kept."""
     return Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "muster" / "data"
@@ -321,7 +330,8 @@ def _point(run_dir: Path, folder: Path, prepared: Prepared, request: str) -> Non
     with translated(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         folder_text = str(folder.parent.resolve() / folder.name)
-        pointer = json.dumps({"folder": folder_text, "request": request, "today": prepared.today})
+        held = {"folder": folder_text, "request": request, "today": prepared.today, "stop_ids": prepared.stop_ids}
+        pointer = json.dumps(held)
         if not _says(run_dir / _POINTER, pointer):  # a restarted agent needs no room on a full disk
             temporary = run_dir / f".{_POINTER}.{mine}"
             temporary.write_text(pointer)

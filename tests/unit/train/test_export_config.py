@@ -9,8 +9,9 @@ from fakes.hub_tokenizer import make_hub_tokenizer
 from fakes.small_model import spec_of
 from transformers import AutoConfig
 
+from muster.data.prepare import stop_ids_of
 from muster.data.tokenizer import Encoder, find_template, install_template
-from muster.train.export.config_files import copy_tokenizer, write_config, write_generation_config
+from muster.train.export.config_files import copy_tokenizer, with_old_names, write_config, write_generation_config
 from muster.train.export.verification import different_ids, training_ids
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -27,11 +28,11 @@ BASES = {
 }
 
 
-def sources_of(base, config, tokenizer=None, template=None):
+def sources_of(base, config, tokenizer=None, template=None, stops=()):
     spec = spec_of(None, source=str(base))
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"chat_template": template})})
     folder = SimpleNamespace(path=base)
-    return SimpleNamespace(spec=spec, config=config, model=object(), folder=folder, tokenizer=tokenizer)
+    return SimpleNamespace(spec=spec, config=config, model=object(), folder=folder, tokenizer=tokenizer, stop_ids=stops)
 
 
 def written(base, tmp_path, dtype=torch.bfloat16):
@@ -76,6 +77,32 @@ def test_a_section_for_text_has_its_own(tmp_path):
     base = {"model_type": "llava", "text_config": text, "vision_config": {"model_type": "clip_vision_model"}}
     out, _, _ = written(base, tmp_path)
     assert out["text_config"]["rope_theta"] == 3e5 and "rope_theta" not in out
+
+
+@pytest.mark.parametrize(("stops", "named"), [((7, 1), [7, 1]), ((7,), 7), ((1,), 1)])
+def test_generation_ends_at_what_the_data_taught(stops, named, tmp_path):
+    base, folder = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    folder.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, "eos_token_id": 1}))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "top_k": 7}))
+    sources = sources_of(base, AutoConfig.from_pretrained(base), tmp_path / "none", stops=stops)
+    write_config(folder, sources, torch.float32)
+    write_generation_config(folder, sources)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == generation["eos_token_id"] == named
+    assert generation["top_k"] == 7
+
+
+def test_the_stop_tokens_of_data_outlive_it(tmp_path):
+    assert stop_ids_of(tmp_path) == ()
+    (tmp_path / "data.json").write_text(json.dumps({"folder": "/gone", "stop_ids": [7, 1]}))
+    assert stop_ids_of(tmp_path) == (7, 1)
+
+
+def test_a_part_that_is_not_there_stays_none(tmp_path):
+    """An empty section would be read as one of default size."""
+    assert with_old_names({"vision_config": None}, {}) == {"vision_config": None}
 
 
 @pytest.mark.parametrize("before, after", [(1, "{end}"), ([1, 5], ["{end}", 1, 5]), ([5], "{end}")])

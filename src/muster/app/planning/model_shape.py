@@ -9,18 +9,42 @@ from pathlib import Path
 from muster.app.inspect.status import spec_of
 from muster.app.planning.source_run import source_run
 from muster.catalog import rows
-from muster.config.spec import RunSpec, TrainedTokenizer
+from muster.config.spec import Model, RunSpec, TrainedTokenizer
 from muster.config.tpu_rules import not_submitted
 from muster.config.validation import heads_problems
 from muster.core.errors import Problem, UsageError
 from muster.core.flops import ModelShape
+from muster.core.typed_json import JsonObject, parse_object
+from muster.data.weights.model_types import untrained
 
 
 def unfit(spec: RunSpec) -> list[Problem]:
-    """Why ``spec`` is neither planned nor submitted: TPUs where none are made, or a model that cannot be split as it
-    asks for."""
-    unable = not_submitted(spec)
+    """Why ``spec`` is neither planned nor submitted: TPUs where none are made, a model of a type that is not trained,
+    or one that cannot be split as asked."""
+    unable = not_submitted(spec) or _type_problem(spec)
     return [unable] if unable is not None else tensor_problems(spec)
+
+
+def _type_problem(spec: RunSpec) -> Problem | None:
+    """What its config says against the model, where that is known here."""
+    config = _config_here(spec.model) if spec.model is not None else None
+    reason = untrained(config) if config is not None else None
+    if reason is None:
+        return None
+    key = "model.source" if spec.model is not None and spec.model.source else "model.config"
+    return Problem(key, reason[0].removeprefix("model: "), hint=reason[1])
+
+
+def _config_here(model: Model) -> JsonObject | None:
+    """Its config.json, of the run file, a local file or a local folder."""
+    if isinstance(model.config, Mapping):
+        return model.config
+    path = Path(model.config or model.source or "")
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return parse_object(file.read_bytes()) if file.is_file() else None
+    except (OSError, ValueError):
+        return None
 
 
 def tensor_problems(spec: RunSpec) -> list[Problem]:

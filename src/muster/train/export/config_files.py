@@ -17,8 +17,10 @@ from muster.train.model.causal_lm import grows
 
 
 def end_tokens(sources: ExportSources) -> int | list[int] | None:
-    """Where generation ends, if it is not the base's own matter: the tokenizer's end token, which a chat template has
-    set, and those of a base with several."""
+    """Where generation ends: at what the data taught, and at what the base names; of data that do not say, at the
+    tokenizer's end token, which a chat template has set. None: the base's own matter."""
+    if sources.stop_ids:
+        return list(sources.stop_ids) if len(sources.stop_ids) > 1 else sources.stop_ids[0]
     if sources.folder is not None and not grows(sources.spec):
         return None
     end = Encoder(sources.tokenizer).eos_id if (sources.tokenizer / "tokenizer.json").is_file() else None
@@ -45,20 +47,20 @@ def write_generation_config(folder: Path, sources: ExportSources) -> None:
     """The base's, with the tokenizer's special tokens where a chat template has changed them; or a new one."""
     from transformers import GenerationConfig
 
-    given = _base_json(sources, "generation_config.json")
-    if given and sources.folder is not None and not grows(sources.spec):
-        shutil.copyfile(sources.folder.path / "generation_config.json", folder / "generation_config.json")
-        return
-    if given or sources.folder is None:
-        config = GenerationConfig.from_dict(dict(given))
-    else:
-        config = GenerationConfig.from_model_config(sources.config)
-    if (sources.tokenizer / "tokenizer.json").is_file():
+    given, path = _base_json(sources, "generation_config.json"), folder / "generation_config.json"
+    changed: JsonObject = {}
+    if (not given or grows(sources.spec)) and (sources.tokenizer / "tokenizer.json").is_file():
         encoder = Encoder(sources.tokenizer)
-        for role, token in encoder.special.items():
-            if role in ("bos", "eos", "pad"):
-                setattr(config, f"{role}_token_id", encoder.fast.token_to_id(token))
-    config.eos_token_id = end_tokens(sources) or config.eos_token_id
+        roles = [role for role in encoder.special if role in ("bos", "eos", "pad")]
+        changed = {f"{role}_token_id": encoder.fast.token_to_id(encoder.special[role]) for role in roles}
+    end = end_tokens(sources)
+    if end is not None:
+        changed = {**changed, "eos_token_id": end}
+    if given:  # as it is: transformers refuses to save what it reads (a temperature without sampling)
+        path.write_text(json.dumps({**given, **changed}, indent=2, sort_keys=True) + "\n")
+        return
+    config = GenerationConfig() if sources.folder is None else GenerationConfig.from_model_config(sources.config)
+    config.update(**changed)
     config.save_pretrained(folder)
 
 
@@ -125,7 +127,7 @@ def with_old_names(config: JsonObject, base: JsonObject) -> dict[str, Json]:
     Rope parameters that differ by kind of layer (Gemma 3, OLMo 3) stay as they are: the top has room for one set.
     """
     result: dict[str, Json] = {
-        key: with_old_names(child(config, key), child(base, key)) if key.endswith("_config") else value
+        key: with_old_names(value, child(base, key)) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in config.items()
     }
     if "dtype" in config:

@@ -19,6 +19,7 @@ from muster.core import resolved_file
 from muster.core.errors import CheckpointError, UsageError
 from muster.core.protocols import Store
 from muster.core.resolved_file import DamagedRunFile
+from muster.data.prepare import stop_ids_of
 from muster.data.weights.model_files import pinned
 from muster.storage import uris
 from muster.storage.store import open_store
@@ -45,6 +46,8 @@ class ExportSources:
     folder: pretrained.Folder | None
     reader: ShardReader
     tokenizer: Path
+    stop_ids: tuple[int, ...] = ()
+    """What ends generation in the run's data."""
 
     @cached_property
     def drawn(self) -> dict[str, Tensor]:
@@ -130,7 +133,7 @@ def open_sources(spec: RunSpec, run_dir: Path, reader: ShardReader) -> ExportSou
         if shape is not None and shape[0] != config.get_text_config().vocab_size:
             config.get_text_config().vocab_size = shape[0]
             model = on_meta(config, torch.float32)
-    return ExportSources(spec, config, model, folder, reader, run_dir / "tokenizer")
+    return ExportSources(spec, config, model, folder, reader, run_dir / "tokenizer", stop_ids_of(run_dir))
 
 
 def maker_of(name: str, sources: ExportSources) -> Make:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from muster.config.spec import Model, RunSpec
 from muster.core.errors import UsageError, first_line
 from muster.core.flops import ModelShape
+from muster.data.weights.model_types import untrained
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.distributed.pipeline_order import Schedule
 from muster.train.distributed.stage_link import StageLink
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedConfig, PreTrainedModel
 
-#: Quantisations that ``conversion.dequantised`` undoes.
-DEQUANTISED = ("mxfp4", "fp8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -275,13 +275,9 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
             f"the tokenizer has {vocab_size} tokens, the model's vocabulary {model_vocab_size}",
             hint="use the model's own tokenizer, or raise vocab_size in model.config",
         )
-    if folder is not None and (quantised := getattr(config, "quantization_config", None)) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        if str(method) not in DEQUANTISED:
-            raise UsageError(
-                f"model.source: weights quantised by {method} are not trained",
-                hint=f"use the folder in bfloat16; {' and '.join(DEQUANTISED)} are dequantised when they are read",
-            )
+    if (reason := untrained(json.loads(config.to_json_string(use_diff=False)))) is not None:
+        raise UsageError(reason[0], hint=reason[1])
+    if hasattr(config, "quantization_config"):  # of a folder that is dequantised as it is read
         del config.quantization_config
     result: PreTrainedConfig = config
     return result

@@ -112,11 +112,9 @@ def load(
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape, or a file is corrupt.
     """
-    targets = stored_tensors(model)
-    for name in ignored:
-        targets.pop(plain_name(name), None)
+    targets, named = stored_tensors(model), dict(model.named_parameters())
     views = found_views(model, folder, elsewhere)
-    filled: set[int] = set()
+    filled = {id(named[name]) for name in ignored}
     for name, tensor in targets.items():
         if id(tensor) in filled or local(tensor).numel() == 0:
             continue

@@ -70,7 +70,9 @@ def shard(
     cut = partial(
         fully_shard, mesh=mesh.shard, mp_policy=policy, shard_placement_fn=placement, ignored_params=outside or None
     )
-    if sum(parameter.numel() for parameter in root.parameters()) >= whole_below:
+    parts = [parameter for layer in layers for parameter in layer.parameters()]
+    apart = len(parts) == len(set(parts))  # Zamba 2's layers share a transformer, which FSDP wants in one unit
+    if apart and sum(parameter.numel() for parameter in root.parameters()) >= whole_below:
         for layer in layers:
             cut(layer, reshard_after_forward=reshard_layers)
         embedding = model.get_input_embeddings()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ def initialise(model: PreTrainedModel, *, seed: int, device: torch.device) -> No
 
 def plain_name(name: str) -> str:
     """The parameter's name without adapters, which rename the module they wrap."""
-    return name.replace(".base_layer.", ".")
+    return re.sub(r"\.base_layer(?=\.)", "", name)
 
 
 def initializer_range(config: PreTrainedConfig) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -214,7 +213,7 @@ Warnings
 def evidence() -> Iterator[Target]:
     """Files that ``muster why --from`` reads: a rank's, broken, beside another one's, whole."""
     for name, sample in (
-        ("a flight recorder", _FLIGHT), ("a pickled flight recorder", pickle.dumps(json.loads(_FLIGHT), protocol=2)),
+        ("a flight recorder", _FLIGHT),
         ("py-spy's stacks", _PY_SPY), ("faulthandler's stacks", _FAULTHANDLER), ("/proc/PID/stat", _STAT),
         ("NCCL's RAS", _RAS),
     ):  # fmt: skip

@@ -1,7 +1,7 @@
 """PyTorch's flight recorder: the operations among ranks that one rank has called, as torch 2.x dumps them.
 
-JSON (what Muster takes, and `_dump_fr_trace_json`) and the pickle that NCCL's watchdog writes, whose plain values are
-read without unpickling it. Form as of torch 2.13; of the versions, 2.x are known.
+JSON, as ``_dump_nccl_trace_json`` and ``_dump_fr_trace_json`` return it. NCCL's watchdog writes a pickle of the same,
+which is a program and is refused. Form as of torch 2.13; of the versions, 2.x are known.
 
 What the sources of a dump do differently: gloo's operations stay "scheduled" for ever and only ``retired`` says that
 they ended; gloo names no group under ``pg_config``; numbers are texts in one form and numbers in the other; NCCL's
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from muster.core.typed_json import Json, JsonObject, Record, Unreadable, at, child, children, parse_object, text, whole
-from muster.health.hang.plain_pickle import read_plain
 
 #: More than any ring of operations that torch keeps by default; a larger file is none.
 LARGEST_BYTES = 256 * 2**20
@@ -86,13 +85,12 @@ def parse(captured: bytes | str) -> Recorder:
     Raises:
         Unreadable: it is cut, is no dump, or is of an unknown version; the sentence says which.
     """
+    if isinstance(captured, bytes) and captured[:1] == b"\x80":
+        raise Unreadable("a pickle, which is a program: docs/why.md has the command that makes JSON of it")
     if len(captured) > LARGEST_BYTES:
         raise Unreadable(f"flight recorder of {len(captured)} bytes: more than {LARGEST_BYTES} are not read")
     try:
-        if isinstance(captured, bytes) and captured[:1] == b"\x80":
-            dump = read_plain(captured)
-        else:
-            dump = parse_object(captured)
+        dump = parse_object(captured)
     except Unreadable as error:
         raise Unreadable(f"flight recorder: {error}") from None
     if "version" not in dump or not {"entries", "pg_status"} & dump.keys():  # no entries: nothing was called

@@ -285,24 +285,24 @@ def plan_publishing(model: PreTrainedModel, held: Mapping[str, View], loaded: Co
 
     Follows ``transformers.core_model_loading.revert_weight_conversion``.
     """
-    from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings
+    from transformers.core_model_loading import PrefixChange
 
     if loaded:
         transforms = _table(model)
         renamings, converters = _sorted_out(transforms)
         for name in _in_order(loaded):
-            apply_converters(apply_renamings(name, renamings), converters)
+            _matched(_renamed(name, renamings), converters)
         transforms = [each for each in transforms if each.was_used()]
     else:
         transforms = [each for each in _table(model, legacy=False) if not isinstance(each, PrefixChange)]
     renamings, converters = _sorted_out([each.reverse_transform() for each in reversed(transforms)])
     groups: dict[str, Group] = {}
     for name in _in_order(held):
-        target, pattern = apply_converters(name, converters)
+        target, pattern = _matched(name, converters)
         groups.setdefault(target, Group(_converter_of(pattern, converters))).add(pattern, held[name])
     shapes = {name: view.shape for name, view in held.items()}
     return {
-        apply_renamings(name, renamings): view
+        _renamed(name, renamings): view
         for target, group in groups.items()
         for name, view in group.converted(target, model, shapes).items()
     }
@@ -319,6 +319,22 @@ def _sorted_out(transforms: Sequence[WeightTransform]) -> tuple[list[Any], list[
 
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     return [each for each in transforms if isinstance(each, WeightRenaming)], converters
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    """By every one that matches, in turn."""
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
+    return name
+
+
+def _matched(name: str, converters: Sequence[WeightConverter]) -> tuple[str, str | None]:
+    """Name of the first target and the pattern, by the first converter that matches; the name itself and None."""
+    for converter in converters:
+        target, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return target, pattern
+    return name, None
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

@@ -153,7 +153,7 @@ def test_other_quantisations_are_refused_in_one_line(tmp_path):
     saved(tmp_path, "llama", {})
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(UsageError, match=r"model.source: weights quantised by gptq are not trained"):
+    with pytest.raises(UsageError, match=r"model: weights quantised by gptq are not trained"):
         empty_model(tmp_path)
 
 

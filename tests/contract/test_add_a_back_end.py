@@ -18,7 +18,7 @@ PACKAGE = '''\
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-from muster.backends.backend import Backend, Capabilities
+from muster.backends.backend import Backend, Checks
 from muster.core.errors import Problem
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, TaskSpec
 from muster.storage import run_registry
@@ -85,7 +85,7 @@ def unused(spec):
     yield "resources.image", "mytest runs no images"
 
 
-BACKEND = Backend(name="mytest", launcher=Launcher, rules=rules, unused_settings=unused, capabilities=Capabilities())
+BACKEND = Backend(name="mytest", launcher=Launcher, checks=Checks(rules=rules, unused=unused))
 '''
 
 

@@ -132,7 +132,7 @@ def test_where_a_refusal_cannot_be_cleaned_up_nobody_else_is_asked(market, monke
 
 def test_a_place_without_credentials_leaves_nothing_and_the_next_one_is_asked(market, monkeypatch):
     class Nobody(GkeLauncher):
-        def _session(self):
+        def session(self):
             raise AccessError("no credentials for Google Cloud", hint="gcloud auth application-default login")
 
     real = market.load

@@ -60,7 +60,7 @@ def accept(
             be written; the key cannot sign.
     """
     loaded = load.load(run_file, [*overrides, *OVERRIDES])
-    has_cluster = backends.get(loaded.spec.backend).cluster is not None
+    has_cluster = backends.get(loaded.spec.backend).provisioning.cluster is not None
     tried = trial(loaded, cluster_of(loaded.spec) if has_cluster else None, budget)
     if environment.current().storage_emulator:
         rehearsal = rehearsal or EMULATED

@@ -80,7 +80,7 @@ class Trial:
     @property
     def base_usd(self) -> float:
         """An hour of what is there without hosts."""
-        if self.cluster is None or not backends.get(self.spec.backend).rehearse:
+        if self.cluster is None or not backends.get(self.spec.backend).acceptance.rehearse:
             return 0.0
         region = next(iter(self.spec.resources.locations), "").rpartition("-")[0]
         return cluster_usd_per_hour(SMALL_MACHINE, region) or 0.0
@@ -130,7 +130,7 @@ class Trial:
         if self.cluster is not None:
             return "; ".join(self.cluster.look()) or "nothing is in the way"
         found = [f"{len(offers)} kinds of hosts on offer"]
-        if (ask := backends.get(self.spec.backend).access) is not None:
+        if (ask := backends.get(self.spec.backend).acceptance.access) is not None:
             found += ask(self._resolved(), submit_.preview(self.loaded))
         return "; ".join(found)
 
@@ -149,7 +149,7 @@ class Trial:
             looked = self.site.look(self._resolved(), meter.wait)
             self._judge(looked.kernels)
             said.append(looked.said)
-        if backends.get(self.spec.backend).rehearse is None:
+        if backends.get(self.spec.backend).acceptance.rehearse is None:
             raise NotHere(f"{self.spec.backend} has no preflight")
         left_s = PREFLIGHT_S - (meter.clock.monotonic_ns() - began_ns) / 1e9
         said.append(preflight_.preflight(self.loaded, timeout_s=max(LEAST_S, left_s), clock=meter.clock).reason)
@@ -212,7 +212,7 @@ class Trial:
 
     def _submit(self) -> None:
         backend = self.spec.backend
-        self.rehearsal = backends.get(backend).stand_in(backends.load(backend)) or self.rehearsal
+        self.rehearsal = backends.get(backend).acceptance.stand_in(backends.load(backend)) or self.rehearsal
         self.run = submit_.submit(self.loaded, argv=["muster", "accept"]).run
 
     def _judge_hosts(self) -> None:
@@ -364,7 +364,7 @@ def trial(loaded: Loaded, cluster: Cluster | None, budget: float) -> Trial:
     """
     spec = priced(loaded.spec)
     backend = backends.get(spec.backend)
-    site = backend.site() if backend.site is not None else None
+    site = backend.acceptance.site() if backend.acceptance.site is not None else None
     free = backend.capabilities.uses_this_machine or spec.resources.provisioning_model == "owned"
     usd = spec.resources.usd_per_host_hour
     if usd is None and not free and site is None:

@@ -86,6 +86,60 @@ def _everything(options: Sequence[Option]) -> Sequence[Option]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What a run file may say here. All but ``on_this_machine`` are pure."""
+
+    rules: Callable[[RunSpec], Iterable[Problem]] = _no_problems
+    """What a run file may not say here."""
+    on_this_machine: Callable[[RunSpec], Iterable[Problem]] = _no_problems
+    """What is missing on the machine that submits. Looks, changes nothing."""
+    unused: Callable[[RunSpec], Iterable[tuple[str, str]]] = _no_keys
+    """(key, reason) of settings that have no effect here."""
+    image: Callable[[RunSpec], str | None] = _no_image
+    """The image that ranks run in, whose files this machine need not have. None: they run outside any."""
+    fixed_keys: tuple[str, ...] = ()
+    """Keys of its own that a correction on held hosts cannot change: the hosts were started with them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Market:
+    """What is sold here. Pure."""
+
+    rents: Callable[[Sequence[Option]], Sequence[Option]] = _everything
+    """The catalogue's options as they are to be had here: fewer, or at another price."""
+    notes: Callable[[RunSpec, float, float | None], Iterable[str]] | None = None
+    """What a plan says of the place: of the run file as planned, seconds of a step, and dollars of all hosts by the
+    hour. None: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provisioning:
+    """What can be done to the place's machines from here; None: not this."""
+
+    cluster: OpenCluster | None = None
+    """Hosts are created and removed."""
+    drain: Callable[[str, str], str] | None = None
+    """Keeps new work from a machine (its name, a reason), with the rights of the process that calls; what was done, in
+    words. Raises AccessError where they do not suffice, BackendError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """What a preflight and an acceptance (``muster accept``) look at before they train; None: there is no such look."""
+
+    access: Callable[[RunSpec, JobRequest], Sequence[str]] | None = None
+    """What stands in the way of this request, in sentences, asked without sending it: limits, quota, when it would
+    start. Raises the place's refusal. None: a cluster's ``look`` may say."""
+    rehearse: Rehearse | None = None
+    """None: a preflight would not be cheaper than the run."""
+    site: Callable[[], Site] | None = None
+    """A cluster of others."""
+    stand_in: Callable[[Launcher], str | None] = _nothing
+    """What plays the place's services for this launcher, where it does not speak with them itself: an acceptance by it
+    is a rehearsal. None: they are the place's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Backend:
     """One back end. Importing it must be cheap: ``launcher`` imports what it needs when it is called."""
 
@@ -93,35 +147,9 @@ class Backend:
     launcher: Callable[[], Launcher]
     """A new launcher; environment and credentials are read now."""
     capabilities: Capabilities = Capabilities()
-    rules: Callable[[RunSpec], Iterable[Problem]] = _no_problems
-    """What a run file may not say here. Pure."""
-    host_checks: Callable[[RunSpec], Iterable[Problem]] = _no_problems
-    """What is missing on the machine that submits. Looks, changes nothing."""
-    unused_settings: Callable[[RunSpec], Iterable[tuple[str, str]]] = _no_keys
-    """(key, reason) of settings that have no effect here."""
-    image: Callable[[RunSpec], str | None] = _no_image
-    """The image that ranks run in, whose files this machine need not have. Pure. None: they run outside any."""
-    fixed_keys: tuple[str, ...] = ()
-    """Keys of its own that a correction on held hosts cannot change: the hosts were started with them."""
+    checks: Checks = Checks()
     formats: Mapping[str, Render] = field(default_factory=dict)
     """Formats of ``muster render``, the default one first."""
-    rents: Callable[[Sequence[Option]], Sequence[Option]] = _everything
-    """The catalogue's options as they are to be had here: fewer, or at another price. Pure."""
-    plan_notes: Callable[[RunSpec, float, float | None], Iterable[str]] | None = None
-    """What a plan should say of the place besides: of the run file as planned, seconds of a step, and dollars of all
-    hosts by the hour. Pure. None: nothing."""
-    cluster: OpenCluster | None = None
-    """None: hosts are not created or removed from here."""
-    access: Callable[[RunSpec, JobRequest], Sequence[str]] | None = None
-    """What stands in the way of this request, in sentences, asked without sending it: limits, quota, when it would
-    start. Raises the place's refusal. None: nobody can be asked; a cluster's ``look`` may."""
-    rehearse: Rehearse | None = None
-    """None: a preflight would not be cheaper than the run."""
-    site: Callable[[], Site] | None = None
-    """A cluster of others, which an acceptance looks at before it trains there; None: there is no such look."""
-    stand_in: Callable[[Launcher], str | None] = _nothing
-    """What plays the place's services for this launcher, where it does not speak with them itself: an acceptance by it
-    is a rehearsal. None: they are the place's own."""
-    take_out: Callable[[str, str], str] | None = None
-    """Keeps new work from a machine (its name, a reason), with the rights of the process that calls; what was done, in
-    words. Raises AccessError where they do not suffice, BackendError. None: there is nobody to tell."""
+    market: Market = Market()
+    provisioning: Provisioning = Provisioning()
+    acceptance: Acceptance = Acceptance()

@@ -18,7 +18,7 @@ from muster.core.errors import Problem, install_command
 
 def problems(spec: RunSpec) -> list[Problem]:
     """What is missing here. Looks, changes nothing."""
-    return [*_files(spec), *_folders(spec), *_packages(spec), *BACKENDS.get(spec.backend).host_checks(spec)]
+    return [*_files(spec), *_folders(spec), *_packages(spec), *BACKENDS.get(spec.backend).checks.on_this_machine(spec)]
 
 
 def _files(spec: RunSpec) -> Iterator[Problem]:
@@ -63,7 +63,7 @@ def _found_there(spec: RunSpec, script: str) -> bool:
     """A module, or a script of the image that ranks run in: an absolute path, which this machine need not have."""
     if script == "-m" or spec.workdir is not None or not os.path.isabs(script):
         return script == "-m"
-    return BACKENDS.get(spec.backend).image(spec) is not None
+    return BACKENDS.get(spec.backend).checks.image(spec) is not None
 
 
 def _own_file(spec: RunSpec, path: str) -> str | None:

@@ -140,7 +140,7 @@ def loads(
     spec, bad = _check_values(reading)
     unnamed: list[Problem] = []
     if spec is not None:
-        own = BACKENDS.get(spec.backend).rules(spec)
+        own = BACKENDS.get(spec.backend).checks.rules(spec)
         result = [*validation.problems(spec), *run_environment.problems(spec), *own]
         if environment:
             result += host_checks.problems(spec)

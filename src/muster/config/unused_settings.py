@@ -14,7 +14,7 @@ def no_effect(spec: RunSpec, given: Set[str]) -> list[Problem]:
     """A problem per key among ``given`` (dotted paths set by the user) that has no effect, here or on its back end; and
     one per setting that has an effect which hardly anyone wants."""
     rules = (_training, _parallelism, _model, _data, _evaluation, _checkpoint, _resources, _recovery, _check)
-    unused = [result for rule in (*rules, BACKENDS.get(spec.backend).unused_settings) for result in rule(spec)]
+    unused = [result for rule in (*rules, BACKENDS.get(spec.backend).checks.unused) for result in rule(spec)]
     return [*(Problem(key, f"has no effect: {reason}") for key, reason in unused if key in given), *_doubtful(spec)]
 
 

@@ -111,4 +111,4 @@ def test_only_clusters_are_told_and_only_where_the_run_file_allows_it(tmp_path, 
 
 def test_every_back_end_that_has_a_command_does_it_itself_too():
     for name in backends.BACKENDS.names():
-        assert (backends.get(name).take_out is None) == (taking_out(name, "node", "why") is None), name
+        assert (backends.get(name).provisioning.drain is None) == (taking_out(name, "node", "why") is None), name

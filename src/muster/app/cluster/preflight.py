@@ -38,13 +38,13 @@ def preflight(
     """
     clock = clock or SystemClock()
     backend = backends.get(loaded.spec.backend)
-    rehearse = backend.rehearse
+    rehearse = backend.acceptance.rehearse
     if rehearse is None:
-        able = backends.names_where(lambda backend: backend.rehearse is not None)
+        able = backends.names_where(lambda backend: backend.acceptance.rehearse is not None)
         raise UsageError(f"there is no preflight for the back end {loaded.spec.backend!r}", hint=f"backend: {able}")
-    if backend.access is not None:
+    if backend.acceptance.access is not None:
         spec, _ = resolved(loaded.spec, backends.load(loaded.spec.backend))
-        for sentence in backend.access(spec, submit.preview(loaded)):
+        for sentence in backend.acceptance.access(spec, submit.preview(loaded)):
             if on_word is not None:
                 on_word(sentence)
     small = dataclasses.replace(loaded, spec=rehearse(loaded.spec, machine=machine, mode=mode), warnings=())

@@ -15,9 +15,9 @@ def cluster_of(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -
     Raises:
         UsageError: the back end has no clusters, or the run file names no project, zone or machine.
     """
-    open_cluster = backends.get(spec.backend).cluster
+    open_cluster = backends.get(spec.backend).provisioning.cluster
     if open_cluster is None:
-        able = backends.names_where(lambda backend: backend.cluster is not None)
+        able = backends.names_where(lambda backend: backend.provisioning.cluster is not None)
         raise UsageError(
             f"this run file's backend is {spec.backend!r}, where Muster creates and removes no machines",
             hint=f"backend: {able}; muster down RUN ends a run",

@@ -66,7 +66,7 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     tpu = spec.resources.device == "tpu"
     if here and spec.resources.device == "cpu":
         return _this_cpu(spec, home or run_registry.home())
-    options = list(backends.get(spec.backend).rents(offers.catalogue(own_prices(home))))
+    options = list(backends.get(spec.backend).market.rents(offers.catalogue(own_prices(home))))
     notes: list[str] = []
     usd, machine = spec.resources.usd_per_host_hour, rows.machines().get(spec.resources.machine or "")
     if usd is not None and machine is not None:

@@ -191,7 +191,7 @@ def _prices() -> str:
 
 def _of_place(loaded: Loaded, work: Workload, chosen: Candidate, environment: bool) -> Iterator[str]:
     """What the back end says of the run as it is planned: on the machine that was chosen."""
-    notes = backends.get(loaded.spec.backend).plan_notes
+    notes = backends.get(loaded.spec.backend).market.notes
     if notes is None and not loaded.unnamed:
         return
     settings = plan_file.settings_as_overrides(_settings(loaded.spec, work, chosen))
@@ -205,7 +205,7 @@ def _of_place(loaded: Loaded, work: Workload, chosen: Candidate, environment: bo
 
 def _in_bucket(spec: RunSpec) -> bool:
     """Runs on machines that Muster makes share a bucket and no folder."""
-    return backends.get(spec.backend).cluster is not None
+    return backends.get(spec.backend).provisioning.cluster is not None
 
 
 def _storage(spec: RunSpec, problem: Problem, chosen: Candidate) -> Iterator[str]:

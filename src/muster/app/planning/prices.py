@@ -118,7 +118,7 @@ def priced(spec: RunSpec, home: Path | None = None) -> RunSpec:
     machine, mode = rows.machines().get(resources.machine), resources.provisioning_model.removesuffix("_queued")
     if machine is None:
         return spec
-    rented = backends.get(spec.backend).rents(catalogue(own_prices(home)))
+    rented = backends.get(spec.backend).market.rents(catalogue(own_prices(home)))
     prices = [option.price for option in rented if option.price is not None]
     known = [price for price in prices if (price.machine, price.mode) == (machine.name, mode)]
     here = [price for price in known if any(_within(place, price.region) for place in resources.locations)]

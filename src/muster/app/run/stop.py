@@ -134,7 +134,7 @@ _STARTED_WITH = (
 def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: SupervisorStatus) -> None:
     """Refuse now what the held hosts cannot do; otherwise the run would wait indefinitely."""
     hint = f"muster stop {run.run_id}, then muster recover {run.run_id} KEY=VALUE starts new hosts"
-    for key in (*_STARTED_WITH, *backends.get(before.backend).fixed_keys):
+    for key in (*_STARTED_WITH, *backends.get(before.backend).checks.fixed_keys):
         if operator.attrgetter(key)(before) != operator.attrgetter(key)(after):
             raise ConflictError(f"{key} cannot change while hosts are held: they were started with it", hint=hint)
     hosts = [host for host in held.hosts.values() if host.connected]

@@ -82,7 +82,7 @@ def machines_taken_out(supervisor: Supervisor) -> Sequence[Sink]:
     run_dir = supervisor.run_dir.resolve()
     try:
         run_id, spec = read_run_id(run_dir), read_spec(run_dir)
-        act = backends.get(spec.backend).take_out if spec.check.take_out else None
+        act = backends.get(spec.backend).provisioning.drain if spec.check.take_out else None
     except (MusterError, OSError, ValueError, KeyError):
         return ()  # ``serve`` says so
     if act is None:

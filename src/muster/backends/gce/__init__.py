@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muster.backends.backend import Backend, Capabilities, RenderedFiles
+from muster.backends.backend import Acceptance, Backend, Capabilities, Checks, Market, Provisioning, RenderedFiles
 from muster.backends.cluster import Cluster
 from muster.backends.gce.run_file_rules import rules, unused_settings
 from muster.backends.google.stand_in import stand_in
@@ -54,11 +54,9 @@ BACKEND = Backend(
     name="gce",
     launcher=_launcher,
     capabilities=Capabilities(in_zones=True, secret_manager=True, in_google_cloud=True, renders_tpus=True),
-    rules=_rules,
-    unused_settings=unused_settings,
-    image=lambda spec: spec.gce.image,
+    checks=Checks(rules=_rules, unused=unused_settings, image=lambda spec: spec.gce.image),
     formats={"yaml": _rendered, "terraform": _terraform},
-    cluster=_cluster,
-    rents=_rents,
-    stand_in=stand_in,
+    market=Market(rents=_rents),
+    provisioning=Provisioning(cluster=_cluster),
+    acceptance=Acceptance(stand_in=stand_in),
 )

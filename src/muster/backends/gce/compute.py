@@ -2,73 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from muster.backends.google.http import Call, Reply, Unreachable
-from muster.backends.google.session import Session, refusal
+from muster.backends.google.refusals import Refusal, of_code, refusal
+from muster.backends.google.session import Session
 from muster.core.typed_json import JsonObject, child, children, text
 
 API = "https://compute.googleapis.com/compute/v1/projects"
 
 
-class Cause(enum.Enum):
-    """What kind of trouble it is. Unknown is not a stock-out."""
-
-    NO_MACHINES = "the zone has no such machines now"
-    QUOTA = "the project's quota is used up"
-    RATE = "too many requests at once"
-    EXISTS = "it is there already"
-    ACCESS = "not allowed"
-    GONE = "something that it names does not exist"
-    UNKNOWN = "refused"
-
-
-CAUSES = {
-    "ZONE_RESOURCE_POOL_EXHAUSTED": Cause.NO_MACHINES,
-    "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS": Cause.NO_MACHINES,
-    "REGION_RESOURCE_POOL_EXHAUSTED": Cause.NO_MACHINES,
-    "resourcePoolExhausted": Cause.NO_MACHINES,
-    "insufficientCapacity": Cause.NO_MACHINES,
-    "quotaExceeded": Cause.QUOTA,  # 403, not 429
-    "QUOTA_EXCEEDED": Cause.QUOTA,
-    "rateLimitExceeded": Cause.RATE,  # 403, too
-    "RATE_LIMIT_EXCEEDED": Cause.RATE,
-    "RESOURCE_ALREADY_EXISTS": Cause.EXISTS,
-    "alreadyExists": Cause.EXISTS,
-    "forbidden": Cause.ACCESS,
-    "PERMISSION_DENIED": Cause.ACCESS,
-    "notFound": Cause.GONE,
-}
 TOO_FEW = "VM_MIN_COUNT_NOT_REACHED"
 """Says that a bulk request failed, and nothing of why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trouble:
-    """Why something was not made."""
-
-    cause: Cause
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.cause.value}: {self.text}"
-
-
-def trouble_of(code: str, message: str) -> Trouble:
-    """``code`` is a refusal's reason or an operation's error."""
-    return Trouble(cause=CAUSES.get(code, Cause.UNKNOWN), text=f"{code}: {message}")
-
-
-def refused(reply: Reply) -> Trouble:
-    """A refusal at once."""
-    known = [reason for reason in sorted(reply.reasons) if reason in CAUSES]
-    found = trouble_of(known[0] if known else " ".join(sorted(reply.reasons)), reply.message)
-    if found.cause is Cause.UNKNOWN and reply.status in (401, 403):
-        return Trouble(cause=Cause.ACCESS, text=found.text)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +51,7 @@ class Compute:
         query = f"?{urllib.parse.urlencode({'filter': wanted})}" if wanted else ""
         return [row for page in self._pages(self.url(f"{path}{query}")) for row in children(page, "items")]
 
-    def why(self, operation: JsonObject) -> Trouble | None:
+    def why(self, operation: JsonObject) -> Refusal | None:
         """Why a finished operation failed; None: it did not. Of a bulk request the reasons stand in the operations of
         its machines alone, which have the same group."""
         errors = children(child(operation, "error"), "errors")
@@ -117,7 +64,7 @@ class Compute:
             known = [one for one in parts if text(one, "code") not in (TOO_FEW, "RESOURCE_ALREADY_EXISTS")]
             errors = known or errors
         code, message = text(errors[0], "code"), text(errors[0], "message")
-        return trouble_of(code, message + _elsewhere(errors[0]))
+        return of_code(code, message + _elsewhere(errors[0]))
 
     def _pages(self, url: str) -> Iterator[JsonObject]:
         """Pages of a list: of an aggregated one what is below ``items``, by place."""

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from muster.backends.gce import requests
-from muster.backends.gce.compute import Cause, Compute, Trouble, over, refused, trouble_of
+from muster.backends.gce.compute import Compute, over
 from muster.backends.gce.journal import ASKED, MADE, NOTHING, GivenUp, Journal, JournalFile, Turn
 from muster.backends.gce.placement import Placement
 from muster.backends.google.http import Unreachable
+from muster.backends.google.refusals import Cause, Refusal, of_code, of_reply
 from muster.catalog.gce import FLEX_START
 from muster.core.typed_json import JsonObject, child, children, text
 
@@ -173,10 +174,10 @@ class Hosts:
                 elif self.placement.mode != FLEX_START:
                     self.file.write(journal.with_turn(replace(turn, operation=operation)), generation)
                 continue
-            if not self._goes_on(journal, generation, turn, refused(reply), status=reply.status):
+            if not self._goes_on(journal, generation, turn, of_reply(reply), status=reply.status):
                 return
 
-    def _goes_on(self, journal: Journal, generation: str, turn: Turn, trouble: Trouble, *, status: int) -> bool:
+    def _goes_on(self, journal: Journal, generation: str, turn: Turn, trouble: Refusal, *, status: int) -> bool:
         """Whether a refusal is none: what was asked for is there already."""
         if trouble.cause is Cause.EXISTS:
             return True
@@ -191,7 +192,7 @@ class Hosts:
             self._nothing(journal, generation, turn, trouble)
         return False
 
-    def _nothing(self, journal: Journal, generation: str, turn: Turn, trouble: Trouble) -> None:
+    def _nothing(self, journal: Journal, generation: str, turn: Turn, trouble: Refusal) -> None:
         self._say(f"{turn.count} x {self.placement.machine.name} in {turn.zone}: {trouble}")
         done = replace(turn, state=NOTHING, reason=str(trouble), at_wall_s=int(self.wall_s()))
         self.file.write(journal.with_turn(done), generation)
@@ -213,7 +214,7 @@ class Hosts:
             self._made(journal, generation, turn, len(mine))
             return
         trouble = self.compute.why(operation) if operation is not None else None
-        self._nothing(journal, generation, turn, trouble or trouble_of("", "machines were made and are gone again"))
+        self._nothing(journal, generation, turn, trouble or of_code("", "machines were made and are gone again"))
 
     def _made(self, journal: Journal, generation: str, turn: Turn, count: int) -> None:
         fewer = f", of {turn.count} that were asked for; they are kept and billed" if count < turn.count else ""
@@ -232,11 +233,11 @@ class Hosts:
             self._made(journal, generation, turn, turn.count)
         elif state == "CANCELLED":
             waited = f"no machines within gce.max_wait_hours ({self.placement.spec.gce.max_wait_hours:g})"
-            self._nothing(journal, generation, turn, Trouble(cause=Cause.NO_MACHINES, text=waited))
+            self._nothing(journal, generation, turn, Refusal(cause=Cause.NO_MACHINES, text=waited))
         elif state == "FAILED":
             errors = children(child(child(found, "status"), "error"), "errors")
             code, message = (text(errors[0], "code"), text(errors[0], "message")) if errors else ("FAILED", "")
-            self._nothing(journal, generation, turn, trouble_of(code, message))
+            self._nothing(journal, generation, turn, of_code(code, message))
         elif state == "ACCEPTED" and self.wall_s() - turn.at_wall_s > self.placement.max_wait_s:
             self.compute.ok("POST", f"{group}/resizeRequests/{name}/cancel")  # it may still succeed: then it counts
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from muster.backends import code_bundle, run_folder
 from muster.backends.gce import requests, teardown
-from muster.backends.gce.compute import Cause, Compute, refused
+from muster.backends.gce.compute import Compute
 from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.placement import RUNS, Placement, place
 from muster.backends.gce.provision import Instance, instances_of
 from muster.backends.gce.requests import Request
 from muster.backends.gce.run_file_rules import rules
 from muster.backends.google.http import Unreachable
+from muster.backends.google.refusals import Cause, of_reply
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import NotOver
 from muster.backends.run_folder import RunFiles
@@ -163,7 +164,7 @@ class Start:
                 continue
             if reply.status < 300:
                 return self._waited(self.compute.address(text(reply.body, "selfLink")))
-            trouble = refused(reply)
+            trouble = of_reply(reply)
             if trouble.cause is Cause.EXISTS:
                 return None
             if trouble.cause in (Cause.NO_MACHINES, Cause.QUOTA):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from muster.backends.backend import Backend, Capabilities, RenderedFiles, container_image
+from muster.backends.backend import (
+    Acceptance,
+    Backend,
+    Capabilities,
+    Checks,
+    Provisioning,
+    RenderedFiles,
+    container_image,
+)
 from muster.backends.cluster import Cluster
 from muster.backends.google.stand_in import stand_in
 from muster.backends.protocols import Launcher
@@ -56,7 +64,7 @@ def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
     return rehearsal(spec, machine=machine, mode=mode, queue=placed.queue if placed.kueue else None)
 
 
-def _take_out(node: str, reason: str) -> str:
+def _drain(node: str, reason: str) -> str:
     from muster.backends.gke.operate.cordon import cordon
 
     return cordon(node, reason)
@@ -66,12 +74,8 @@ BACKEND = Backend(
     name="gke",
     launcher=_launcher,
     capabilities=Capabilities(ships_code=True, in_google_cloud=True, trains_on_tpus=True),
-    rules=_rules,
-    image=container_image,
+    checks=Checks(rules=_rules, image=container_image),
     formats={form: partial(_rendered, form) for form in ("yaml", "helm", "terraform")},
-    cluster=_cluster,
-    access=_access,
-    rehearse=_rehearse,
-    stand_in=stand_in,
-    take_out=_take_out,
+    provisioning=Provisioning(cluster=_cluster, drain=_drain),
+    acceptance=Acceptance(access=_access, rehearse=_rehearse, stand_in=stand_in),
 )

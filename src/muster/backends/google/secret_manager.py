@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from muster.backends.google.http import Call, Unreachable
-from muster.backends.google.session import Session, refusal
+from muster.backends.google.refusals import refusal
+from muster.backends.google.session import Session
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 from muster.core.typed_json import Json, children, text, texts
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from muster.backends.google.http import LOGIN, Call, Http, Reply, Unreachable
-from muster.core.errors import AccessError, BackendError, CapacityError, MusterError
+from muster.backends.google.http import Call, Http, Reply, Unreachable
+from muster.backends.google.refusals import failure, refusal
+from muster.core.errors import BackendError
 from muster.core.protocols import Clock
 from muster.core.typed_json import JsonObject, child, children
 
@@ -17,16 +18,6 @@ NOT_SWITCHED_ON = {"accessNotConfigured", "SERVICE_DISABLED"}
 """The API itself is off."""
 TRIES = 8
 LONGEST_PAUSE_S = 30.0
-NO_ROOM = (
-    "QUOTA_EXCEEDED",
-    "quotaExceeded",
-    "GCE_QUOTA_EXCEEDED",
-    "RESOURCE_EXHAUSTED",
-    "RESOURCE_POOL_EXHAUSTED",  # Compute's ZONE_RESOURCE_POOL_EXHAUSTED[_WITH_DETAILS]
-    "STOCKOUT",
-    "GCE_STOCKOUT",
-    "does not have enough resources available",
-)
 Answer = TypeVar("Answer")
 
 
@@ -128,25 +119,6 @@ def with_retries(send: Callable[[], Reply], method: str, url: str, clock: Clock,
         clock.sleep(pause_s)
         waited_s += pause_s
         pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
-
-
-def refusal(call: Call, reply: Reply) -> MusterError:
-    """The service's refusal as one of our errors."""
-    where = f"{call.method} {call.url}"
-    if reply.status == 401:
-        return AccessError(f"{where}: Google rejected these credentials: {reply.message}", hint=LOGIN)
-    if reply.status == 403 and not any(word in reply.reasons for word in NO_ROOM):
-        return AccessError(
-            f"{where}: {reply.message}", hint="muster up --dry-run lists the permissions that are needed"
-        )
-    return failure(f"{where}: {reply.message} {' '.join(sorted(reply.reasons))}".rstrip())
-
-
-def failure(message: str) -> MusterError:
-    """Quota and stockouts are capacity errors; the rest are the back end's."""
-    if any(word.lower() in message.lower() for word in NO_ROOM):
-        return CapacityError(message, hint="ask for quota, or try another zone or mode")
-    return BackendError(message)
 
 
 def _over(operation: JsonObject) -> bool:

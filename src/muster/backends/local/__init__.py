@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.backends.backend import Backend, Capabilities
+from muster.backends.backend import Backend, Capabilities, Checks
 from muster.backends.local import run_file_rules
 from muster.backends.protocols import Launcher
 
@@ -20,7 +20,9 @@ BACKEND = Backend(
     capabilities=Capabilities(
         ships_code=True, uses_this_machine=True, trains_on_tpus=True, supervised_in_terminal=True
     ),
-    rules=run_file_rules.rules,
-    host_checks=run_file_rules.host_checks,
-    unused_settings=run_file_rules.unused_settings,
+    checks=Checks(
+        rules=run_file_rules.rules,
+        on_this_machine=run_file_rules.host_checks,
+        unused=run_file_rules.unused_settings,
+    ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muster.backends.backend import Backend, Capabilities, RenderedFiles
+from muster.backends.backend import Acceptance, Backend, Capabilities, Checks, Provisioning, RenderedFiles
 from muster.backends.protocols import Launcher
 from muster.backends.site import Site
 from muster.backends.slurm.run_file_rules import rules
@@ -48,7 +48,7 @@ def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
     return rehearse(spec, machine=machine, mode=mode)
 
 
-def _take_out(node: str, reason: str) -> str:
+def _drain(node: str, reason: str) -> str:
     from muster.backends.slurm.drain import drain
 
     return drain(node, reason)
@@ -64,12 +64,12 @@ BACKEND = Backend(
     name="slurm",
     launcher=_launcher,
     capabilities=Capabilities(ships_code=True),
-    rules=rules,
-    image=lambda spec: spec.slurm.container.image if spec.slurm.container is not None else None,
-    fixed_keys=("slurm",),
+    checks=Checks(
+        rules=rules,
+        image=lambda spec: spec.slurm.container.image if spec.slurm.container is not None else None,
+        fixed_keys=("slurm",),
+    ),
     formats={"yaml": _script, "toolkit": _blueprint},
-    access=_access,
-    rehearse=_rehearse,
-    take_out=_take_out,
-    site=_site,
+    provisioning=Provisioning(drain=_drain),
+    acceptance=Acceptance(access=_access, rehearse=_rehearse, site=_site),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muster.backends.backend import Backend, Capabilities, RenderedFiles, container_image
+from muster.backends.backend import Acceptance, Backend, Capabilities, Checks, Market, RenderedFiles, container_image
 from muster.backends.google.stand_in import stand_in
 from muster.backends.protocols import Launcher
 from muster.backends.vertex.run_file_rules import rules, unused_settings
@@ -48,11 +48,8 @@ BACKEND = Backend(
     name="vertex",
     launcher=_launcher,
     capabilities=Capabilities(secret_manager=True, in_google_cloud=True, in_regions=True, renders_tpus=True),
-    rules=_rules,
-    unused_settings=unused_settings,
-    image=container_image,
+    checks=Checks(rules=_rules, unused=unused_settings, image=container_image),
     formats={"yaml": _rendered},
-    rents=_rents,
-    plan_notes=_plan_notes,
-    stand_in=stand_in,
+    market=Market(rents=_rents, notes=_plan_notes),
+    acceptance=Acceptance(stand_in=stand_in),
 )

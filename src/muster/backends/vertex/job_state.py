@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from muster.backends.google import refusals
 from muster.backends.vertex.custom_job import NONCE_LABEL
 from muster.core.typed_json import JsonObject, at, child, text
 from muster.core.types import JobState
@@ -49,13 +50,7 @@ class Cause(StrEnum):
         return self in (Cause.STOCK_OUT, Cause.QUOTA)
 
 
-#: In this order: a stock-out of Spot machines names quota too.
 _TEXTS = (
-    (Cause.STOCK_OUT, r"resources are insufficient in region|stockout|stock[- ]out"),
-    (
-        Cause.QUOTA,
-        r"exceed(ed)? quota|quota metrics? exceed|quota limits?|RESOURCE_EXHAUSTED",
-    ),  # jobs of others, code 8
     (Cause.MEMORY, r"ran out of memory|out[- ]of[- ]memory"),
     (Cause.HOST_EXIT, r"exited with a non-zero status"),
 )
@@ -130,6 +125,9 @@ def cause(job: CustomJob, now_s: float) -> Cause | None:
     if not job.error and not job.code:
         soon = job.ended_s is not None and now_s - job.ended_s <= ERROR_LATE_S
         return Cause.NOT_YET_SAID if soon else Cause.UNKNOWN
+    refused = refusals.of_text(job.error)
+    if refused.elsewhere:
+        return Cause.STOCK_OUT if refused is refusals.Cause.NO_MACHINES else Cause.QUOTA
     for found, pattern in _TEXTS:
         if re.search(pattern, job.error, re.IGNORECASE):
             return found

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from muster.backends.google.http import Call, Unreachable
-from muster.backends.google.session import Session, refusal
+from muster.backends.google.refusals import refusal
+from muster.backends.google.session import Session
 from muster.backends.vertex.custom_job import RUN_LABEL, Request
 from muster.core.typed_json import Json, JsonObject, children, text
 

@@ -80,7 +80,7 @@ def test_one_whose_start_failed_is_replaced_and_the_reason_is_told(run):
     assert run.given_up == {}, "what fails may pass: systemd tries again"
     run.live(good, for_s=300)
     assert run.given_up == {bad: "agent failed: gs://b/x is not what its name says"}
-    words = run.at.launcher.poll(run.at.launcher._handle(run.stem, run.home, run.hosts.placement)).reason
+    words = run.at.launcher.poll(run.at.launcher.handle(run.stem, run.home, run.hosts.placement.supervisor)).reason
     assert f"1 machines were given up, the last one {bad}: agent failed" in words
 
 

@@ -105,7 +105,7 @@ def test_a_run_id_that_is_no_label_is_refused():
 
 def test_a_plan_refuses_what_submit_refuses_and_asks_for_no_name():
     """They were rules of the rendering alone: ``plan`` and ``load`` accepted the file."""
-    rules = backends.get("gke").rules
+    rules = backends.get("gke").checks.rules
     refused = spec("a4-highgpu-8g", "spot", reservation="mine")
     assert [problem.key for problem in rules(refused)] == ["resources.reservation"]
     assert not list(rules(spec("a4-highgpu-8g", "spot", image=None)))  # `muster image` makes it

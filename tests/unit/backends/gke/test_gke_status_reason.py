@@ -170,6 +170,8 @@ def test_running():
 @pytest.mark.parametrize(
     ("events", "what"),
     [
+        # A stock-out of Spot machines names quota too: raising it would not help.
+        ([("FailedScaleUp", "GCE_STOCKOUT: spot quota")], "no capacity in the zone (GCE_STOCKOUT: spot quota)"),
         ([("FailedScaleUp", "GCE_STOCKOUT in zone")], "no capacity in the zone (GCE_STOCKOUT in zone)"),
         ([("FailedScaleUp", "Quota 'PREEMPTIBLE_NVIDIA_B200_GPUS' exceeded")],
          "Google Cloud quota (Quota 'PREEMPTIBLE_NVIDIA_B200_GPUS' exceeded)"),

@@ -137,7 +137,7 @@ def test_render_prints_the_requests():
 
 
 def test_settings_of_other_places_have_no_effect():
-    unused = dict(backends.get("vertex").unused_settings(spec()))
+    unused = dict(backends.get("vertex").checks.unused(spec()))
     assert {"resources.queue", "resources.cluster", "resources.local_ssd"} <= unused.keys()
     assert set(unused) >= {f"resources.{name}" for name in ("storage", "image_streaming", "node_service_account")}
     assert all(key.partition(".")[2] in type(spec().resources).model_fields for key in unused if "resources." in key)

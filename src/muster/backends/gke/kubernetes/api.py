@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from muster.backends.gke.kubernetes.kind import Kind, root_of
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.backends.google.http import Call, Reply, Unreachable
-from muster.backends.google.session import refusal, twice, with_retries
+from muster.backends.google.refusals import refusal
+from muster.backends.google.session import twice, with_retries
 from muster.core.errors import AccessError, BackendError, ConflictError
 from muster.core.protocols import Clock
 from muster.core.typed_json import JsonObject, at, child, children, text

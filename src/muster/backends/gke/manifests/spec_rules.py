@@ -44,13 +44,18 @@ def refuse(placement: Placement) -> None:
 
 
 def rules(spec: RunSpec) -> Iterator[Problem]:
-    """What ``submit`` refuses of the run file itself. A home and an image are asked for at submission: ``up`` and
-    ``image`` do without them, and a claim for run folders is an option of the rendering."""
+    """What ``submit`` refuses of the run file itself.
+
+    A home and an image are asked for at submission: ``up`` and ``image`` do without them, and a claim for run folders
+    is an option of the rendering. So is a machine: a plan chooses one of those with the accelerator.
+    """
 
     def errors(placement: Placement) -> Iterator[Problem]:
-        yield from (one.problem for one in findings(placement) if one.error and not one.problem.to_submit)
+        yield from (one.problem for one in findings(placement) if one.error)
 
-    return problems_of(spec, lambda: place(spec, run_id="run", run_dir="", options=Options()), (errors,))
+    for problem in problems_of(spec, lambda: place(spec, run_id="run", run_dir="", options=Options()), (errors,)):
+        if not problem.to_submit and problem.key != "resources.accelerator":
+            yield problem
 
 
 def _error(key: str, value: object, message: str, hint: str | None = None) -> Finding:

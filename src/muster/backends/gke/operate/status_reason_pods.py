@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from muster.backends.gke.operate.evictions import Explanation
 from muster.backends.gke.operate.locate import host_number
+from muster.backends.google.refusals import Cause, of_text
 from muster.core.typed_json import JsonObject, child, children, text
 from muster.core.types import JobState
 
@@ -226,11 +227,11 @@ def _no_node(pod: Manifest, events: Sequence[Manifest]) -> Trouble:
 
 
 def _no_scale_up(message: str) -> Trouble:
-    text = message.lower()
-    if "quota" in text:
-        return Trouble(20, f"Google Cloud quota ({short(message)})", hint="raise it, or another region")
-    if "stockout" in text or "resources" in text:
+    lower, cause = message.lower(), of_text(message)
+    if cause is Cause.NO_MACHINES or ("resources" in lower and "quota" not in lower):
         return Trouble(20, f"no capacity in the zone ({short(message)})", hint="another zone or mode")
+    if cause is Cause.QUOTA or "quota" in lower:
+        return Trouble(20, f"Google Cloud quota ({short(message)})", hint="raise it, or another region")
     return Trouble(20, f"the node pool cannot grow ({short(message)})")
 
 

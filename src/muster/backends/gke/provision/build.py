@@ -9,7 +9,8 @@ from muster.backends.gke.provision.image import Parts, build_arguments
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.google.http import Call, Unreachable
 from muster.backends.google.project.resources import MARK
-from muster.backends.google.session import Session, refusal
+from muster.backends.google.refusals import refusal
+from muster.backends.google.session import Session
 from muster.core.errors import AccessError, BackendError, UsageError
 from muster.core.typed_json import JsonObject, child, children, text
 

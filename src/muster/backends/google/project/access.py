@@ -8,7 +8,8 @@ from typing import Literal
 
 from muster.backends.google.http import Call, Reply
 from muster.backends.google.project.resources import Found, Resource
-from muster.backends.google.session import NOT_SWITCHED_ON, Session, refusal, twice
+from muster.backends.google.refusals import refusal
+from muster.backends.google.session import NOT_SWITCHED_ON, Session, twice
 from muster.core.errors import AccessError
 from muster.core.typed_json import children, text, texts
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from muster.backends.google.http import Call
 from muster.backends.google.project.policies import STORAGE
 from muster.backends.google.project.resources import LABEL, Found, RestResource
-from muster.backends.google.session import Session, refusal
+from muster.backends.google.refusals import refusal
+from muster.backends.google.session import Session
 from muster.core.errors import AccessError, ConflictError
 from muster.core.typed_json import JsonObject, children, text
 

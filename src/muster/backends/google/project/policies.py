@@ -9,7 +9,8 @@ from typing import Literal
 
 from muster.backends.google.http import Call, Unreachable
 from muster.backends.google.project.resources import ACCOUNT_KNOWN_WITHIN_S, Found, NeedGone, Resource
-from muster.backends.google.session import Session, refusal, twice
+from muster.backends.google.refusals import refusal
+from muster.backends.google.session import Session, twice
 from muster.core.errors import BackendError
 from muster.core.typed_json import JsonObject, children, text, texts
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from muster.backends.google.http import Call, Reply, Unreachable
-from muster.backends.google.session import NotOver, Session, failure, refusal, twice
+from muster.backends.google.refusals import failure, refusal
+from muster.backends.google.session import NotOver, Session, twice
 from muster.core.errors import BackendError, CapacityError, ConflictError
 from muster.core.typed_json import Json, JsonObject, at, children, text
 

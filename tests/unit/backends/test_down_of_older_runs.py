@@ -21,44 +21,53 @@ import test_vertex_launcher as on_vertex  # noqa: E402
 from muster import backends  # noqa: E402
 from muster.app.run import stop  # noqa: E402
 from muster.core.errors import UsageError  # noqa: E402
-from muster.core.typed_json import parse_object  # noqa: E402
 from muster.storage import run_registry  # noqa: E402
 
 stage = on_gce.stage
 OLD = b'{"submission": {"of": "another version"}}'
 
 
-def aged(run):
-    """The folder as another version would have written it: its format, its keys, and no checksum."""
-    (run.path / "format").write_text("2\n")
-    path = run.path / "resolved.json"
-    old = path.read_text().replace('"provisioning_model"', '"mode"').replace('"recovery"', '"repair"')
-    path.write_text(old)
-    assert "repair" in parse_object(old.encode())
-    with pytest.raises(UsageError, match="format 2"):
+#: What of a run's records is not as this version writes it.
+OTHER_KEYS, AS_331955C5, NO_RECORD = "other keys", "as 331955c5 wrote it", "no record of its requests"
+CASES = pytest.mark.parametrize("case", [OTHER_KEYS, AS_331955C5, NO_RECORD])
+
+
+def aged(run, bucket, name, case):
+    """The folder and the home as another version, or one that was killed, would have left them."""
+    written = "3" if case == AS_331955C5 else "2"
+    (run.path / "format").write_text(f"{written}\n")
+    uri = f"{(run.path / 'home').read_text().strip()}/{name}"
+    if case != AS_331955C5:
+        path = run.path / "resolved.json"
+        path.write_text(path.read_text().replace('"provisioning_model"', '"mode"').replace('"recovery"', '"repair"'))
+    if case == OTHER_KEYS:
+        bucket.put(uri, OLD)
+    elif case == NO_RECORD:
+        bucket.delete(uri)
+    with pytest.raises(UsageError, match=f"format {written}; this version reads") as refused:
         run_registry.find(run.run_id)
+    assert "commit" in str(refused.value.hint)
 
 
-def test_compute_engine(stage):
+@CASES
+def test_compute_engine(stage, case):
     at = stage()
     request = at.request()
     at.launcher.submit(request)
     at.until_hosts(request)
     run = run_registry.find(request.run_id)
     assert len(at.names()) > 1
-    aged(run)
-    home = (run.path / "home").read_text().strip()
-    at.bucket.put(f"{home}/gce.json", OLD)
+    aged(run, at.bucket, "gce.json", case)
     assert stop.down(run.run_id).left == () and at.names() == []
     assert stop.down(run.run_id).left == (), "absent is success"
 
 
-def test_vertex_ai(tmp_path, monkeypatch):
+@CASES
+def test_vertex_ai(tmp_path, monkeypatch, case):
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
     user = on_vertex.User()
     monkeypatch.setattr(backends, "load", lambda name: user.launcher)
     run = user.submit().run
     assert user.going()
-    aged(run)
-    user.put("vertex-requests.json", OLD)
+    aged(run, user.bucket, "vertex-requests.json", case)
     assert stop.down(run.run_id).left == () and not user.going()

@@ -32,6 +32,7 @@ from muster.core.errors import BackendError, ConflictError, MusterError, UsageEr
 from muster.core.typed_json import Unreadable
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk
 from muster.protocol.lease import EndRecord
+from muster.storage import run_registry
 from muster.transport.secure_session import read_token
 
 GONE_WITHIN_S = 300.0
@@ -194,10 +195,10 @@ class VertexLauncher(BucketLauncher[Placement]):
         if known is None:
             return
         requests = self._requests(known[1])
-        try:
+        progress = None
+        with contextlib.suppress(Unreadable):  # of another version: its jobs are found by their label
             progress = requests.end()
-        except Unreadable:  # of another version: its jobs are found by their label, once a list has them
-            progress = None
+        if progress is None and not run_registry.is_readable(known[0]):  # its newest job may not be listed yet
             self.clock.sleep(LIST_LAG_S)
         asked = progress.asked[-1] if progress is not None and progress.asked else None
         if progress is not None and asked is not None and not asked.name and not asked.nothing:

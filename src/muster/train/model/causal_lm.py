@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +42,6 @@ from muster.train.model.attention import Attention, choose_attention
 from muster.train.model.attention_isolation_check import Proof, border, keep_proof, prove_isolation, proven_before
 from muster.train.model.attention_needs import needs_of
 from muster.train.model.compile import compile_layers, compiles
-from muster.train.model.conversion import Shape
 from muster.train.model.loss import compiled_kernel
 from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard, stays_whole
@@ -114,7 +113,7 @@ def build_model(
     if isolation is not None and all_in_state(model):
         weights.recompute_buffers(model, persistent=False)
     else:
-        elsewhere = stage.elsewhere if stage is not None else {}
+        elsewhere = stage.elsewhere if stage is not None else ()
         set_initial_values(model, folder, seed=seed, device=device, grows=grows(spec), elsewhere=elsewhere)
     if mesh.shard.size() > 1:
         check_sharded(model)
@@ -381,7 +380,7 @@ def set_initial_values(
     seed: int,
     device: torch.device,
     grows: bool = False,
-    elsewhere: Mapping[str, Shape] | None = None,
+    elsewhere: Iterable[str] = (),
 ) -> None:
     """Set the initial values of parameters and buffers. ``grows``, ``elsewhere``: see ``pretrained.load``."""
     adapters = lora.adapter_names(model)

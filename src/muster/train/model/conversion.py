@@ -98,7 +98,7 @@ class Cat(View):
 
 @dataclass(frozen=True)
 class Part(View):
-    """``Chunk`` and ``Split``: from one bound of a dimension to the next."""
+    """``Chunk``: from one bound of a dimension to the next."""
 
     of: View
     dim: int
@@ -135,28 +135,8 @@ class Element(View):
 
 
 @dataclass(frozen=True)
-class Swapped(View):
-    """``Transpose``."""
-
-    of: View
-    dims: tuple[int, int]
-
-    def _swap(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        swapped, (first, second) = list(values), self.dims
-        swapped[first], swapped[second] = swapped[second], swapped[first]
-        return tuple(swapped)
-
-    @cached_property
-    def shape(self) -> Shape:
-        return self._swap(self.of.shape)
-
-    def copy(self, ranges: Ranges, into: Tensor) -> None:
-        self.of.copy(self._swap(ranges), into.transpose(*self.dims))
-
-
-@dataclass(frozen=True)
 class Converted(View):
-    """The result ``key`` of any other operation (``Interleave``, ``PermuteForRope``): its sources are read whole."""
+    """The result ``key`` of any other operation, which no causal model's experts need: its sources are read whole."""
 
     convert: Callable[[dict[str, Any]], Mapping[str, Any]]
     sources: Mapping[str, Sequence[View]]
@@ -256,7 +236,7 @@ class Plan:
     """Stored tensors that the model does not have."""
 
 
-def plan_loading(model: PreTrainedModel, stored: Mapping[str, View], known: Mapping[str, Shape]) -> Plan:
+def plan_loading(model: PreTrainedModel, stored: Mapping[str, View], known: Collection[str]) -> Plan:
     """The views of ``known``, plain names of the whole model's tensors, of which ``model`` may be a part. Only names
     are compared: nothing is read."""
     from transformers.core_model_loading import rename_source_key
@@ -275,7 +255,7 @@ def plan_loading(model: PreTrainedModel, stored: Mapping[str, View], known: Mapp
             groups.setdefault(target, Group(_converter_of(pattern, converters))).add(pattern, stored[name])
     views: dict[str, View] = {}
     for target, group in groups.items():
-        views |= group.converted(target, model, known)
+        views |= group.converted(target, model)
     return Plan(views, unknown)
 
 
@@ -300,11 +280,10 @@ def plan_publishing(model: PreTrainedModel, held: Mapping[str, View], loaded: Co
     for name in _in_order(held):
         target, pattern = _matched(name, converters)
         groups.setdefault(target, Group(_converter_of(pattern, converters))).add(pattern, held[name])
-    shapes = {name: view.shape for name, view in held.items()}
     return {
         _renamed(name, renamings): view
         for target, group in groups.items()
-        for name, view in group.converted(target, model, shapes).items()
+        for name, view in group.converted(target, model).items()
     }
 
 
@@ -360,13 +339,13 @@ class Group:
     def add(self, pattern: str | None, view: View) -> None:
         self.views.setdefault(pattern or "", []).append(view)
 
-    def converted(self, target: str, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> dict[str, View]:
+    def converted(self, target: str, model: PreTrainedModel) -> dict[str, View]:
         """The results by their full names; ``target`` is the first of them."""
         if self.converter is None:
             return {target: self.views[""][-1]}
         held = self.views
         for operation in self.converter.operations:
-            held = _applied(operation, held, self.converter, target, model, shapes)
+            held = _applied(operation, held, self.converter, target, model)
         whole = target.replace("*.", "0.")
         key = next((key for key in held if key in whole), None)
         before, _, behind = whole.partition(key) if key is not None else ("", "", "")
@@ -379,7 +358,6 @@ def _applied(
     converter: WeightConverter,
     target: str,
     model: PreTrainedModel,
-    shapes: Mapping[str, Shape],
 ) -> dict[str, list[View]]:
     """One operation of transformers on views. The results have the names that its ``convert`` gives them."""
     targets, config = converter.target_patterns, model.config
@@ -401,19 +379,6 @@ def _applied(
             names = operation.get_target_patterns(targets, config=config)
             count = len(names)
             return {name: [_chunk(view, operation.dim, place, count)] for place, name in enumerate(names)}
-        case "Split":
-            [[view, *_]] = held.values()
-            sizes = [shapes[target.replace(targets[0], each)][operation.dim] for each in targets]
-            bounds = pairwise(accumulate(sizes, initial=0))
-            return {
-                name: [Part(view, operation.dim, lambda _, bound=bound: bound)]  # type: ignore[misc]
-                for name, bound in zip(targets, bounds, strict=True)
-            }
-        case "Transpose":
-            [[view, *_]] = held.values()
-            stays = operation.check_dims and view.shape == shapes.get(target)
-            name = operation.get_target_pattern(held, converter.source_patterns, targets)
-            return {name: [view if stays else Swapped(view, (operation.dim0, operation.dim1))]}
     given = {"source_patterns": converter.source_patterns, "target_patterns": targets, "full_layer_name": target}
     last = operation is converter.operations[-1] or len(held) == 1
     convert = partial(operation.convert, **given, model=model, config=config)

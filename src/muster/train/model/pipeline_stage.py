@@ -36,7 +36,7 @@ class Stage:
     """Of each chunk, where there are several: its layers, and what stands for the others."""
     tied: str | None
     """The parameter that embedding and head share, if this stage holds it: for one of them, or in a V for both."""
-    elsewhere: dict[str, tuple[int, ...]]
+    elsewhere: frozenset[str]
     """Parameters of the model that are not here."""
     trained_elsewhere: frozenset[str]
     """Of them, those that are trained."""
@@ -125,7 +125,7 @@ def cut(model: PreTrainedModel, layers: Sequence[nn.Module], link: StageLink, sc
     if not first and not (last and tied is not None):
         body.embed_tokens = None
     held = {name for name, _ in model.named_parameters()}
-    elsewhere = {name: tuple(parameter.shape) for name, parameter in named.items() if name not in held}
+    elsewhere = frozenset(named.keys() - held)
     return Stage(
         link=link,
         schedule=schedule,

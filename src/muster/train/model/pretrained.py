@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -101,7 +101,7 @@ def load(
     *,
     ignored: Iterable[str] = (),
     grows: bool = False,
-    elsewhere: Mapping[str, Shape] | None = None,
+    elsewhere: Iterable[str] = (),
 ) -> None:
     """Fill this rank's parts of all parameters and persistent buffers, converting dtypes and reading only those parts.
 
@@ -153,17 +153,14 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {plain_name(name): tensor for name, tensor in tensors if name not in transient}
 
 
-def found_views(
-    model: PreTrainedModel, folder: Folder, elsewhere: Mapping[str, Shape] | None = None
-) -> dict[str, View]:
+def found_views(model: PreTrainedModel, folder: Folder, elsewhere: Iterable[str] = ()) -> dict[str, View]:
     """``stored_tensors`` as views over the folder's files, found by their names alone; nothing is read.
 
     Raises:
         CheckpointError: tensors are missing or unknown.
     """
     tensors = stored_tensors(model)
-    known = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    known |= {plain_name(name): shape for name, shape in (elsewhere or {}).items()}
+    known = {*tensors, *map(plain_name, elsewhere)}
     plan = plan_loading(model, dequantised(folder.stored()), known)
     for name, tensor in tensors.items():
         if name not in plan.views:

@@ -169,6 +169,7 @@ def test_1_and_6_a_lost_host_takes_its_last_seconds_alone_a_killed_process_nothi
     assert 2 <= writes <= 14 / (SEAL_S - 0.5) + 1
     log.close()  # killed: nothing of it waits in memory
     sync.stop(0.0)
+    eventually(lambda: all(ended.is_set() for ended in sync._ended))
     for shipper in home.shippers.values():
         shipper.release()
     eventually(lambda: home_at(tmp_path / "host").start("pod-0").stop(5.0))

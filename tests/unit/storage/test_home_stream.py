@@ -311,3 +311,13 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path_factory, data):
     assert log.sync()
     complete = {name: held for name, held in files(local / "events").items() if held}
     assert mirrored(store, root / "b") == mirrored(store, root / "c") == complete
+
+
+def test_lines_written_during_an_upload_wait_for_the_next_one(tmp_path):
+    """A write for each upload, and not another one for the line that came meanwhile."""
+    store, logs = Objects(), []
+    logs.append(home_at(tmp_path / "a", store).open_log(RUN, "pod-0", 1))
+    store.took = lambda method: say(logs[0], "meanwhile") if method == "put" else None
+    say(logs[0], "one")
+    assert logs[0].sync()
+    assert store.counts["put"] == 1

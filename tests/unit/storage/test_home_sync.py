@@ -10,9 +10,9 @@ from fakes.objects import Objects
 from test_home_stream import HOME, RUN, files, home_at, mirrored, say
 
 from muster.core.event_log import cadence
+from muster.storage.home.bucket import LOOK_S as STEP_S
+from muster.storage.home.bucket import BucketSync
 from muster.storage.home.shipper import Shipper
-from muster.storage.home.sync import LOOK_S as STEP_S
-from muster.storage.home.sync import BucketSync
 
 PLANNED_WRITES = 20_098
 

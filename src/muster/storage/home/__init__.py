@@ -11,16 +11,18 @@ and threads ship files there as series of objects (``chunks``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from muster.core import event_log
+from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
 from muster.core.event_log import EventLog
 from muster.core.protocols import Clock, Store
 from muster.storage import uris
 from muster.storage.home.bucket import BucketHome
 from muster.storage.home.files import SUBMISSION_FILE
-from muster.storage.home.folder import FolderHome
 from muster.storage.run_registry import HOME_FILE
 from muster.storage.store import open_store
 
@@ -149,6 +151,72 @@ class Home(Protocol):
     def start(self, writer: str) -> HomeSync:
         """Begin to ship this process's files: events at most 4 s old, its logs, and copies of what others write."""
         ...
+
+
+@dataclass(frozen=True)
+class NothingToShip:
+    """The files are where they belong."""
+
+    trouble: str | None = None
+
+    def lonely(self, lonely: bool) -> None:
+        """The lease is where it belongs."""
+
+    def stop(self, timeout_s: float) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class FolderHome:
+    """See ``Home``: the folder ``local`` is all of it, and nothing is shipped."""
+
+    local: Path
+    store: Store = field(default_factory=open_store)
+    is_folder: bool = True
+
+    @property
+    def uri(self) -> str:
+        return str(self.local)
+
+    def uri_of(self, *parts: str) -> str:
+        return uris.join(str(self.local), *parts)
+
+    def open_log(self, run_id: str, writer: str, attempt: int, clock: Clock | None = None) -> EventLog:
+        return EventLog(run_id, self.local / "events", writer, attempt, clock or SystemClock())
+
+    def end_earlier(self, run_id: str, writer: str, attempt: int) -> None:
+        """A file's lock and the lease keep earlier ones out."""
+
+    def mirror(
+        self,
+        into: Path,
+        *,
+        what: str = "events",
+        on_damage: Callable[[str], None] | None = None,
+    ) -> int:
+        return 0
+
+    def heads(
+        self,
+        run_id: str,
+        *,
+        on_damage: Callable[[str], None] | None = None,
+    ) -> Mapping[str, str]:
+        return event_log.heads(self.local / "events", run_id=run_id)
+
+    def fetch(self) -> bool:
+        return False
+
+    def publish_run_file(self, submission: str, named: Mapping[str, bytes]) -> None:
+        """Everybody reads the folder."""
+
+    def publish(self, name: str, data: bytes, *, generation: str | None = None) -> str:
+        if generation is None:
+            return self.store.put(self.uri_of(name), data)
+        return self.store.put_if(self.uri_of(name), data, generation)
+
+    def start(self, writer: str) -> NothingToShip:
+        return NothingToShip()
 
 
 def open_home(local: Path) -> Home:

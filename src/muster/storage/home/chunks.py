@@ -141,7 +141,9 @@ class ChunkWriter:
     """Until when objects count as missing without another list, and which."""
 
     def write(self, listed: Mapping[str, int] | None = None) -> None:
-        """Upload what waits. ``listed``: what the first call begins with; it may be old, or know nothing of the file.
+        """Upload what waits now; what is written meanwhile waits for the next call.
+
+        ``listed``: what the first call begins with; it may be old, or know nothing of the file.
 
         Raises:
             ConflictError: another process writes this file, or a successor has ended it.
@@ -152,8 +154,8 @@ class ChunkWriter:
             raise ConflictError(self.refused)
         if self._gap is not None and self.now_s() < self._gap[0]:
             raise Damaged(self._gap[1], hint=RESTORE)
-        tries = 0
-        while not self.is_left:
+        tries, waits = 0, self.path.stat().st_size
+        while not self.is_left and not (self._is_known and self.end >= waits):
             if not self._is_known:
                 if tries == TRIES:
                     raise BusyError(f"{self.uri} changes while it is read")

@@ -32,11 +32,12 @@ _REFUSED = re.compile(r"version mismatch|couldn't communicate|No devices were fo
 
 @dataclass(frozen=True)
 class _Rule:
-    """``value``: of a GPU that is not as it should be; None, False or 0: it is. ``{v}`` in the texts stands for it."""
+    """``value`` of a reading, or a reading's field: None, False or 0 where the GPU is as it should be. ``{v}`` in the
+    texts stands for it."""
 
     check: str
     verdict: Verdict
-    value: Callable[[GpuReading], object]
+    value: str | Callable[[GpuReading], object]
     what: str
     expected: str = "No"
     source: str = _SMI
@@ -72,20 +73,20 @@ def _content(gpu: GpuReading) -> bool:
 
 _ACTION, _ASKS = "GPU Recovery Action, driver 570", "the driver asks for: {v}"
 _RULES = (
-    _Rule("gpu.ecc", Verdict.RESET, lambda gpu: gpu.ecc_uncorrected,
+    _Rule("gpu.ecc", Verdict.RESET, "ecc_uncorrected",
           "{v} uncorrectable memory errors since the driver was loaded", "0"),
-    _Rule("gpu.sram", Verdict.REPLACE, lambda gpu: gpu.sram_threshold_exceeded,
+    _Rule("gpu.sram", Verdict.REPLACE, "sram_threshold_exceeded",
           "the threshold of uncorrectable cache errors is exceeded"),
     _Rule("gpu.sram", Verdict.REPLACE, lambda gpu: not gpu.sram_threshold_exceeded
           and (gpu.sram_uncorrected_aggregate or 0) >= SRAM_DEFECTIVE and gpu.sram_uncorrected_aggregate,
           "{v} uncorrectable cache errors over its life", f"< {SRAM_DEFECTIVE}", "ml-engineering, read 2026-11-22"),
-    _Rule("gpu.memory", Verdict.REPLACE, lambda gpu: gpu.unrepairable, "its memory cannot be repaired"),
-    _Rule("gpu.memory", Verdict.RESET, lambda gpu: gpu.repair_pending, "a repair waits for a reset"),
-    _Rule("gpu.pages", Verdict.RESET, lambda gpu: gpu.retired_pages_pending, "a page's retirement waits for a reset"),
+    _Rule("gpu.memory", Verdict.REPLACE, "unrepairable", "its memory cannot be repaired"),
+    _Rule("gpu.memory", Verdict.RESET, "repair_pending", "a repair waits for a reset"),
+    _Rule("gpu.pages", Verdict.RESET, "retired_pages_pending", "a page's retirement waits for a reset"),
     _Rule("gpu.pages", Verdict.DRAIN, lambda gpu: (gpu.retired_pages or 0) > RETIRED_PAGES and gpu.retired_pages,
           "{v} retired pages", f"<= {RETIRED_PAGES}", _GCM),
-    _Rule("gpu.rows", Verdict.REPLACE, lambda gpu: gpu.remap_failed, "a memory row could not be remapped"),
-    _Rule("gpu.rows", Verdict.RESET, lambda gpu: gpu.remap_pending, "a remapped memory row waits for a reset"),
+    _Rule("gpu.rows", Verdict.REPLACE, "remap_failed", "a memory row could not be remapped"),
+    _Rule("gpu.rows", Verdict.RESET, "remap_pending", "a remapped memory row waits for a reset"),
     _Rule("gpu.rows", Verdict.REPLACE, lambda gpu: gpu.remap_banks.get("none"),
           "{v} memory banks have no spare rows left", "0"),
     _Rule("gpu.rows", Verdict.DRAIN, lambda gpu: not gpu.remap_banks.get("none") and gpu.remap_banks.get("low"),
@@ -106,7 +107,7 @@ _RULES = (
           and f"{gpu.pcie_width} of {gpu.pcie_width_max}", "PCIe link of {v} lanes", "all"),
     _Rule("gpu.persistence", Verdict.NOTE, lambda gpu: gpu.persistence is False,
           "persistence mode is off: each start takes seconds longer", "Enabled", command="nvidia-smi -pm 1{i}"),
-    _Rule("gpu.mig", Verdict.DRAIN, lambda gpu: gpu.mig,
+    _Rule("gpu.mig", Verdict.DRAIN, "mig",
           "it is cut into instances (MIG), which training cannot use together", "Disabled",
           command="nvidia-smi -mig 0{i}"),
     _Rule("gpu.compute_mode", Verdict.DRAIN, lambda gpu: gpu.compute_mode != "Default" and gpu.compute_mode,
@@ -146,7 +147,7 @@ def _judge(gpu: GpuReading) -> Iterator[Finding]:
             "error",
         )
     for rule in _RULES:
-        if value := rule.value(gpu):
+        if value := getattr(gpu, rule.value) if isinstance(rule.value, str) else rule.value(gpu):
             yield _found(gpu, rule, value)
     yield from _heat(gpu)
 

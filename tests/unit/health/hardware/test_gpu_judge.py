@@ -1,6 +1,6 @@
 """nvidia-smi, in old and new words, and what its fields mean; the same judge for values from NVML."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hardware_captures import SMI_4090, SMI_H100, capture
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from smi_sample import NEW, OLD, report, with_value
 
-from muster.health.hardware.gpu_judge import judge_gpus
+from muster.health.hardware.gpu_judge import _RULES, judge_gpus
 from muster.health.hardware.nvidia_smi import is_csv, is_query, read_csv, read_query
 from muster.health.hardware.readings import ClockReason, GpuReading, GpuReport
 from muster.health.verdicts import Verdict, worst
@@ -246,3 +246,9 @@ def test_recorded_reports_that_are_cut(name):
     last = text.rindex("Processes")
     for end in [*range(0, last, 397), last - 1, last + 3]:
         assert verdict_of(text[:end]) is not Verdict.HEALTHY, end
+
+
+def test_a_rule_names_a_field_that_readings_have():
+    known = {one.name for one in fields(GpuReading)}
+    named = {rule.value for rule in _RULES if isinstance(rule.value, str)}
+    assert named and named <= known

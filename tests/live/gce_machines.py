@@ -47,7 +47,7 @@ POSSIBLE = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "ip", "curl",
 
 def wheel_of_muster(target):
     """The package as it is in the tree. Made by hand: a build needs a network for its tools."""
-    name = "muster-0.0.1"
+    name = "muster_gpu-0.0.1"
     record = []
     with zipfile.ZipFile(target / f"{name}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as out:
         files = {
@@ -56,7 +56,7 @@ def wheel_of_muster(target):
             if path.is_file() and "__pycache__" not in path.parts
         }
         info = f"{name}.dist-info"
-        files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: muster\nVersion: 0.0.1\n"
+        files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: muster-gpu\nVersion: 0.0.1\n"
         files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         for path, data in files.items():
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -202,7 +202,7 @@ class Figure:
 FIGURES = {
     "files": Figure("files", lambda tree: len(tree.modules)),
     "lines": Figure(
-        "lines", lambda tree: sum(each.facts.lines for each in tree.modules.values()), 115_900, 104_000, 115_500
+        "lines", lambda tree: sum(each.facts.lines for each in tree.modules.values()), 116_300, 104_000, 115_500
     ),
     "functions": Figure("functions", lambda tree: sum(len(each.facts.functions) for each in tree.modules.values())),
     "long-files": Figure(
@@ -219,7 +219,7 @@ FIGURES = {
     "decisions-15": Figure(
         "all branches (and, or, if-else, comprehensions too) over 15",
         lambda tree: functions(tree, BRANCHES, 15),
-        145,
+        146,
         40,
     ),
     "parameters": Figure("functions with more than 8 parameters", lambda tree: functions(tree, PARAMETERS, 8), 25, 0),

@@ -34,6 +34,14 @@ LLAMA = {
     "initializer_range": 0.1,
 }
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": False}
+#: Gradients of its auxiliary loss leave a layer by the side of what FSDP sees.
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 5.0,
+}
 
 
 def spec_of(case: dict) -> RunSpec:

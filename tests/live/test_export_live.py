@@ -150,6 +150,27 @@ def test_lora_merged_and_as_an_adapter(tmp_path, monkeypatch):
     assert isinstance(targets, list) and targets == sorted(targets) and any("q_proj" in name for name in targets)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_merged_and_as_an_adapter(tmp_path, family):
+    """Each is reloaded by transformers, and peft, in a process of its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    keys = {
+        **TINY, "model_type": family, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "head_dim": 8, "pad_token_id": 0,
+    }  # fmt: skip
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).save_pretrained(base)
+    settings = {"rank": 4, "alpha": 8.0, "rslora": True}
+    state = make_run(tmp_path / "run", {"source": str(base), "dtype": "float32", "lora": settings})
+    assert any(".experts.lora_B." in name for name in state) and not any(".gate." in name for name in state)
+    merged = exporting.export(tmp_path / "run", tmp_path / "merged")
+    assert merged.checked["relative_difference"] < 1e-4
+    adapter = exporting.export(tmp_path / "run", tmp_path / "adapter", merge_lora=False)
+    assert adapter.checked["relative_difference"] < 1e-4 and adapter.checked["effect"] > 0.01
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_rslora"]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_lora_with_tokens_that_a_chat_template_added(tmp_path, tied):
     """Merged and as an adapter that peft loads by itself; generation ends where a turn ends."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_ranks import LLAMA, MICRO_BATCHES, QWEN, main, micro_batch, spec_of, supervised_tokens
+from model_ranks import LLAMA, MICRO_BATCHES, MIXTRAL, QWEN, main, micro_batch, spec_of, supervised_tokens
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.live
@@ -49,6 +49,13 @@ CASES: dict[str, dict] = {
     "four-tp": {"layout": {"dp_shard": 2, "tp": 2}},
     "four-hsdp": {"layout": {"dp_shard": 2, "dp_replicate": 2}},
 }
+MIXTURES: dict[str, dict] = {
+    f"{name}-mixtral{kind}": {"layout": layout, "config": MIXTRAL, **more}
+    for kind, more in (("", {}), ("-lora", {"model": LORA}))
+    for name, layout in (("one", {}), ("two", {"dp_shard": 2}), ("three", {"dp_shard": 3}))
+}
+MIXTURES["two-mixtral-full"] = {**MIXTURES["two-mixtral"], "training": {"activation_checkpointing": "full"}}
+MIXTURES["two-mixtral-selective"] = {**MIXTURES["two-mixtral"], "training": {"activation_checkpointing": "selective"}}
 
 
 def world_of(case: dict) -> int:
@@ -62,7 +69,7 @@ def world_of(case: dict) -> int:
 def results(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
     """Every case run once; all cases of a world size share their ranks, and imports are done once."""
     folder = tmp_path_factory.mktemp("model")
-    cases = dict(CASES)
+    cases = CASES | MIXTURES
     if STORIES.is_dir():
         source = {"model": {"source": str(STORIES)}}
         cases |= {"stories-one": {"layout": {}, **source}, "stories-two": {"layout": {"dp_shard": 2}, **source}}
@@ -152,6 +159,19 @@ def test_loss_and_gradients_are_those_of_the_plain_model(name, results, referenc
         error = (found[key] - expected[key]).abs().max()
         assert largest > 0, key
         assert error <= (0.06 if half else 2e-5) * largest, f"{key}: {error:.3g} of {largest:.3g}"
+
+
+@pytest.mark.parametrize("name", [name for name in MIXTURES if not name.startswith("one")])
+def test_a_mixture_has_the_same_gradients_on_any_number_of_ranks(name, results):
+    """Experts are cut along their second dimension, or along their first where ranks do not divide that. One rank's
+    gradients are compared with transformers' in ``test_experts``."""
+    expected, found = results["one-mixtral-lora" if "lora" in name else "one-mixtral"], results[name]
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=2e-6)
+    gradients = [key for key in expected if key.startswith("gradient.")]
+    assert any(".experts." in key for key in gradients)
+    for key in gradients:
+        largest = expected[key].abs().max()
+        assert (found[key] - expected[key]).abs().max() <= 2e-5 * largest, key
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -34,7 +34,9 @@ class Lora(Section):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the linear modules that get an adapter, or all of them except the output head."""
+    """Names of the linear modules that get an adapter, or all of the decoder layers: experts too, never routers."""
+    rslora: bool = False
+    """Scale by ``alpha / sqrt(rank)`` in place of ``alpha / rank``: for high ranks."""
     train_embeddings: bool | None = None
     """Train the whole input embedding and output head too: tokens that the base never saw need it. Default: where
     ``data.chat_template`` is set. Each of their parameters takes 4 bytes and its optimizer state."""
@@ -184,6 +186,9 @@ class Training(Section):
     Neither has run on a GPU."""
     loss_chunk_tokens: NotNegative = 1024
     """Tokens per piece of the cross-entropy, so that the whole batch's logits never exist; 0: all at once."""
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the mean squared logarithm of a router's summed exponentials, which keeps its logits small: mixtures of
+    experts whose weights all train. (The auxiliary loss of the experts' load counts as the model's config says.)"""
     deterministic: bool = False
     """Deterministic kernels: a resume on the same layout continues bit for bit."""
     exact: bool = False

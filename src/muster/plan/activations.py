@@ -14,6 +14,8 @@ Compiled layers keep less: the partitioner computes elementwise results again fr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from muster.core.flops import ModelShape
 
 
@@ -25,6 +27,12 @@ def kept_per_token(
     c = compute_bytes
     if kind == "full":
         return c * h
+    if shape.experts is not None:  # each token's sorted copies, and what they come back as
+        copies = replace(shape, experts=None)
+        more = 2 * c * shape.experts.share * shape.experts.active * h
+        return more + kept_per_token(
+            copies, kind, compute_bytes=c, compiled=compiled, lora_rank=lora_rank, tp=tp, expanded_kv=expanded_kv
+        )
     if expanded_kv:  # the CPU kernel gets keys and values repeated to the queries' heads
         attention = c * 4 * a
     else:

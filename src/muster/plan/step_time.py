@@ -188,9 +188,9 @@ def _matrices(
     shape, tp = work.shape, setting.layout.tp
     again = recomputed_share(setting.activation_checkpointing) / 3.0
     share = 1.0 if work.trains_all else 2.0 / 3.0  # frozen matrices need no weight gradient
-    linear = 6.0 * shape.layers * shape.layer_matmul_parameters * (share + again)
+    linear = 6.0 * shape.layers * shape.layer_active_parameters * (share + again)
     if not work.trains_all:
-        linear += 6.0 * work.adapter_parameters
+        linear += 6.0 * work.active_adapters
     head_work = 6.0 * shape.head_parameters * (1.0 if work.trains_head else share)
     rate = ceiling
     if constants.precision != "bf16":

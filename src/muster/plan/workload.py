@@ -89,6 +89,11 @@ class Workload:
         return self.shape.lora_parameters(self.lora_rank, self.lora_targets) if self.lora_rank else 0
 
     @property
+    def active_adapters(self) -> int:
+        """Of the adapters' parameters those that a token is multiplied with."""
+        return self.shape.lora_parameters(self.lora_rank, self.lora_targets, active=True) if self.lora_rank else 0
+
+    @property
     def trained_vocabulary(self) -> int:
         """Parameters of embedding and head where they are trained, positions not among them."""
         shape = self.shape
@@ -116,7 +121,7 @@ class Workload:
         whole = flops_per_token(self.shape, min(length, self.sequence_length), convention)
         if self.trains_all:
             return whole
-        multiplied = self.adapter_parameters + (self.shape.head_parameters if self.trains_head else 0)
+        multiplied = self.active_adapters + (self.shape.head_parameters if self.trains_head else 0)
         return whole * lora_factor(self.shape, multiplied)
 
     def attention_flops_per_token(self) -> float:

@@ -6,7 +6,7 @@ if a rank outlives its world (another replica was lost), they are connected to t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,8 +71,8 @@ class TrainerComponents:
     optimizer: ShardOptimizer
     state: TrainingState
     evaluated: EvaluatedModel
-    report: str | None = None
-    """How documents share rows, where the run file asks for something else."""
+    reports: Sequence[str] = ()
+    """What is said once: how documents share rows, where the run file asks for something else; experts, adapters."""
     update: Callable[[TrainingRun, StepWork, float], None] = update
     peak: tuple[float | None, str] | None = None
     """Peak FLOP/s of a rank and the figure's source, where the kind of device says it."""
@@ -117,6 +117,9 @@ def make_components(
         proof=Path(context.run_dir) / "attention_proof.json",
         restored=context.restore is not None,
     )
+    mixture = built.module.mixture
+    if mixture is not None:
+        groups.along = lambda: mixture.loads
     separated = separate(spec, prepared, built)
     spec, prepared = separated.spec, separated.prepared
     batch_schedule, last_step = schedule_of(spec, context, prepared)
@@ -144,9 +147,10 @@ def make_components(
             local_steps=local_steps,
             replica=meshes.replica,
             elsewhere=stage.trained_elsewhere if stage is not None else (),
+            buffers=mixture.biases(built.module.model) if mixture is not None else None,
         ),
         evaluated=TorchModel(built.module),
-        report=separated.report,
+        reports=[*built.reports, *([separated.report] if separated.report else [])],
     )
 
 
@@ -163,7 +167,7 @@ def assemble(
     flops, source = components.peak or peak_flops(
         spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
     )
-    announce(agent, world, prepared, components.built, flops, source, components.report)
+    announce(agent, world, prepared, components.built, flops, source, components.reports)
     peak = Peak(flops=flops, ranks=context.world_size)
     evaluator = Evaluator(
         spec=spec,
@@ -338,7 +342,11 @@ def flop_counter(built: BuiltModel) -> Callable[[list[int]], float] | None:
     shape = built.shape
     if shape is None:
         return None
-    factor = 1.0 if built.lora_config is None else lora_factor(shape, built.num_multiplied)
+    multiplied = built.num_multiplied
+    if built.lora_config is not None and shape.experts is not None:  # a token passes adapters of its experts alone
+        targets = built.lora_config.target_modules
+        multiplied = shape.lora_parameters(built.lora_config.r, targets or "all-linear", active=True)
+    factor = 1.0 if built.lora_config is None else lora_factor(shape, multiplied)
     return lambda lengths: factor * step_flops(shape, lengths)
 
 
@@ -349,12 +357,12 @@ def announce(
     built: BuiltModel,
     flops: float | None,
     source: str,
-    report: str | None,
+    reports: Sequence[str],
 ) -> None:
     """Emit what will be trained, and on what data (rank 0)."""
     if world.rank != 0:
         return
-    if report is not None:
+    for report in reports:
         agent.emit("run.message", text=report)
     agent.emit(
         "data.prepared",

@@ -49,6 +49,8 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
     training, step = run.spec.training, work.step
     run.meet_replicas(after=step - 1)
     run.reducer.begin(micro_batches=work.micro_batches)
+    if run.mixture is not None:
+        run.mixture.begin_step(run.device)
     losses = run_micro_batches(run, work)
     run.start_consensus(work)
     total, norm, fault = run.reducer.finish()
@@ -58,5 +60,7 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
     norm = norm / alone
     scale = clip_scale(norm, training.optimizer.max_grad_norm) / alone
     run.before_update()
+    if run.mixture is not None:
+        run.mixture.move_biases(skip)
     run.optimizer.step(step=step, learning_rate=rate, scale=scale, skip=skip)
     run.record_step(work, losses, total, norm, fault, rate)

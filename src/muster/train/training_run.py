@@ -24,6 +24,8 @@ from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.measurement.metrics import Pending, Phases, StepLog, StepTimes
 from muster.train.measurement.profiling import Collector, Profiler
+from muster.train.model.mixtures.load import EXPERT_FIGURES, Mixture
+from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.optim.nonfinite import find_bad_micro_batch, not_finite_error
 from muster.train.optim.optimizer import ShardOptimizer
 from muster.train.pipeline import Pipeline
@@ -101,6 +103,11 @@ class TrainingRun:
     def clock(self) -> StepClock:
         return self.arrivals.clock
 
+    @property
+    def mixture(self) -> Mixture | None:
+        """The model's experts, where it has some."""
+        return self.model.mixture if isinstance(self.model, ModelWithLoss) else None
+
     def meet_replicas(self, *, after: int, last: bool = False) -> None:
         """With ``training.local_steps``: the meetings of the replicas that are due after that step. ``last``: of all
         that has moved."""
@@ -126,7 +133,8 @@ class TrainingRun:
 
         On CUDA without a snapshot the host does not wait here but in the next step's first round.
         """
-        self._advance(StepResult(work, losses, Pending((loss, norm, fault)), learning_rate))
+        figures = () if self.mixture is None else self.mixture.figures().unbind()
+        self._advance(StepResult(work, losses, Pending((loss, norm, fault, *figures)), learning_rate))
 
     def record_skipped_step(self, work: StepWork, learning_rate: float) -> None:
         """Count ``work.step`` without its batch, which is not finite each time (``skip_steps``). As on every rank.
@@ -217,6 +225,8 @@ class TrainingRun:
         if result.state_hash is not None:
             agent = self.agent if self.world.rank == 0 else None
             extra |= self.hashes.event_detail(result.state_hash, agent, wait=wait_for_hash)
+        if self.mixture is not None and result.numbers is not None:
+            extra |= dict(zip(EXPERT_FIGURES, result.numbers.values()[3:], strict=True))
         if self.world.rank == 0 and (news := self.arrivals.take_news()):
             extra["pace"] = news
         step, rate = result.work.step, result.learning_rate
@@ -319,7 +329,7 @@ class TrainingRun:
         """Loss and norm; None if the update was skipped. Raises NotFinite."""
         if result.numbers is None:
             return None, None
-        loss, norm, fault = result.numbers.values()
+        loss, norm, fault = result.numbers.values()[:3]
         if math.isfinite(loss) and math.isfinite(norm) and fault == 0.0:
             return loss, norm
         sequences = [part.sequences for part in result.work.rounds]

@@ -116,9 +116,30 @@ def test_families():
     assert gpt2.parameters == 124_439_808
 
 
+def test_mixtures_count_all_and_active_parameters():
+    """As Mistral AI and Qwen state them: 46.7B, 12.9B active; 30.5B, 3.3B active."""
+    mixtral = ModelShape.from_config(
+        {"model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+         "num_experts_per_tok": 2}
+    )  # fmt: skip
+    assert mixtral.parameters == 46_702_792_704
+    assert mixtral.matmul_parameters + mixtral.embedding_parameters == pytest.approx(12.88e9, rel=1e-3)
+    assert flops_per_token(mixtral, 4096) == pytest.approx(6 * mixtral.matmul_parameters + 6 * 32 * 4096 * 4096)
+    qwen = ModelShape.from_config(
+        {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+         "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8}
+    )  # fmt: skip
+    assert qwen.parameters == 30_532_122_624
+    assert qwen.matmul_parameters == pytest.approx(3.04e9, rel=5e-3)
+    assert qwen.lora_parameters(8) > 10 * qwen.lora_parameters(8, active=True)
+    assert [stage.layers for stage in qwen.stages(2)] == [24, 24]
+
+
 def test_what_is_not_modelled_is_refused():
     with pytest.raises(UsageError, match="mixture of experts"):
-        ModelShape.from_config({"model_type": "mixtral", "num_local_experts": 8})
+        ModelShape.from_config({"model_type": "jamba", "num_experts": 8})
     with pytest.raises(UsageError, match="not modelled"):
         ModelShape.from_config({"model_type": "mamba"})
     with pytest.raises(UsageError, match="hidden_size"):

@@ -113,6 +113,8 @@ def step_line(step: int | None, detail: training.Step, *, total: int | None = No
         parts.append(f"MFU {detail.mfu:5.1%}")
     elif detail.tflops_per_rank is not None:
         parts.append(f"{detail.tflops_per_rank:.4g} TFLOP/s/GPU")
+    if detail.expert_load_max is not None:
+        parts.append(f"experts {detail.expert_load_max:.1f}x")
     if detail.memory_bytes is not None:
         parts.append(f"{detail.memory_bytes / 2**30:.2f} GiB")
     while len(text := "  ".join(parts)) > LINE_WIDTH:

@@ -80,6 +80,13 @@ class Step(Detail):
     memory_bytes: Annotated[int | None, "peak on this rank: CUDA allocator, or resident set on CPU"] = None
     rows: Annotated[int | None, "sequences of the global batch"] = None
     padding_rounds: Annotated[int | None, "zero-weight micro-batches of this step, all ranks"] = None
+    expert_load_max: Annotated[
+        float | None, "tokens of the busiest expert over the mean of its layer, in the layer where that is most"
+    ] = None
+    expert_idle_share: Annotated[float | None, "share of the experts of all layers that got no token"] = None
+    expert_entropy: Annotated[float | None, "entropy of the experts' load over that of an even one, mean of layers"] = (
+        None
+    )
     skipped: Annotated[bool, "true: its update was left out on every rank; tokens are 0, loss and norm null"] = False
     skipped_tokens: Annotated[int | None, "tokens of the batch that was left out"] = None
     state_hash: Annotated[

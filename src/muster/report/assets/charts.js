@@ -245,6 +245,8 @@ muster.charts = (report, series, kept, grows) => {
     found.push(chart("Throughput", "tokens per second, all ranks", rate, rate_lines, { y: from_zero(1.08), value: (value) => number(value) }));
     if (some(s.mfu) || !free) found.push(chart("MFU", "model FLOPs against peak", columns(s, ["mfu"], kept_step), [{ label: "MFU", color: "--c2" }], { y: from_zero(1.15, 0.01), format: (value) => `${+(value * 100).toPrecision(3)} %`, value: (value) => percent(value, 1), none: "Unknown: the log holds no MFU (no peak FLOPs for this device)." }));
     if (some(s.grad_norm)) found.push(chart("Gradient norm", "before clipping", columns(s, ["grad_norm"], kept_step), [{ label: "norm", color: "--c3" }], { y: from_zero(1.08) }));
+    if (some(s.expert_load_max)) found.push(chart("Load of experts", "the busiest over the mean of its layer", columns(s, ["expert_load_max"], kept_step), [{ label: "largest", color: "--c2" }], { y: from_zero(1.08, 2), value: (value) => `${value.toFixed(2)} times the mean` }));
+    if (some(s.expert_idle_share)) found.push(chart("Idle experts", "share without a token, all layers", columns(s, ["expert_idle_share"], kept_step), [{ label: "idle", color: "--bad" }], whole));
     return found;
   }
 

@@ -79,6 +79,8 @@ def _steps(ledger: Ledger) -> Columns:
         "mfu": lambda step: step.detail.mfu,
         "memory_bytes": lambda step: step.detail.memory_bytes,
         "grad_norm": lambda step: step.detail.grad_norm,
+        "expert_load_max": lambda step: step.detail.expert_load_max,
+        "expert_idle_share": lambda step: step.detail.expert_idle_share,
     }
     chosen = _thinned(ledger.lineage.steps)
     result: Columns = {name: [] for name in columns}

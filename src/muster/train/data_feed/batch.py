@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -31,6 +31,15 @@ class Batch:
     """Longest document; S with static shapes."""
     targets: Tensor
     """int64[supervised]: positions in the flattened tokens that have a target; logits are computed only there."""
+    tokens: tuple[int, ...] = ()
+    """Of each sequence, the rest of which is padding; empty: there is none."""
+
+    def real(self) -> Tensor | None:
+        """bool[B * S]: what is not padding; None: everything."""
+        if not self.tokens:
+            return None
+        counts = torch.tensor(self.tokens, device=self.input_ids.device).unsqueeze(1)
+        return (torch.arange(self.input_ids.shape[1], device=counts.device) < counts).flatten()
 
     @property
     def supervised(self) -> int:
@@ -51,7 +60,8 @@ def batch_from(
         torch.stack([torch.as_tensor(getattr(row, name), dtype=torch.int64) for row in rows])
         for name in ("input_ids", "labels", "position_ids")
     )
-    return make_batch(input_ids, labels, position_ids, lengths, device, static_shapes=static_shapes)
+    batch = make_batch(input_ids, labels, position_ids, lengths, device, static_shapes=static_shapes)
+    return replace(batch, tokens=tuple(row.tokens for row in rows))
 
 
 def padding_batch(micro_batch_size: int, sequence_length: int, device: torch.device, *, static_shapes: bool) -> Batch:
@@ -60,7 +70,8 @@ def padding_batch(micro_batch_size: int, sequence_length: int, device: torch.dev
     positions = torch.arange(sequence_length).repeat(micro_batch_size, 1)
     lengths = [sequence_length] * micro_batch_size
     ignored = torch.full_like(tokens, IGNORED)
-    return make_batch(tokens, ignored, positions, lengths, device, static_shapes=static_shapes)
+    batch = make_batch(tokens, ignored, positions, lengths, device, static_shapes=static_shapes)
+    return replace(batch, tokens=(0,) * micro_batch_size)
 
 
 def make_batch(

@@ -35,6 +35,8 @@ class ReduceGroups:
     aborter: GroupAborter | None = field(default=None, compare=False)
     """Aborts the group over replicas; None: nothing does."""
     waits: Waits = field(default_factory=Waits, compare=False)
+    along: Callable[[], Tensor | None] = field(default=lambda: None, compare=False)
+    """A vector that is summed in place with a step's scalars, as its loss is."""
     _failure: RuntimeError | None = field(default=None, init=False, repr=False, compare=False)
     """Another replica was lost while gradients were summed; raised when this replica's own sums are done."""
 
@@ -76,7 +78,10 @@ class ReduceGroups:
         Raises:
             RuntimeError: another replica was lost, in these sums or in the buckets before them.
         """
-        sums = torch.stack([value for value, _ in values])
+        sums, along = torch.stack([value for value, _ in values]), self.along()
+        if along is not None:
+            sums = torch.cat([sums, along.to(sums)])
+            values = [*values, *[(sums[index], OF_THE_LOSS) for index in range(len(values), len(sums))]]
         for axis in (SHARD, TENSOR, STAGE, REPLICATE):
             if axis == REPLICATE and self._failure is not None:
                 error, self._failure = self._failure, None
@@ -91,6 +96,9 @@ class ReduceGroups:
                 for index, value in zip(chosen, part.unbind(), strict=True):
                     sums[index] = value
         self._confirm(sums)
+        if along is not None:
+            along.copy_(sums[-len(along) :])
+            sums = sums[: -len(along)]
         return list(sums.unbind())
 
     def _confirm(self, tensor: Tensor) -> None:

@@ -53,8 +53,6 @@ from muster.train.model.conversion import Made, View, plan_publishing
 
 #: Largest safetensors file, as in transformers.
 MAX_FILE_BYTES = 5_000_000_000
-ADAPTER_MARK = ".default."
-"""The adapter's name, which peft puts before ``weight`` in the model and omits in its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +177,8 @@ def write_model(folder: Path, sources: ExportSources, dtype: torch.dtype) -> tup
     }
     views = plan_publishing(sources.model, held, sources.folder.files if sources.folder else ())
     adapters = {name for name in sources.trained if lora.is_adapter_name(name)}
-    adapted = {name.partition(".lora_")[0] + ".weight" for name in adapters}  # a.q_proj.lora_A... -> a.q_proj.weight
-    unknown = sorted(sources.trained - adapters - shapes.keys()) + sorted(adapted - shapes.keys())
+    adapted = {lora.adapted_name(name) for name in adapters}
+    unknown = sorted(sources.trained - adapters - shapes.keys() - buffers.keys()) + sorted(adapted - shapes.keys())
     if unknown:
         raise CheckpointError(f"the checkpoint holds {unknown[0]!r}, which {type(sources.model).__name__} does not")
     itemsize = dtype.itemsize
@@ -214,7 +212,7 @@ def write_adapter(folder: Path, sources: ExportSources, base: str | None = None)
     config.save_pretrained(str(folder))
     makers: dict[str, Make] = {}
     sizes = {}
-    keys = {f"base_model.model.{name.replace(ADAPTER_MARK, '.')}": name for name in sorted(expected)}
+    keys = {f"base_model.model.{lora.stored_name(name, expected)}": name for name in sorted(expected)}
     if trains_embeddings:  # peft holds a tied head as a copy of its own
         modules = lora.embedding_modules(with_adapters)
         keys |= {f"base_model.model.{module}.weight": name for module, name in modules.items()}

@@ -26,6 +26,7 @@ from muster.storage.store import open_store
 from muster.train.model import lora, pretrained, weights
 from muster.train.model.causal_lm import grows, on_meta, read_config
 from muster.train.model.conversion import View
+from muster.train.model.mixtures import experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -144,29 +145,35 @@ def maker_of(name: str, sources: ExportSources) -> Make:
     if sources.spec.model.lora is None:
         raise CheckpointError(f"the checkpoint lacks {name}", hint="check that it is of the same model")
     owner, _, leaf = name.rpartition(".")
-    a, b = f"model.{owner}.lora_A.default.weight", f"model.{owner}.lora_B.default.weight"
-    if leaf == "weight" and a in sources.reader.shapes():
+    part = "default.weight" if leaf == "weight" else leaf
+    a, b = f"model.{owner}.lora_A.{part}", f"model.{owner}.lora_B.{part}"
+    if a in sources.reader.shapes():
         return lambda: merged(owner, stored(name, sources)(), a, b, sources)
     return stored(name, sources)
 
 
 def merged(owner: str, base: Tensor, a: str, b: str, sources: ExportSources) -> Tensor:
-    """``W + alpha / rank * B A``, in float32."""
+    """``W + scale * B A``, in float32."""
     settings = sources.spec.model.lora if sources.spec.model else None
     assert settings is not None
-    delta = read_tensor(sources.reader, b).float() @ read_tensor(sources.reader, a).float()
-    module = sources.model.get_submodule(owner)
+    scale, module = lora.scale_of(settings), sources.model.get_submodule(owner)
+    first, second = read_tensor(sources.reader, a), read_tensor(sources.reader, b)
+    if base.ndim == 3:
+        return experts.merged(base, first, second, scale, is_transposed=bool(module.is_transposed))
+    delta = second.float() @ first.float()
     if not isinstance(module, torch.nn.Linear):
         if type(module).__name__ != "Conv1D":
             raise UsageError(f"cannot merge into {owner}, a {type(module).__name__}", hint="export it with --adapter")
         delta = delta.T
-    return base.float() + delta * (settings.alpha / settings.rank)
+    return base.float() + delta * scale
 
 
 def stored(name: str, sources: ExportSources) -> Make:
     """From the base's files, or recomputed if it was random."""
 
     def read() -> Tensor:
+        if name in sources.trained:  # a buffer that follows the experts' load
+            return read_tensor(sources.reader, f"model.{name}")
         if sources.folder is None:
             return sources.drawn[name].detach()
         shaped = sources.model.state_dict(keep_vars=True)[name]

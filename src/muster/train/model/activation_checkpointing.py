@@ -26,6 +26,7 @@ KEPT = {
         "mm",
         "addmm",
         "bmm",
+        "_grouped_mm",
         "_scaled_mm",  # float8, as traced by the compiler; torchtitan's list has it too (activation_checkpoint.py)
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",

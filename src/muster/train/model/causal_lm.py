@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +43,7 @@ from muster.train.model.attention_isolation_check import Proof, border, keep_pro
 from muster.train.model.attention_needs import needs_of
 from muster.train.model.compile import compile_layers, compiles
 from muster.train.model.loss import compiled_kernel
+from muster.train.model.mixtures import experts
 from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard, stays_whole
 
@@ -72,7 +73,9 @@ class BuiltModel:
     lora_config: LoraConfig | None
     """Where adapters are trained."""
     shape: ModelShape | None
-    """For FLOP arithmetic; None: not a dense decoder, and no MFU is reported."""
+    """For FLOP arithmetic; None: not an architecture that it covers, and no MFU is reported."""
+    reports: Sequence[str] = ()
+    """What is said once of its experts and adapters."""
 
     def named_trainable(self) -> dict[str, nn.Parameter]:
         """transformers' (or peft's) name -> parameter, in the model's order."""
@@ -133,6 +136,7 @@ def build_model(
         num_multiplied=counted.multiplied,
         lora_config=lora_config,
         shape=shape_of(config),
+        reports=(*experts.reports(model, module.mixture), *counted.adapted),
     )
 
 
@@ -143,6 +147,8 @@ class Counted:
     parameters: int
     trainable: int
     multiplied: int
+    adapted: tuple[str, ...] = ()
+    """Which share of the decoder layers' weights has adapters, in words; none: there are none."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Counted:
@@ -152,6 +158,7 @@ class Counted:
             parameters=sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter_name(name)),
             trainable=sum(parameter.numel() for parameter in trained),
             multiplied=sum(parameter.numel() for parameter in trained if parameter is not lookup),
+            adapted=lora.report(model),
         )
 
 
@@ -164,6 +171,12 @@ def laid_out(
     compute_dtype = DTYPES[spec.model.dtype]
     # A copy: transformers writes the chosen attention into a model's config, and others build models from ours.
     model = on_meta(copy.deepcopy(config), dtype_on_meta(spec.model))
+    mixture = experts.prepare(
+        model,
+        trains_all=spec.model.lora is None,
+        from_random=spec.model.source is None,
+        z=spec.training.router_z_loss,
+    )
     needs = needs_of(model, spec.training.sequence_length)
     attention = choose_attention(spec.model.attention, needs, device, compute_dtype)
     model.set_attn_implementation(attention.implementation)
@@ -174,9 +187,15 @@ def laid_out(
     layers = decoder_layers(model)
     counted = Counted.of(model)
     module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
+    module.mixture = mixture
     module.needs, module.unpacked = needs, border(config.get_text_config(), spec.training.sequence_length)
     if spec.data is not None and not spec.data.packing:
         module.unpacked = "data.packing is false"
+    if mesh.stages is not None and mixture is not None and mixture.wants_logits:
+        raise UsageError(
+            "the auxiliary loss of experts is not summed over the stages of a pipeline",
+            hint="parallelism.pp: 1, or model.config with router_aux_loss_coef: 0 and training.router_z_loss: 0",
+        )
     if mesh.stages is not None:
         schedule = schedule_of(spec, mesh.stages.size())
         link = StageLink(mesh.stages.get_group(), device, compute_dtype, schedule.chunks)
@@ -197,7 +216,7 @@ def laid_out(
         module.kernel = compiled_kernel() if device.type == "cuda" else None  # C++ takes longer than it saves
     shard(
         module, model, layers, mesh,
-        compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below,
+        compute_dtype=compute_dtype, reshard_layers=reshard_layers, whole_below=whole_below, mixture=mixture,
     )  # fmt: skip
     assert module.later is None or stays_whole(module, mesh, compute_dtype), "gradients that come late are not reduced"
     return module, lora_config, counted

@@ -14,6 +14,7 @@ from muster.train.model.attention import Attention, attention_arguments
 from muster.train.model.attention_needs import Needs
 from muster.train.model.context_parallel import Context
 from muster.train.model.loss import Kernel, LogitRule, chunked_cross_entropy, logit_rule
+from muster.train.model.mixtures.load import Mixture
 from muster.train.model.pipeline_stage import Stage
 from muster.train.model.split_backward import LeftForLater
 
@@ -64,6 +65,8 @@ class ModelWithLoss(nn.Module):
         """Its layers are, and want batches of static shapes."""
         self.kernel: Kernel | None = None
         """What computes the loss of a chunk, in the place of the uncompiled one."""
+        self.mixture: Mixture | None = None
+        """Its experts, where it has some."""
         self.context: Context | None = None
         """Where ranks share each sequence."""
         self.needs: Needs | None = None
@@ -111,7 +114,11 @@ class ModelWithLoss(nn.Module):
         with self.stage.only(self.model, chunk):
             if self.stage.ends(chunk):
                 return self._output(given, hidden, scale=scale, chunk_tokens=chunk_tokens, want=want)
-            onward: Tensor = self.model.base_model(**self._arguments(given, hidden))[0]
+            if isinstance(given, Decoding):
+                onward: Tensor = self.model.base_model(**self._arguments(given, hidden))[0]
+            else:
+                trains = want == "loss" and torch.is_grad_enabled()
+                onward = self._run(self.model.base_model, given, hidden, scale, trains=trains)[0][0]
             return onward
 
     def _output(
@@ -122,16 +129,21 @@ class ModelWithLoss(nn.Module):
             return self._next(given, hidden)
         if self.context is not None:
             given = self.context.part_of(given)
+        trains = want == "loss" and torch.is_grad_enabled()
         if want == "model_logits" or not self.own_head:
-            logits: Tensor = self.model(**self._arguments(given, hidden)).logits
-            return logits.float() if want != "loss" else _loss_of(logits, given, scale)
+            output, extra = self._run(self.model, given, hidden, scale, trains=trains)
+            logits: Tensor = output.logits
+            if want != "loss":
+                return logits.float()
+            return _loss_of(logits, given, scale) + extra
         head = self.model.get_output_embeddings()
-        hidden = self.model.base_model(**self._arguments(given, hidden))[0].flatten(0, 1)
+        output, extra = self._run(self.model.base_model, given, hidden, scale, trains=trains)
+        hidden = output[0].flatten(0, 1)
         hidden = hidden.to(head.weight.dtype)  # Mamba's residual stream is float32
         if want == "logits":
             return torch.unflatten(self._logits(hidden), 0, given.input_ids.shape)
         # A token without a target contributes nothing, so its logits are not computed.
-        return chunked_cross_entropy(
+        loss: Tensor = chunked_cross_entropy(
             hidden.index_select(0, given.targets),
             head.weight,
             head.bias,
@@ -141,6 +153,25 @@ class ModelWithLoss(nn.Module):
             rule=self.rule,
             kernel=self.kernel,
         )
+        return loss if self.mixture is None else loss + extra
+
+    def _run(
+        self, part: nn.Module, given: Batch, hidden: Tensor | None, scale: float, *, trains: bool
+    ) -> tuple[Any, Tensor | float]:
+        """What ``part`` of the model returns, and what the load of its experts adds to the loss."""
+        mixture, arguments = self.mixture, self._arguments(given, hidden)
+        if mixture is None:
+            return part(**arguments), 0.0
+        real = given.real() if self.context is None else None
+        wanted = trains and mixture.wants_logits
+        mixture.begin(real, counts=trains)
+        output = part(**arguments, **({"output_router_logits": True} if wanted else {}))
+        mixture.end()
+        if not wanted:
+            return output, 0.0
+        share = torch.full((), scale * given.supervised, device=output[0].device)
+        # Means over no token at all would be NaN, also where they count nothing.
+        return output, mixture.loss(self.model, output.router_logits, real if given.supervised else None, share)
 
     def _arguments(self, batch: Batch | Decoding, hidden: Tensor | None) -> dict[str, Any]:
         if isinstance(batch, Decoding):

@@ -20,6 +20,8 @@ from muster.train.model.tensor_parallel import shard_placement
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from muster.train.model.mixtures.load import Mixture
+
 #: Models with fewer parameters are one FSDP unit instead of one per decoder layer: on gloo each unit costs about
 #: 6 ms of host time per step at two ranks, more than its arithmetic.
 WHOLE_BELOW = 16_000_000
@@ -55,6 +57,7 @@ def shard(
     compute_dtype: torch.dtype,
     reshard_layers: bool,
     whole_below: int = WHOLE_BELOW,
+    mixture: Mixture | None = None,
 ) -> None:
     """Cut ``root``, which holds the transformers ``model``, into FSDP units over ``mesh.shard``.
 
@@ -65,11 +68,14 @@ def shard(
         return
     half = compute_dtype != torch.float32
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if half else MixedPrecisionPolicy()
-    placement = shard_placement(mesh.layout.dp_shard) if mesh.layout.tp > 1 else None
+    experts = {id(p) for module in (mixture.experts if mixture else ()) for p in module.parameters(recurse=False)}
+    placement = shard_placement(mesh.shard.size(), experts) if mesh.layout.tp > 1 or experts else None
     outside = kept_outside(root, mesh)
     cut = partial(
         fully_shard, mesh=mesh.shard, mp_policy=policy, shard_placement_fn=placement, ignored_params=outside or None
     )
+    for part in mixture.routers if mixture and mixture.routes_in_float32 and half else ():
+        cut(part, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), reshard_after_forward=reshard_layers)
     parts = [parameter for layer in layers for parameter in layer.parameters()]
     apart = len(parts) == len(set(parts))  # Zamba 2's layers share a transformer, which FSDP wants in one unit
     if apart and sum(parameter.numel() for parameter in root.parameters()) >= whole_below:

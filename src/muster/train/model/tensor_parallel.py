@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -117,13 +117,16 @@ def check_divides(config: PreTrainedConfig, tp: int) -> None:
             )
 
 
-def shard_placement(dp_shard: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Along which dimension FSDP shards a parameter that tensor parallel has split: another one if that is even.
+def shard_placement(dp_shard: int, experts: Container[int] = ()) -> Callable[[nn.Parameter], Shard | None]:
+    """Along which dimension FSDP shards a parameter, where it is not the first: one of ``experts`` (by ``id``), of
+    which there may be fewer than ranks, or one that tensor parallel has split, if the second is even.
 
     Sharding the same dimension twice gives ``_StridedShard``, which checkpoints and sums do not support.
     """
 
     def place(parameter: nn.Parameter) -> Shard | None:
+        if id(parameter) in experts:
+            return Shard(1) if parameter.ndim == 3 and parameter.shape[1] % dp_shard == 0 else None
         if not isinstance(parameter, DTensor) or parameter.ndim < 2:
             return None
         taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}

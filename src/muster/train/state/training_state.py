@@ -61,12 +61,14 @@ class TrainingState:
         local_steps: LocalSteps | None = None,
         replica: int = 0,
         elsewhere: Iterable[str] = (),
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         """``local_steps``: where replicas train by themselves. What they have in common then has the names of a model
         (``model.``: the outer parameters) and ``outer.``; what is ``replica``'s own begins with ``replica<N>.``.
-        ``elsewhere``: trained parameters that other stages of a pipeline hold."""
+        ``elsewhere``: trained parameters that other stages of a pipeline hold. ``buffers``: what changes in training
+        and is no parameter, the same on all ranks."""
         self.named = dict(named)
-        self._elsewhere = tuple(elsewhere)
+        self._elsewhere, self._buffers = tuple(elsewhere), dict(buffers or {})
         self.optimizer = optimizer
         self.step = step
         self.mirrored = mirrored
@@ -112,6 +114,7 @@ class TrainingState:
             groups = {"model.": steps.outer, "outer.momentum.": steps.momentum, **groups}
             self._number.fill_(self.replica)
             result = {"outer.met": (steps.met, None), f"{own}number": (self._number, None)}
+        result |= {f"{own}model.{name}": (buffer, None) for name, buffer in self._buffers.items()}
         for prefix, named in groups.items():
             result |= {prefix + name: (part, self.named[name]) for name, part in named.items()}
         return result

@@ -7,7 +7,6 @@ from fakes.host import RecordingHost
 
 from muster.agent import unsupervised_host
 from muster.agent.unsupervised_host import GRACE_PERIOD_S, REASON, RELEASED_S
-from muster.backends.gke.pod import main
 from muster.checkpoint_format.snapshot_ring import Ring, file_name, list_snapshots
 from muster.core.snapshots import SnapshotCopy
 from muster.core.types import Checksum
@@ -78,7 +77,7 @@ def test_the_wait_begins_when_supervisor_and_ranks_are_both_gone(tmp_path, now):
     assert host.exit_reason is None
     now[0] += 2
     host.alone.watch()
-    assert host.exit_reason == REASON == main.LONELY and host.notes == [] and host.orders == []
+    assert host.exit_reason == REASON and host.notes == [] and host.orders == []
 
 
 def leaves_after(wait_s, host, now):

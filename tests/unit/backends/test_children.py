@@ -49,7 +49,7 @@ FIRST = """
 import ctypes, os, sys, threading, time
 from muster.backends.host.children import RealChildren
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: as process 1 of a container
-children, results = RealChildren(), []
+children, results = RealChildren(collects_strangers=True), []
 asked = [sys.executable, "-S", "-c", "import sys; print(sys.stdin.readline().upper()); raise SystemExit(5)"]
 def ask():
     for _ in range(10):

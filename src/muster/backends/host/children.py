@@ -72,6 +72,8 @@ class RealChildren:
     _named: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _others: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """Programs of ``run``, by process id: their threads collect them."""
+    collects_strangers: bool = field(default_factory=lambda: os.getpid() == 1)
+    """As a container's first process has to. Else a thread's own child could be taken from it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | None) -> int:
@@ -97,7 +99,8 @@ class RealChildren:
                 if (code := child.poll()) is not None:
                     del self._named[name]
                     found.append((name, KILLED - code if code < 0 else code))
-            self._collect_strangers()
+            if self.collects_strangers:
+                self._collect_strangers()
         return found
 
     def _collect_strangers(self) -> None:

@@ -203,7 +203,7 @@ def _start_supervisor(state: State, now: float) -> Decision:
 def _child_ended(state: State, name: str, code: int, now: float, rules: Rules) -> Decision:
     lived_s = now - state.child(name).began_s
     state = _with(state, name, running=False, lived_s=lived_s)
-    actions: list[Action] = [Say(f"{name} ended with code {code} after {lived_s:.0f} s")]
+    actions: list[Action] = [Say(f"{name} ended with code {code} after {lived_s:.0f} s")] if code else []
     if code > KILLED or (name == AGENT and code not in CLEAN):
         state = _with(state, name, shipping=True)
         actions.append(Ship(name))

@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import FrameType
 
 from muster.backends.host.children import Children, RealChildren
@@ -82,6 +81,11 @@ class HostProgram:
 
     def now_s(self) -> float:
         return self.clock.monotonic_ns() / 1e9
+
+    def up_s(self, name: str) -> float:
+        """For how long a program has been running; 0: it does not. For any thread."""
+        child = self.state.child(name)
+        return self.now_s() - child.began_s if child.running else 0.0
 
     def post(self, event: Event) -> None:
         """For any thread."""
@@ -191,15 +195,15 @@ class HostProgram:
         wake.setblocking(False)
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        for number in self.notices:
-            signal.signal(number, partial(self._on_signal, Noticed()))
-        for number in (signal.SIGCHLD, *self.ignored):
-            signal.signal(number, lambda _number, _frame: None)
-        signal.signal(signal.SIGALRM, lambda _number, _frame: self.post(LeaveAt(at_s=self.now_s())))
+        handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
+            **{number: lambda _number, _frame: None for number in (signal.SIGCHLD, *self.ignored)},
+            **{number: lambda _number, _frame: self.post(Noticed()) for number in self.notices},
+            signal.SIGALRM: lambda _number, _frame: self.post(LeaveAt(at_s=self.now_s())),
+        }
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield wake
         finally:
             signal.set_wakeup_fd(-1)
-
-    def _on_signal(self, event: Event, _number: int, _frame: FrameType | None) -> None:
-        self.post(event)
+            for number, old in before.items():
+                signal.signal(number, old)

@@ -13,10 +13,13 @@ from fakes.gcs import GcsFake
 from muster.backends.gke.manifests.jobset import VERDICTS
 from muster.backends.gke.pod import main
 from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
-from muster.backends.gke.pod.main import AGAIN, BACK_END_FAULT, Pod
+from muster.backends.gke.pod.main import BACK_END_FAULT, PodPlace, host_program, supervisor_rules
 from muster.backends.gke.pod.own_jobset import OwnJobSet, all_pods_go, runs_since
 from muster.backends.google.http import Unreachable
+from muster.backends.host import decide
 from muster.backends.host.run_state import RunState
+from muster.backends.host.state import RESUME as AGAIN
+from muster.backends.host.state import SUPERVISOR
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.typed_json import decode, encode
 from muster.protocol.lease import EndRecord, LeaseRecord
@@ -57,7 +60,7 @@ def end(code, *, job=JOB, submission="1"):
 
 
 def state_of(folder):
-    return RunState(run_dir=folder, job=JOB)
+    return RunState(run_dir=folder, job=JOB, brings_events=True)
 
 
 def start(folder, program, *options):
@@ -72,9 +75,15 @@ def ended(pod):
     return pod.returncode, out + err
 
 
+def pod_of(folder, program, *, leave_after_s=None, grace_s=30.0, requeue=None, **fields):
+    place = PodPlace(home=state_of(folder), queue=requeue, **fields)
+    argv, rules = [sys.executable, "-c", program], supervisor_rules(reads_end=True, grace_s=grace_s)
+    return host_program(place, argv, rules, writer=SUPERVISOR, leave_after_s=leave_after_s)
+
+
 def run(folder, program, **fields):
     """The exit code of a supervisor's pod, in this process."""
-    return Pod(argv=[sys.executable, "-c", program], role="supervisor", state=state_of(folder), **fields).run()
+    return pod_of(folder, program, **fields).run()
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +99,8 @@ def handlers():
 def test_the_second_supervisor_waits_for_the_lease_and_then_works(folder):
     lease(3.0)
     began = time.monotonic()
-    assert ended(start(folder, SAYS)) == (0, "up\n")
-    assert time.monotonic() - began > 2.5
+    code, said = ended(start(folder, SAYS))
+    assert code == 0 and said.startswith("up\n") and time.monotonic() - began > 2.5
 
 
 @pytest.mark.parametrize("code", [0, 1, 6, 130])
@@ -118,7 +127,8 @@ def test_what_the_other_one_could_not_queue_any_more_this_one_does(folder, monke
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(main, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(decide, "SOONEST_S", 0.01)
+    monkeypatch.setattr(decide, "BACK_OFF_S", 0.01)
 
 
 def fails_until(folder, times, code, then=""):
@@ -137,7 +147,7 @@ def test_a_crash_is_no_verdict(folder, quick, code):
 
 
 def test_one_that_had_worked_makes_room_for_another_pod(folder, monkeypatch):
-    monkeypatch.setattr(main, "EARLY_S", 0.0)
+    monkeypatch.setattr(decide, "MOVES_S", 0.0)
     assert run(folder, fails_until(folder, 9, 6)) == AGAIN and len((folder / "tries").read_text()) == 1
 
 
@@ -150,8 +160,9 @@ def test_what_crashes_for_ever_is_counted(folder, quick, code, capfd):
 
 def test_a_crash_that_leaves_its_own_lease_is_counted_too(folder, monkeypatch):
     """It runs for 10 s after its holder: no other supervisor was faster."""
-    monkeypatch.setattr(main, "TRIES", 2)
-    monkeypatch.setattr(main, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(decide, "TRIES", 2)
+    monkeypatch.setattr(decide, "SOONEST_S", 0.01)
+    monkeypatch.setattr(decide, "BACK_OFF_S", 0.01)
     takes = (
         "from muster.supervise.process import lease; from muster.storage.store import open_store; "
         f"lease.LEASE_S = 1.5; lease.LeaseKeeper(open_store(), '{HOME}/lease.json').take(('127.0.0.1', 1)); "
@@ -162,7 +173,7 @@ def test_a_crash_that_leaves_its_own_lease_is_counted_too(folder, monkeypatch):
 
 
 def test_who_lost_the_race_for_the_lease_has_not_crashed(folder, monkeypatch):
-    monkeypatch.setattr(main, "TRIES", 1)
+    monkeypatch.setattr(decide, "TRIES", 1)
     lease(4.0)
     record = open_store().get(f"{HOME}/lease.json").data
     open_store().delete(f"{HOME}/lease.json")
@@ -218,7 +229,8 @@ def test_what_cannot_be_brought_while_standing_by_is_silent(folder):
     with pytest.raises(MusterError):
         open_home(folder).mirror(folder)
     lease(5.0)
-    assert ended(start(folder, SAYS)) == (0, "up\n")
+    code, said = ended(start(folder, SAYS))
+    assert code == 0 and said.startswith("up\n") and "damaged" not in said
 
 
 LOGS = (
@@ -247,9 +259,7 @@ def test_a_pod_that_alone_goes_brings_its_log_home_and_says_no_end(folder, tmp_p
 def signalled(folder, program, all_go, **fields):
     """A pod that gets SIGTERM once its program is up."""
     read, write = os.pipe()
-    pod = Pod(
-        argv=[sys.executable, "-c", program], role="supervisor", state=state_of(folder), all_go=all_go, **fields
-    )  # fmt: skip
+    pod = pod_of(folder, program, all_go=all_go, **fields)
     kept = os.dup(1)
     os.dup2(write, 1)
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -336,7 +346,7 @@ def test_an_api_server_that_is_away_for_a_moment_is_asked_again(folder, quick, e
 )
 def test_what_one_pod_cannot_queue_the_next_one_does(folder, monkeypatch, error, code):
     """A verdict would delete the other supervisor, whose turn it is then."""
-    monkeypatch.setattr(main, "REQUEUE_S", 0.0)
+    monkeypatch.setattr(decide, "REQUEUE_S", 0.0)
     end(AGAIN)
     monkeypatch.setattr(main, "OTHERS_REQUEUE_S", 0.0)
     requeue, _ = requeues(error)

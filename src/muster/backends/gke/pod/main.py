@@ -1,295 +1,143 @@
 """The first program of a pod: starts the agent or the supervisor, and maps its end to what Kubernetes acts on.
 
 Run as ``python -m muster.backends.gke.pod.main ROLE --run-dir DIR [--host NAME] [--leave-after-s N] -- PROGRAM...``.
+``backends/host`` decides; this is what it cannot know.
 
 * ``host``: a pod that is removed (drained, preempted, deleted) ends with 75, so that its Job creates another one, and
-  so does one whose agent failed: whether the run goes on is the supervisor's decision, never the Job's; an agent that
-  left because no supervisor connected is restarted for the lifetime of the pod.
-* ``supervisor``: two pods have this role, and one works. The other one stands by until the run's lease is out (10 s),
-  and ends as the run did where that has ended. A program that ends without an end of the run in the run's home has
-  crashed, and is started again; one that says several times that its words are wrong is believed.
-  A pod that alone is removed lets go of the run at once: what its supervisor wrote is brought home, agents continue
-  training, and the other one adopts them. Where all pods are removed at the same time (the queue evicts the run), the
-  supervisor saves with them first.
-  When the run itself saved and wants to run again (75: the allocation ends, or too little of it is left), the rest of
-  it is queued as a new JobSet, which goes through the queue to a new allocation and goes on from the checkpoint.
+  so does one whose agent failed. An agent that left because no supervisor connected is started again in the same pod.
+* ``supervisor``: two pods have this role, and one works; the other one stands by until the run's lease is out (10 s).
+  Where a pod alone is removed its supervisor is killed at once: agents continue training, and the other pod's adopts
+  them. Where all pods are removed at the same time (the queue evicts the run), it saves with them first.
+  When the run saved and wants to run again (75: the allocation ends, or too little of it is left), the rest of it is
+  queued as a new JobSet, which goes through the queue to a new allocation and goes on from the checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import json
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.own_jobset import OwnJobSet
 from muster.backends.gke.pod.own_node import place_of_node
 from muster.backends.google.http import Unreachable
+from muster.backends.host.loop import HostProgram
+from muster.backends.host.place import Place, Program, Service
 from muster.backends.host.run_state import RunState
+from muster.backends.host.state import (
+    AGENT,
+    CONFIG_ERRORS,
+    RESUME,
+    STOPPED,
+    SUPERVISOR,
+    Exit,
+    LeaveAt,
+    Outcome,
+    Requeued,
+    Rules,
+    Scope,
+    State,
+)  # fmt: skip
 from muster.backends.log_forwarder import LogForwarder
 from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import BusyError, MusterError
-from muster.protocol.exit_codes import UNSUPERVISED
+from muster.storage.store.patient import start_thread
 
-AGAIN = 75
-"""Saved, asks to be continued. As a pod's exit code it is free: the Job creates a new pod and does not count it."""
 BACK_END_FAULT = 6
-REFUSED = 1
-"""One of the causes: another supervisor holds the run."""
-STOPPED = 130
-"""Somebody or a limit stopped the run."""
 COUNTED = 70
-"""No verdict, and not free: the Job's backoff limit counts it, so what fails forever ends."""
-WRONG_WORDS = (2, 3)
-"""A command line, run file or plan that cannot be used: no other pod has better ones."""
-WORDS_TRIES, TRIES = 3, 10
-"""Crashes in a row after which wrong words are believed, and after which the pod ends."""
-EARLY_S, IN_A_ROW_S = 60.0, 600.0
-"""A program that crashed within the first of these is started again in this pod; older crashes do not count."""
-BACK_OFF_S, LONGEST_BACK_OFF_S = 1.0, 30.0
-"""Between two tries; doubled each time."""
-KILLED = 128
-"""The least exit code of a program that a signal ended."""
-SOONEST_S, LATEST_S = 1.0, 3.0
-"""How often a supervisor that stands by looks at the lease: one of 10 s is renewed every 3 s."""
+"""No result, and not free: the Job's backoff limit counts it, so what fails forever ends. 75 is not counted."""
 OTHERS_REQUEUE_S = 60.0
-"""The supervisor whose run asks to be continued has this time to queue the rest; then the other one does."""
+"""The pod whose supervisor asks to be continued has this time to queue the rest; then the other pod does it."""
 ANSWER_S = 5.0
 """What the API server may take to say whether all pods go."""
-SHIP_S = 6.0
-"""What the last events may take of a pod's grace."""
-LATE_S = 30.0
-"""A supervisor that starts when the allocation is about to end is told so once it can listen."""
-LONELY = "no supervisor and no work"
-"""The reason in ``agent.ended`` of an agent that left because no supervisor connected."""
+AGE_S = 30.0
+"""What it may take to say since when the run has its allocation."""
 SHORTEST_RUN_S = 60.0
 """A run whose allocation is younger than this would be requeued forever without a step."""
-REQUEUE_S = 300.0
-"""For how long one pod tries to queue the rest; then another pod does."""
+
+HOST = Rules(reads_end=False, leaves_on_notice=True, moves=True, released_host_ends=True)
+
+
+def supervisor_rules(*, reads_end: bool, grace_s: float) -> Rules:
+    """A notice is for this pod or for all: the API server knows."""
+    return Rules(
+        rank=0, reads_end=reads_end, continues="requeue", requeue_after_s=OTHERS_REQUEUE_S, notice_scope=None,
+        leaves_on_notice=True, moves=True, saves_by_signal=True, grace_s=grace_s,
+    )  # fmt: skip
 
 
 @dataclass(kw_only=True)
-class Pod:
-    """One program, its signals, and its end."""
+class PodPlace(Place):
+    """A pod of one program."""
 
-    argv: Sequence[str]
-    role: str
-    state: RunState | None = None
-    lonely: Callable[[], bool] = lambda: False
     all_go: Callable[[], bool | None] = lambda: False
-    """Asked once the pod is to go: whether all pods of the run are; None: one cannot know."""
+    """Whether all pods of the run are removed; None: one cannot know."""
     age_s: Callable[[], float | None] = lambda: 0.0
     """For how long the run has had its allocation, if longer than this pod's age; None: nobody says."""
-    requeue: Callable[[], str] | None = None
+    queue: Callable[[], str] | None = None
     """Queues the rest of the run; returns the name of what was made."""
-    leave_after_s: float | None = None
-    grace_s: float = 30.0
-    _child: int | None = None
-    _taken: bool = False
-    """This pod is to end with 75, and another one comes."""
-    _leaving: bool = False
-    _worked: bool = False
-    _goes: bool | None = None
-    """What ``all_go`` said."""
-    _last: int = 0
-    """The program that ended last, as a process id."""
-    _crashes: list[float] = field(default_factory=list)
-    """When, by the monotonic clock."""
-    _started: float = field(default_factory=time.monotonic)
+    started_s: float = field(default_factory=time.monotonic)
 
-    def run(self) -> int:
-        """The pod's exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._signal)
-        if self.role == "supervisor":
-            self._set_alarm()
-            return self._supervise()
-        check_hardware()
-        code = self._wait()
-        while not self._taken and (code == UNSUPERVISED or (code == 0 and self.lonely())):
-            print("no supervisor connected; waiting again", file=sys.stderr, flush=True)
-            code = self._wait()
-        return AGAIN if self._taken or code else 0
+    def notice_scope(self) -> Scope | None:
+        answer = self.all_go()
+        return None if answer is None else "run" if answer else "host"
 
-    def _supervise(self) -> int:
-        code: int | None = None
-        while code is None and not self._taken:
-            if (held_s := self._held_s()) > 0:
-                if self.state is not None:
-                    self.state.catch_up()
-                self._pause(min(LATEST_S, max(SOONEST_S, held_s - SOONEST_S)))
-            elif (code := self._ended()) is not None:
-                if code == AGAIN:
-                    self._pause(OTHERS_REQUEUE_S)
-            else:
-                began = time.monotonic()
-                code = self._verdict(self._wait(), time.monotonic() - began)
-        if self._taken or code is None or code == COUNTED:
-            self._let_go(code)
-            return AGAIN if self._taken or code is None else code
-        return self._requeued() if code == AGAIN else code
-
-    def _verdict(self, code: int, lived_s: float) -> int | None:
-        """What the end of the supervisor's program means for the run; None: nothing, stand by (again)."""
-        if self._taken:
-            return code
-        left_held = code == REFUSED and self._held_s() > 0
-        if left_held and self.state is not None and self.state.held_by() != self._last:
-            return None  # another one was faster
-        if (ended := self._ended()) is not None:
-            return ended
-        if code in (0, AGAIN, STOPPED) or not (left_held or self._says_how_it_ended()):
-            return code
-        return self._crashed(code, lived_s)
-
-    def _crashed(self, code: int, lived_s: float) -> int | None:
-        """It ended, and the run did not: a refused credential, a bucket that does not answer, a bug."""
-        if lived_s >= EARLY_S:
-            print(f"the supervisor crashed (code {code}); its pod is started again", file=sys.stderr, flush=True)
-            self._taken = True
-            return code
-        now = time.monotonic()
-        self._crashes = [*(at for at in self._crashes if now - at < IN_A_ROW_S), now]
-        often = len(self._crashes)
-        said = (
-            f"the supervisor ended with code {code} after {lived_s:.0f} s, and the run did not end ({often}x in a row)"
-        )
-        if often >= (WORDS_TRIES if code in WRONG_WORDS else TRIES):
-            print(f"error: {said}", file=sys.stderr, flush=True)
-            return code if code in WRONG_WORDS else COUNTED
-        pause_s = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (often - 1))
-        print(f"{said}; again in {pause_s:.0f} s", file=sys.stderr, flush=True)
-        self._pause(pause_s)
-        return None
-
-    def _let_go(self, code: int | None) -> None:
-        """What a supervisor that goes leaves behind, for the next one."""
-        if self.state is not None and self._worked:
-            self.state.ship("supervisor", SHIP_S)
-            if code == AGAIN and (self.all_go() if self._goes is None else self._goes):
-                self.state.withdraw_end(AGAIN)  # all pods went: the run goes on with the same JobSet
-
-    def _held_s(self) -> float:
-        return self.state.held_s() if self.state is not None else 0.0
-
-    def _ended(self) -> int | None:
+    def requeue(self) -> Requeued:
+        age_s, own_s = self.age_s(), time.monotonic() - self.started_s
+        wants, hint = "error: the run asks to be continued", "\nhint: muster submit continues it"
+        if self.queue is None:
+            return Requeued(text=f"{wants} but this pod may not queue it{hint}", code=BACK_END_FAULT)
+        if own_s < SHORTEST_RUN_S and age_s is None:
+            text = "the run asks to be continued; the API server does not answer yet"
+            return Requeued(text=text, code=RESUME, again=True)
+        if (lived_s := max(own_s, age_s or 0.0)) < SHORTEST_RUN_S:
+            return Requeued(text=f"{wants} after only {lived_s:.0f} s{hint}", code=BACK_END_FAULT)
         try:
-            return self.state.ended() if self.state is not None else None
-        except (MusterError, OSError):
-            return None
+            return Requeued(text=f"continuation queued: {self.queue()}")
+        except AllocationsUsedUp as error:  # by condition, so that the other pod queues nothing
+            self.home.end_instead(RESUME, STOPPED, str(error))
+            return Requeued(text=f"the run has reached its limit: {error}\nhint: {error.hint}", code=STOPPED)
+        except JobSetGone as error:
+            return Requeued(text=f"{wants}: {error}{hint}", code=BACK_END_FAULT)
+        except (Unreachable, BusyError, OSError) as error:
+            return Requeued(text=f"cannot queue the rest of the run yet: {error}", code=RESUME, again=True)
+        except MusterError as error:  # a refusal may be one of a moment: a webhook that is down, a role that is new
+            return Requeued(text=f"cannot queue the rest of the run: {error}", code=COUNTED, again=True)
 
-    def _says_how_it_ended(self) -> bool:
-        return self.state is not None and self.state.says_how_it_ended
+    def leave(self, ended: Exit, state: State) -> int:
+        gave_up = ended.outcome is Outcome.GIVEN_UP and ended.code not in CONFIG_ERRORS
+        return COUNTED if gave_up else ended.code
 
-    def _pause(self, seconds: float) -> None:
-        """Less where the pod is to go: a signal does not end a sleep."""
-        until = time.monotonic() + seconds
-        while not self._taken and (left_s := until - time.monotonic()) > 0:
-            time.sleep(min(left_s, 0.25))
 
-    def _wait(self) -> int:
-        """Start the program and wait for its end; everything else that ends is collected, as process 1 has to."""
-        self._child, self._worked = os.posix_spawnp(self.argv[0], list(self.argv), environment.inherited()), True
-        if self._taken:  # while it was being started
-            self._send(signal.SIGKILL if self.role == "supervisor" else signal.SIGTERM)
-        elif self._leaving:
-            signal.setitimer(signal.ITIMER_REAL, LATE_S)
-        while True:
-            pid, status = os.waitpid(-1, 0)
-            if pid == self._child:
-                self._child, self._last = None, pid
-                code = os.waitstatus_to_exitcode(status)
-                return KILLED - code if code < 0 else code
-
-    def _signal(self, number: int, _frame: FrameType | None) -> None:
-        self._taken = True
-        if self.role == "supervisor":
-            threading.Thread(target=self._go, name="go", daemon=True).start()
-        else:
-            self._send(number)
-
-    def _go(self) -> None:
-        """To a supervisor SIGTERM means: the whole run is preempted. Where only its pod is, it is killed: its state is
-        in its log, and agents wait for its successor. Where nobody says which, its hosts do: it saves with them if
-        they are preempted too, within the pod's grace."""
-        until = time.monotonic() + self.grace_s - SHIP_S - 2.0
-        goes = self._goes = self.all_go()
-        if goes is not False:
-            if goes:
-                self._send(signal.SIGTERM)
-            time.sleep(max(0.0, until - time.monotonic()))
-        self._send(signal.SIGKILL)
-
-    def _set_alarm(self) -> None:
-        """When to save is counted from the allocation's start; this pod may be a later one's."""
-        signal.signal(signal.SIGALRM, self._leave)
-        if (after_s := self.leave_after_s) is None:
-            return
-        signal.setitimer(signal.ITIMER_REAL, after_s)
+def host_program(
+    place: PodPlace, argv: Sequence[str], rules: Rules, *, writer: str = "", services: Sequence[Service] = (),
+    leave_after_s: float | None = None,
+) -> HostProgram:  # fmt: skip
+    """``leave_after_s``: from the allocation's start; this pod may be a later one's."""
+    name = AGENT if rules.rank is None else SUPERVISOR
+    home = place.home if writer else None
+    run = HostProgram(
+        place=place, rules=rules, services=services,
+        programs={name: Program(argv=argv, env=environment.inherited(), home=home, writer=writer)},
+    )  # fmt: skip
+    if leave_after_s is not None:
+        run.post(LeaveAt(at_s=run.now_s() + leave_after_s))
 
         def correct() -> None:
-            age_s, own_s = self.age_s(), time.monotonic() - self._started
-            if age_s is not None and age_s > own_s:
-                signal.setitimer(signal.ITIMER_REAL, max(1.0, after_s - age_s))
+            age_s = place.age_s()
+            if age_s is not None and age_s > time.monotonic() - place.started_s:
+                run.post(LeaveAt(at_s=run.now_s() + max(1.0, leave_after_s - age_s)))
 
-        threading.Thread(target=correct, name="allocation", daemon=True).start()
-
-    def _leave(self, _number: int, _frame: FrameType | None) -> None:
-        self._leaving = True
-        if self._child is not None:
-            print("the allocation is about to end: saving", file=sys.stderr, flush=True)
-            self._send(signal.SIGTERM)
-
-    def _send(self, number: int) -> None:
-        if (child := self._child) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, number)
-
-    def _requeued(self) -> int:
-        until, pause_s = time.monotonic() + REQUEUE_S, BACK_OFF_S
-        while not self._taken:
-            last, code, said = self._queue_the_rest()
-            print(said, file=sys.stderr, flush=True)
-            if last or time.monotonic() >= until:
-                return code
-            self._pause(pause_s)
-            pause_s = min(LONGEST_BACK_OFF_S, 2 * pause_s)
-        return AGAIN  # the home says that the run asks to be continued: the next pod does it
-
-    def _queue_the_rest(self) -> tuple[bool, int, str]:
-        """(whether another try is of no use, the exit code if this was the last one, what to say)."""
-        age_s, own_s = self.age_s(), time.monotonic() - self._started
-        wants, hint = "error: the run asks to be continued", "\nhint: muster submit continues it"
-        if self.requeue is None:
-            return True, BACK_END_FAULT, f"{wants} but this pod may not queue it{hint}"
-        if own_s < SHORTEST_RUN_S and age_s is None:
-            return False, AGAIN, "the run asks to be continued; the API server does not answer yet"
-        if (lived_s := max(own_s, age_s or 0.0)) < SHORTEST_RUN_S:
-            return True, BACK_END_FAULT, f"{wants} after only {lived_s:.0f} s{hint}"
-        try:
-            return True, 0, f"continuation queued: {self.requeue()}"
-        except AllocationsUsedUp as error:
-            if self.state is not None:
-                self.state.end_instead(AGAIN, STOPPED, str(error))
-            return True, STOPPED, f"the run has reached its limit: {error}\nhint: {error.hint}"
-        except JobSetGone as error:
-            return True, BACK_END_FAULT, f"{wants}: {error}{hint}"
-        except (Unreachable, BusyError, OSError) as error:
-            return False, AGAIN, f"cannot queue the rest of the run yet: {error}"
-        except MusterError as error:  # a refusal may be one of a moment: a webhook that is down, a role that is new
-            return False, COUNTED, f"cannot queue the rest of the run: {error}"
+        start_thread(correct, "allocation")
+    return run
 
 
 def name_after_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[str]]:
@@ -302,20 +150,6 @@ def name_after_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[
         return host, list(argv)
     own = f"{host}-{pod.rpartition('-')[2]}"
     return own, [own if word == host else word for word in argv]
-
-
-def check_hardware() -> None:
-    """The place for a look at the host's GPUs and NICs, once before its agent starts; nothing is looked at yet."""
-
-
-def left_unsupervised(run_dir: Path, writer: str) -> bool:
-    """Whether the newest event that ``writer`` logged says that its agent left because no supervisor connected."""
-    files = sorted((run_dir / "events").glob(f"{writer}.*.jsonl"), key=lambda path: path.stat().st_mtime)
-    for path in files[-1:]:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            last = json.loads(path.read_bytes().splitlines()[-1])
-            return bool(last.get("kind") == "agent.ended" and last.get("detail", {}).get("reason") == LONELY)
-    return False
 
 
 def main() -> int:
@@ -334,40 +168,32 @@ def main() -> int:
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
     parser.add_argument("--grace-s", type=float, default=30.0, help="what the pod has between SIGTERM and SIGKILL")
     given = parser.parse_args(own)
-    return _supervisor(given, argv) if given.role == "supervisor" else _host(given, argv)
+    return (_supervisor(given, argv) if given.role == "supervisor" else _host(given, argv)).run()
 
 
-def _supervisor(given: argparse.Namespace, argv: Sequence[str]) -> int:
-    state = RunState(run_dir=given.run_dir, job=(given.requeue or "").partition("/")[2])
-    pod = Pod(
-        argv=argv, role=given.role, state=state, leave_after_s=given.leave_after_s or None, grace_s=given.grace_s
-    )  # fmt: skip
+def _supervisor(given: argparse.Namespace, argv: Sequence[str]) -> HostProgram:
+    state = RunState(run_dir=given.run_dir, job=(given.requeue or "").partition("/")[2], brings_events=True)
+    place = PodPlace(home=state)
     if given.requeue:
         jobset = OwnJobSet(which=given.requeue, connect=_own_cluster)
-        pod.requeue = lambda: _requeue(given.requeue, given.at_most)
-        pod.all_go = lambda: jobset.goes(ANSWER_S)
-        pod.age_s = lambda: jobset.age_s(LATE_S, datetime.datetime.now(datetime.UTC))
-    return pod.run()
+        place.queue = lambda: _requeue(given.requeue, given.at_most)
+        place.all_go = lambda: jobset.goes(ANSWER_S)
+        place.age_s = lambda: jobset.age_s(AGE_S, datetime.datetime.now(datetime.UTC))
+    rules = supervisor_rules(reads_end=state.says_how_it_ended, grace_s=given.grace_s)
+    return host_program(place, argv, rules, writer=SUPERVISOR, leave_after_s=given.leave_after_s or None)
 
 
-def _host(given: argparse.Namespace, argv: Sequence[str]) -> int:
+def _host(given: argparse.Namespace, argv: Sequence[str]) -> HostProgram:
     own_name = environment.current().pod
     host, argv = name_after_pod(given.host, argv, own_name)
-    if not host:
-        return Pod(argv=argv, role=given.role).run()
     state, node = RunState(run_dir=given.run_dir), environment.current().node
+    if not host:
+        return host_program(PodPlace(home=state), argv, HOST)
     if given.node_labels and node:
         os.environ.update(place_of_node(node, _own_cluster, ANSWER_S))
     writer = host if state.home.is_folder else own_name or host
     forwarder = LogForwarder(run_dir=given.run_dir, host=host, writer=writer)
-    forwarder.start()
-    try:
-        code = Pod(argv=argv, role=given.role, lonely=lambda: left_unsupervised(given.run_dir, writer)).run()
-        if code:
-            state.ship(writer, SHIP_S)
-        return code
-    finally:
-        forwarder.stop()
+    return host_program(PodPlace(home=state), argv, HOST, writer=writer, services=[forwarder])
 
 
 def _own_cluster() -> Cluster:

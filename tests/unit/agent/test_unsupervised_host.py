@@ -30,7 +30,7 @@ class Host(RecordingHost):
 
     def __init__(self, memory, *, keep_hosts_after_failure_s=0.0):
         recovery = SimpleNamespace(keep_hosts_after_failure_s=keep_hosts_after_failure_s, grace_s=30.0)
-        spec = SimpleNamespace(checkpoint=SimpleNamespace(dir=None), recovery=recovery)
+        spec = SimpleNamespace(checkpoint_uri=lambda run_dir: f"{run_dir}/checkpoints", recovery=recovery)
         super().__init__(memory, run_dir=memory / "run", spec=spec)
         self.ranks, self.orders = [], []
         self.alone = self.unsupervised(

@@ -17,10 +17,7 @@ Run as ``python -m muster.backends.gke.pod.main ROLE --run-dir DIR [--host NAME]
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
-import json
 import os
 import signal
 import sys
@@ -28,20 +25,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
-from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
-from muster.backends.gke.pod.own_jobset import OwnJobSet
-from muster.backends.gke.pod.own_node import place_of_node
 from muster.backends.google.http import Unreachable
 from muster.backends.host.run_state import RunState
-from muster.backends.log_forwarder import LogForwarder
-from muster.core import environment, processes
-from muster.core.clock import SystemClock
 from muster.core.errors import BusyError, MusterError
-from muster.protocol.exit_codes import UNSUPERVISED
 
 AGAIN = 75
 """Saved, asks to be continued. As a pod's exit code it is free: the Job creates a new pod and does not count it."""
@@ -108,20 +97,6 @@ class Pod:
     _crashes: list[float] = field(default_factory=list)
     """When, by the monotonic clock."""
     _started: float = field(default_factory=time.monotonic)
-
-    def run(self) -> int:
-        """The pod's exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._signal)
-        if self.role == "supervisor":
-            self._set_alarm()
-            return self._supervise()
-        check_hardware()
-        code = self._wait()
-        while not self._taken and (code == UNSUPERVISED or (code == 0 and self.lonely())):
-            print("no supervisor connected; waiting again", file=sys.stderr, flush=True)
-            code = self._wait()
-        return AGAIN if self._taken or code else 0
 
     def _supervise(self) -> int:
         code: int | None = None
@@ -199,20 +174,6 @@ class Pod:
         while not self._taken and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.25))
 
-    def _wait(self) -> int:
-        """Start the program and wait for its end; everything else that ends is collected, as process 1 has to."""
-        self._child, self._worked = os.posix_spawnp(self.argv[0], list(self.argv), environment.inherited()), True
-        if self._taken:  # while it was being started
-            self._send(signal.SIGKILL if self.role == "supervisor" else signal.SIGTERM)
-        elif self._leaving:
-            signal.setitimer(signal.ITIMER_REAL, LATE_S)
-        while True:
-            pid, status = os.waitpid(-1, 0)
-            if pid == self._child:
-                self._child, self._last = None, pid
-                code = os.waitstatus_to_exitcode(status)
-                return KILLED - code if code < 0 else code
-
     def _signal(self, number: int, _frame: FrameType | None) -> None:
         self._taken = True
         if self.role == "supervisor":
@@ -231,26 +192,6 @@ class Pod:
                 self._send(signal.SIGTERM)
             time.sleep(max(0.0, until - time.monotonic()))
         self._send(signal.SIGKILL)
-
-    def _set_alarm(self) -> None:
-        """When to save is counted from the allocation's start; this pod may be a later one's."""
-        signal.signal(signal.SIGALRM, self._leave)
-        if (after_s := self.leave_after_s) is None:
-            return
-        signal.setitimer(signal.ITIMER_REAL, after_s)
-
-        def correct() -> None:
-            age_s, own_s = self.age_s(), time.monotonic() - self._started
-            if age_s is not None and age_s > own_s:
-                signal.setitimer(signal.ITIMER_REAL, max(1.0, after_s - age_s))
-
-        threading.Thread(target=correct, name="allocation", daemon=True).start()
-
-    def _leave(self, _number: int, _frame: FrameType | None) -> None:
-        self._leaving = True
-        if self._child is not None:
-            print("the allocation is about to end: saving", file=sys.stderr, flush=True)
-            self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:
         if (child := self._child) is not None:
@@ -290,98 +231,3 @@ class Pod:
             return False, AGAIN, f"cannot queue the rest of the run yet: {error}"
         except MusterError as error:  # a refusal may be one of a moment: a webhook that is down, a role that is new
             return False, COUNTED, f"cannot queue the rest of the run: {error}"
-
-
-def name_after_pod(host: str, argv: Sequence[str], pod: str) -> tuple[str, list[str]]:
-    """The host's name with the pod's own suffix, also in the program's arguments.
-
-    A pod that replaces another is usually on another machine: a notice or a quarantine of the old one does not
-    apply to it.
-    """
-    if not host or not pod:
-        return host, list(argv)
-    own = f"{host}-{pod.rpartition('-')[2]}"
-    return own, [own if word == host else word for word in argv]
-
-
-def check_hardware() -> None:
-    """The place for a look at the host's GPUs and NICs, once before its agent starts; nothing is looked at yet."""
-
-
-def left_unsupervised(run_dir: Path, writer: str) -> bool:
-    """Whether the newest event that ``writer`` logged says that its agent left because no supervisor connected."""
-    files = sorted((run_dir / "events").glob(f"{writer}.*.jsonl"), key=lambda path: path.stat().st_mtime)
-    for path in files[-1:]:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            last = json.loads(path.read_bytes().splitlines()[-1])
-            return bool(last.get("kind") == "agent.ended" and last.get("detail", {}).get("reason") == LONELY)
-    return False
-
-
-def main() -> int:
-    processes.forgive_outputs()
-    own, argv = sys.argv[1:], []
-    if "--" in own:
-        at = own.index("--")
-        own, argv = own[:at], own[at + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("role", choices=["host", "supervisor"])
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--host", default="")
-    parser.add_argument("--node-labels", action="store_true", help="learn from the node's labels where it stands")
-    parser.add_argument("--leave-after-s", type=float, default=0.0, help="save then, and queue the rest; 0: never")
-    parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
-    parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")
-    parser.add_argument("--grace-s", type=float, default=30.0, help="what the pod has between SIGTERM and SIGKILL")
-    given = parser.parse_args(own)
-    return _supervisor(given, argv) if given.role == "supervisor" else _host(given, argv)
-
-
-def _supervisor(given: argparse.Namespace, argv: Sequence[str]) -> int:
-    state = RunState(run_dir=given.run_dir, job=(given.requeue or "").partition("/")[2])
-    pod = Pod(
-        argv=argv, role=given.role, state=state, leave_after_s=given.leave_after_s or None, grace_s=given.grace_s
-    )  # fmt: skip
-    if given.requeue:
-        jobset = OwnJobSet(which=given.requeue, connect=_own_cluster)
-        pod.requeue = lambda: _requeue(given.requeue, given.at_most)
-        pod.all_go = lambda: jobset.goes(ANSWER_S)
-        pod.age_s = lambda: jobset.age_s(LATE_S, datetime.datetime.now(datetime.UTC))
-    return pod.run()
-
-
-def _host(given: argparse.Namespace, argv: Sequence[str]) -> int:
-    own_name = environment.current().pod
-    host, argv = name_after_pod(given.host, argv, own_name)
-    if not host:
-        return Pod(argv=argv, role=given.role).run()
-    state, node = RunState(run_dir=given.run_dir), environment.current().node
-    if given.node_labels and node:
-        os.environ.update(place_of_node(node, _own_cluster, ANSWER_S))
-    writer = host if state.home.is_folder else own_name or host
-    forwarder = LogForwarder(run_dir=given.run_dir, host=host, writer=writer)
-    forwarder.start()
-    try:
-        code = Pod(argv=argv, role=given.role, lonely=lambda: left_unsupervised(given.run_dir, writer)).run()
-        if code:
-            state.ship(writer, SHIP_S)
-        return code
-    finally:
-        forwarder.stop()
-
-
-def _own_cluster() -> Cluster:
-    from muster.backends.gke.kubernetes.config import own_cluster
-
-    return own_cluster(SystemClock(), environment.inherited())
-
-
-def _requeue(which: str, at_most: int) -> str:
-    from muster.backends.gke.pod.continuation import queue_continuation
-
-    namespace, _, name = which.partition("/")
-    return queue_continuation(_own_cluster(), namespace, name, at_most=at_most)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -217,24 +217,28 @@ class VertexPlace(Place):
         given, host, spec = self.host.given, self.host, self.placement.spec
         programs = self._programs()
         letters = Letters(
-            store=host.store, home=given.home, run_id=given.run_id, token=self.token, index=self.seat.index,
-            children=host.children, env=programs[SUPERVISOR].env, run_dir=self.folder / "supervisor",
+            store=host.store,
+            home=given.home,
+            run_id=given.run_id,
+            token=self.token,
+            index=self.seat.index,
+            children=host.children,
+            env=programs[SUPERVISOR].env,
+            run_dir=self.folder / "supervisor",
             holds=functools.partial(_holds, host.children, self.home),
-        )  # fmt: skip
+        )
         name = self.name
         forwarders = [
             LogForwarder(run_dir=self.folder / part, host=name, writer=name) for part in ("host", "supervisor")
         ]
         program = HostProgram(
             place=self,
-            rules=rules(
-                self.seat.index, whole_job_goes=self.placement.mode == SPOT or self.placement.hosts == 1
-            ),
+            rules=rules(self.seat.index, whole_job_goes=self.placement.mode == SPOT or self.placement.hosts == 1),
             programs=programs,
             services=[*forwarders, letters],
             children=host.children,
             clock=host.clock,
-        )  # fmt: skip
+        )
         left_s = (self.claim.began_wall_ns - host.clock.wall_ns()) / 1e9 + self.placement.timeout_s
         program.post(LeaveAt(at_s=program.now_s() + left_s - spec.recovery.grace_s - LEAVE_EARLY_S))
         return program.run()
@@ -252,25 +256,34 @@ class VertexPlace(Place):
     def _programs(self) -> dict[str, Program]:
         given = self.host.given
         env = {
-            **self.host.environ, "MUSTER_RUN_ID": given.run_id, "MUSTER_BIND": self.own, "MUSTER_POD": self.name,
+            **self.host.environ,
+            "MUSTER_RUN_ID": given.run_id,
+            "MUSTER_BIND": self.own,
+            "MUSTER_POD": self.name,
             "MUSTER_JOBSET": given.nonce,
-        }  # fmt: skip
+        }
         hub = {"HF_TOKEN": self.secrets["HF_TOKEN"]} if "HF_TOKEN" in self.secrets else {}
         supervisor, agent = self.folder / "supervisor", self.folder / "host"
         return {
             AGENT: Program(
-                argv=[*_program("muster.agent.watchdog", agent, given.run_id), "--host", self.name,
-                      "--no-metadata-server"],
+                argv=[
+                    *_program("muster.agent.watchdog", agent, given.run_id),
+                    "--host",
+                    self.name,
+                    "--no-metadata-server",
+                ],
                 env={**env, "MUSTER_RUN_DIR": str(agent)},
-                home=RunState(run_dir=agent), writer=self.name,
+                home=RunState(run_dir=agent),
+                writer=self.name,
             ),
             SUPERVISOR: Program(
                 argv=_program("muster.app.supervisor", supervisor, given.run_id),
                 env={**env, **hub, "MUSTER_RUN_DIR": str(supervisor)},
                 log=supervisor / "logs" / f"supervisor-{self.name}.log",
-                home=self.home, writer=SUPERVISOR,
+                home=self.home,
+                writer=SUPERVISOR,
             ),
-        }  # fmt: skip
+        }
 
     def _meet(self) -> None:
         """See that the hosts reach each other, and say so; agents and supervisor find each other by the lease."""
@@ -281,9 +294,14 @@ class VertexPlace(Place):
                     Meeting(token=self.token, log=say).serve(listener)
                 return
             met = meet(
-                chief, self.token, index=self.seat.index, own=self.own, boot=boot, clock=SystemClock(),
+                chief,
+                self.token,
+                index=self.seat.index,
+                own=self.own,
+                boot=boot,
+                clock=SystemClock(),
                 limit_s=START_TIMEOUT_S,
-            )  # fmt: skip
+            )
             say("the first host reaches this one" if met.reached else f"warning: not reached: {met.reason}")
         except (MusterError, OSError) as error:
             say(f"warning: the hosts have not met: {error}")

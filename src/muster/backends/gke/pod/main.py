@@ -44,7 +44,7 @@ from muster.backends.host.state import (
     Rules,
     Scope,
     State,
-)  # fmt: skip
+)
 from muster.backends.log_forwarder import LogForwarder
 from muster.core import environment, processes
 from muster.core.clock import SystemClock
@@ -69,9 +69,16 @@ HOST = Rules(reads_end=False, leaves_on_notice=True, moves=True, released_host_e
 def supervisor_rules(*, reads_end: bool, grace_s: float) -> Rules:
     """A notice is for this pod or for all: the API server knows."""
     return Rules(
-        rank=0, reads_end=reads_end, continues="requeue", requeue_after_s=OTHERS_REQUEUE_S, notice_scope=None,
-        leaves_on_notice=True, moves=True, saves_by_signal=True, grace_s=grace_s,
-    )  # fmt: skip
+        rank=0,
+        reads_end=reads_end,
+        continues="requeue",
+        requeue_after_s=OTHERS_REQUEUE_S,
+        notice_scope=None,
+        leaves_on_notice=True,
+        moves=True,
+        saves_by_signal=True,
+        grace_s=grace_s,
+    )
 
 
 @dataclass(kw_only=True)
@@ -118,16 +125,23 @@ class PodPlace(Place):
 
 
 def host_program(
-    place: PodPlace, argv: Sequence[str], rules: Rules, *, writer: str = "", services: Sequence[Service] = (),
+    place: PodPlace,
+    argv: Sequence[str],
+    rules: Rules,
+    *,
+    writer: str = "",
+    services: Sequence[Service] = (),
     leave_after_s: float | None = None,
-) -> HostProgram:  # fmt: skip
+) -> HostProgram:
     """``leave_after_s``: from the allocation's start; this pod may be a later one's."""
     name = AGENT if rules.rank is None else SUPERVISOR
     home = place.home if writer else None
     run = HostProgram(
-        place=place, rules=rules, services=services,
+        place=place,
+        rules=rules,
+        services=services,
         programs={name: Program(argv=argv, env=environment.inherited(), home=home, writer=writer)},
-    )  # fmt: skip
+    )
     if leave_after_s is not None:
         run.post(LeaveAt(at_s=run.now_s() + leave_after_s))
 

@@ -115,7 +115,7 @@ def watchdogs_of(run: object) -> tuple[int, dict[str, int]]:
     """The supervisor's port, and each host's watchdog's own, of a ``LiveRun``."""
     import psutil
 
-    from muster.agent.heartbeat import supervisor_address
+    from muster.agent.edge.lease import supervisor_address
 
     address = supervisor_address(run.dir, me="the benchmark")  # type: ignore[attr-defined]
     assert address is not None

@@ -38,12 +38,12 @@ SWITCH = "MUSTER_BENCHMARK_BLIND"
 HOOK = f"""
 import os, sys
 if "muster.agent.host_agent" in sys.orig_argv:
-    from muster.agent.evidence.gatherer import EvidenceGatherer
-    real = EvidenceGatherer._exited
-    def exited(self, told):
+    from muster.agent.evidence import gathering
+    real = gathering.after_exit
+    def after_exit(ctx, report):
         if not os.path.exists(os.environ["{SWITCH}"]):
-            real(self, told)
-    EvidenceGatherer._exited = exited
+            real(ctx, report)
+    gathering.after_exit = after_exit
 """
 
 

@@ -37,15 +37,14 @@ if os.environ.get("{FOLDER}"):
     hook(sys.orig_argv)
     sys.path.remove({str(HERE)!r})
 """
-#: Part -> (the program that it is in, module, class, methods).
+#: Part -> (the program that it is in, module, class or none, functions).
 WATCHED = {
     "arrivals": ("muster.rank.fork_server", "muster.train.distributed.arrivals", "Arrivals",
                  ("arrive", "released", "interrupt", "learn", "take_news")),
-    "kernel log": ("muster.agent.host_agent", "muster.agent.kernel_log_follower", "KernelLogFollower",
-                   ("_on_record", "_on_output", "_on_fault")),
-    "use of hosts": ("muster.agent.host_agent", "muster.agent.hardware.usage", "UsageMeter", ("watch",)),
-    "evidence": ("muster.agent.host_agent", "muster.agent.evidence.gatherer", "EvidenceGatherer", ("watch", "due_s")),
-    "looks": ("muster.agent.host_agent", "muster.agent.hardware.host_check", "HostCheck", ("watch", "due_s")),
+    "kernel log": ("muster.agent.host_agent", "muster.agent.hardware.kernel_lines", "", ("on_line",)),
+    "use of hosts": ("muster.agent.host_agent", "muster.agent.hardware.usage", "", ("tick",)),
+    "evidence": ("muster.agent.host_agent", "muster.agent.evidence.gathering", "", ("tick", "due_s")),
+    "looks": ("muster.agent.host_agent", "muster.agent.hardware.host_check", "", ("tick", "due_s")),
 }  # fmt: skip
 EVERY_NS = 500_000_000
 CALLS = 20_000
@@ -96,7 +95,8 @@ def hook(argv: list[str]) -> None:
 
     for part, (program, module, name, methods) in WATCHED.items():
         if program in argv:
-            owner = getattr(importlib.import_module(module), name)
+            owner = importlib.import_module(module)
+            owner = getattr(owner, name) if name else owner
             for method in methods:
                 setattr(owner, method, timed(part, getattr(owner, method)))
 

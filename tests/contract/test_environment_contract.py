@@ -14,7 +14,7 @@ from fakes.discovery import Discovery, folder
 from fakes.gcs import GcsFake
 from fakes.secrets import API, FakeSecrets
 
-from muster.agent.host_identity import HostIdentity
+from muster.agent.values.host_identity import HostIdentity
 from muster.backends import run_folder
 from muster.backends.gce import host as gce_host
 from muster.backends.gce import requests as gce_requests

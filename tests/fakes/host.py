@@ -1,114 +1,229 @@
-"""A host for tests of an agent's parts, which records messages to the supervisor and notes in the run's log."""
+"""An agent behind a virtual edge: what it decides is kept, and answered as a host would answer it."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from muster.agent.fork_server_process import ForkServer
-from muster.agent.host_identity import HostIdentity
-from muster.agent.programs import Programs
-from muster.agent.rank_pool import RankPool
-from muster.agent.ranks.pool_calls import Forks, Snapshots
-from muster.agent.ranks.rank_process import Worker
-from muster.agent.replicator_process import ReplicatorProcess
-from muster.agent.unsupervised_host import UnsupervisedHost
-from muster.protocol.to_supervisor import FromAgent, ReplicatorAddress
-from muster.storage.memory_dir import MemoryDir
+from muster.agent.decide import decide, due_s
+from muster.agent.edge.edge import Edge
+from muster.agent.ranks.processes import RankProcesses
+from muster.agent.values import actions as do
+from muster.agent.values import events as ev
+from muster.agent.values.host_identity import HostIdentity
+from muster.agent.values.rank import Rank, Steps, Watch
+from muster.agent.values.state import HostState
+from muster.config.spec import RunSpec
+from muster.protocol.fork_server import ForkServerHello
+from muster.protocol.hello import AgentHello
+from muster.protocol.rank_agent import StandbyHello
+from muster.protocol.to_supervisor import RanksEnded
+from muster.protocol.version import MINE
+
+FORK_SERVER, SUPERVISOR = 1000, 2000
+"""Peers; the fork server's pid is 7."""
 
 
-class RecordingHost:
-    """Makes parts, one of each kind at most. What they report is kept in order: ``sent``, ``notes``, ``failures``,
-    ``answers`` of flushes. Its hub and its log do nothing, unless a test gives a hub."""
+def spec_of(**changes: Any) -> RunSpec:
+    given = {"name": "case", "command": ["train.py"], "resources": {"device": "cpu", "ranks_per_host": 1}}
+    given["recovery"] = {"warm_standby": False}
+    return RunSpec.model_validate({**given, **changes})
 
-    def __init__(
-        self, memory: Path | None = None, *, run_dir: Path | None = None, spec: Any = None, hub: Any = None
-    ) -> None:
-        """``run_dir``: another folder than ``memory``; without either nothing of them is used."""
-        self.memory, self.spec = memory or Path("memory"), spec
-        found = MemoryDir.open(memory) if memory else MemoryDir(self.memory, os.open("/", os.O_RDONLY))
-        self.identity = HostIdentity(
-            run_dir=run_dir or self.memory, run_id="run", host="host-0", bind="127.0.0.1", memory=found
+
+class VirtualHost:
+    """``sent``: what the supervisor hears. ``to``: (peer, message) to processes. ``logged``: (kind, detail, rank).
+
+    Answers are a host's where all is well: ``exiting`` are pids that had begun to go before a signal, ``gone`` those
+    that do not exist, ``stopped`` those that the kernel holds, ``refused`` programs that cannot be started.
+    """
+
+    def __init__(self, folder: Path | None = None, *, spec: RunSpec | None = None, environ: Any = None) -> None:
+        folder = folder or Path("run")
+        memory: Any = SimpleNamespace(folder=folder, path=lambda name: folder / name)
+        identity = HostIdentity(
+            run_dir=folder, run_id="run", host="host-0", bind="127.0.0.1", memory=memory, environ=environ or {}
         )
-        self.hub = hub or SimpleNamespace(watch=lambda fd, call: None, unwatch=lambda fd: None, drain=lambda peer: ())
-        self.log: Any = SimpleNamespace(
-            writer="host-0",
-            write=lambda *_, **__: None,
-            write_rank=lambda _: True,
-            open=lambda attempt: None,
-            note=self._note,
-        )  # fmt: skip
-        self.sent: list[FromAgent] = []
-        self.notes: list[str] = []
-        self.failures: list[Any] = []
-        self.answers: list[Any] = []
-        self.stopped: list[int] = []
-        self.supervised = False
-        self.living: list[Worker] = []
-        self.exit_reason: str | None = None
+        self.state = HostState(identity=identity, spec=spec or spec_of(), writer="host-0")
+        self.now_s, self.pid = 1000.0, 5000
+        self.done: list[do.Action] = []
+        self.order: list[str] = []
+        self.sent: list[Any] = []
+        self.to: list[tuple[int, Any]] = []
+        self.logged: list[tuple[str, Any, int | None]] = []
+        self.killed: list[int] = []
+        self.exiting: set[int] = set()
+        self.gone: set[int] = set()
+        self.stopped: set[int] = set()
+        self.refused: dict[str, ev.ProgramNotStarted] = {}
+        self.held: tuple[Any, ...] = ()
+        self.full: str | None = None
+        """Why no state can be prepared."""
+        self.lease: ev.LeaseRead = ev.LeaseRead(None, False, False)
+        self.memory = ev.MemoryChecked("socket")
+        self.answers: dict[type, Any] = {}
+        """Of an action's class: a function that gives its answers instead."""
 
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
+    # ------------------------------------------------------------ the loop
 
-    def _exit(self, reason: str) -> None:
-        self.exit_reason = reason
+    def give(self, *events: ev.Event) -> VirtualHost:
+        for event in events:
+            for action in decide(self.state, event, now_s=self.now_s, wall_ns=int(self.now_s * 1e9) + 10**18):
+                self.done.append(action)
+                self.give(*self._answers(action))
+        return self
 
-    def _on_failure(self, failure: Any) -> None:
-        if failure is not None:
-            self.failures.append(failure)
+    def tick(self, after_s: float = 0.0) -> VirtualHost:
+        self.now_s += after_s
+        return self.give(ev.Tick())
 
-    def _is_ending(self) -> bool:
-        return self.exit_reason is not None
+    def due_s(self) -> float:
+        return due_s(self.state)
 
-    def fork_server(self) -> ForkServer:
-        return ForkServer(
-            identity=self.identity, hub=self.hub, spec=lambda: self.spec, is_ending=self._is_ending,
-            on_failure=self._on_failure, on_exited=lambda pid, code: None,
-            on_stopped=self.stopped.append, on_store=self.sent.append, on_note=self.sent.append,
-        )  # fmt: skip
+    def _answers(self, action: do.Action) -> list[ev.Event]:  # noqa: C901 (a table)
+        if type(action) in self.answers:
+            return list(self.answers[type(action)](action))
+        state = self.state
+        match action:
+            case do.SendTo():
+                self.to.append((action.peer, action.message))
+            case do.Report():
+                self.sent.append(action.message)
+            case do.Greet():
+                self.sent.append(AgentHello(version=MINE, pid=1, snapshots=self.held, **action.fields))
+            case do.ReportEnded() if state.is_supervised:
+                self.sent.append(
+                    RanksEnded(attempt=action.attempt, snapshots=self.held, kept=action.kept, reset=action.reset)
+                )
+            case do.Log():
+                self.logged.append((action.kind, action.detail, action.rank))
+            case do.LogRankEvent():
+                self.logged.append((action.event.kind, action.event.detail, action.event.rank))
+                return [ev.EventLogged(action.event)]
+            case do.Kill():
+                self.killed.append(action.pid)
+                return [ev.Killed(action.pid, action.pid in self.exiting | self.gone)]
+            case do.WatchProcess():
+                if action.pid in self.gone:
+                    return [ev.ProcessGone(action.pid)]
+                return [ev.RankWatched(action.pid, 7, action.pid in self.stopped)] if action.log else []
+            case do.Look():
+                return [ev.Looked(action.pid, action.pid in self.stopped, action.program)]
+            case do.StartProgram():
+                if action.program.name in self.refused:
+                    return [self.refused[action.program.name]]
+                self.pid += 1
+                return [ev.ProgramStarted(action.program.name, self.pid)]
+            case do.StopProgram() if action.leave:
+                return [ev.ProgramEnded(action.program, None)]
+            case do.PrepareState():
+                attempt = action.order.attempt
+                if self.full is not None:
+                    return [ev.StateNotPrepared(attempt, self.full)]
+                return [ev.StatePrepared(attempt, action.order.contexts)]
+            case do.ListSnapshots():
+                return [ev.SnapshotsListed(self.held, action.refusal)]
+            case do.ReadLease():
+                return [self.lease]
+            case do.CheckMemory():
+                return [self.memory]
+            case do.CheckSetup():
+                return [ev.SetupFound("", False)]
+            case do.ReadOomKills():
+                return [ev.OomKills(action.exit, 0)]
+            case do.FindForkServer():
+                return [ev.ForkServerFound(None, False)]
+            case do.Disconnect() if state.link.peer is not None:
+                return [ev.PeerLost(state.link.peer)]
+        return []
 
-    def rank_pool(self, *, reaps: bool = False, **changes: Any) -> RankPool:
-        """``reaps``: its fork server tells every exit code. ``changes``: other ``Forks``, ``Snapshots``."""
-        forks = Forks(
-            spawn=lambda _: None,
-            reaps=lambda _: reaps,
-            opens_contexts=lambda: False,
-            give_up_contexts=lambda: None,
-            order_store=lambda: None,
-        )
-        snapshots = Snapshots(
-            begin=lambda order: order.contexts,
-            held=tuple,
-            drop=lambda _: None,
-            on_ready=lambda: None,
-            on_step=lambda _: None,
-        )
-        given: dict[str, Any] = {"forks": forks, "snapshots": snapshots, **changes}
-        return RankPool(
-            identity=self.identity, hub=self.hub, log=self.log, spec=lambda: self.spec, send=self.sent.append,
-            is_supervised=lambda: self.supervised, is_prepared=lambda: True, on_warm=lambda: None, **given,
-        )  # fmt: skip
+    # ------------------------------------------------------------ set-ups
 
-    def programs(self) -> Programs:
-        return Programs(
-            identity=self.identity, hub=self.hub, log=self.log, spec=lambda: self.spec, tell=self.sent.append,
-            exit_reason=lambda: self.exit_reason, on_prepared=lambda: None, on_failure=self._on_failure,
-            living=lambda: self.living,
-            on_notice=lambda _: None, on_set_up=lambda: None, on_progress=self.sent.append,
-        )  # fmt: skip
+    def supervised(self) -> VirtualHost:
+        """A supervisor is connected, and has been greeted."""
+        self.give(ev.SupervisorConnected(SUPERVISOR))
+        self.sent.clear()
+        return self
 
-    def replicator(self) -> ReplicatorProcess:
-        return ReplicatorProcess(
-            identity=self.identity, hub=self.hub, limit_s=lambda: self.spec.recovery.timing.replicator_stopped_after_s,
-            is_ending=self._is_ending, on_flush=lambda answer, order: self.answers.append(answer),
-            on_moved=lambda address: self.sent.append(ReplicatorAddress(memory=address)),
-            on_rejected=self.sent.append, on_note=self._note,
-        )  # fmt: skip
+    def with_fork_server(self, *children: int) -> VirtualHost:
+        """Whose pid is the parent of every rank."""
+        hello = ForkServerHello(pid=7, store=("127.0.0.1", 1), children=children)
+        return self.give(ev.Greeted(FORK_SERVER, hello))
 
-    def unsupervised(self, *, is_working: Any, held: Any, flush: Any) -> UnsupervisedHost:
-        return UnsupervisedHost(
-            identity=self.identity, spec=lambda: self.spec, is_working=is_working, held=held, flush=flush,
-            on_note=self._note, on_exit=self._exit,
-        )  # fmt: skip
+    def rank(self, pid: int = 99, number: int = 0, attempt: int = 1, *, peer: int | None = 1, **more: Any) -> Rank:
+        """One that runs. ``more``: its fields, ``step``, ``first``, ``stepped``, and those of its watch."""
+        steps = Steps(**{name: more.pop(name) for name in ("step", "first", "stepped") if name in more})
+        times = {name: more.pop(name, self.now_s) for name in ("progress_s", "seen_s")}
+        rank = Rank(pid, number, attempt, Watch(**times), peer=peer, parent=7, steps=steps, **more)
+        self.state.ranks.table[pid] = rank
+        self.state.ranks.attempt = max(self.state.ranks.attempt, attempt)
+        return rank
+
+    def standby(self, pid: int, local_rank: int = 0, *, bound: bool = False) -> int:
+        """One that has connected; its peer."""
+        self.give(ev.Greeted(pid, StandbyHello(pid=pid, local_rank=local_rank, bound=bound)))
+        return pid
+
+    def says(self, rank: Rank, message: Any) -> VirtualHost:
+        assert rank.peer is not None
+        return self.give(ev.RankMessage(rank.peer, message))
+
+    # ------------------------------------------------------------ what happened
+
+    @property
+    def notes(self) -> list[str]:
+        return [detail["text"] for kind, detail, _ in self.logged if kind == "run.message"]
+
+    @property
+    def exit_reason(self) -> str | None:
+        return self.state.leaving.reason
+
+    def of(self, kind: type) -> list[Any]:
+        """Messages to the supervisor."""
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def did(self, kind: type) -> list[Any]:
+        """Actions."""
+        return [action for action in self.done if isinstance(action, kind)]
+
+    def started(self, name: str) -> list[do.Program]:
+        return [action.program for action in self.did(do.StartProgram) if action.program.name == name]
+
+    def orders(self, program: str) -> list[Any]:
+        return [action.message for action in self.did(do.WriteProgram) if action.program == program]
+
+
+class RealProcesses:
+    """The ranks' processes of a virtual host are real: their ends reach it through a pool of descriptors."""
+
+    def __init__(self, host: VirtualHost, pool: Any, memory: Any) -> None:
+        self.host, self.pool, self.part = host, pool, RankProcesses(pool, memory)
+        host.answers |= {
+            do.Kill: lambda action: (host.killed.append(action.pid), *self.part.kill(action.pid))[1:],
+            do.WatchProcess: lambda action: self.part.watch(action.pid, action.log),
+            do.Release: lambda action: self.part.release(action.pid) or (),
+        }
+
+    def turn(self, timeout_s: float = 0.1) -> None:
+        for event in self.pool.poll(timeout_s):
+            token: Any = event.token  # type: ignore[union-attr]
+            for each in self.part.woken(token) if hasattr(token, "woken") else self.part.gone(token):
+                self.host.give(each)
+
+    def until(self, happened: Any) -> None:
+        for _ in range(300):
+            if happened():
+                return
+            self.turn()
+        raise AssertionError("it did not happen")
+
+
+def answer_programs(host: VirtualHost, edge: Edge) -> None:
+    """Programs of a virtual host are real, and their words and ends reach it by ``turn``."""
+    for action in (do.StartProgram, do.StopProgram, do.WriteProgram, do.FinishTrackers):
+        host.answers[action] = edge.carry_out
+
+
+def turn(host: VirtualHost, edge: Edge, timeout_s: float = 0.1) -> None:
+    for event in edge.poll(timeout_s):
+        host.give(event)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from gke_runs import JOBSETS, KUEUE, document, placed
 
-from muster.agent.hardware.node_condition_follower import WATCHER
+from muster.agent.hardware.kernel_lines import WATCHER
 from muster.backends.gke.kubernetes.config import connect, own_cluster
 from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects

@@ -204,7 +204,7 @@ def test_a_lost_host_costs_no_step_whose_copy_was_there(tmp_path):
 
 def test_without_a_supervisor_a_host_writes_what_only_its_memory_holds_before_it_leaves(tmp_path, monkeypatch):
     (tmp_path / "soon").mkdir()
-    soon = "from muster.agent import unsupervised_host\nunsupervised_host.GRACE_PERIOD_S = 1.5\n"
+    soon = "from muster.agent import unsupervised\nunsupervised.GRACE_PERIOD_S = 1.5\n"
     (tmp_path / "soon" / "sitecustomize.py").write_text(soon)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "soon"), prepend=":")
     with LiveRun(tmp_path / "run", own_spec(tmp_path, 4000)) as run:

@@ -1,31 +1,40 @@
 """Replicators over real sockets: copies arrive whole or not at all, and only from those who know the token."""
 
+import math
 import os
 import signal
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from cluster import LiveRun, spec_of
-from fakes.host import RecordingHost
 from waiting import eventually
 
 torch = pytest.importorskip("torch")
 
+from muster.agent.host_agent import HostAgent  # noqa: E402
+from muster.agent.programs import replicator_child  # noqa: E402
 from muster.agent.replicator import checkpoint_writer  # noqa: E402
 from muster.agent.replicator.main import Replicator  # noqa: E402
 from muster.agent.replicator.replication import connect  # noqa: E402
+from muster.agent.values.actions import StopProgram  # noqa: E402
+from muster.agent.values.events import StatePrepared  # noqa: E402
+from muster.agent.values.host_identity import HostIdentity  # noqa: E402
+from muster.agent.values.state import HostContext  # noqa: E402
+from muster.agent.values.state import Replicator as Replicated  # noqa: E402
 from muster.checkpoint.handover import Handover  # noqa: E402
 from muster.checkpoint.load import load_into, newest_valid  # noqa: E402
 from muster.checkpoint.saver import Saver  # noqa: E402
 from muster.checkpoint_format.shards import ShardHeader, encode_header, pack  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name, refusal  # noqa: E402
+from muster.config.spec import RunSpec  # noqa: E402
+from muster.core import resolved_file  # noqa: E402
 from muster.core.errors import AccessError, CheckpointError  # noqa: E402
-from muster.core.heartbeat_timing import HeartbeatTiming  # noqa: E402
 from muster.core.snapshots import SnapshotCopy  # noqa: E402
 from muster.core.types import Checksum, Layout  # noqa: E402
 from muster.protocol.codec import reader_of  # noqa: E402
@@ -40,10 +49,9 @@ from muster.protocol.replicator_peers import (  # noqa: E402
     Whole,
 )
 from muster.protocol.to_agent import CommitFlushed, FlushShard, FlushSnapshots  # noqa: E402
-from muster.protocol.to_supervisor import ReplicatorAddress  # noqa: E402
+from muster.protocol.to_supervisor import FlushCommitted, ReplicatorAddress, SnapshotsFlushed  # noqa: E402
 from muster.storage.memory_dir import MemoryDir  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
-from muster.transport.connections import ConnectionPool  # noqa: E402
 from muster.transport.stream import REPLICATOR_SOCKET, Stream  # noqa: E402
 from muster.transport.stream_server import serve_streams  # noqa: E402
 
@@ -186,40 +194,53 @@ def test_a_fetch_outlives_the_others_replicator(replicators):
 # ---------------------------------------------------------------- shares: what ranks hand over
 
 
-class Host(RecordingHost):
-    """A host with a selector and a replicator of its own."""
+class Host:
+    """An agent that has started its replicator and nothing else."""
 
     def __init__(self, tmp_path):
-        memory = tmp_path / "memory"
-        memory.mkdir(mode=0o700)
         (tmp_path / "token").write_bytes(TOKEN)
         (tmp_path / "token").chmod(0o600)
-        spec = SimpleNamespace(
-            checkpoint=SimpleNamespace(snapshot_every_steps=1), recovery=SimpleNamespace(timing=HeartbeatTiming(0.5))
+        given = {"name": "case", "command": ["train.py"], "recovery": {"heartbeat_timeout_s": 0.5}}
+        resolved_file.write(tmp_path, RunSpec.model_validate(given).model_dump_json())
+        found = MemoryDir.of_host(tmp_path, run_id="run", host="host-0")
+        self.agent = HostAgent(
+            HostIdentity(run_dir=tmp_path, run_id="run", host="host-0", bind="127.0.0.1", memory=found)
         )
-        hub = ConnectionPool(token=TOKEN, on_gone=lambda *_: None)
-        super().__init__(memory, run_dir=tmp_path, spec=spec, hub=hub)
-        self.replicator_process = self.replicator()
+        self.memory, self.state, self.sent, self.notes = found.folder, self.agent.state, [], []
+        self.state.link.peer = -1
+        self.state.link.lease_check_s = self.state.memory.next_s = math.inf
+        self.agent.edge._report = self.sent.append
+        self.agent.edge.log.write = lambda kind, detail, **more: self.notes.append(detail.get("text", kind))
+
+    def do(self, decision, *given):
+        ctx = HostContext(self.state, time.monotonic(), time.time_ns())
+        decision(ctx, *given)
+        self.agent.act(ctx.actions)
 
     def until(self, condition):
         until = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < until, "not within 30 s"
-            self.hub.run_once(0.02)
-            self.replicator_process.watch()
+            for event in self.agent.edge.poll(0.02):
+                self.agent.give(event)
+            self.do(replicator_child.tick)
+
+    def answers(self):
+        return [message for message in self.sent if isinstance(message, SnapshotsFlushed | FlushCommitted)]
 
     @property
     def pid(self):
-        return self.replicator_process._child.pid
+        return self.state.replicator.pid
 
 
 @pytest.fixture
 def agent(tmp_path):
     made = Host(tmp_path)
-    made.replicator_process.start()
+    made.do(replicator_child.begin)
+    made.until(lambda: made.state.replicator.address)
     yield made
-    made.exit_reason = "the test is over"
-    made.replicator_process.shutdown()
+    made.agent.act([StopProgram(replicator_child.NAME, leave=True)])
+    made.agent.edge.close()
 
 
 def saver(agent, tmp_path, seen):
@@ -267,20 +288,20 @@ def test_what_the_replicator_cannot_write_fails_the_save_and_a_later_one_succeed
 def test_a_save_outlives_its_replicator_and_a_new_replicator_takes_the_next(agent, tmp_path, number):
     seen = []
     saves = saver(agent, tmp_path, seen)
-    address, before = agent.replicator_process.address, agent.pid
+    address, before = agent.state.replicator.address, agent.pid
     saves.save(1, state_of(1), {})
     saves.finish()
     os.kill(before, number)
     saves.save(2, state_of(2), {})
     # A stopped one is killed first.
-    agent.until(lambda: agent.replicator_process._child is not None and agent.pid != before)
-    agent.until(lambda: ReplicatorAddress(memory=agent.replicator_process.address) in agent.sent)
+    agent.until(lambda: agent.pid not in (None, before))
+    agent.until(lambda: ReplicatorAddress(memory=agent.state.replicator.address) in agent.sent)
     saves.finish()
     saves.save(3, state_of(3), {})
     saves.finish()
     outcomes = [kind for kind in kinds(seen) if kind[0] != "run.message"]
     assert outcomes == [("committed", step) for step in (1, 2, 3)], seen
-    assert agent.replicator_process.address == address, "the others need no new address"
+    assert agent.state.replicator.address == address, "the others need no new address"
     assert "was restarted" in agent.notes[0]
     newest = newest_valid(open_store(), str(tmp_path / "checkpoints"))
     assert newest.files[0].name == "rank-00000.shard", "the new replicator wrote it"
@@ -288,12 +309,12 @@ def test_a_save_outlives_its_replicator_and_a_new_replicator_takes_the_next(agen
 
 def test_a_new_replicator_knows_where_copies_go(agent, replicators):
     a, _ = replicators
-    agent.replicator_process.copy_to(peers(a.address, [0], 1))
+    agent.do(replicator_child.begin_attempt, StatePrepared(1, (), peers(a.address, [0], 1)))
     before = agent.pid
     os.kill(before, signal.SIGKILL)
     agent.until(lambda: bool(agent.sent))
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.replicator_process.copy()
+    agent.do(replicator_child.copy_next)
     copy = a.memory / file_name("peer", KEY, 0)
     eventually(lambda: versions(copy) == [(5, 1)])
 
@@ -302,27 +323,32 @@ def test_a_stopped_replicator_does_not_block_the_agent(agent, replicators):
     a, b = replicators
     os.kill(agent.pid, signal.SIGSTOP)
     for number in range(3000):  # more than a pipe holds
-        agent.replicator_process.copy_to(peers(b.address, [0, number], 1))
-        agent.replicator_process.copy()
-    agent.replicator_process.copy_to(peers(a.address, [0], 1))
+        agent.do(replicator_child.begin_attempt, StatePrepared(1, (), peers(b.address, [0, number], 1)))
+        agent.do(replicator_child.copy_next)
+    agent.do(replicator_child.begin_attempt, StatePrepared(1, (), peers(a.address, [0], 1)))
     os.kill(agent.pid, signal.SIGCONT)
-    agent.until(lambda: not agent.replicator_process._outgoing)
+    agent.until(lambda: not agent.agent.edge.children.has_pending)
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.replicator_process.copy()
+    agent.do(replicator_child.copy_next)
     eventually(lambda: versions(a.memory / file_name("peer", KEY, 0)) == [(5, 1)])
 
 
 def test_a_new_agent_knows_where_copies_go_and_keeps_the_port(agent, replicators):
     """The agent died, its ranks train on: the supervisor does not tell its successor's replicator."""
     a, _ = replicators
-    agent.replicator_process.copy_to(peers(a.address, [0], 1))
-    address = agent.replicator_process.address
-    agent.replicator_process.shutdown()  # as its stdin's end would
-    agent.replicator_process = agent.replicator()
-    agent.replicator_process.start()
-    assert agent.replicator_process.address == address
+    agent.do(replicator_child.begin_attempt, StatePrepared(1, (), peers(a.address, [0], 1)))
+    address = agent.state.replicator.address
+    agent.state.leaving.reason = "it died"
+    agent.agent.act([StopProgram(replicator_child.NAME, leave=True)])  # as its stdin's end would
+    agent.state.leaving.reason = None
+    agent.agent.edge.children.wait()
+    record = agent.agent.edge.replicator_record()
+    agent.state.replicator = Replicated(port=record.port, copies=record.peers)
+    agent.do(replicator_child.begin)
+    agent.until(lambda: agent.state.replicator.address)
+    assert agent.state.replicator.address == address
     write(SimpleNamespace(memory=agent.memory), 0, 5, 7)
-    agent.replicator_process.copy()
+    agent.do(replicator_child.copy_next)
     eventually(lambda: versions(a.memory / file_name("peer", KEY, 0)) == [(5, 1)])
 
 
@@ -400,14 +426,15 @@ def test_a_flush_needs_no_rank_and_is_answered_even_by_a_replicator_that_died(ag
     held = SnapshotCopy(step=7, attempt=2, rank=0, layout="r1s1t1p1c1e1", host="host-0", tier="memory")
     version = {"step": 7, "attempt": 2, "layout": held.layout, "uri": str(tmp_path / "checkpoints")}
     order = FlushSnapshots(**version, ranks=(FlushShard(rank=0, copy=held),))
-    agent.replicator_process.flush(order, fence=3)
-    agent.replicator_process.flush(order, fence=3)  # asked again, as when another host was lost meanwhile
-    agent.until(lambda: len(agent.answers) == 2)
-    assert agent.answers[0].failure is None and agent.answers[0] == agent.answers.pop(), agent.answers
-    agent.replicator_process.flush(CommitFlushed(**version, files=agent.answers[0].files), fence=3)
+    agent.do(partial(replicator_child.flush, fence=3), order)
+    agent.do(partial(replicator_child.flush, fence=3), order)  # asked again, as when another host was lost meanwhile
+    agent.until(lambda: len(agent.answers()) == 2)
+    assert agent.answers()[0].failure is None and len(set(map(str, agent.answers()))) == 1, agent.answers()
+    commit = CommitFlushed(**version, files=agent.answers()[0].files)
+    agent.do(partial(replicator_child.flush, fence=3), commit)
     os.kill(agent.pid, signal.SIGKILL)  # whether it had committed or not: the order is given to its successor
-    agent.until(lambda: len(agent.answers) == 2)
-    assert agent.answers[1].failure is None and agent.answers[1].bytes > 4096, agent.answers
+    agent.until(lambda: len(agent.answers()) == 3)
+    assert agent.answers()[2].failure is None and agent.answers()[2].bytes > 4096, agent.answers()
     assert newest_valid(open_store(), str(tmp_path / "checkpoints")).step == 7
 
 

@@ -11,14 +11,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from muster.agent.edge.lease import supervisor_address
 from muster.core.errors import AccessError
 from muster.core.heartbeat_timing import HeartbeatTiming
-from muster.core.typed_json import Unreadable
 from muster.protocol.codec import encode
 from muster.protocol.hello import BeatHello
-from muster.protocol.lease import LeaseRecord, read_lease
 from muster.protocol.to_supervisor import BEAT_FRAME
-from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion
 from muster.transport.listening import HELLO_S
 from muster.transport.secure_session import Session
@@ -27,32 +25,6 @@ from muster.transport.stream import write
 #: So many beats are authenticated at once. One at a time, that costs as much as sending it: the ranks' work has put the
 #: code of it out of the processor's caches meanwhile.
 AHEAD = 64
-
-
-def supervisor_address(run_dir: Path, *, me: str) -> Address | None:
-    """Where the supervisor listens, from its lease; None while there is none. ``me``: who reads it.
-
-    Raises OtherVersion: that supervisor is of another version.
-    """
-    lease = _lease(run_dir, me=me)
-    return None if lease is None else lease.address
-
-
-def lease_is_given_back(run_dir: Path, *, me: str) -> bool:
-    """Whether the last supervisor ended of its own will, which is the end of the run. ``me``: who reads it."""
-    try:
-        lease = _lease(run_dir, me=me)
-    except OtherVersion:
-        return False
-    return lease is not None and lease.address is None
-
-
-def _lease(run_dir: Path, *, me: str) -> LeaseRecord | None:
-    """None: there is none that can be read."""
-    try:
-        return read_lease((run_dir / "lease.json").read_bytes(), me=me)
-    except (OSError, Unreadable):
-        return None
 
 
 @dataclass

@@ -69,8 +69,8 @@ def _heartbeat(arguments: argparse.Namespace, resolved: str) -> HeartbeatSender:
 
 
 def _ship_rest(arguments: argparse.Namespace) -> None:
-    from muster.agent.host_event_log import writer_of
-    from muster.agent.host_home import ship_rest
+    from muster.agent.edge.home import ship_rest
+    from muster.agent.edge.host_event_log import writer_of
     from muster.storage.home import open_home
 
     home = open_home(arguments.run_dir)

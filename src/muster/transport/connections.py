@@ -77,12 +77,10 @@ class Connection:
     accepted: bool = False
     """The other end connected."""
     closed: bool = False
-    on_message: Callable[[Connection, Any], None] = lambda peer, message: None
-    """Of ``run_once`` alone."""
 
-    def expect(self, read: Reader, on_message: Callable[[Connection, Any], None] = on_message) -> None:
+    def expect(self, read: Reader) -> None:
         """From the next frame on this connection carries the messages of one channel (``protocol.codec.reader_of``)."""
-        self.read, self.on_message = read, on_message
+        self.read = read
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Lost:
 class Ready:
     """A descriptor that the owner watches is readable."""
 
-    token: Any
+    token: object
 
 
 PeerEvent = Received | Lost | Ready
@@ -115,7 +113,7 @@ PeerEvent = Received | Lost | Ready
 
 @dataclass(frozen=True, eq=False)
 class _Watched:
-    token: Any
+    token: object
 
 
 class _Own(enum.Enum):
@@ -133,13 +131,9 @@ class ConnectionPool:
     (``Connection.expect``). A frame that cannot be read ends its connection, with the reason. Within ``hello_s`` an
     accepted connection proves that it knows the token, and within as long again it says its first message; a server
     that we connect to proves it within ``hello_s``.
-
-    ``on_accept(peer)`` and ``on_gone(peer, reason)`` are called from ``run_once`` alone.
     """
 
     token: bytes
-    on_gone: Callable[[Connection, str], None] = lambda peer, reason: None
-    on_accept: Callable[[Connection], None] = lambda peer: None
     greeting: Reader = _refuse
     channels: Mapping[type, Reader] = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -294,21 +288,6 @@ class ConnectionPool:
             self._expire()
         yield from self._queued()
 
-    def run_once(self, timeout_s: float | None) -> None:
-        """``poll``, with callbacks."""
-        for event in self.poll(timeout_s):
-            self.dispatch(event)
-
-    def dispatch(self, event: PeerEvent) -> None:
-        """Call back about it."""
-        match event:
-            case Received(peer=peer, message=message):
-                peer.on_message(peer, message)
-            case Lost(peer=peer, reason=reason):
-                self.on_gone(peer, reason)
-            case Ready(token=token):
-                token()
-
     def shutdown(self, *, flush_s: float = 1.0) -> None:
         """Write what is still queued (bounded), then close everything."""
         for peer in list(self.peers):
@@ -373,7 +352,6 @@ class ConnectionPool:
                 sock.close()
                 continue
             peer.read = self.greeting
-            self.on_accept(peer)
 
     def _make_room(self) -> Generator[PeerEvent, None, bool]:
         """Whether one more stranger may come. The oldest goes for it, if it has had time to answer."""

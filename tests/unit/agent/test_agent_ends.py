@@ -1,7 +1,6 @@
 """The agent's own ends of its channels: what cannot be read, and a supervisor of another version."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -9,20 +8,19 @@ import time
 
 import pytest
 
-from muster.agent import host_agent, unsupervised_host
+from muster.agent import host_agent
 from muster.agent.host_agent import HostAgent
-from muster.agent.host_identity import SOCKET, HostIdentity
-from muster.agent.watchdog import GRACEFUL
+from muster.agent.values.events import SupervisorMessage
+from muster.agent.values.host_identity import SOCKET, HostIdentity
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.config.spec import RunSpec
 from muster.core import resolved_file
 from muster.core.errors import UsageError
 from muster.protocol.codec import encode
-from muster.protocol.exit_codes import UNSUPERVISED
-from muster.protocol.fork_server import ChildStopped, ForkServerHello, SpawnStandbys
+from muster.protocol.fork_server import ForkServerHello, SpawnStandbys
 from muster.protocol.rank_agent import RankBeat, RankHello, StandbyHello
 from muster.protocol.to_supervisor import StoreLost
-from muster.protocol.values import CommandRanks
+from muster.protocol.values import CommandRanks, LastWords, RankEvent
 from muster.protocol.version import MINE
 from muster.storage.memory_dir import MemoryDir
 from muster.transport.secure_session import Session
@@ -41,8 +39,7 @@ def agent(tmp_path):
     identity = HostIdentity(run_dir=tmp_path, run_id="run", host="host-0", bind="127.0.0.1", memory=memory)
     made = HostAgent(identity)
     yield made
-    if made.exit_reason is None:
-        made.hub.shutdown()
+    made.edge.pool.shutdown()
     memory.remove()
 
 
@@ -54,15 +51,6 @@ def test_a_keeper_that_reads_a_damaged_run_file_ends_with_one_line(tmp_path):
     argv = ["--run-dir", str(tmp_path), "--run-id", "run", "--host", "host-0"]
     done = subprocess.run([sys.executable, "-c", code + "main()", *argv], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, f"error: {path} is damaged: it does not fit its checksum\n")
-
-
-def test_a_stop_that_the_fork_server_tells_of_reaches_the_rank(agent):
-    agent.pool.register_rank(os.getpid(), 0, 1, None, was_warm=True)
-    worker = agent.pool.workers[os.getpid()]
-    assert not worker.stop_reported
-    agent.fork_server._on_message(None, ChildStopped(pid=worker.pid))
-    assert worker.stop_reported
-    worker.close_pidfd(agent.hub)
 
 
 @pytest.fixture
@@ -80,14 +68,15 @@ class Process:
     def __init__(self, agent):
         self.agent, self.session, self.heard = agent, Session(TOKEN, server=False), []
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(str(agent.identity.memory.path(SOCKET)))
+        self.sock.connect(str(agent.state.identity.memory.path(SOCKET)))
         self.sock.setblocking(False)
         while not self.session.ready:
             self.turn()
 
     def turn(self):
         """Both ends read and write once; False: the agent has closed the connection."""
-        self.agent.hub.run_once(0.05)
+        for event in self.agent.edge.poll(0.05):
+            self.agent.give(event)
         try:
             data = self.sock.recv(1 << 16)
         except BlockingIOError:
@@ -125,7 +114,7 @@ def test_what_cannot_be_read_ends_its_connection_and_no_more(agent, frames, slee
     assert not Process(agent).lives_after(*(frame.replace(b"PID", b"%d" % sleeper.pid) for frame in frames))
     server = Process(agent)
     assert server.lives_after(encode(ForkServerHello(pid=1, store=("127.0.0.1", 1))))
-    assert agent.fork_server.connected and agent.exit_reason is None
+    assert agent.state.fork_server.peer is not None and agent.state.leaving.reason is None
 
 
 def test_a_rank_that_connects_again_is_reached_there(agent, sleeper):
@@ -135,7 +124,7 @@ def test_a_rank_that_connects_again_is_reached_there(agent, sleeper):
     assert old.lives_after(hello) and new.lives_after(hello)
     old.sock.close()
     assert new.lives_after()
-    agent.pool.send_command(CommandRanks(kind="save"))
+    agent.give(SupervisorMessage(CommandRanks(kind="save")))
     assert new.lives_after() and len(new.heard) == 1
 
 
@@ -144,21 +133,23 @@ def tree(folder):
 
 
 def hold_snapshot(agent):
-    ring = Ring.create(agent.identity.memory.path(file_name("own", "r1s2t1p1c1e1", 0)), header=b"{}", slot_bytes=64)
+    ring = Ring.create(
+        agent.state.identity.memory.path(file_name("own", "r1s2t1p1c1e1", 0)), header=b"{}", slot_bytes=64
+    )
     ring.commit(ring.begin(), step=8, attempt=2, rank=0)
     return ring
 
 
 def hand_lease_to_another_version(agent):
     other = {"protocol": MINE.protocol + 1, "muster": "9.9.9"}
-    (agent.identity.run_dir / "lease.json").write_text(json.dumps({"version": other}))
+    (agent.state.identity.run_dir / "lease.json").write_text(json.dumps({"version": other}))
 
 
 def test_a_supervisor_of_another_version_is_refused_before_anything_is_touched(agent, monkeypatch, capsys):
     """``agent`` is the predecessor, whose snapshots and ranks are none of the refused one's."""
     hold_snapshot(agent).close()
     hand_lease_to_another_version(agent)
-    run_dir, memory = agent.identity.run_dir, agent.identity.memory.folder
+    run_dir, memory = agent.state.identity.run_dir, agent.state.identity.memory.folder
     before = tree(run_dir) | tree(memory)
     monkeypatch.setattr(sys, "argv", ["agent", "--run-dir", str(run_dir), "--run-id", "run", "--host", "host-0"])
     with pytest.raises(SystemExit) as ended:
@@ -169,53 +160,30 @@ def test_a_supervisor_of_another_version_is_refused_before_anything_is_touched(a
     assert f"host-0 speaks {MINE}" in line and "(muster 9.9.9)" in line
 
 
-def test_a_host_with_snapshots_outlives_a_refusal_and_one_without_does_not(agent):
-    ring = hold_snapshot(agent)
-    hand_lease_to_another_version(agent)
-    for _ in range(2):
-        agent._find_supervisor()
-    assert agent.exit_reason is None
-    notes = [line for line in (agent.identity.run_dir / "events").rglob("*.jsonl") if "9.9.9" in line.read_text()]
-    assert len(notes) == 1 and notes[0].read_text().count("9.9.9") == 1
-    ring.drop(ring.find(8, 2))
-    ring.close()
-    agent._find_supervisor()
-    assert "9.9.9" in agent.exit_reason and agent.exit_code == UsageError.exit_code
+def test_a_rank_lives_on_in_an_agent_until_its_process_is_gone(agent, sleeper):
+    """Its pidfd, its last words in the socket, its report: through the agent's own loop."""
+    rank = Process(agent)
+    assert rank.lives_after(encode(RankHello(pid=sleeper.pid, attempt=1, rank=0, step=1)))
+    assert [each.pid for each in agent.state.ranks.living()] == [sleeper.pid]
+    rank.session.send(encode(LastWords(exception="ValueError", message="bad row")))
+    rank.sock.sendall(rank.session.outgoing())
+    sleeper.kill()
+    until = time.monotonic() + 20
+    while agent.state.ranks.table:
+        assert time.monotonic() < until
+        agent.turn()
+    assert [(report.code, report.last.message) for report in agent.state.ranks.exits.values()] == [(1, "bad row")]
 
 
-@pytest.mark.parametrize("ends", ["reconnects", "is gone", "time is over"])
-def test_a_restarted_agent_answers_no_supervisor_while_a_living_rank_is_missing(agent, sleeper, monkeypatch, ends):
-    """On an overloaded host ranks need longer than usual to find the new agent; without them it would be said to have
-    come back without ranks, and a sound attempt would end."""
-    tries = []
-    monkeypatch.setattr(agent.link, "connect", lambda: tries.append(1) or False)
-    agent.pool.on_children([sleeper.pid])
-    agent._find_supervisor()
-    assert not tries
-    if ends == "reconnects":
-        rank = Process(agent)
-        assert rank.lives_after(encode(RankHello(pid=sleeper.pid, attempt=1, rank=0, step=1)))
-    elif ends == "is gone":
-        agent.pool.on_exit_code(sleeper.pid, -9)
-    else:
-        monkeypatch.setattr(host_agent, "MISSING_S", 0.0)
-    agent._find_supervisor()
-    assert tries
-
-
-def test_a_successor_listens_for_its_ranks_from_when_it_can_hear_them(agent, monkeypatch):
-    """Its replicator's start is waited for, beside ranks that fill the cores for longer than they are given to come."""
-    monkeypatch.setattr(agent.kernel_log, "start", lambda: None)
-    monkeypatch.setattr(agent.home, "start", lambda writer: None)
-    monkeypatch.setattr(agent.replicator, "start", lambda: time.sleep(2 * host_agent.ADOPTION_S))
-    monkeypatch.setattr(agent.fork_server, "start", lambda: False)
-    agent.fork_server.follows = True
-    agent._start()
-    assert agent._contact_after > time.monotonic() + host_agent.ADOPTION_S / 5
-
-
-def test_a_host_that_no_supervisor_came_to_says_so_by_its_exit_code(agent, monkeypatch):
-    monkeypatch.setattr(unsupervised_host, "GRACE_PERIOD_S", -1.0)
-    agent._find_supervisor()
-    assert agent.exit_reason == unsupervised_host.REASON and agent.exit_code == UNSUPERVISED
-    assert UNSUPERVISED in GRACEFUL
+def test_an_event_of_a_rank_is_logged_once_whatever_agent_it_reaches(agent, sleeper):
+    rank = Process(agent)
+    message = RankEvent(kind="run.message", attempt=1, rank=0, mono_ns=5, wall_ns=5, detail={"text": "seen"})
+    rank.lives_after(encode(RankHello(pid=sleeper.pid, attempt=1, rank=0, step=1)), encode(message))
+    agent.edge.log.close()
+    agent.edge.memory._pool.leave_socket_files()
+    again = HostAgent(agent.state.identity)
+    successor = Process(again)
+    successor.lives_after(encode(RankHello(pid=sleeper.pid, attempt=1, rank=0, step=1)), encode(message))
+    lines = [path.read_text() for path in (agent.state.identity.run_dir / "events").rglob("*.jsonl")]
+    assert "".join(lines).count('"seen"') == 1
+    again.edge.pool.shutdown()

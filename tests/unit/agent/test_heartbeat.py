@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 
+from fakes.peers import turn
 from waiting import eventually
 
 from muster.agent import heartbeat
@@ -30,11 +31,7 @@ def write_lease(folder, address):
 def test_a_stranger_on_a_dead_supervisors_port_does_not_keep_the_heartbeat(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "HELLO_S", 0.3)
     heard, read, write = [], *os.pipe()
-    pool = ConnectionPool(
-        token=TOKEN,
-        on_accept=lambda peer: peer.expect(reader_of(GREETING), lambda peer, hello: heard.append(hello)),
-        on_gone=lambda *_: None,
-    )
+    pool = ConnectionPool(token=TOKEN, greeting=reader_of(GREETING))
     sender = HeartbeatSender(run_dir=tmp_path, host="host-0", token=TOKEN, timing=HeartbeatTiming(0.2))
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         write_lease(tmp_path, stranger.getsockname())
@@ -44,7 +41,7 @@ def test_a_stranger_on_a_dead_supervisors_port_does_not_keep_the_heartbeat(tmp_p
         write_lease(tmp_path, pool.listen("127.0.0.1"))
 
         def says_hello():
-            pool.run_once(0.05)
+            turn(pool, 0.05, heard)
             return heard
 
         eventually(says_hello)
@@ -64,18 +61,15 @@ def test_beats_made_ahead_are_of_the_connection_that_they_are_sent_by(tmp_path, 
     thread = threading.Thread(target=sender.send_until, args=(read,), daemon=True)
     for term in range(2):
         heard, refused = [], []
-        pool = ConnectionPool(
-            token=TOKEN,
-            on_accept=lambda peer, heard=heard: peer.expect(reader_of(GREETING), on_hello(heard)),
-            on_gone=lambda _, reason, refused=refused: refused.append(reason),
-        )
+        channels = {BeatHello: reader_of(FROM_WATCHDOG)}
+        pool = ConnectionPool(token=TOKEN, greeting=reader_of(GREETING), channels=channels)
         write_lease(tmp_path, pool.listen("127.0.0.1"))
         if not term:
             thread.start()
 
-        def has_heard(pool=pool, heard=heard):
-            pool.run_once(0.05)
-            return len(heard) >= 30
+        def has_heard(pool=pool, heard=heard, refused=refused):
+            turn(pool, 0.05, heard, refused)
+            return len(heard) > 30
 
         eventually(has_heard)
         assert not refused
@@ -83,10 +77,3 @@ def test_beats_made_ahead_are_of_the_connection_that_they_are_sent_by(tmp_path, 
     os.close(write)
     thread.join()
     os.close(read)
-
-
-def on_hello(heard):
-    def act(peer, _hello):
-        peer.expect(reader_of(FROM_WATCHDOG), lambda _, beat: heard.append(beat))
-
-    return act

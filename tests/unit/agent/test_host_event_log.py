@@ -5,8 +5,8 @@ import os
 import threading
 from dataclasses import replace
 
-from muster.agent import host_event_log
-from muster.agent.host_event_log import NEWEST, HostLog
+from muster.agent.edge import host_event_log
+from muster.agent.edge.host_event_log import NEWEST, HostLog
 from muster.core.event_log import check_directory, read
 from muster.protocol.values import RankEvent
 from muster.rank import sent_events

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 from fakes.objects import Objects
 
-from muster.agent import host_home
-from muster.agent.host_event_log import HostLog, writer_of
-from muster.agent.host_home import HostHome, ship_rest
+from muster.agent.edge import home as home_module
+from muster.agent.edge.background import Background
+from muster.agent.edge.home import HostHome, ship_rest
+from muster.agent.edge.host_event_log import HostLog, writer_of
+from muster.agent.values.events import HomeTroubleChanged, RunFileWaits
 from muster.core.errors import BusyError
 from muster.core.event_log import read
 from muster.storage.home import HOME_FILE, BucketHome, FolderHome
@@ -27,73 +29,51 @@ def bucket_home(folder, store=None):
 
 
 @pytest.fixture
-def hub():
-    found = ConnectionPool(token=b"x" * 32, on_gone=lambda peer, reason: None)
+def pool():
+    found = ConnectionPool(token=b"x" * 32)
     yield found
     found.shutdown()
 
 
-def until(hub, condition, limit_s=10.0):
-    end = time.monotonic() + limit_s
-    while not condition():
+def fetched(part, pool, limit_s=10.0):
+    """What is posted until the run file is there; it is read in the loop's thread."""
+    background, posted, end = Background(pool), [], time.monotonic() + limit_s
+    background.run("home-fetch", lambda: part.fetch(background) or "here")
+    while "here" not in posted:
         assert time.monotonic() < end
-        hub.run_once(0.05)
+        posted += [result for ready in pool.poll(0.05) for result in ready.token.results()]
+    return posted
 
 
-def test_a_corrected_run_file_is_waited_for_without_blocking(tmp_path, hub, monkeypatch):
-    monkeypatch.setattr(host_home, "AGAIN_S", 0.05)
-    home, there, calls = bucket_home(tmp_path), threading.Event(), []
+def test_a_corrected_run_file_is_waited_for_without_blocking(tmp_path, pool, monkeypatch):
+    """And why is said once, whatever it is."""
+    monkeypatch.setattr(home_module, "AGAIN_S", 0.02)
+    home, calls = bucket_home(tmp_path), []
 
     def fetch():
         calls.append(threading.current_thread().name)
-        if not there.is_set():
-            raise BusyError("503")
-        return True
-
-    home.fetch = fetch
-    part, here = HostHome(home=home, hub=hub, on_note=lambda text: None), []
-    began = time.monotonic()
-    part.fetch(lambda: here.append(threading.current_thread().name))
-    assert time.monotonic() - began < 1.0 and not here
-    until(hub, lambda: len(calls) >= 2)
-    assert not here, "an old file is not taken for the new one"
-    there.set()
-    until(hub, lambda: here)
-    assert here == ["MainThread"] and set(calls) == {"home-fetch"}
-    hub.run_once(0.0)
-    assert len(here) == 1
-
-
-def test_why_a_host_waits_for_its_run_file_is_said_once_whatever_it_is(tmp_path, hub, monkeypatch):
-    monkeypatch.setattr(host_home, "AGAIN_S", 0.02)
-    home, calls, notes, here = bucket_home(tmp_path), [], [], []
-
-    def fetch():
-        calls.append(1)
         if len(calls) < 5:
-            raise ValueError("a library's own")
+            raise BusyError("503") if len(calls) == 1 else ValueError("a library's own")
         return True
 
     home.fetch = fetch
-    HostHome(home=home, hub=hub, on_note=notes.append).fetch(lambda: here.append(1))
-    until(hub, lambda: here)
-    assert len(notes) == 1 and "ValueError: a library's own" in notes[0]
+    posted = fetched(HostHome(home), pool)
+    assert posted == [RunFileWaits("BusyError: 503"), "here"] and set(calls) == {"home-fetch"}
+    assert len(calls) == 5, "an old file is not taken for the new one"
 
 
-def test_in_a_folder_the_run_file_is_there_at_once(tmp_path, hub):
-    here = []
-    HostHome(home=FolderHome(tmp_path), hub=hub, on_note=here.append).fetch(lambda: here.append("here"))
-    assert here == ["here"]
+def test_in_a_folder_the_run_file_is_there_at_once(tmp_path):
+    assert HostHome(FolderHome(tmp_path)).is_folder
 
 
-def test_a_home_that_cannot_be_written_is_noted_once_and_so_is_its_return(tmp_path, hub):
-    notes, lonely = [], []
-    part = HostHome(home=bucket_home(tmp_path), hub=hub, on_note=notes.append)
+def test_a_home_that_cannot_be_written_is_told_when_that_changes(tmp_path):
+    events, lonely = [], []
+    part = HostHome(bucket_home(tmp_path))
     part._sync = sync = SimpleNamespace(trouble=None, lonely=lonely.append)
     for trouble in (None, "503", "503", None, None):
         sync.trouble = trouble
-        part.watch(trouble is None)
-    assert len(notes) == 2 and "503" in notes[0] and "again" in notes[1]
+        events += part.watch(supervised=trouble is None)
+    assert events == [HomeTroubleChanged("503"), HomeTroubleChanged(None)]
     assert lonely == [False, True, True, False, False]
 
 

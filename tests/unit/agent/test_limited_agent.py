@@ -6,14 +6,13 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from test_agent_ends import agent  # noqa: F401 (a fixture)
-from waiting import eventually
+from fakes.host import VirtualHost
 
-from muster.agent.fork_server_process import AGAIN_S, DEATHS
-from muster.agent.host_identity import HostIdentity
+from muster.agent.programs.fork_server import AGAIN_S, DEATHS, NAME
+from muster.agent.values.actions import FindForkServer
+from muster.agent.values.events import ForkServerFound, ProgramEnded, SetupFound
 from muster.agent.watchdog import GRACEFUL, keep_running
 from muster.protocol.exit_codes import LIMITED
 from muster.protocol.version import OtherVersion
@@ -21,7 +20,7 @@ from muster.protocol.version import OtherVersion
 AGENT = """
 import os, resource, sys
 from pathlib import Path
-from muster.agent.host_identity import HostIdentity
+from muster.agent.values.host_identity import HostIdentity
 folder = Path(sys.argv[1])
 (folder / str(os.getpid())).touch()
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -58,7 +57,7 @@ def test_it_ends_and_its_keeper_starts_one_with_limits_of_its_own(tmp_path, capf
 SOFT = """
 import resource, subprocess, sys
 from pathlib import Path
-from muster.agent.host_identity import HostIdentity
+from muster.agent.values.host_identity import HostIdentity
 identity = HostIdentity(run_dir=Path(sys.argv[1]), run_id="run", host="host-0", bind="", memory=None)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
@@ -73,49 +72,40 @@ def test_a_program_gets_the_soft_limit_that_this_process_began_with(tmp_path):
     assert done.stdout == "True\n", done.stderr
 
 
-def test_a_fork_server_that_cannot_start_is_said_and_tried_again(agent, monkeypatch):  # noqa: F811
-    started = []
+def dies(host, code=1):
+    host.give(ProgramEnded(NAME, code, b"no room"))
 
-    def start_program(identity, log, module, *arguments, **streams):
-        code = "raise SystemExit('no room')" if len(started) < DEATHS else "input()"
-        with open(identity.run_dir / "errors", "ab") as errors:
-            started.append(
-                subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=errors, **streams)
-            )
-        return started[-1]
 
-    monkeypatch.setattr(HostIdentity, "start_program", start_program)
-    monkeypatch.setattr(HostIdentity, "log_path", lambda identity, program: identity.run_dir / "errors")
-    server, told = agent.fork_server, []
-    monkeypatch.setattr(agent.link, "keep", lambda what, failure: told.append((what, failure)))
+def test_a_fork_server_that_cannot_start_is_said_and_tried_again():
+    host = VirtualHost().supervised().give(SetupFound("", False))
+    for _ in range(DEATHS):
+        assert not host.sent
+        dies(host)
+    (failure,) = host.sent
+    assert "died with code 1: no room" in failure.reason and len(host.started(NAME)) == DEATHS
+    assert host.now_s < host.state.fork_server.again_s <= host.now_s + AGAIN_S
+    host.tick()
+    assert len(host.started(NAME)) == DEATHS, "not yet"
+    host.tick(AGAIN_S)
+    assert len(host.started(NAME)) == DEATHS + 1 and host.state.fork_server.again_s > 1e9
+    host.with_fork_server()
+    assert host.state.link.kept == {}
 
-    def said():
-        agent.hub.run_once(0.05)
-        return told
 
-    server.start()
-    eventually(said)
-    ((what, failure),) = told
-    assert what == "fork server" and "died with code 1: no room" in failure.reason and len(started) == DEATHS
-    assert time.monotonic() < server.due_s() <= time.monotonic() + AGAIN_S
-    server.watch()
-    assert len(started) == DEATHS, "not yet"
-    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + AGAIN_S)
-    server.watch()
-    assert len(started) == DEATHS + 1 and server.due_s() > 1e9
-    started[-1].kill()
-    for child in started:
-        child.wait()
-        child.stdin.close()
+def test_one_that_a_dead_agent_started_is_replaced_once_it_has_died():
+    """It connects by itself while it lives; after that nothing else would start another one."""
+    host = VirtualHost()
+    host.answers[FindForkServer] = lambda action: [ForkServerFound(7, True)]
+    host.give(SetupFound("", False))
+    assert not host.started(NAME)
+    dies(host, None)
+    assert len(host.started(NAME)) == 1
 
 
 @pytest.mark.parametrize("mebibytes", [0, 58])
-def test_a_limit_that_was_there_from_the_start_is_named(agent, monkeypatch, mebibytes):  # noqa: F811
+def test_a_limit_that_was_there_from_the_start_is_named(monkeypatch, mebibytes):
     monkeypatch.setattr("muster.core.processes.memory_limit", lambda: mebibytes << 20)
-    told = []
-    monkeypatch.setattr(agent.link, "keep", lambda what, failure: told.append(failure.reason))
-    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
-    agent.fork_server._pid, agent.fork_server._deaths = child.pid, DEATHS - 1
-    agent.fork_server._on_exit(child)
-    (reason,) = told
-    assert ("RLIMIT_AS" in reason and "58 MiB" in reason) == bool(mebibytes)
+    host = VirtualHost()
+    host.state.fork_server.deaths = DEATHS
+    dies(host)
+    assert ("RLIMIT_AS" in host.state.link.kept["fork server"].reason) == (mebibytes > 0)

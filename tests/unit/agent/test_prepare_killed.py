@@ -1,152 +1,103 @@
-"""Data preparation that is killed or fails: restarted, reported, tried again."""
-
-import os
-import select
-import signal
-import stat
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+"""Data preparation that is killed or fails: restarted, reported, tried again. And the host's setup before it."""
 
 import pytest
-from fakes.host import RecordingHost
+from fakes.host import VirtualHost
 
-from muster.agent import programs as programs_module
-from muster.agent.programs import RETRY_S
+from muster.agent.programs import preparation
+from muster.agent.programs.preparation import NOTE_S, PREPARE, RETRY_S
+from muster.agent.values.actions import CheckSetup, FindForkServer
+from muster.agent.values.events import (
+    ProgramEnded,
+    ProgramLine,
+    ProgramNotStarted,
+    RunFileRead,
+    SetupFound,
+    SupervisorMessage,
+)
 from muster.config.spec import RunSpec
-from muster.protocol.to_supervisor import HostPreparing
+from muster.protocol.codec import encode
+from muster.protocol.pipes import DataFailed, DataPrepared, Preparing
+from muster.protocol.to_agent import Reload, StartAttempt
+from muster.protocol.to_supervisor import HostPreparing, StartFailed
 
-#: A run file that names a file which is not there.
-NO_FILE = {
-    "name": "case", "model": {"config": {"model_type": "llama"}, "tokenizer": {"vocab_size": 64}},
-    "data": {"sources": [{"type": "file", "path": "/nowhere.jsonl"}]},
-    "training": {"steps": 1, "sequence_length": 8, "global_batch_size": 1},
-}  # fmt: skip
-
-
-def preparing(run_dir):
-    """A host that has data to prepare, its programs, and what is called when their processes exit."""
-    calls = Calls()
-    hub = SimpleNamespace(watch=calls.watch, unwatch=calls.unwatch)
-    host = RecordingHost(run_dir, spec=SimpleNamespace(data={"sources": []}, env={}, setup=None, workdir=None), hub=hub)
-    programs = host.programs()
-    programs.start()
-    return host, programs, calls
-
-
-class Calls(list):
-    """What is called when a process exits; ``outputs``: when it has said something."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs = {}
-
-    def watch(self, fd, call):
-        if stat.S_ISFIFO(os.fstat(fd).st_mode):
-            self.outputs[fd] = call
-        else:
-            self.append(call)
-
-    def unwatch(self, fd):
-        self.outputs.pop(fd, None)
-
-
-def test_a_killed_preparation_is_restarted_once(tmp_path):
-    host, programs, calls = preparing(tmp_path)
-    for round_ in (1, 2):
-        child = programs._prepare
-        child.send_signal(signal.SIGKILL)
-        calls.pop()()  # its pidfd fired
-        assert len(host.notes) == 1 and "signal 9" in host.notes[0]
-        assert (programs._prepare is not None and programs._prepare.pid != child.pid) == (round_ == 1)
-    (failure,) = host.failures
-    assert "ended with code -9" in failure.reason and failure.exit_code == 1
-    assert "lack of memory" in failure.hint
-
-
-def test_its_own_error_is_reported_at_once(tmp_path):
-    host, programs, calls = preparing(tmp_path)  # there is no run file in this folder
-    programs._prepare.wait()
-    calls.pop()()
-    assert not host.notes and len(host.failures) == 1
-
-
-def ended(programs, calls):
-    """The preparation that runs ends by itself: there is no run file in its folder."""
-    programs._prepare.wait()
-    calls.pop()()
+SPEC = RunSpec.model_validate({"name": "case", "model": {"source": "m"}, "data": {"sources": [{"type": "random"}]}})
+LATER = SupervisorMessage(StartAttempt(attempt=1, contexts=()))
 
 
 @pytest.fixture
-def now(monkeypatch):
-    at = [1000.0]
-    monkeypatch.setattr(programs_module.time, "monotonic", lambda: at[0])
-    return at
+def host():
+    """Its preparation runs."""
+    host = VirtualHost(spec=SPEC).supervised().give(SetupFound("", False))
+    assert len(host.started(PREPARE)) == 1
+    return host
 
 
-def test_it_is_tried_again_by_itself_and_the_same_failure_told_once(tmp_path, now):
-    """A disk was full when a restarted agent prepared: nobody else would ever start it again."""
-    host, programs, calls = preparing(tmp_path)
-    ended(programs, calls)
-    programs.watch()
-    assert programs._prepare is None, "not at once"
-    now[0] += RETRY_S
-    programs.watch()
-    assert programs._prepare is not None
-    programs.watch()
-    ended(programs, calls)
-    assert len(host.failures) == 1 and not calls
+def says(host, message):
+    host.give(ProgramLine(PREPARE, encode(message)))
 
 
-def test_an_attempt_that_starts_has_it_tried_and_told_again(tmp_path, now):
-    host, programs, calls = preparing(tmp_path)
-    programs.on_start()
-    assert len(calls) == 1, "the first one still runs"
-    ended(programs, calls)
-    programs.on_start()
-    ended(programs, calls)
-    assert len(host.failures) == 2 and host.failures[0] == host.failures[1]
+def ended(host, code=1):
+    host.give(ProgramEnded(PREPARE, code))
 
 
-def test_a_wrong_run_file_is_not_tried_again_until_an_attempt_starts(tmp_path, now):
-    (tmp_path / "resolved.json").write_text(RunSpec.model_validate(NO_FILE).model_dump_json())
-    host, programs, calls = preparing(tmp_path)
-    ended(programs, calls)
-    assert host.failures[-1].exit_code == 2
-    now[0] += 10 * RETRY_S
-    programs.watch()
-    assert programs._prepare is None
-    programs.on_start()
-    assert programs._prepare is not None
-    ended(programs, calls)
+def failures(host):
+    return host.of(StartFailed)
 
 
-def test_ranks_that_train_are_not_ended_by_a_restarted_agents_preparation(tmp_path, now):
-    host, programs, calls = preparing(tmp_path)
-    host.living = [SimpleNamespace(rank=1)]
-    ended(programs, calls)
-    assert host.failures == [] and "the ranks on host-0 go on" in host.notes[0]
-    host.living = []
-    programs.on_start()
-    ended(programs, calls)
-    assert len(host.failures) == 1
+def test_a_killed_preparation_is_restarted_once(host):
+    for round_ in (1, 2):
+        ended(host, -9)
+        assert len(host.notes) == 1 and "signal 9" in host.notes[0]
+        assert len(host.started(PREPARE)) == 2 and (round_ == 1) == (failures(host) == [])
+    (failure,) = failures(host)
+    assert "ended with code -9" in failure.reason and failure.exit_code == 1 and "lack of memory" in failure.hint
 
 
-#: A preparation: what it says, at once and once this file is there.
-SAYS = """
-import sys, time, pathlib
-sys.path.insert(0, {source!r})
-from muster.protocol.codec import encode
-from muster.protocol.pipes import DataPrepared, Preparing
-print("a package's own line")
-print(encode(Preparing(activity="fetch org/name (2.0 GB)", done=1, total=4)).decode(), flush=True)
-go = pathlib.Path({go!r})
-while not go.exists():
-    time.sleep(0.01)
-print(encode(Preparing(activity={later[0]!r}, done={later[1]}, total={later[2]})).decode())
-print(encode(DataPrepared(fingerprint="f", tokens=1, sequences=1, cached=False, more={{"weights_bytes": 4}})).decode())
-"""
+def test_its_own_error_is_reported_at_once(host):
+    says(host, DataFailed(error="no such file", hint="name another", exit_code=2))
+    ended(host)
+    assert not host.notes and failures(host) == [StartFailed(reason="no such file", exit_code=2, hint="name another")]
+
+
+def test_it_is_tried_again_by_itself_and_the_same_failure_told_once(host):
+    """A disk was full when a restarted agent prepared: nothing else would ever start it again."""
+    ended(host)
+    host.tick()
+    assert len(host.started(PREPARE)) == 1, "not at once"
+    assert host.due_s() <= host.now_s + RETRY_S
+    host.tick(RETRY_S)
+    host.tick()
+    assert len(host.started(PREPARE)) == 2
+    ended(host)
+    assert len(failures(host)) == 1
+
+
+def test_an_attempt_that_starts_has_it_tried_and_told_again(host):
+    host.give(LATER)
+    assert len(host.started(PREPARE)) == 1, "the first one still runs"
+    ended(host)
+    host.give(LATER)
+    ended(host)
+    assert len(failures(host)) == 2 and failures(host)[0] == failures(host)[1]
+
+
+def test_a_wrong_run_file_is_not_tried_again_until_an_attempt_starts(host):
+    says(host, DataFailed(error="no such source", exit_code=2))
+    ended(host, 2)
+    host.tick(10 * RETRY_S)
+    assert len(host.started(PREPARE)) == 1
+    host.give(LATER)
+    assert len(host.started(PREPARE)) == 2
+
+
+def test_ranks_that_train_are_not_ended_by_a_restarted_agents_preparation(host):
+    rank = host.rank()
+    ended(host)
+    assert failures(host) == [] and "the ranks on host-0 go on" in host.notes[0]
+    del host.state.ranks.table[rank.pid]
+    host.give(LATER)
+    ended(host)
+    assert len(failures(host)) == 1
 
 
 @pytest.mark.parametrize(
@@ -156,45 +107,65 @@ print(encode(DataPrepared(fingerprint="f", tokens=1, sequences=1, cached=False, 
         (("wait for host-1, which prepares", 0, 0), "host-0: wait for host-1, which prepares"),
     ],
 )
-def test_what_it_says_while_it_runs_is_told_and_noted_now_and_then(tmp_path, now, monkeypatch, later, note):
+def test_what_it_says_while_it_runs_is_told_and_noted_now_and_then(host, later, note):
     """A download of an hour: the supervisor hears that it moves, the run's log a line each minute."""
-    source, go = str(Path(programs_module.__file__).parents[2]), tmp_path / "go"
-    code = SAYS.format(source=source, go=str(go), later=later)
-
-    def start(self, log, module, *arguments, stdout, **given):
-        return subprocess.Popen([sys.executable, "-c", code], stdout=stdout)
-
-    monkeypatch.setattr(programs_module.HostIdentity, "start_program", start)
-    host, programs, calls = preparing(tmp_path)
-    written = []
-    host.log.write = lambda kind, detail: written.append((kind, detail))
-    (output,) = calls.outputs.values()
-    fd = next(iter(calls.outputs))
-    while not host.sent:
-        assert select.select([fd], [], [], 30)[0]
-        output()
-    assert host.sent == [HostPreparing(activity="fetch org/name (2.0 GB)", done=1, total=4)]
-    assert not host.notes and not programs.prepared
-    now[0] += programs_module.NOTE_S
-    go.touch()
-    programs._prepare.wait()
-    calls.pop()()
-    assert host.sent[1:] == [HostPreparing(activity=later[0], done=later[1], total=later[2])]
-    assert host.notes == [note]
-    assert written == [
-        ("data.prepared", {"fingerprint": "f", "tokens": 1, "sequences": 1, "cached": False, "weights_bytes": 4})
-    ]
-    assert programs.prepared and not calls.outputs and not host.failures
+    host.give(ProgramLine(PREPARE, b"a package's own line"))
+    says(host, Preparing(activity="fetch org/name (2.0 GB)", done=1, total=4))
+    assert host.sent == [HostPreparing(activity="fetch org/name (2.0 GB)", done=1, total=4)] and not host.notes
+    host.now_s += NOTE_S
+    activity, done, total = later
+    says(host, Preparing(activity=activity, done=done, total=total))
+    assert host.sent[1:] == [HostPreparing(activity=activity, done=done, total=total)] and host.notes == [note]
+    says(host, DataPrepared(fingerprint="f", tokens=1, sequences=1, cached=False, more={"weights_bytes": 4}))
+    assert not host.state.preparation.prepared
+    ended(host, 0)
+    detail = {"fingerprint": "f", "tokens": 1, "sequences": 1, "cached": False, "weights_bytes": 4}
+    assert ("data.prepared", detail, None) in host.logged and host.state.preparation.prepared and not failures(host)
 
 
-def test_the_end_of_an_earlier_one_is_not_the_newer_ones(tmp_path):
-    host, programs, calls = preparing(tmp_path)
-    first = programs._prepare
-    programs.prepare_again()
-    assert programs._prepare is not first
-    first.kill()
-    first.wait()
-    calls.pop(0)()
-    assert programs._prepare is not None and not host.failures and not host.notes
-    ended(programs, calls)
-    assert len(host.failures) == 1
+def test_a_run_file_that_changes_is_prepared_again_and_earlier_failures_say_nothing(host):
+    ended(host)
+    host.state.preparation.prepared = True
+    host.give(SupervisorMessage(Reload()))
+    assert not host.state.preparation.prepared, "before the new file is there"
+    host.answers[CheckSetup] = lambda action: [SetupFound("", False)]
+    host.give(RunFileRead(SPEC.model_copy()))
+    assert len(host.started(PREPARE)) == 2 and host.state.link.kept == {}
+
+
+def test_secrets_that_cannot_be_read_are_reported_and_looked_at_again():
+    host = VirtualHost(spec=SPEC).supervised()
+    host.refused[PREPARE] = ProgramNotStarted(PREPARE, "others can read secrets.json", 5, "chmod 600")
+    host.give(SetupFound("", False))
+    (failure,) = failures(host)
+    assert (failure.reason, failure.exit_code, failure.hint) == ("others can read secrets.json", 5, "chmod 600")
+    host.refused.clear()
+    host.tick(RETRY_S)
+    assert len(host.started(PREPARE)) == 2
+
+
+# ---------------------------------------------------------------- setup
+
+
+def test_what_ranks_import_is_there_before_the_fork_server_starts():
+    host = VirtualHost(spec=SPEC).supervised().give(SetupFound("abc", False))
+    (program,) = host.started(preparation.SETUP)
+    assert program.argv[-1] == "abc" and not host.did(FindForkServer) and not host.started(PREPARE)
+    host.now_s += 2.5
+    host.give(ProgramEnded(preparation.SETUP, 0))
+    assert host.notes == ["setup on host-0 took 2.5 s"] and len(host.did(FindForkServer)) == 1
+    assert len(host.started(PREPARE)) == 1
+
+
+def test_one_that_was_done_is_not_done_again():
+    host = VirtualHost(spec=SPEC).give(SetupFound("abc", True))
+    assert not host.started(preparation.SETUP) and host.started(PREPARE)
+
+
+@pytest.mark.parametrize("output", [encode(DataFailed(error="pip failed", hint="see logs", exit_code=2)), b"torn"])
+def test_one_that_fails_is_reported_and_starts_nothing(output):
+    host = VirtualHost(spec=SPEC).supervised().give(SetupFound("abc", False))
+    host.give(ProgramEnded(preparation.SETUP, 1, b"a line\n" + output + b"\n"))
+    (failure,) = failures(host)
+    assert failure.reason.startswith("host-0: pip failed" if output[:1] == b"[" else "host-0: setup ended with code 1")
+    assert not host.started(PREPARE) and not host.did(FindForkServer)

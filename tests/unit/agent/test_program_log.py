@@ -2,7 +2,7 @@
 
 import subprocess
 
-from muster.agent.host_identity import HostIdentity
+from muster.agent.values.host_identity import HostIdentity
 
 
 def test_a_program_whose_log_cannot_be_made_starts_without_one(tmp_path):

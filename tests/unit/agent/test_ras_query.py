@@ -5,22 +5,13 @@ The protocol as NCCL's ``src/ras/client.cc`` speaks it: a real one answers only 
 
 import socket
 import threading
-import time
 
 import pytest
 from fakes.hang_captures import RAS_TEXT
 
 from muster.agent.evidence import ras_query
-from muster.agent.evidence.ras_query import RasQuery
+from muster.agent.evidence.ras_query import ask
 from muster.health.hang import ras
-from muster.transport.connections import ConnectionPool
-
-
-@pytest.fixture
-def hub():
-    found = ConnectionPool(token=b"t" * 32, on_gone=lambda *_: None)
-    yield found
-    found.shutdown()
 
 
 @pytest.fixture
@@ -46,15 +37,6 @@ def played():
         server.close()
 
 
-def ask(hub, environ, limit_s=20.0):
-    query = RasQuery(hub, environ, on_done=lambda: None)
-    end = time.monotonic() + limit_s
-    while not query.done and time.monotonic() < end:
-        hub.run_once(max(0.0, end - time.monotonic()))
-    query.end()
-    return query
-
-
 def answering(text, *, protocol=2):
     def script(lines, client):
         client.sendall(f"SERVER PROTOCOL {protocol}\n".encode())
@@ -66,36 +48,36 @@ def answering(text, *, protocol=2):
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-def test_a_report_in_pieces(hub, played, protocol):
-    query = ask(hub, played(answering(RAS_TEXT, protocol=protocol)))
-    assert (query.report, query.problem) == (RAS_TEXT, "")
+def test_a_report_in_pieces(played, protocol):
+    report, problem = ask(played(answering(RAS_TEXT, protocol=protocol)), limit_s=20.0)
+    assert (report, problem) == (RAS_TEXT, "")
 
 
-def test_one_that_is_cut_is_told_and_not_complete(hub, played):
-    query = ask(hub, played(answering(RAS_TEXT[: RAS_TEXT.index("Warnings")])))
-    assert not ras.parse(query.report).complete
+def test_one_that_is_cut_is_told_and_not_complete(played):
+    report, _ = ask(played(answering(RAS_TEXT[: RAS_TEXT.index("Warnings")])), limit_s=20.0)
+    assert not ras.parse(report).complete
 
 
-def test_a_silent_one_costs_the_limit_and_no_more(hub, played):
+def test_a_silent_one_costs_the_limit_and_no_more(played):
     held = threading.Event()
-    query = ask(hub, played(lambda lines, client: held.wait(20)), limit_s=0.2)
+    report, problem = ask(played(lambda lines, client: held.wait(20)), limit_s=0.2)
     held.set()
-    assert (query.report, query.problem) == ("", "NCCL's RAS: does not answer")
+    assert (report, problem) == ("", "NCCL's RAS: does not answer")
 
 
-def test_what_a_slow_one_has_said_by_then_is_kept(hub, played):
+def test_what_a_slow_one_has_said_by_then_is_kept(played):
     held = threading.Event()
 
     def slow(lines, client):
         answering(RAS_TEXT[:200])(lines, client)
         held.wait(20)
 
-    query = ask(hub, played(slow), limit_s=0.5)
+    report, problem = ask(played(slow), limit_s=0.5)
     held.set()
-    assert query.problem == "NCCL's RAS: did not end in time" and RAS_TEXT.startswith(query.report)
+    assert problem == "NCCL's RAS: did not end in time" and RAS_TEXT.startswith(report)
 
 
-def test_a_huge_one_is_left(hub, played, monkeypatch):
+def test_a_huge_one_is_left(played, monkeypatch):
     monkeypatch.setattr(ras_query, "MOST_BYTES", 10_000)
 
     def endless(lines, client):
@@ -106,17 +88,17 @@ def test_a_huge_one_is_left(hub, played, monkeypatch):
         except OSError:
             pass
 
-    query = ask(hub, played(endless))
-    assert len(query.report) == 10_000 and query.problem == "NCCL's RAS: is larger than 10000 bytes"
+    report, problem = ask(played(endless), limit_s=20.0)
+    assert len(report) == 10_000 and problem == "NCCL's RAS: is larger than 10000 bytes"
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("said", "expected"),
     [(b"HTTP/1.1 400 Bad Request\n", "speaks another protocol"), (b"SERVER PRO", "closed the connection")],
 )
-def test_something_else_that_listens_there(hub, played, said, problem):
-    query = ask(hub, played(lambda lines, client: client.sendall(said)))
-    assert query.report == "" and problem in query.problem
+def test_something_else_that_listens_there(played, said, expected):
+    report, problem = ask(played(lambda lines, client: client.sendall(said)), limit_s=20.0)
+    assert report == "" and expected in problem
 
 
 @pytest.mark.parametrize(
@@ -124,6 +106,5 @@ def test_something_else_that_listens_there(hub, played, said, problem):
     [{"NCCL_RAS_ENABLE": "0"}, {"NCCL_RAS_ADDR": "nonsense"}, {"NCCL_RAS_ADDR": "127.0.0.1:99999"},
      {"NCCL_RAS_ADDR": "127.0.0.1:1"}],
 )  # fmt: skip
-def test_without_one_nothing_is_missing(hub, environ):
-    query = RasQuery(hub, environ, on_done=lambda: None)
-    assert query.done and not query.problem and not query.report
+def test_without_one_nothing_is_missing(environ):
+    assert ask(environ, 20.0) == ("", "")

@@ -1,16 +1,19 @@
 """What a host holds in memory, and what it holds no longer."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from fakes.host import spec_of
 
-from muster.agent.snapshot_store import SnapshotStore
+from muster.agent.edge.snapshots import SnapshotStore
 from muster.checkpoint_format.snapshot_ring import Ring, file_name
 from muster.core.types import Layout
 from muster.protocol.ranks import RankContext, Restore
 from muster.protocol.to_agent import StartAttempt
 
 KEY = "r1s2t1p1c1e1"
+SPEC = spec_of()
 
 
 @pytest.fixture
@@ -20,14 +23,7 @@ def store(tmp_path):
         for step in (8, 9):
             ring.commit(ring.begin(), step=step, attempt=2, rank=rank)
         ring.close()
-    return SnapshotStore(
-        memory=lambda: tmp_path,
-        host="host-0",
-        takes_snapshots=lambda: True,
-        copy_to=lambda _: None,
-        fetch=lambda _: None,
-        forget_fetches=lambda: None,
-    )
+    return SnapshotStore(memory=SimpleNamespace(folder=tmp_path), host="host-0")
 
 
 def held(store):
@@ -59,8 +55,8 @@ def test_files_are_verified_in_shares_only_where_no_rank_is_retained(store, kept
         )
         for rank, kept_rank in enumerate(kept)
     )  # fmt: skip
-    begun = store.begin(StartAttempt(attempt=3, contexts=contexts, fetch=(), peer=None))
-    assert [context.restore.share_verification for context in begun] == [share, share]
+    begun = store.prepare(StartAttempt(attempt=3, contexts=contexts, fetch=(), peer=None), SPEC)
+    assert [context.restore.share_verification for context in begun.contexts] == [share, share]
 
 
 def test_copies_of_former_partners_go_once_the_new_ones_have_arrived(store, tmp_path):
@@ -72,7 +68,8 @@ def test_copies_of_former_partners_go_once_the_new_ones_have_arrived(store, tmp_
             local_world_size=1, layout=Layout(dp_shard=2), master_addr="", master_port=1,
             restore=Restore(step=9, attempt=2, layout=Layout(dp_shard=2)),
         )  # fmt: skip
-        store.begin(StartAttempt(attempt=attempt, contexts=(context,), peer=("host-1", 1), copies_of=copies_of))
+        order = StartAttempt(attempt=attempt, contexts=(context,), peer=("host-1", 1), copies_of=copies_of)
+        assert store.prepare(order, SPEC).copies.copies_of == copies_of
 
     def commit(tier, rank, step, attempt):
         ring = Ring.create(tmp_path / file_name(tier, KEY, rank), header=b"{}", slot_bytes=64)

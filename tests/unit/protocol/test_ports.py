@@ -15,7 +15,7 @@ from fakes.replicators import serving
 from fakes.virtual_run import spec
 
 from muster.agent.host_agent import HostAgent
-from muster.agent.host_identity import SOCKET, HostIdentity
+from muster.agent.values.host_identity import SOCKET, HostIdentity
 from muster.checkpoint_format.snapshot_ring import Ring
 from muster.core.snapshots import SnapshotCopy
 from muster.protocol import tables
@@ -128,7 +128,8 @@ def test_the_agents_port(tmp_path):
 
     def serve():
         while goes_on.is_set():
-            agent.hub.run_once(0.05)
+            for event in agent.edge.poll(0.05):
+                agent.give(event)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -140,13 +141,13 @@ def test_the_agents_port(tmp_path):
             sock.connect(address)
             Stream(sock, TOKEN, server=False, decode=bytes).send(standby)
             until = time.monotonic() + 10
-            while len(agent.pool.standbys) == 0 and time.monotonic() < until:
+            while len(agent.state.ranks.standbys) == 0 and time.monotonic() < until:
                 time.sleep(0.01)
-            assert len(agent.pool.standbys) == 1 and thread.is_alive()
+            assert len(agent.state.ranks.standbys) == 1 and thread.is_alive()
     finally:
         goes_on.clear()
         thread.join()
-        agent.hub.shutdown()
+        agent.edge.pool.shutdown()
         memory.remove()
 
 

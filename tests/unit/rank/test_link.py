@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from fakes.peers import turn
 from waiting import eventually
 
 from muster.protocol.codec import reader_of
@@ -26,9 +27,7 @@ class Agent:
     def __init__(self, path):
         self.heard, self.hellos, self.wakes, self.lives = [], [], 0, True
         self.pool = ConnectionPool(
-            token=TOKEN,
-            on_accept=lambda peer: peer.expect(reader_of(HOST_GREETING), self.hello),
-            on_gone=lambda *_: None,
+            token=TOKEN, greeting=reader_of(HOST_GREETING), channels={RankHello: reader_of(FROM_RANK)}
         )
         self.pool.listen(f"unix:{path}")
 
@@ -36,15 +35,17 @@ class Agent:
         self.lives = False
         self.pool.shutdown()
 
-    def hello(self, peer, hello):
-        self.hellos.append(hello)
-        peer.expect(reader_of(FROM_RANK), lambda _, message: self.heard.append(message))
+    def turn(self, timeout_s):
+        heard = []
+        turn(self.pool, timeout_s, heard)
+        self.hellos += [message for message in heard if isinstance(message, RankHello)]
+        self.heard += [message for message in heard if not isinstance(message, RankHello)]
 
     def serve(self, for_s):
         until = time.monotonic() + for_s
         while (left := until - time.monotonic()) > 0:
             before = len(self.heard)
-            self.pool.run_once(left)
+            self.turn(left)
             self.wakes += len(self.heard) > before
 
     def hear(self, count):
@@ -64,7 +65,7 @@ def link(tmp_path):
 
     thread = threading.Thread(target=connect)
     thread.start()
-    eventually(lambda: (agent.pool.run_once(0.01), agent.hellos)[1])
+    eventually(lambda: (agent.turn(0.01), agent.hellos)[1])
     thread.join()
     client = SocketAgentClient(made[0], address, attempt=1, rank=0)
     yield agent, client

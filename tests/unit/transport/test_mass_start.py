@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from fakes.peers import turn
 
 from muster.protocol.codec import reader_of
 from muster.protocol.to_supervisor import GREETING
@@ -55,19 +56,16 @@ def test_two_thousand_true_peers_come_at_once_while_the_process_is_busy(most, mo
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(2000, hard - 200)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    heard, gone = [], []
+    gone = []
 
-    def greeted(peer, hello):
-        heard.append(hello)
-        if len(heard) % 400 == 0:
-            time.sleep(0.3)  # busy in between as well: what has come meanwhile is not silence
+    class Heard(list):
+        def append(self, hello):
+            super().append(hello)
+            if len(self) % 400 == 0:
+                time.sleep(0.3)  # busy in between as well: what has come meanwhile is not silence
 
-    pool = ConnectionPool(
-        token=TOKEN,
-        on_accept=lambda peer: peer.expect(reader_of(GREETING), greeted),
-        on_gone=lambda peer, reason: gone.append(reason),
-        hello_s=60.0,
-    )
+    heard = Heard()
+    pool = ConnectionPool(token=TOKEN, greeting=reader_of(GREETING), hello_s=60.0)
     argv = [sys.executable, "-c", COME_AT_ONCE, *map(str, pool.listen("127.0.0.1")), str(count), TOKEN.hex()]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE)
     try:
@@ -75,7 +73,7 @@ def test_two_thousand_true_peers_come_at_once_while_the_process_is_busy(most, mo
         time.sleep(1.0)
         until = time.monotonic() + 50
         while len(heard) < count and not gone and time.monotonic() < until:
-            pool.run_once(0.1)
+            turn(pool, 0.1, heard, gone)
             assert len(pool._strangers) <= most
     finally:
         child.kill()

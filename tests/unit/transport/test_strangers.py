@@ -13,6 +13,7 @@ import threading
 import time
 
 import pytest
+from fakes.peers import turn
 from waiting import eventually
 
 from muster.core.errors import AccessError
@@ -83,21 +84,20 @@ class Serving:
         self.heard, self.gone, self.rounds, self._over = [], [], 0, False
         self.pool = ConnectionPool(
             token=TOKEN,
-            on_accept=lambda peer: peer.expect(reader_of(GREETING), self._hello),
-            on_gone=lambda peer, reason: self.gone.append(reason),
+            greeting=reader_of(GREETING),
+            channels={ClientHello: reader_of(FROM_CLIENT)},
             hello_s=hello_s,
         )
         self.address = self.pool.listen("127.0.0.1")
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def _hello(self, peer, message):
-        peer.expect(reader_of(FROM_CLIENT), lambda peer, message: self.heard.append(message))
-
     def _run(self):
         while not self._over:
             self.rounds += 1
-            self.pool.run_once(0.05)
+            heard = []
+            turn(self.pool, 0.05, heard, self.gone)
+            self.heard += [message for message in heard if not isinstance(message, ClientHello)]
 
     def end(self):
         self._over = True
@@ -203,11 +203,11 @@ def test_a_server_that_does_not_prove_the_token_is_no_server():
     """Another program has the port of one that died."""
     gone = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        pool = ConnectionPool(token=TOKEN, on_gone=lambda peer, reason: gone.append(reason), hello_s=0.2)
+        pool = ConnectionPool(token=TOKEN, hello_s=0.2)
         pool.connect(*silent.getsockname())
         until = time.monotonic() + 20
         while not gone and time.monotonic() < until:
-            pool.run_once(None)
+            turn(pool, None, [], gone)
         pool.shutdown()
     assert gone == ["did not prove that it knows the run's token within 0.2 s"]
 
@@ -260,24 +260,19 @@ def test_of_silent_connections_there_are_so_many_at_most_whatever_room_there_is(
 
 def test_a_pause_of_the_process_itself_is_nobodys_silence():
     heard, gone = [], []
-    pool = ConnectionPool(
-        token=TOKEN,
-        on_accept=lambda peer: peer.expect(reader_of(GREETING), lambda peer, hello: heard.append(hello)),
-        on_gone=lambda peer, reason: gone.append(reason),
-        hello_s=0.2,
-    )
+    pool = ConnectionPool(token=TOKEN, greeting=reader_of(GREETING), hello_s=0.2)
     with socket.create_connection(pool.listen("127.0.0.1")) as sock:
         session = Session(TOKEN, server=False)
-        pool.run_once(1.0)  # accepted, and asked for the proof
+        turn(pool, 1.0, heard, gone)  # accepted, and asked for the proof
         session.frames(sock.recv(100))
         sock.sendall(session.outgoing())
         time.sleep(0.5)  # stopped
-        pool.run_once(1.0)
+        turn(pool, 1.0, heard, gone)
         session.frames(sock.recv(100))
         session.send(encode(HELLO))
         sock.sendall(session.outgoing())
         for _ in range(10):
-            pool.run_once(0.01)
+            turn(pool, 0.01, heard, gone)
     pool.shutdown()
     assert heard == [HELLO] and not gone
 

@@ -1,18 +1,16 @@
-"""Asks NCCL's RAS what it knows of the job: one connection, in the agent's loop, never waiting.
+"""Asks NCCL's RAS what it knows of the job: one connection, in a thread.
 
 The protocol is of lines: ``CLIENT PROTOCOL 2``, answered by ``SERVER PROTOCOL`` and a number, then ``VERBOSE STATUS``,
 answered by a report whose end is the end of the connection. Source: ``src/ras/client.cc`` of NCCL (read 2026-11-23).
 RAS itself waits for processes that do not answer, for 5 s and more: such a report comes too late, and what has come by
-then is told as cut.
+then is reported as cut.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
-from collections.abc import Callable, Mapping
-
-from muster.transport.connections import ConnectionPool
+import time
+from collections.abc import Mapping
 
 #: Of a report; what is larger is cut.
 MOST_BYTES = 1 << 18
@@ -20,76 +18,69 @@ MOST_BYTES = 1 << 18
 ADDRESS, VARIABLE = "localhost:28028", "NCCL_RAS_ADDR"
 #: To a socket of this machine: only a full queue keeps it waiting.
 _CONNECT_S = 0.02
+#: The answer is taken so much before the limit, to be there when the gathering ends.
+_BEFORE_S = 0.02
 
 
-class RasQuery:
-    """One question. ``report`` is what has come."""
+class _Problem(Exception):
+    """What is missing of the report."""
 
-    def __init__(self, hub: ConnectionPool, environ: Mapping[str, str], on_done: Callable[[], None]) -> None:
-        self.report, self.problem, self.done = "", "", True
-        self._hub, self._on_done = hub, on_done
-        self._received, self._asked = bytearray(), False
-        self._socket: socket.socket | None = None
-        host, _, port = environ.get(VARIABLE, ADDRESS).rpartition(":")
-        if environ.get("NCCL_RAS_ENABLE") == "0" or not port.isdecimal():
-            return
+
+def ask(environ: Mapping[str, str], limit_s: float) -> tuple[str, str]:
+    """(report, what is missing of it); both empty where no NCCL runs, or it is too old, or its address is another's."""
+    host, _, port = environ.get(VARIABLE, ADDRESS).rpartition(":")
+    if environ.get("NCCL_RAS_ENABLE") == "0" or not port.isdecimal():
+        return "", ""
+    until_s = time.monotonic() + limit_s - _BEFORE_S
+    try:
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S)
+    except (OSError, OverflowError, UnicodeError):
+        return "", ""
+    report = bytearray()
+    with sock:
         try:
-            self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S)
-            self._socket.setblocking(False)
-            self._socket.send(b"CLIENT PROTOCOL 2\n")
-        except (OSError, OverflowError, UnicodeError):  # no NCCL runs, or it is too old, or its address is another's
-            self._close()
-            return
-        self.done = False
-        hub.watch(self._socket.fileno(), self._on_readable)
+            _report(sock, until_s, report)
+        except _Problem as problem:
+            return report[:MOST_BYTES].decode(errors="replace"), f"NCCL's RAS: {problem}"
+    return report.decode(errors="replace"), ""
 
-    def end(self) -> None:
-        """What has not come by now is missing."""
-        if not self.done:
-            self._finish("did not end in time" if self._asked else "does not answer")
 
-    def _on_readable(self) -> None:
-        assert self._socket is not None
-        try:
-            received = self._socket.recv(65536)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._finish(str(error.strerror))
-            return
-        self._received += received
-        if not self._asked and b"\n" in self._received:
-            self._ask()
-        elif not received:
-            self._finish("" if self._asked else "closed the connection")
-        elif len(self._received) > MOST_BYTES:
-            self._finish(f"is larger than {MOST_BYTES} bytes")
+def _report(sock: socket.socket, until_s: float, report: bytearray) -> None:
+    greeting = bytearray()
+    _send(sock, b"CLIENT PROTOCOL 2\n")
+    while b"\n" not in greeting:
+        received = _receive(sock, until_s, "does not answer")
+        if not received:
+            raise _Problem("closed the connection")
+        greeting += received
+        if len(greeting) > MOST_BYTES:
+            raise _Problem(f"is larger than {MOST_BYTES} bytes")
+    line, _, rest = bytes(greeting).partition(b"\n")
+    if not line.upper().startswith(b"SERVER PROTOCOL "):
+        raise _Problem(f"speaks another protocol: {line[:60].decode(errors='replace')!r}")
+    report += rest
+    _send(sock, b"VERBOSE STATUS\n")
+    while received := _receive(sock, until_s, "did not end in time"):
+        report += received
+        if len(report) > MOST_BYTES:
+            raise _Problem(f"is larger than {MOST_BYTES} bytes")
 
-    def _ask(self) -> None:
-        line, _, rest = bytes(self._received).partition(b"\n")
-        self._received = bytearray(rest)
-        if not line.upper().startswith(b"SERVER PROTOCOL "):
-            self._finish(f"speaks another protocol: {line[:60].decode(errors='replace')!r}")
-            return
-        assert self._socket is not None
-        self._asked = True
-        try:
-            self._socket.send(b"VERBOSE STATUS\n")
-        except OSError as error:
-            self._finish(str(error.strerror))
 
-    def _finish(self, problem: str) -> None:
-        self.done = True
-        if self._asked:
-            self.report = bytes(self._received[:MOST_BYTES]).decode(errors="replace")
-        self.problem = f"NCCL's RAS: {problem}" if problem else ""
-        if self._socket is not None:
-            self._hub.unwatch(self._socket.fileno())
-        self._close()
-        self._on_done()
+def _send(sock: socket.socket, line: bytes) -> None:
+    try:
+        sock.send(line)
+    except OSError as error:
+        raise _Problem(str(error.strerror)) from error
 
-    def _close(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.close()
-            self._socket = None
+
+def _receive(sock: socket.socket, until_s: float, late: str) -> bytes:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise _Problem(late)
+    sock.settimeout(left_s)
+    try:
+        return sock.recv(65536)
+    except TimeoutError as error:
+        raise _Problem(late) from error
+    except OSError as error:
+        raise _Problem(str(error.strerror)) from error

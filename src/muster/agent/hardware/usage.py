@@ -8,200 +8,96 @@ while ranks live: the driver's library in the agent itself would hang with a bro
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from muster.agent.evidence.proc import process_state
-from muster.agent.hardware.host_check import PORTS
-from muster.agent.ranks.rank_process import Worker, kill, on_exit
-from muster.core import processes
+from muster.agent.values.actions import Program, ReadCounters, StartProgram, StopProgram
+from muster.agent.values.events import Counters, CountersRead
+from muster.agent.values.state import HostContext, Usage
 from muster.core.event_details.hosts import HostUsage
-from muster.core.processes import processor_ticks, program
 from muster.core.typed_json import Json
 from muster.health.hardware.kernel_log import pci_address
-from muster.health.hardware.own_gpus import GPUS, own_gpus
-from muster.protocol.values import RankEvent
-from muster.transport.connections import ConnectionPool
 
+TOOL = "nvidia-smi"
 EVERY_S = 10.0
 #: What each host of a run adds to that.
 EVERY_S_PER_HOST = 0.1
 #: A pass over eight GPUs takes the tool tens of milliseconds of a processor.
 ASK_GPUS = ("--query-gpu=pci.bus_id,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "--loop=5")
-_WORD_BYTES = 4  # port_rcv_data and port_xmit_data count these (Linux, sysfs-class-infiniband)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counters:
-    """As they stand at one moment; None: not to be read here."""
-
-    at_ns: int
-    ranks_cpu_s: Mapping[int, float]
-    """By pid."""
-    busy_ticks: int | None
-    all_ticks: int | None
-    received_bytes: int | None
-    sent_bytes: int | None
-
-
-@dataclass
-class _GpuTool:
-    """The ``nvidia-smi`` that runs, and what it has said since the last event."""
-
-    child: subprocess.Popen[bytes]
-    fd: int
-    buffer: bytes = b""
-    busy: dict[str, list[float]] = field(default_factory=dict)
-    """By PCI address: shares."""
-    memory_bytes: dict[str, int] = field(default_factory=dict)
+def tick(ctx: HostContext) -> None:
+    """Nothing waits for it: it reports at the ends of steps, and is silent while there are none."""
+    usage = ctx.state.hardware.usage
+    if ctx.now_s < usage.next_s:
+        return
+    ranks = ctx.state.ranks.living()
+    attempt = max((rank.attempt for rank in ranks), default=0)
+    ranks = [rank for rank in ranks if rank.attempt == attempt]
+    now = (attempt, min((rank.steps.step for rank in ranks), default=-1))
+    before, usage.seen = usage.seen, now
+    if not ranks:
+        release(ctx)
+    if not ranks or now[0] != before[0] or now[1] < before[1]:
+        usage.since = None
+    elif now[1] > before[1] >= 0:  # a step has ended
+        usage.next_s = ctx.now_s + EVERY_S + EVERY_S_PER_HOST * ctx.state.spec.resources.hosts
+        ctx.do(ReadCounters(now[1] - 1, attempt, tuple(rank.pid for rank in ranks)))
 
 
-class UsageMeter:
-    """Reports at the ends of steps; silent while there are none."""
-
-    def __init__(
-        self,
-        *,
-        hub: ConnectionPool,
-        living: Callable[[], list[Worker]],
-        tell: Callable[[RankEvent], None],
-        hosts: Callable[[], int],
-        environ: Mapping[str, str],
-        every_s: float = EVERY_S,
-        proc: Path = Path("/proc"),
-        ports: Path = PORTS,
-        gpus: Path = GPUS,
-    ) -> None:
-        """``hosts``: of the run. ``environ``: of the ranks. ``every_s``, ``proc``, ``ports``, ``gpus``: a test's."""
-        self._hub, self._living, self._tell, self._hosts, self._environ = hub, living, tell, hosts, environ
-        self._every_s, self._proc, self._ports, self._gpus = every_s, proc, ports, gpus
-        self._next_s = 0.0
-        self._seen = (0, -1)
-        """Attempt and step that all ranks here are in."""
-        self._from: tuple[int, Counters] | None = None
-        """The last step of which the newest event tells, and what stood then."""
-        self._tool: _GpuTool | None = None
-        self._asked = 0
-        """The attempt for which the tool was started: one that ends is not started again in it."""
-
-    def watch(self) -> None:
-        """Call it in every turn of the loop."""
-        if time.monotonic() < self._next_s:
-            return
-        workers = self._living()
-        attempt = max((worker.attempt for worker in workers), default=0)
-        workers = [worker for worker in workers if worker.attempt == attempt]
-        now = (attempt, min((worker.step for worker in workers), default=-1))
-        before, self._seen = self._seen, now
-        if not workers:
-            self.release()
-        if not workers or now[0] != before[0] or now[1] < before[1]:
-            self._from = None
-        elif now[1] > before[1] >= 0:  # a step has ended
-            self._on_step(now[1] - 1, attempt, workers)
-
-    def release(self) -> None:
-        """Leave the GPUs: a reset needs that nobody asks them anything. Never waits."""
-        tool, self._tool = self._tool, None
-        if tool is not None:
-            self._hub.unwatch(tool.fd)
-            assert tool.child.stdout is not None
-            tool.child.stdout.close()
-            kill(tool.child.pid)
-
-    def _on_step(self, step: int, attempt: int, workers: list[Worker]) -> None:
-        found = counters([worker.pid for worker in workers], proc=self._proc, ports=self._ports)
-        before, self._from = self._from, (step, found)
-        self._next_s = time.monotonic() + self._every_s + EVERY_S_PER_HOST * self._hosts()
-        if before is None:
-            self._ask_gpus(attempt)
-            return
-        detail = {**used(*before, step, found), **self._memory(), **self._of_gpus()}
-        self._tell(
-            RankEvent(
-                kind=HostUsage.kind, attempt=attempt, step=step, mono_ns=found.at_ns, wall_ns=time.time_ns(),
-                detail=detail,
-            )
-        )  # fmt: skip
-
-    def _memory(self) -> dict[str, Json]:
-        found = processes.host_memory(self._proc / "meminfo")
-        return {} if found is None else {"memory_bytes": found[0], "memory_total_bytes": sum(found)}
-
-    # ------------------------------------------------------------ GPUs
-
-    def _ask_gpus(self, attempt: int) -> None:
-        tool = program("nvidia-smi") if self._tool is None and self._asked != attempt and self._gpus.is_dir() else None
-        if tool is None:
-            return
-        self._asked = attempt
-        try:
-            child = subprocess.Popen(
-                [tool, *ASK_GPUS], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-        except OSError:
-            return
-        assert child.stdout is not None
-        self._tool = _GpuTool(child=child, fd=child.stdout.fileno())
-        os.set_blocking(self._tool.fd, False)
-        self._hub.watch(self._tool.fd, self._on_output)
-
-        def ended() -> None:
-            child.wait()
-
-        try:
-            on_exit(self._hub, child.pid, ended)
-        except OSError:  # no descriptors: it would stay as a zombie
-            self.release()
-            child.wait()
-
-    def _on_output(self) -> None:
-        tool = self._tool
-        assert tool is not None
-        with contextlib.suppress(BlockingIOError):
-            output = os.read(tool.fd, 65536)
-            if not output:  # it has ended
-                self.release()
-                return
-            *lines, tool.buffer = (tool.buffer + output).split(b"\n")
-            for line in lines:
-                _read_gpu(line.decode(errors="replace"), tool)
-
-    def _of_gpus(self) -> dict[str, Json]:
-        """In the order of their addresses, of those that the run may use; nothing where one of them does not answer."""
-        tool = self._tool
-        if tool is None or not tool.busy:
-            return {}
-        own = None
-        with contextlib.suppress(OSError):
-            own = own_gpus(self._gpus, self._environ)
-        shares = {address: sum(all_) / len(all_) for address, all_ in sorted(tool.busy.items())}
-        tool.busy = {}
-        known = [address for address in shares if own is None or address in own]
-        return {
-            "gpu_busy": [round(shares[address], 3) for address in known],
-            "gpu_memory_bytes": [tool.memory_bytes[address] for address in known],
-        }
+def release(ctx: HostContext) -> None:
+    """Leave the GPUs: a reset needs that nothing asks them anything."""
+    usage = ctx.state.hardware.usage
+    if usage.has_tool:
+        usage.has_tool = False
+        ctx.do(StopProgram(TOOL, leave=True))
 
 
-def counters(pids: list[int], *, proc: Path = Path("/proc"), ports: Path = PORTS) -> Counters:
-    """Now. Ports of RDMA count beside the interfaces of the network, loopback does not."""
-    busy, everything = processor_ticks(proc)
-    received, sent = _interfaces(proc)
-    for port in ports.glob("*/ports/*/counters"):
-        with contextlib.suppress(OSError, ValueError):
-            into = int((port / "port_rcv_data").read_text()) * _WORD_BYTES
-            out = int((port / "port_xmit_data").read_text()) * _WORD_BYTES
-            received, sent = (received or 0) + into, (sent or 0) + out
-    return Counters(
-        at_ns=time.monotonic_ns(), ranks_cpu_s={pid: process_state(pid, proc).cpu_s for pid in pids},
-        busy_ticks=busy, all_ticks=everything, received_bytes=received, sent_bytes=sent,
-    )  # fmt: skip
+def on_counters(ctx: HostContext, read: CountersRead) -> None:
+    usage = ctx.state.hardware.usage
+    before, usage.since = usage.since, (read.step, read.counters)
+    if before is None:
+        _ask_gpus(ctx, read.attempt)
+        return
+    memory: dict[str, Json] = {}
+    if read.memory is not None:
+        memory = {"memory_bytes": read.memory[0], "memory_total_bytes": sum(read.memory)}
+    detail = {**used(*before, read.step, read.counters), **memory, **_of_gpus(ctx)}
+    ctx.tell(HostUsage.kind, detail, attempt=read.attempt, step=read.step)
+
+
+def _ask_gpus(ctx: HostContext, attempt: int) -> None:
+    usage = ctx.state.hardware.usage
+    if ctx.state.hardware.gpus and not usage.has_tool and usage.asked != attempt:
+        usage.asked, usage.has_tool = attempt, True
+        program = Program(TOOL, (TOOL, *ASK_GPUS), is_tool=True, reads="lines", ends_with_output=True)
+        ctx.do(StartProgram(program))
+
+
+def on_tool_ended(usage: Usage) -> None:
+    usage.has_tool = False
+    usage.busy = {}
+
+
+def on_tool_line(usage: Usage, line: str) -> None:
+    """``00000000:19:00.0, 97, 40321``; a GPU that does not say a number is left out."""
+    with contextlib.suppress(ValueError):
+        address, busy, memory_mib = (part.strip() for part in line.split(","))
+        share, held = int(busy) / 100, int(memory_mib) << 20
+        usage.busy.setdefault(pci_address(address), []).append(share)
+        usage.memory_bytes[pci_address(address)] = held
+
+
+def _of_gpus(ctx: HostContext) -> dict[str, Json]:
+    """In the order of their addresses, of those that the run may use; nothing where one of them does not answer."""
+    usage, own = ctx.state.hardware.usage, ctx.state.hardware.own
+    if not usage.busy:
+        return {}
+    shares = {address: sum(all_) / len(all_) for address, all_ in sorted(usage.busy.items())}
+    usage.busy = {}
+    known = [address for address in shares if own is None or address in own]
+    return {
+        "gpu_busy": [round(shares[address], 3) for address in known],
+        "gpu_memory_bytes": [usage.memory_bytes[address] for address in known],
+    }
 
 
 def used(first: int, before: Counters, step: int, now: Counters) -> dict[str, Json]:
@@ -227,22 +123,3 @@ def used(first: int, before: Counters, step: int, now: Counters) -> dict[str, Js
 
 def _grown(before: int | None, now: int | None) -> int | None:
     return now - before if before is not None and now is not None and now >= before else None
-
-
-def _interfaces(proc: Path) -> tuple[int | None, int | None]:
-    """(received, sent)."""
-    try:
-        lines = (proc / "net" / "dev").read_text().splitlines()[2:]
-        rows = [line.rpartition(":")[2].split() for line in lines if line.partition(":")[0].strip() != "lo"]
-        return sum(int(row[0]) for row in rows), sum(int(row[8]) for row in rows)
-    except (OSError, ValueError, IndexError):
-        return None, None
-
-
-def _read_gpu(line: str, tool: _GpuTool) -> None:
-    """``00000000:19:00.0, 97, 40321``; a GPU that does not say a number is left out."""
-    with contextlib.suppress(ValueError):
-        address, busy, memory_mib = (part.strip() for part in line.split(","))
-        share, held = int(busy) / 100, int(memory_mib) << 20
-        tool.busy.setdefault(pci_address(address), []).append(share)
-        tool.memory_bytes[pci_address(address)] = held

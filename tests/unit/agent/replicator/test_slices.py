@@ -2,18 +2,20 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from fakes.host import spec_of  # noqa: E402
 from fakes.replicators import Served  # noqa: E402
 from fakes.small_model import process_group  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from waiting import eventually  # noqa: E402
 
-from muster.agent.snapshot_store import SnapshotStore  # noqa: E402
+from muster.agent.edge.snapshots import SnapshotStore  # noqa: E402
 from muster.checkpoint import peer_slices  # noqa: E402
 from muster.checkpoint_format.snapshot_ring import Ring, file_name  # noqa: E402
 from muster.core.errors import BackendError, CheckpointError  # noqa: E402
@@ -89,13 +91,7 @@ class Hosts:
         )  # fmt: skip
 
     def store(self, name):
-        def fetch(order):
-            raise AssertionError(f"a whole shard is fetched: {order}")
-
-        return SnapshotStore(
-            memory=lambda: self.folder / name, host=name, takes_snapshots=lambda: True, copy_to=lambda order: None,
-            fetch=fetch, forget_fetches=lambda: None,
-        )  # fmt: skip
+        return SnapshotStore(memory=SimpleNamespace(folder=self.folder / name), host=name)
 
     def begun(self, names):
         """The contexts of the next attempt's ranks, one on each of these hosts, as supervisor and agents make them."""
@@ -114,7 +110,9 @@ class Hosts:
                 contexts=(context,),
                 fetch=tuple(FetchShard(rank=r, copy=copy, address=address[copy]) for r, copy in nearest.items()),
             )
-            result += self.store(name).begin(order)
+            prepared = self.store(name).prepare(order, spec_of())
+            assert not prepared.fetches, "a whole shard"
+            result += prepared.contexts
         return result
 
     def restored(self, context):

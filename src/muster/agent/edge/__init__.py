@@ -1,0 +1,1 @@
+"""What owns descriptors, processes, threads and files of an agent: it yields events and carries out actions."""

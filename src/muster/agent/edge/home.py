@@ -1,0 +1,69 @@
+"""This host's part in the run's home: threads ship its files and bring the run file, so that the loop never waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+from muster.agent.edge.background import Background
+from muster.agent.values.events import Event, HomeTroubleChanged, RunFileWaits
+from muster.storage.home import Home, HomeSync
+
+#: How soon a run file that could not be had is asked for again.
+AGAIN_S = 1.0
+#: What the last lines of a host may take to reach the home, of the time that its pod has left.
+SHIP_S = 20.0
+
+
+class HostHome:
+    """Ships from ``start`` to ``stop``."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._sync: HomeSync | None = None
+        self._ending = threading.Event()
+        self._trouble: str | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        return self._home.is_folder
+
+    def start(self, writer: str) -> None:
+        """From here on what ``writer`` writes reaches the home."""
+        self._sync = self._home.start(writer)
+
+    def watch(self, *, supervised: bool) -> Iterator[Event]:
+        """Call it in every turn of the loop. While no supervisor is connected, the lease is looked at more often."""
+        if self._sync is None:
+            return
+        self._sync.lonely(not supervised)
+        if self._sync.trouble != self._trouble:
+            self._trouble = self._sync.trouble
+            yield HomeTroubleChanged(self._trouble)
+
+    def fetch(self, background: Background) -> None:
+        """Bring the newest run file, in a thread of ``background``: it ends once the file is here, however long that
+        takes, and says once why it is not."""
+        noted = False
+        while not self._ending.is_set():
+            try:
+                self._home.fetch()
+                return
+            except Exception as error:  # noqa: BLE001 (whatever it is: a host that ends this thread waits without end)
+                if not noted:
+                    background.post(RunFileWaits(f"{type(error).__name__}: {error}"[:500]))
+                noted = True
+                time.sleep(AGAIN_S)
+
+    def stop(self) -> None:
+        """Ship the rest; bounded."""
+        self._ending.set()
+        if self._sync is not None:
+            self._sync.stop(SHIP_S)
+
+
+def ship_rest(home: Home, writer: str) -> None:
+    """Ship what an agent that was killed left behind, where no other one follows it on this machine; bounded."""
+    if not home.is_folder:
+        home.start(writer).stop(SHIP_S)

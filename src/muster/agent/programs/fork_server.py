@@ -1,0 +1,127 @@
+"""The fork server: started or adopted, told what to fork, restarted when it dies."""
+
+from __future__ import annotations
+
+import math
+
+from muster.agent.values.actions import (
+    FindForkServer,
+    Program,
+    RecordForkServer,
+    StartProgram,
+    StopProgram,
+)
+from muster.agent.values.events import ForkServerFound, MemoryChecked, PeerId, ProgramNotStarted
+from muster.agent.values.state import NEVER, HostContext, HostState
+from muster.config.spec import Recovery
+from muster.core import processes
+from muster.protocol.fork_server import ForkServerHello
+from muster.protocol.to_supervisor import StartFailed, StoreLost
+
+NAME = "forkserver"
+MODULE = "muster.rank.fork_server"
+#: One that died this often before it connected will die again, for a while: it is reported, and tried again later.
+DEATHS = 3
+#: First after this time, then after twice as long each time: an import of torch beside ranks that train costs them.
+AGAIN_S, MOST_S = 15.0, 300.0
+
+
+def beat_every_s(recovery: Recovery) -> float:
+    """How often a rank reports its micro-batches. A new step is reported at once, and no stop is found by silence.
+
+    Each beat wakes the agent while the ranks compute, so only the step timeout says how many there have to be.
+    """
+    return min(1.0, (recovery.step_timeout_s or math.inf) / 4)
+
+
+def find(ctx: HostContext) -> None:
+    """What ranks import is there: adopt a dead agent's, or start one. The first time alone."""
+    if not ctx.state.fork_server.started:
+        ctx.state.fork_server.started = True
+        ctx.do(FindForkServer())
+
+
+def on_found(ctx: HostContext, found: ForkServerFound) -> None:
+    """One that lives connects by itself."""
+    server = ctx.state.fork_server
+    server.follows, server.pid, server.awaited = found.follows, found.pid, found.pid is not None
+    if found.pid is None:
+        start(ctx)
+
+
+def start(ctx: HostContext) -> None:
+    state, identity = ctx.state, ctx.state.identity
+    state.fork_server.again_s = NEVER
+    argv = (
+        MODULE, "--run-dir", str(identity.run_dir), "--bind", identity.bind, "--agent-socket",
+        state.fork_server.socket, "--beat-every-s", str(beat_every_s(state.spec.recovery)),
+    )  # fmt: skip
+    ctx.do(StartProgram(Program(NAME, argv, env="ranks", spec=state.spec)))
+
+
+def on_started(ctx: HostContext, pid: int) -> None:
+    ctx.state.fork_server.pid = pid
+    ctx.do(RecordForkServer(pid))
+
+
+def on_not_started(ctx: HostContext, event: ProgramNotStarted) -> None:
+    ctx.state.fork_server.again_s = ctx.now_s + AGAIN_S
+    failure = StartFailed(reason=event.reason, exit_code=event.exit_code, hint=event.hint)
+    ctx.keep_failure("fork server", failure)
+
+
+def on_ended(ctx: HostContext, code: int | None, output: bytes) -> None:
+    """Start another one. ``code`` None: it was a dead agent's."""
+    server = ctx.state.fork_server
+    if ctx.state.leaving.reason is not None:
+        return
+    server.deaths, server.awaited = server.deaths + 1, False
+    if server.deaths >= DEATHS and code:
+        server.again_s = ctx.now_s + min(AGAIN_S * 2 ** (server.deaths - DEATHS), MOST_S)
+        tail, limit = output.decode(errors="replace") or "no output", processes.memory_limit()
+        tail += f" (it may have {limit >> 20} MiB of addresses, RLIMIT_AS: ulimit -v)" if limit else ""
+        reason = f"the fork server on {ctx.state.host} died with code {code}: {tail}"
+        ctx.keep_failure("fork server", StartFailed(reason=reason))
+    else:
+        start(ctx)
+
+
+def tick(ctx: HostContext) -> None:
+    """What kept one from starting may be over: room in memory, a library that is there again."""
+    if ctx.now_s >= ctx.state.fork_server.again_s:
+        start(ctx)
+
+
+def on_memory(ctx: HostContext, checked: MemoryChecked) -> None:
+    """The host's folder in memory was made again. Under another name a fork server that knows it takes over."""
+    server = ctx.state.fork_server
+    if server.pid is not None:
+        ctx.do(RecordForkServer(server.pid))
+        if server.socket != checked.socket:
+            ctx.do(StopProgram(NAME))
+    server.socket = checked.socket
+
+
+def on_hello(ctx: HostContext, peer: PeerId, hello: ForkServerHello) -> None:
+    """It has imported everything, or has found this agent after the death of another one."""
+    server = ctx.state.fork_server
+    server.peer, server.pid, server.store = peer, hello.pid, hello.store
+    server.deaths, server.again_s, server.awaited = 0, NEVER, False
+    ctx.keep_failure("fork server", None)
+    server.spawning.clear()
+    server.registered = set(hello.children)
+    if hello.unforkable:
+        reason = "ranks are new processes, each in the seconds that its imports take, instead of forks"
+        ctx.note(f"{ctx.state.host}: {reason}: {hello.unforkable}")
+
+
+def on_lost(ctx: HostContext) -> None:
+    """Its connection is closed: whoever starts ranks needs another store."""
+    server = ctx.state.fork_server
+    server.peer = server.store = None
+    server.spawning.clear()
+    ctx.report(StoreLost())
+
+
+def due_s(state: HostState) -> float:
+    return state.fork_server.again_s

@@ -142,11 +142,17 @@ def spec_to_end(local: Path) -> RunSpec:
     """The run file of a run of any version, as far as its end needs it: where its machines are.
 
     Raises:
-        OSError, Unreadable: there is none, or it is no JSON object.
+        BackendError: neither the file nor its copy is there.
+        Unreadable: it is no JSON object.
     """
-    with contextlib.suppress(ValueError, MusterError):  # of another version, or damaged
+    with contextlib.suppress(ValueError, MusterError, OSError):  # of another version, damaged, or gone
         return RunSpec.model_validate_json(resolved_file.read(local))
-    written = parse_object((local / resolved_file.NAME).read_bytes())
+    copy = resolved_file.copied(local)
+    try:
+        written = parse_object(copy or (local / resolved_file.NAME).read_bytes())
+    except OSError as error:
+        where = f"{local / resolved_file.NAME} cannot be read: the project of the run's machines is not known"
+        raise BackendError(where, hint="they have the label muster-run in the project") from error
     resources = {}
     for key in WHERE:
         value = child(written, "resources").get(key)

@@ -20,7 +20,7 @@ import test_vertex_launcher as on_vertex  # noqa: E402
 
 from muster import backends  # noqa: E402
 from muster.app.run import stop  # noqa: E402
-from muster.core.errors import UsageError  # noqa: E402
+from muster.core.errors import BackendError, UsageError  # noqa: E402
 from muster.storage import run_registry  # noqa: E402
 
 stage = on_gce.stage
@@ -71,3 +71,19 @@ def test_vertex_ai(tmp_path, monkeypatch, case):
     assert user.going()
     aged(run, user.bucket, "vertex-requests.json", case)
     assert stop.down(run.run_id).left == () and not user.going()
+
+
+def test_a_run_whose_file_is_gone_is_ended_by_its_copy_or_is_not_called_down(stage):
+    at = stage()
+    request = at.request()
+    at.launcher.submit(request)
+    at.until_hosts(request)
+    run = run_registry.find(request.run_id)
+    run.resolved.unlink()
+    held = (run.path / "resolved.copy.json").read_bytes()
+    (run.path / "resolved.copy.json").unlink()
+    with pytest.raises(BackendError, match="the project of the run's machines is not known"):
+        stop.down(run.run_id)
+    assert at.names()
+    (run.path / "resolved.copy.json").write_bytes(held)
+    assert stop.down(run.run_id).left == () and at.names() == []

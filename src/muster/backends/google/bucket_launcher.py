@@ -24,7 +24,6 @@ from muster.backends.run_home import SUBMISSION
 from muster.catalog import offers as catalogue
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
-from muster.core import resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
 from muster.core.protocols import Clock, Store
@@ -147,9 +146,13 @@ class BucketLauncher(Generic[P]):
 
     def known(self, run_id: str) -> tuple[Path, P] | None:
         """The run's folder on this machine, and where the run is; None: it was never submitted from here. Of a run of
-        another version what is needed to end it."""
+        another version what is needed to end it.
+
+        Raises:
+            BackendError: it was, and its run file is gone: where its machines are is not known.
+        """
         local = local_dir(run_id)
-        if local is None or not (local / HOME_FILE).exists() or not (local / resolved_file.NAME).exists():
+        if local is None or not (local / HOME_FILE).exists():
             return None
         return local, self.placed(run_home.spec_to_end(local), run_id, (local / HOME_FILE).read_text().strip())
 

@@ -5,6 +5,8 @@
   the lease has been free for a while, longer for each further rank. A supervisor that ends without an end of the run in
   the run's home has crashed, unless another one was faster to take the lease.
 * What a notice, an end and an exit code mean on a back end is in its ``Rules``.
+
+``docs/host-program.md`` is the table of what it answers.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import select
 import selectors
 import signal
@@ -72,6 +73,8 @@ class Connection:
     session: Session
     read: Reader = _refuse
     pending: bytearray = field(default_factory=bytearray)
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """Never used again in this process, as an ``id()`` would be."""
     identity: object = None
     """Who it is, as the owner knows it."""
     accepted: bool = False

@@ -150,15 +150,15 @@ class Edge:
             yield ev.RankMessage(self._number(peer), message)
 
     def _number(self, peer: Connection) -> PeerId:
-        self._peers[id(peer)] = peer
-        return id(peer)
+        self._peers[peer.number] = peer
+        return peer.number
 
     def _forget(self, peer: Connection) -> Iterator[Event]:
         """It is closed. One that has said nothing is unknown."""
         if peer is self._supervisor:
             self._supervisor = None
-        if self._peers.pop(id(peer), None) is not None:
-            yield ev.PeerLost(id(peer))
+        if self._peers.pop(peer.number, None) is not None:
+            yield ev.PeerLost(peer.number)
 
     def _drained(self, pid: int) -> Iterator[Event]:
         """What a process that ends has sent: its last messages may still be in the socket."""

@@ -178,7 +178,7 @@ NIGHTLY = {
         "test_init_live.py::test_the_written_file_trains[question and SQL]"
     ),
     "test_init_live.py::test_the_written_file_trains[chat]": (
-        "test_own_chat_live.py::test_three_commands_from_own_rows_to_a_reloaded_model"
+        "test_own_chat_live.py::test_the_commands_from_own_rows_to_a_reloaded_model"
     ),
     "test_vertex_run_live.py::test_the_first_hosts_machine_dies_another_host_supervises_and_stop_saves": (
         "test_vertex_run_live.py::test_a_spot_run_is_taken_away_and_goes_on_from_its_bucket_to_its_end"

@@ -1,9 +1,10 @@
-"""From a 30-line chat JSONL and a base model without chat template to a reloaded model, in three commands."""
+"""From a 30-line chat JSONL and a base model without chat template to a reloaded model, by README's commands."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,7 +37,7 @@ def make_base(folder, texts):
     return tokenizer.get_vocab_size()
 
 
-def test_three_commands_from_own_rows_to_a_reloaded_model(tmp_path):
+def test_the_commands_from_own_rows_to_a_reloaded_model(tmp_path):
     rows = [
         [{"role": "user", "content": f"The {thing} is?"}, {"role": "assistant", "content": f"It is {colour}."}]
         for thing in THINGS
@@ -54,6 +55,7 @@ def test_three_commands_from_own_rows_to_a_reloaded_model(tmp_path):
         assert done.returncode == 0, done.stderr
 
     muster("init", "--from", "chat.jsonl", "--model", "./base")
+    muster("data", "run.yaml")
     muster("train", "run.yaml", "training.steps=20", "training.optimizer.learning_rate=0.01")
     muster("export", "last", "-o", "out")
 
@@ -69,3 +71,9 @@ def test_three_commands_from_own_rows_to_a_reloaded_model(tmp_path):
     answer = model.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
     assert tokenizer.decode(answer).startswith("It is ")
     assert answer[-1] == tokenizer.eos_token_id, "generation stops at the turn's end"
+
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    program = readme.partition("```python\n")[2].partition("```")[0].replace('"my-model"', '"out"')
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == 0 and "It is" in done.stdout, done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[3] / "src" / "muster"
 #: What writes an event: the kind is the first argument, or the second after the run.
-WRITERS = {"append", "emit", "log", "write", "log_event", "_append", "_emit", "_on_event"}
+WRITERS = {"append", "emit", "log", "write", "tell", "log_event", "_append", "_emit", "_on_event"}
 #: An event that is made to be sent.
 MADE = "RankEvent"
 #: What shows events to a person.

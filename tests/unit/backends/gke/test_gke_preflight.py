@@ -47,7 +47,7 @@ def host_of(where):
 
 
 def test_one_small_pod_with_the_same_image_mounts_and_secrets():
-    small, full = placed(GKE.rehearse(FULL)), placed(FULL)
+    small, full = placed(GKE.acceptance.rehearse(FULL)), placed(FULL)
     jobset, host = host_of(small)
     _, big = host_of(full)
     pod, real = (one["template"]["spec"]["template"]["spec"] for one in (host, big))
@@ -81,14 +81,14 @@ def test_on_a_cheap_gpu():
 
 
 def test_nodes_that_are_used_without_a_queue_are_rehearsed_so():
-    jobset, _ = host_of(placed(GKE.rehearse(spec(None, None, device="cpu"))))
+    jobset, _ = host_of(placed(GKE.acceptance.rehearse(spec(None, None, device="cpu"))))
     assert jobset["spec"]["suspend"] is False and "kueue.x-k8s.io/queue-name" not in jobset["metadata"]["labels"]
-    jobset, _ = host_of(placed(GKE.rehearse(spec("a4-highgpu-8g", "spot", queue="research"))))
+    jobset, _ = host_of(placed(GKE.acceptance.rehearse(spec("a4-highgpu-8g", "spot", queue="research"))))
     assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
 
 
 def test_it_goes_through_the_queue_onto_cpu_nodes_and_asks_dws_for_nothing():
-    small, full = placed(GKE.rehearse(FULL)), placed(FULL)
+    small, full = placed(GKE.acceptance.rehearse(FULL)), placed(FULL)
     pool = {"cloud.google.com/gke-nodepool": "muster-cpu"}
     run = Play(*queue_objects(full), *run_objects(small, "", ""), pools=[pool])
     run.run()
@@ -98,7 +98,7 @@ def test_it_goes_through_the_queue_onto_cpu_nodes_and_asks_dws_for_nothing():
 
 def test_a_queue_that_sends_supervisors_to_the_hosts_nodes_shows_in_it():
     """As an older ``up`` made it: without --machine the preflight passed there, and no real run ever started."""
-    small, full = placed(GKE.rehearse(FULL)), placed(FULL)
+    small, full = placed(GKE.acceptance.rehearse(FULL)), placed(FULL)
     objects = copy.deepcopy(queue_objects(full))
     for one in objects:
         if one["kind"] == "ResourceFlavor":

@@ -16,6 +16,10 @@ class Row:
     position_ids: np.ndarray
     document_lengths: np.ndarray
 
+    @property
+    def tokens(self):
+        return int(self.document_lengths.sum())
+
 
 def row(start, lengths):
     size = sum(lengths)
@@ -43,6 +47,7 @@ def test_a_batch_of_rows():
     assert batch.cu_seqlens.tolist() == [0, 1, 2, 8, 11, 16] and batch.cu_seqlens.dtype == torch.int32
     assert batch.max_seqlen == 6
     assert batch.supervised == 7 + 5
+    assert batch.tokens == (8, 8) and bool(batch.real().all())
     assert batch.labels.flatten()[batch.targets].min() >= 0
 
 

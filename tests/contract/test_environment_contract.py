@@ -159,7 +159,7 @@ def on_vertex(tmp_path, home, manager, monkeypatch):
     cluster = {"cluster": {"workerpool0": ["a-0:2222"]}, "task": {"type": "workerpool0", "index": 0}}
     environ = {"CLOUD_ML_JOB_ID": "77", "CLOUD_ML_PROJECT_ID": "123456789", "CLUSTER_SPEC": json.dumps(cluster),
                "MUSTER_BIND": "127.0.0.1"}  # fmt: skip
-    monkeypatch.setattr("muster.backends.vertex.host.Serving.serve", lambda self: served.append(self) or 0)
+    monkeypatch.setattr("muster.backends.vertex.host.VertexPlace.serve", lambda self: served.append(self) or 0)
     host = Host(given=given, environ=environ, store=home.store, http=manager.hosts, clock=manager.clock, mark="k3f9a")
     assert host.run() == 0
     return ranks_find(served[0].folder / "host", of, {})

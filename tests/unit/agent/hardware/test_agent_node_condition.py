@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 import pytest
-from test_kernel_log import Host
+from test_agent_kernel_log import Host
 
 from muster.agent.hardware.kernel_lines import NODE, WATCHER
 from muster.agent.values.events import KernelLogLost, ProgramEnded, ProgramLine, ProgramNotStarted

@@ -9,6 +9,7 @@ from cluster import RUN_ID, LiveRun, checkpoint_hash
 
 from muster.checkpoint_format.snapshot_ring import Ring
 from muster.config.spec import RunSpec
+from muster.protocol.exit_codes import UNSUPERVISED
 from muster.storage.memory_dir import left_over
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(180)]
@@ -216,7 +217,7 @@ def test_without_a_supervisor_a_host_writes_what_only_its_memory_holds_before_it
         alone_from = run.step()
         run.wait_for_step(alone_from + 75)  # longer than the wait: it has not begun while ranks train
         run.kill_rank(1)
-        assert run.agents["host-0"].wait(60) == 0, run.story()
+        assert run.agents["host-0"].wait(60) == UNSUPERVISED, run.story()
         committed = run.events("checkpoint.committed")[-1]
         # Killed as soon as rank 0 had told of a step, rank 1 may not have saved that one yet.
         assert committed.step >= run.step() - 1 > alone_from + 70, run.story()

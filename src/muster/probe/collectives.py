@@ -8,17 +8,10 @@ from datetime import timedelta
 from statistics import median
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    PrefixStore,
-    ReduceScatterOptions,
-    TCPStore,
-)
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from muster.health.network.figures import Measured, Order
+from muster.probe.collective_group import Group
 
 REPEATS = 5
 _ELEMENT = 4  # float32: exact for the sums that are checked
@@ -106,54 +99,3 @@ def _prepare(
             lambda: int(torch.count_nonzero(result.view(world, share) != (ranks * world + rank).unsqueeze(1))),
         )
     raise ValueError(f"no collective {collective!r}")
-
-
-# ----------------
-# A group of ranks and its collectives. Whoever is in a function of this file waits for the other ranks: by that a
-# stack tells one that waits from one that is waited for (``health.hang.stacks``).
-
-
-class Group:
-    """Made and used directly: torch's registry keeps state for groups that fail. Every function returns when this
-    rank's part is done, and raises RuntimeError where a peer is gone or the time is over.
-
-    gloo listens on ``address``; NCCL takes its interfaces from its own variables, as in a run.
-    """
-
-    def __init__(
-        self, store: PrefixStore, rank: int, world: int, *, device: torch.device, address: str, timeout: timedelta
-    ) -> None:
-        self.rank, self.world, self.device = rank, world, device
-        if device.type == "cuda":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            self._group: dist.ProcessGroupNCCL | dist.ProcessGroupGloo
-            self._group = dist.ProcessGroupNCCL(store, rank, world, nccl)
-        else:
-            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
-            gloo._timeout = timeout
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._group = dist.ProcessGroupGloo(store, rank, world, gloo)
-        self._token = torch.zeros(1, device=device)
-
-    def meet(self) -> None:
-        """All ranks have come."""
-        self.all_reduce(self._token)
-
-    def all_reduce(self, whole: torch.Tensor) -> None:
-        self._wait(lambda: self._group.allreduce([whole], AllreduceOptions()))  # type: ignore[union-attr]
-
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        self._wait(lambda: self._group._allgather_base(whole, part, AllgatherOptions()))  # type: ignore[union-attr]
-
-    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        options = ReduceScatterOptions()
-        self._wait(lambda: self._group._reduce_scatter_base(part, whole, options))  # type: ignore[union-attr]
-
-    def all_to_all(self, result: torch.Tensor, whole: torch.Tensor) -> None:
-        self._wait(lambda: self._group.alltoall_base(result, whole, [], [], AllToAllOptions()))  # type: ignore[union-attr]
-
-    def _wait(self, begin: Callable[[], dist.Work]) -> None:
-        begin().wait()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # NCCL's wait() orders streams only

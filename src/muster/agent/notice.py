@@ -26,13 +26,13 @@ def on_notice(ctx: HostContext, source: str) -> None:
     elif state.is_supervised:
         _tell(ctx, source)
     else:
-        leaving.untold = source
+        leaving.unreported = source
 
 
 def due_s(state: HostState) -> float:
     """When ``tick`` acts, if no supervisor comes before."""
     leaving = state.leaving
-    if leaving.untold:
+    if leaving.unreported:
         return leaving.gone_s - (1 - WAIT_SHARE) * state.spec.recovery.grace_s
     return leaving.gone_s if leaving.told else NEVER
 
@@ -45,13 +45,13 @@ def tick(ctx: HostContext) -> None:
         if not state.ranks.table:
             ctx.exit(f"got {leaving.told}")
         leaving.told = ""  # with ranks: it was not taken away
-    if not leaving.untold:
+    if not leaving.unreported:
         return
     if state.is_supervised:
-        _tell(ctx, leaving.untold)
-        leaving.untold = ""
+        _tell(ctx, leaving.unreported)
+        leaving.unreported = ""
     elif _left_s(ctx) <= (1 - WAIT_SHARE) * state.spec.recovery.grace_s:
-        leaving.untold = ""
+        leaving.unreported = ""
         _save(ctx)
 
 

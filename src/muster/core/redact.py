@@ -63,7 +63,8 @@ def redact(text: str) -> str:
 
 #: What a terminal obeys (C0 but tab and newline, DEL, C1), what turns text around (bidirectional marks, by Unicode's
 #: TR 36), what other programs take for a line's end, and what no encoding can write (surrogates).
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+OBEYED = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+_OBEYED = re.compile(OBEYED)
 
 
 def printable(text: str) -> str:

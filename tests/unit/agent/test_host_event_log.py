@@ -110,7 +110,7 @@ def test_what_ranks_send_a_second_time_is_written_once(tmp_path):
         (tmp_path / "events" / "host-0.1.jsonl").read_bytes() + b'{"torn'
     )
     second = HostLog(home=open_home(tmp_path), run_id="r", host="host-0")
-    second.note("here")
+    second.write("run.message", {"text": "here"})
     second.open(1)
     assert [second.write_rank(event) for event in [*sent, told(4, 40)]] == [False, False, True, True, True]
     second.open(2)

@@ -84,10 +84,10 @@ def test_the_next_pod_of_a_host_does_not_meet_what_a_lost_one_left(tmp_path):
     logs = [
         HostLog(home=home, run_id="r", host="host-0", pod=pod) for home, pod in ((first, "pod-a"), (second, "pod-b"))
     ]
-    logs[0].note("one")
+    logs[0].write("run.message", {"text": "one"})
     ship_rest(first, logs[0].writer)
-    logs[0].note("lost")
-    logs[1].note("two")
+    logs[0].write("run.message", {"text": "lost"})
+    logs[1].write("run.message", {"text": "two"})
     ship_rest(second, logs[1].writer)
     seen = bucket_home(tmp_path / "seen", store)
     seen.mirror(seen.local)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from muster.agent.edge import lease
 from muster.agent.edge.background import Background
 from muster.agent.edge.children import FULL_S, Children, Ended, Output
 from muster.agent.edge.home import HostHome
 from muster.agent.edge.host_event_log import HostLog
-from muster.agent.edge.lease import lease_file, lease_is_given_back, supervisor_address
 from muster.agent.edge.memory_watch import MemoryWatch
 from muster.agent.edge.snapshots import SnapshotStore
 from muster.agent.evidence.assemble import assemble
@@ -314,13 +314,14 @@ class Edge:
 
     def _read_lease(self) -> Event:
         run_dir, me = self.identity.run_dir, self.identity.host
-        before, self._lease = self._lease, lease_file(run_dir)
+        before, self._lease = self._lease, lease.lease_file(run_dir)
         is_changed = self._lease is None or self._lease != before
-        is_released = lease_is_given_back(run_dir, me=me)
         try:
-            return ev.LeaseRead(supervisor_address(run_dir, me=me), is_changed, is_released)
+            record = lease.read(run_dir, me=me)
         except OtherVersion as error:
-            return ev.LeaseRead(None, is_changed, is_released, refusal=str(error))
+            return ev.LeaseRead(None, is_changed, False, refusal=str(error))
+        address = record.address if record is not None else None
+        return ev.LeaseRead(address, is_changed, is_released=record is not None and address is None)
 
     def _find_setup(self, spec: RunSpec) -> Event:
         memory, digest = self.identity.memory, _digest(spec) if steps_of(spec) else ""

@@ -73,10 +73,6 @@ class HostLog:
             if log.trouble is not None:
                 print(f"{log.path} lacks its last events: {log.trouble}", file=sys.stderr)
 
-    def note(self, text: str) -> None:
-        """An informational message."""
-        self.write("run.message", {"text": text})
-
     def write_rank(self, event: RankEvent) -> bool:
         """An event as a rank sent it, with the rank's own times; False: a predecessor of this agent had written it.
 

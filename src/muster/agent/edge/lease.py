@@ -8,7 +8,18 @@ from pathlib import Path
 from muster.core.typed_json import Unreadable
 from muster.protocol.lease import LeaseRecord, read_lease
 from muster.protocol.values import Address
-from muster.protocol.version import OtherVersion
+
+
+def read(run_dir: Path, *, me: str) -> LeaseRecord | None:
+    """None: there is none that can be read. One without an address was given back: the last supervisor ended of its own
+    will, which is the end of the run. ``me``: who reads it.
+
+    Raises OtherVersion: that supervisor is of another version.
+    """
+    try:
+        return read_lease((run_dir / "lease.json").read_bytes(), me=me)
+    except (OSError, Unreadable):
+        return None
 
 
 def supervisor_address(run_dir: Path, *, me: str) -> Address | None:
@@ -16,17 +27,8 @@ def supervisor_address(run_dir: Path, *, me: str) -> Address | None:
 
     Raises OtherVersion: that supervisor is of another version.
     """
-    lease = _lease(run_dir, me=me)
+    lease = read(run_dir, me=me)
     return None if lease is None else lease.address
-
-
-def lease_is_given_back(run_dir: Path, *, me: str) -> bool:
-    """Whether the last supervisor ended of its own will, which is the end of the run. ``me``: who reads it."""
-    try:
-        lease = _lease(run_dir, me=me)
-    except OtherVersion:
-        return False
-    return lease is not None and lease.address is None
 
 
 def lease_file(run_dir: Path) -> tuple[int, int, int] | None:
@@ -43,11 +45,3 @@ def lease_file(run_dir: Path) -> tuple[int, int, int] | None:
     finally:
         os.close(fd)
     return status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def _lease(run_dir: Path, *, me: str) -> LeaseRecord | None:
-    """None: there is none that can be read."""
-    try:
-        return read_lease((run_dir / "lease.json").read_bytes(), me=me)
-    except (OSError, Unreadable):
-        return None

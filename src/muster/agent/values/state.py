@@ -151,7 +151,7 @@ class Link:
 class Leaving:
     """Why and when this host goes: a notice, or no supervisor and no work."""
 
-    untold: str = ""
+    unreported: str = ""
     """The source of a notice that no supervisor has heard of."""
     told: str = ""
     """The source of one that a supervisor has heard of."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.core.processes import open_plain
+from muster.core.redact import OBEYED
 
 #: Read of one rank's output at one look. Of more, the newest part: a person reads less, a pipe has its own pace.
 MOST_BYTES = 64 << 10
@@ -17,8 +18,7 @@ LONGEST = 4 << 10
 #: What a terminal obeys, other than colours: it would tear the lines that are drawn below.
 _CONTROL = re.compile(
     r"\x1b\[[0-9;:]*m"
-    r"|(\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[\]]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff])"
+    r"|(\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[\]]?|" + OBEYED + ")"
 )
 _NAME = re.compile(r"rank-(\d+)\.a(\d+)\.log")
 

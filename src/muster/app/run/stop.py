@@ -167,13 +167,14 @@ def down(reference: str) -> Down:
         BackendError: something could not be ended.
     """
     run = run_registry.find(reference, any_format=True)
-    launcher, handle = job(run, backend_of(run))  # a damaged run file keeps nobody from ending it
+    backend = backend_of(run)
+    launcher, handle = job(run, backend)  # a damaged run file keeps nobody from ending it
     if not run_registry.is_readable(run.path):  # its records and events are not read, nor written
         launcher.cancel(handle)
         return _proven(Down(run=run, left=tuple(launcher.remaining(handle))))
     before, number = launcher.poll(handle), submit.submission(run)
     before_wall_ns = SystemClock().wall_ns()
-    if not before.state.ended and backends.get(backend_of(run)).capabilities.uses_this_machine:
+    if not before.state.ended and backends.get(backend).capabilities.uses_this_machine:
         with contextlib.suppress(MusterError):  # to a supervisor the SIGTERM that follows means a preemption
             request(run, StopRun(source="muster down", save=False, force=True))
     launcher.cancel(handle)

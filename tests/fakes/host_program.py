@@ -6,7 +6,7 @@ from fakes.clock import VirtualClock
 
 from muster.backends.host.loop import LONGEST_WAIT_S, HostProgram
 from muster.backends.host.place import Place, Program
-from muster.backends.host.state import AGENT, RESUME, SUPERVISOR, Lease, Looked
+from muster.backends.host.state import AGENT, NEVER, RESUME, SUPERVISOR, Lease, Looked
 
 
 class Children:
@@ -48,6 +48,8 @@ class Home:
         self.clock, self.children = clock, children
         self.until_s, self.pid, self.end = 0.0, None, None
         self.answers, self.shipped, self.withdrawn = True, [], 0
+        self.says = None
+        """What ``look`` answers, where a test says so."""
 
     def held_s(self):
         """0 where the holder was ours and has ended: what it left is free at once."""
@@ -57,10 +59,12 @@ class Home:
         return max(0.0, self.until_s - self.clock.now_s)
 
     def look(self, ended_pid):
+        if self.says is not None:
+            return self.says
         if not self.answers:
             return Looked(lease=Lease(kind="unknown"))
         if (left_s := self.held_s()) > 0:
-            return Looked(lease=Lease(kind="held", left_s=left_s, term=1))
+            return Looked(lease=Lease(kind="held", left_s=left_s))
         return Looked(lease=Lease(kind="free"), end=self.end)
 
     def withdraw_end(self, code):
@@ -86,9 +90,9 @@ class VirtualPlace(Place):
     def requeue(self):
         return self.host.requeued.pop(0)
 
-    def vacate(self, term):
-        self.host.asked.append("vacate")
-        return self.host.reached
+    def time_left_s(self):
+        self.host.asked.append("time left")
+        return self.host.time_left_s
 
     def end_here(self):
         self.host.asked.append("end here")
@@ -101,7 +105,7 @@ class OneHost:
         self.clock = clock or VirtualClock()
         self.children, self.asked, self.said = Children(), [], []
         self.home = Home(self.clock, self.children)
-        self.reached, self.scope, self.requeued = True, None, []
+        self.reached, self.scope, self.requeued, self.time_left_s = True, None, [], NEVER
         place = VirtualPlace(home=self.home)
         place.host = self
         self.program = HostProgram(

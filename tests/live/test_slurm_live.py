@@ -15,7 +15,6 @@ from slurm_cluster import SlurmCluster
 from slurm_runs import Run, User, needs_slurm, recovery_s, run_file
 
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.drain import drain
 from muster.core.protocols import Completed
 
 pytestmark = [
@@ -245,7 +244,7 @@ def test_a_faulty_machine_is_drained_while_it_trains_on(cluster, user):
         assert f"Reason=muster run {run.id}: GPU 6: PCIe link of 8 of 16 lanes" in shown, shown
         said = f"host-0: Slurm gives {node} no new jobs"
         run.wait_until(lambda: any(said in str(event.detail) for event in run.events("run.message")), "word of it")
-        assert drain(node, "again", Slurm(shell=Within(cluster))).endswith("already")
+        assert Slurm(shell=Within(cluster)).drain(node, "again").endswith("already")
         run.wait_for_step(run.events("step")[-1].step + 2)
         assert run.status()["state"] == "running", "what runs there goes on"
     finally:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 #: The label: in the environment of every process of a run, whatever its parent and session.
 RUN_ID = "MUSTER_RUN_ID"
 RUN_DIR = "MUSTER_RUN_DIR"
+HOST = "MUSTER_HOST"
 
 _GROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -203,8 +204,8 @@ def lives(pid: int, start_ticks: int) -> bool:
     return result is not None and result.start_ticks == start_ticks
 
 
-def labelled(run_id: str) -> list[Process]:
-    """Every living process of this user that carries the run's label."""
+def labelled(run_id: str, *, host: str | None = None) -> list[Process]:
+    """Every living process of this user that carries the run's label, and the host's."""
     matches = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -215,8 +216,9 @@ def labelled(run_id: str) -> list[Process]:
             continue  # another user's, or gone
         ours = [word.decode(errors="replace") for word in variables if word.startswith(b"MUSTER_")]
         result = dict(word.partition("=")[::2] for word in ours)
-        process = look(int(entry.name)) if result.get(RUN_ID) == run_id else None
-        if process is not None:
+        if result.get(RUN_ID) != run_id or host not in (None, result.get(HOST)):
+            continue
+        if (process := look(int(entry.name))) is not None:
             matches.append(replace(process, run_dir=result.get(RUN_DIR, "")))
     return matches
 

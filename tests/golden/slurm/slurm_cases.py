@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from muster.backends.slurm.batch import srun
-from muster.backends.slurm.container import inside
-from muster.backends.slurm.script import SCRIPT, program, script
+from muster.backends.slurm import container
+from muster.backends.slurm.script import SCRIPT, program, python_in_step, script
 from muster.backends.slurm.toolkit.blueprint import blueprint
 from muster.config import load
 from muster.config.spec import RunSpec
@@ -75,9 +74,8 @@ def example(name: str) -> RunSpec:
 
 def step(of: RunSpec) -> str:
     """The first node's step as the job's script starts it, a word a line."""
-    python = of.slurm.container.python if of.slurm.container is not None else ""
-    agent = [*program("backends.slurm.node", python, run_id=RUN_ID, run_dir=RUN_DIR), "--host", "host-0"]
-    return "\n".join([*srun(of, RUN_DIR, "node-0", {}), *inside(of, RUN_DIR, agent, {})]) + "\n"
+    node = [*program("backends.slurm.node", python_in_step(of), run_id=RUN_ID, run_dir=RUN_DIR), "--host", "host-0"]
+    return "\n".join(container.step(of, RUN_DIR, "node-0", node, {})) + "\n"
 
 
 def blueprints() -> dict[str, RunSpec]:

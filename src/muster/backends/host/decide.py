@@ -25,6 +25,7 @@ from muster.backends.host.state import (
     Action,
     AskSave,
     AskScope,
+    AskTime,
     Child,
     ChildEnded,
     EndHere,
@@ -52,8 +53,6 @@ from muster.backends.host.state import (
     Start,
     State,
     Tick,
-    Vacate,
-    Vacated,
     WithdrawEnd,
 )
 from muster.protocol.exit_codes import UNSUPERVISED
@@ -66,8 +65,8 @@ CLEAN = (0, RESUME, UNSUPERVISED, STOPPED)
 """Exit codes of programs that brought their last events home themselves."""
 KILLED = 128
 """The least exit code of a program that a signal ended."""
-SOONEST_S, LATEST_S = 1.0, 3.0
-"""How often the lease is read: one of 10 s is renewed every 3 s."""
+SOONEST_S = 1.0
+"""Between two looks at the lease."""
 UNKNOWN_S = 2.0
 """Until a home that did not answer is asked again."""
 STAGGER_S, LONGEST_STAGGER_S = 2.0, 30.0
@@ -120,9 +119,6 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Decision:
             return _scope_known(state, scope, now, rules)
         case Saved(reason=reason, delivered=delivered):
             return _saved(state, reason, delivered, now, rules)
-        case Vacated(done=done):
-            state = replace(state, next_look_s=now + SOONEST_S)
-            return _start_supervisor(state, now) if done and state.leaving is None else (state, [])
         case Requeued():
             return _requeued(state, event, now, rules)
         case LeaveAt(at_s=at_s):
@@ -196,10 +192,6 @@ def _started(state: State, name: str, now: float) -> State:
     return _with(state, name, running=True, began_s=now, starts=state.child(name).starts + 1)
 
 
-def _start_supervisor(state: State, now: float) -> Decision:
-    return replace(_started(state, SUPERVISOR, now), free_since_s=None), [Start(SUPERVISOR)]
-
-
 def _child_ended(state: State, name: str, code: int, now: float, rules: Rules) -> Decision:
     lived_s = now - state.child(name).began_s
     state = _with(state, name, running=False, lived_s=lived_s)
@@ -214,7 +206,7 @@ def _child_ended(state: State, name: str, code: int, now: float, rules: Rules) -
     if name == SUPERVISOR:
         # Whether it crashed depends on who holds the lease now, and on what the home says.
         crash = None if state.notice is not None and not rules.insists else code
-        state = replace(state, crash=crash, next_look_s=now, free_since_s=None, reached_s=now)
+        state = replace(state, crash=crash, next_look_s=now, free_since_s=None)
         return replace(state, next_save_s=min(state.next_save_s, now)), actions
     state = replace(state, next_look_s=min(state.next_look_s, now))  # the run's end is the usual reason
     if rules.most_starts is not None:
@@ -247,15 +239,9 @@ def _looked(state: State, event: Looked, now: float, rules: Rules) -> Decision:
     lease, end = event.lease, event.end
     if lease.kind == "unknown":  # no supervisor could start now either
         return replace(state, free_since_s=None, next_look_s=now + UNKNOWN_S), []
-    if lease.kind == "held":
-        first, next_s = not state.looked, now + min(LATEST_S, max(SOONEST_S, lease.left_s - SOONEST_S))
-        lost_race = state.crash == REFUSED
-        crash = None if lost_race else state.crash
-        state = replace(state, free_since_s=None, was_held=True, looked=True, next_look_s=next_s, crash=crash)
-        if rules.silence is not None:
-            return _judge_silence(state, event, now, rules, first=first)
-        return state, [Say("another host holds the run: standing by")] if lost_race else []
-    state = replace(state, next_look_s=now + SOONEST_S)
+    if lease.kind == "held" and (state.crash is None or lease.left_s > 0):
+        return _stand_by(state, event, now, rules)
+    state = replace(state, next_look_s=now + SOONEST_S, cut_off=False)
     if end == "unreadable":
         return state, []
     first, state = not state.looked, replace(state, looked=True)
@@ -268,14 +254,34 @@ def _looked(state: State, event: Looked, now: float, rules: Rules) -> Decision:
         return _leave(state, Outcome.END_UNWRITTEN, 1, now, rules)
     if state.crash is not None:
         return _judge_crash(state, state.crash, now, rules)
-    return _take_over_where_due(state, now, rules)
+    return _take_over_where_due(state, now, rules, at_once=lease.kind == "vacated")
+
+
+def _stand_by(state: State, event: Looked, now: float, rules: Rules) -> Decision:
+    """A supervisor that ended because another one holds the lease has lost a race: no crash. A host that is cut off
+    ends its own ranks, and starts none."""
+    lost_race = state.crash == REFUSED
+    state = replace(
+        state,
+        free_since_s=None,
+        was_held=True,
+        looked=True,
+        next_look_s=now + min(rules.longest_look_s, max(SOONEST_S, event.lease.left_s - SOONEST_S)),
+        crash=None if lost_race else state.crash,
+        cut_off=event.cut_off,
+    )
+    if event.cut_off and state.child(AGENT).running:
+        return state, [Say("cut off: ending this host's ranks"), EndHere()]
+    return state, [Say("another host holds the run: standing by")] if lost_race else []
 
 
 def _is_used_up(child: Child, rules: Rules) -> bool:
     return rules.most_starts is not None and not child.running and child.starts >= rules.most_starts
 
 
-def _take_over_where_due(state: State, now: float, rules: Rules) -> Decision:
+def _take_over_where_due(state: State, now: float, rules: Rules, *, at_once: bool) -> Decision:
+    """``at_once``: this host has waited for its turn before it expired the lease; the one that lost it may have been
+    the one that is told when the allocation ends."""
     is_blocked = (state.notice is not None and not rules.insists) or state.child(SUPERVISOR).shipping
     if rules.rank is None or state.supervises or is_blocked:
         return state, []
@@ -286,36 +292,11 @@ def _take_over_where_due(state: State, now: float, rules: Rules) -> Decision:
     patience_s = min(LONGEST_STAGGER_S, STAGGER_S * rules.rank)
     if rules.rank and not state.was_held:
         patience_s += FIRST_HOST_S
-    if now - free_since_s < patience_s:
+    if now - free_since_s < patience_s and not at_once:
         return state, []
-    state, actions = _start_supervisor(state, now)
-    return state, [Say("the run's lease is free: starting its supervisor here"), *actions]
-
-
-def _judge_silence(state: State, event: Looked, now: float, rules: Rules, *, first: bool) -> Decision:
-    """A holder that this host cannot reach while others can is replaced by a conditional write to the lease: its next
-    renewal fails, wherever it runs. A host that reaches nobody ends its own ranks."""
-    silence = rules.silence
-    assert silence is not None
-    state = replace(state, next_look_s=now + silence.every_s)
-    if first and rules.rank == 0:  # the lease of an earlier allocation; a living holder wins the race
-        return _start_supervisor(state, now)
-    silent_s = now - state.reached_s
-    if event.lease.reachable:
-        return replace(state, reached_s=now, cut_off=False), []
-    if silent_s < silence.after_s:
-        return state, []
-    if not event.in_touch:
-        state = replace(state, cut_off=True)
-        if silent_s > silence.cut_off_s and state.child(AGENT).running:
-            return state, [Say(f"cut off for {silent_s:.1f} s: ending this host's ranks"), EndHere()]
-        return state, []
-    if state.cut_off:  # reachable again: the holder may well live, so it gets its time again
-        return replace(state, cut_off=False, reached_s=now), []
-    if rules.rank is None or state.child(SUPERVISOR).shipping or now < state.child(SUPERVISOR).not_before_s:
-        return state, []
-    text = f"the lease holder has been silent for {silent_s:.1f} s"
-    return replace(state, next_look_s=NEVER), [Say(text), Vacate(event.lease.term)]
+    state = replace(_started(state, SUPERVISOR, now), free_since_s=None)
+    actions: list[Action] = [Say("the run's lease is free: starting its supervisor here"), Start(SUPERVISOR)]
+    return state, [*actions, AskTime()] if at_once else actions
 
 
 def _judge_crash(state: State, code: int, now: float, rules: Rules) -> Decision:
@@ -400,7 +381,7 @@ def _noticed(state: State, now: float, rules: Rules) -> Decision:
         return _host_goes(state, now, rules)
     if not rules.everyone_is_notified or state.supervises:
         return replace(state, next_save_s=NEVER if rules.insists else state.next_save_s), [AskSave("notice")]
-    if state.was_held:
+    if state.was_held or state.child(SUPERVISOR).starts:
         return state, []
     # There is nothing to save, so nothing to wait for.
     state, actions = _leave(state, Outcome.EVICTED, KILLED + Signals.SIGTERM, now, rules, steps=((None, 5.0),))

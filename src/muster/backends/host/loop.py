@@ -16,11 +16,13 @@ from muster.backends.host.decide import LAST_UPLOAD_S, decide
 from muster.backends.host.place import Place, Program, Service, say
 from muster.backends.host.state import (
     AGENT,
+    NEVER,
     RESUME,
     SUPERVISOR,
     Action,
     AskSave,
     AskScope,
+    AskTime,
     Child,
     ChildEnded,
     EndHere,
@@ -44,8 +46,6 @@ from muster.backends.host.state import (
     Start,
     State,
     Tick,
-    Vacate,
-    Vacated,
     WithdrawEnd,
 )
 from muster.core.clock import SystemClock
@@ -77,7 +77,7 @@ class HostProgram:
 
     def __post_init__(self) -> None:
         programs = {name: Child() for name in self.programs if name != SUPERVISOR}
-        self.state = State(programs=programs, reached_s=self.now_s())
+        self.state = State(programs=programs)
 
     def now_s(self) -> float:
         return self.clock.monotonic_ns() / 1e9
@@ -151,8 +151,8 @@ class HostProgram:
             case RequeueRest():
                 failed = Requeued(text="cannot queue the rest of the run yet", code=RESUME, again=True)
                 self._ask(self.place.requeue, failed)
-            case Vacate(term):
-                self._ask(lambda: Vacated(done=self.place.vacate(term)), Vacated(done=False))
+            case AskTime():
+                self._ask(lambda: LeaveAt(at_s=self.now_s() + self.place.time_left_s()), LeaveAt(at_s=NEVER))
             case WithdrawEnd():
                 self.place.home.withdraw_end(RESUME)
 

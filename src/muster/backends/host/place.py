@@ -65,8 +65,8 @@ class Place:
         """Queue the rest of the run."""
         raise NotImplementedError
 
-    def vacate(self, term: int) -> bool:
-        """Expire the lease of a silent holder, by condition."""
+    def time_left_s(self) -> float:
+        """Until the run is to be saved because the allocation ends; asked where ``look`` says ``vacated``."""
         raise NotImplementedError
 
     def end_here(self) -> None:

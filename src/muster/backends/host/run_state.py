@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.backends.host.state import Lease, Looked
-from muster.core.errors import MusterError
+from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import Unreadable, decode, encode
-from muster.protocol.lease import EndRecord, LeaseRecord, read_lease
+from muster.protocol.lease import EndRecord, LeaseRecord, read_lease, write_lease
 from muster.protocol.version import OtherVersion
 from muster.storage import run_registry
 from muster.storage.home import Home, open_home
@@ -58,7 +58,7 @@ class RunState:
     def held_s(self) -> float:
         """For how long somebody holds the run's lease, by this pod's clock; 0: nobody does."""
         try:
-            record = self._lease()
+            record = self.current_lease()
         except (MusterError, OSError) as error:
             self._say(f"the run's home does not answer: {error}")
             return UNKNOWN_S
@@ -67,25 +67,24 @@ class RunState:
     def look(self, ended_pid: int | None) -> Looked:
         """Lease and end. A lease that a process of this host left, ``ended_pid``, is free: it cannot renew it."""
         try:
-            record = self._lease()
+            record = self.current_lease()
         except (MusterError, OSError) as error:
             self._say(f"the run's home does not answer: {error}")
             return Looked(lease=Lease(kind="unknown"))
         left_s = (record.expires_wall_ns - time.time_ns()) / 1e9 if record is not None else 0.0
-        is_ours = record is not None and (record.machine, record.pid) == (socket.gethostname(), ended_pid)
-        if record is not None and left_s > 0 and not is_ours:
+        if record is not None and left_s > 0 and not is_of(record, ended_pid):
             if self.brings_events:
                 self.catch_up()
-            return Looked(lease=Lease(kind="held", left_s=left_s, term=record.term))
+            return Looked(lease=Lease(kind="held", left_s=left_s))
         try:
             return Looked(lease=Lease(kind="free"), end=self.ended())
         except (MusterError, OSError):
             return Looked(lease=Lease(kind="free"), end="unreadable")
 
     def lease(self) -> LeaseRecord | None:
-        """As it stands, in force or not; None: there is none, or the home does not answer."""
+        """The same; None also where the home does not answer."""
         try:
-            return self._lease()
+            return self.current_lease()
         except (MusterError, OSError):
             return None
 
@@ -94,15 +93,34 @@ class RunState:
         record = self.lease()
         return record.pid if record is not None and record.machine == socket.gethostname() else None
 
-    def _lease(self) -> LeaseRecord | None:
-        """None: there is none that anybody could use. Raises as the store."""
+    def current_lease(self) -> LeaseRecord | None:
+        """As it stands, in force or not; None: there is none that anybody could use. Raises as the store."""
+        found = self._stored_lease()
+        return found[0] if found is not None else None
+
+    def _stored_lease(self) -> tuple[LeaseRecord, str] | None:
+        """With its generation."""
         try:
-            return read_lease(self.store.get(self.home.uri_of("lease.json")).data, me="this supervisor's pod")
+            stored = self.store.get(self.home.uri_of("lease.json"))
+            return read_lease(stored.data, me="this host"), stored.generation
         except FileNotFoundError:
             return None
         except (Unreadable, OtherVersion) as error:
             self._say(f"the run's lease cannot be read: {error}")
             return None
+
+    def vacate(self, term: int) -> bool:
+        """Expire the lease of a holder that cannot be reached: its renewals fail from then on, wherever it runs. False:
+        it was renewed, or taken, just now. Raises as the store."""
+        found = self._stored_lease()
+        if found is None or found[0].term != term:
+            return False
+        record = write_lease(replace(found[0], expires_wall_ns=0))
+        try:
+            self.store.put_if(self.home.uri_of("lease.json"), record, found[1])
+        except (ConflictError, FileNotFoundError):
+            return False
+        return True
 
     def catch_up(self) -> None:
         """Bring the run's events to ``run_dir`` now and then, in a thread; what fails is tried again."""
@@ -183,3 +201,8 @@ class RunState:
         if text != self._said:
             print(text, file=sys.stderr, flush=True)
         self._said = text
+
+
+def is_of(record: LeaseRecord, pid: int | None) -> bool:
+    """Whether the lease names this process of this machine."""
+    return (record.machine, record.pid) == (socket.gethostname(), pid)

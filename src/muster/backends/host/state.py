@@ -33,18 +33,6 @@ class Outcome(Enum):
 # ---------------------------------------------------------------- rules
 
 
-@dataclass(frozen=True, kw_only=True)
-class Silence:
-    """How a candidate judges a lease holder that accepts no connection."""
-
-    after_s: float
-    """Until its lease is expired."""
-    cut_off_s: float
-    """Until a host that reaches nobody else either ends its own ranks, which can only hang."""
-    every_s: float
-    """Between two looks; more for hosts whose turn is far, to limit the load on the holder."""
-
-
 LeaveSteps: TypeAlias = tuple[tuple[Signals | None, float], ...]
 """A signal for every program that is left, and how long to wait after it."""
 LEAVE: LeaveSteps = ((None, 30.0), (Signals.SIGTERM, 10.0), (Signals.SIGKILL, 10.0))
@@ -76,7 +64,8 @@ class Rules:
     """An agent that ends with 0 has been released."""
     saves_by_signal: bool = False
     """The supervisor here saves on SIGTERM; else it is asked by its socket."""
-    silence: Silence | None = None
+    longest_look_s: float = 3.0
+    """At most so long after one look at a held lease comes the next: one of 10 s is renewed every 3 s."""
     grace_s: float = NEVER
     """From a notice to the end of this host."""
     most_starts: int | None = None
@@ -145,9 +134,8 @@ class State:
     leave_at_s: float = NEVER
     """When the allocation's time is nearly up."""
     free_since_s: float | None = None
-    reached_s: float = 0.0
-    """When the lease holder last accepted a connection."""
     cut_off: bool = False
+    """This host reaches nobody: what it starts could only hang."""
     again_since_s: float | None = None
     """When 75 was first seen in the home."""
     was_held: bool = False
@@ -171,12 +159,11 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    kind: Literal["free", "held", "unknown"]
-    """``held``: by another process than one of ours that has ended; ``unknown``: the home does not answer."""
+    kind: Literal["free", "held", "unknown", "vacated"]
+    """``held``: by another process than one of ours that has ended; ``unknown``: the home does not answer;
+    ``vacated``: this host has just expired it, because its holder was silent."""
     left_s: float = 0.0
-    term: int = 0
-    reachable: bool = True
-    """The holder accepts connections; looked at under ``Rules.silence``."""
+    """Not above 0: its time is over, and its holder may live."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +188,8 @@ class Looked:
     lease: Lease
     end: int | Literal["unreadable"] | None = None
     """How the run ended; read where the lease is free."""
-    in_touch: bool = True
-    """Under ``Rules.silence``: this host is on the side of a network cut that counts."""
+    cut_off: bool = False
+    """This host has reached nobody else for so long that its ranks can only hang."""
 
 
 @dataclass(frozen=True)
@@ -227,11 +214,6 @@ class Shipped:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vacated:
-    done: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Requeued:
     text: str
     code: int = 0
@@ -247,9 +229,7 @@ class LeaveAt:
     at_s: float
 
 
-Event: TypeAlias = (
-    Tick | ChildEnded | NotStarted | Looked | Noticed | ScopeKnown | Saved | Shipped | Vacated | Requeued | LeaveAt
-)
+Event: TypeAlias = Tick | ChildEnded | NotStarted | Looked | Noticed | ScopeKnown | Saved | Shipped | Requeued | LeaveAt
 
 # ---------------------------------------------------------------- actions
 
@@ -293,8 +273,8 @@ class RequeueRest:
 
 
 @dataclass(frozen=True)
-class Vacate:
-    term: int
+class AskTime:
+    """For how long the allocation lasts: the host that would have been told is lost."""
 
 
 @dataclass(frozen=True)
@@ -319,5 +299,5 @@ class Exit:
 
 
 Action: TypeAlias = (
-    Start | Send | Look | AskScope | AskSave | Ship | RequeueRest | Vacate | WithdrawEnd | EndHere | Say | Exit
+    Start | Send | Look | AskScope | AskSave | AskTime | Ship | RequeueRest | WithdrawEnd | EndHere | Say | Exit
 )

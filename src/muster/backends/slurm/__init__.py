@@ -49,9 +49,9 @@ def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = N
 
 
 def _drain(node: str, reason: str) -> str:
-    from muster.backends.slurm.drain import drain
+    from muster.backends.slurm.commands import Slurm
 
-    return drain(node, reason)
+    return Slurm().drain(node, reason)
 
 
 def _site() -> Site:

@@ -153,9 +153,19 @@ class Slurm:
         shown = self._ask("sacctmgr", "--noheader", "--parsable2", "show", *words).stdout
         return [line.split("|") for line in shown.splitlines()]
 
-    def drain(self, node: str, reason: str) -> None:
-        """No new jobs for a node. Raises AccessError where this user may not."""
+    def drain(self, node: str, reason: str) -> str:
+        """Give ``node`` no new jobs; those that run there go on. Returns what is so now. One that is drained or down
+        stays as it is: somebody gave a reason.
+
+        Raises:
+            AccessError: this user may not (operators and administrators may).
+            BackendError: Slurm does not answer, knows no such node, or has no commands here.
+        """
+        state = self.node_state(node)
+        if any(word in state for word in ("DRAIN", "DOWN", "FAIL")):
+            return f"Slurm has {node} as {state.lower()} already"
         self._ask("scontrol", "update", f"nodename={node}", "state=drain", f"reason={reason}")
+        return f"Slurm gives {node} no new jobs: it drains (scontrol update nodename={node} state=resume ends that)"
 
     def accounted(self, job_id: str) -> Mapping[str, str]:
         """The job in the accounting; empty where there is none (many clusters have no slurmdbd)."""

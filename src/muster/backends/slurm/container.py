@@ -1,4 +1,5 @@
-"""The container that a node's step runs in: what of the node it must see, and how pyxis and apptainer are told."""
+"""How a program is started on a node: the step, and the container it runs in: what of the node it must see, and how
+pyxis and apptainer are told."""
 
 from __future__ import annotations
 
@@ -13,6 +14,26 @@ from muster.backends.slurm.script import environment
 from muster.config.sections.sources import glob_of
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
+
+
+def srun(node: str, run_dir: str, *options: str) -> list[str]:
+    """What comes before a program that is started on a node; from outside the job with the option ``--jobid``."""
+    # --cpu-bind=none: a site's autobind gives a step of one task one core, and the ranks are that task's children.
+    return [
+        "srun", *options, "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--no-kill",
+        "--kill-on-bad-exit=0", "--mpi=none", "--cpu-bind=none", "--export=ALL", f"--chdir={run_dir}",
+    ]  # fmt: skip
+
+
+def step(
+    spec: RunSpec, run_dir: str, node: str, argv: Sequence[str], environ: Mapping[str, str], *options: str
+) -> list[str]:
+    """The command that runs ``argv`` on a node as a run's job does: in its container, with its processors."""
+    processors = [f"--cpus-per-task={spec.slurm.cpus_per_host}"] if spec.slurm.cpus_per_host is not None else []
+    return [
+        *srun(node, run_dir, *options), *processors, *step_options(spec, run_dir, environ),
+        *inside(spec, run_dir, argv, environ),
+    ]  # fmt: skip
 
 
 def step_options(spec: RunSpec, run_dir: str, environ: Mapping[str, str]) -> list[str]:

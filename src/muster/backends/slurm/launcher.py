@@ -14,10 +14,11 @@ from pathlib import Path
 
 from muster.backends.protocols import Terminal
 from muster.backends.slurm.commands import Job, NoAnswer, Slurm, name_of
+from muster.backends.slurm.container import srun
 from muster.backends.slurm.job_exec import execute
 from muster.backends.slurm.job_outcome import SlurmJob, judge
 from muster.backends.slurm.offers import offers, resolved_spec
-from muster.backends.slurm.script import SCRIPT, program, python_of, script
+from muster.backends.slurm.script import SCRIPT, agent_program, program, python_in_step, script
 from muster.config import validation
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
@@ -27,8 +28,6 @@ from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChu
 from muster.storage import job_record, run_output, run_registry
 
 SUBMISSION = "submission"
-#: Of the agent's program: nodes need not look for a cloud's metadata server, Slurm announces the end of a job.
-NO_METADATA_SERVER = "--no-metadata-server"
 #: KillWait is 30 s where a site has not changed it, and the controller adds to that.
 GONE_WITHIN_S = 90.0
 COMPLETING = "COMPLETING"
@@ -64,10 +63,9 @@ class SlurmLauncher:
 
     def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
         """The script, and what runs in the allocation: a supervisor under a lease, an agent a node."""
-        python = spec.slurm.container.python if spec.slurm.container is not None else python_of(spec)
+        python = python_in_step(spec)
         supervisor = program("app.supervisor", python, run_id=run_id, run_dir=run_dir)
-        agent = program("agent.watchdog", python, run_id=run_id, run_dir=run_dir)
-        agent += ["--host", "host-{index}", NO_METADATA_SERVER]
+        agent = agent_program(python, run_id=run_id, run_dir=run_dir, host="host-{index}")
         hosts = spec.resources.hosts + spec.resources.spare_hosts
         return JobRequest(
             run_id=run_id,
@@ -221,7 +219,7 @@ class SlurmLauncher:
         name = f"host-{host or 0}"
         if name not in nodes:
             raise UsageError(f"{run_id} has no {name}", hint=f"hosts: {', '.join(nodes) or 'none yet'}")
-        return execute([*step(job.id, nodes[name], run_dir), *argv], terminal)
+        return execute([*srun(nodes[name], run_dir, f"--jobid={job.id}"), *argv], terminal)
 
     def steps(self, run_id: str) -> dict[str, list[str]]:
         """Node -> the step that starts a program on it.
@@ -230,7 +228,7 @@ class SlurmLauncher:
             UsageError: nothing of the run is running.
         """
         job, run_dir, nodes = self._running(run_id)
-        return {node: step(job.id, node, run_dir) for node in dict.fromkeys(nodes.values())}
+        return {node: srun(node, run_dir, f"--jobid={job.id}") for node in dict.fromkeys(nodes.values())}
 
     def _running(self, run_id: str) -> tuple[Job, str, dict[str, str]]:
         """(the run's job, its folder, host -> node). Raises UsageError: nothing of it is running."""
@@ -242,14 +240,6 @@ class SlurmLauncher:
 
     def _living(self, run_id: str) -> list[Job]:
         return [job for job in self.slurm.jobs(run_id) if not job.ended]
-
-
-def step(job_id: str, node: str, run_dir: str) -> list[str]:
-    """What comes before a program that is started on a job's node from outside it."""
-    return [
-        "srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none",
-        "--no-kill", f"--nodelist={node}", f"--chdir={run_dir}",
-    ]  # fmt: skip
 
 
 def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:

@@ -7,13 +7,8 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
-from muster.core.errors import MusterError, UsageError
-from muster.core.typed_json import Unreadable
-from muster.protocol.client import FromClient, SupervisorStatus
-from muster.protocol.lease import LeaseRecord, read_lease
-from muster.transport.client import ask_supervisor
+from muster.core.errors import UsageError
 
 
 def place_of_this_node(environ: Mapping[str, str]) -> dict[str, str]:
@@ -61,24 +56,6 @@ def connects(address: tuple[str, int], *, timeout_s: float = 1.0) -> bool:
     except OSError:
         return False
     return True
-
-
-def request(
-    address: tuple[str, int], token: bytes, message: FromClient, *, timeout_s: float = 5.0
-) -> SupervisorStatus | None:
-    """Send the supervisor one message and return its answer; None when none comes."""
-    try:
-        return ask_supervisor(address, token, message, timeout_s=timeout_s)
-    except (OSError, MusterError, Unreadable):
-        return None
-
-
-def lease(run_dir: Path) -> LeaseRecord | None:
-    """The record of the run's lease; None: there is none. Raises OtherVersion."""
-    try:
-        return read_lease((run_dir / "lease.json").read_bytes(), me="this job")
-    except (OSError, Unreadable):
-        return None
 
 
 def _address_of(interface: str) -> str:

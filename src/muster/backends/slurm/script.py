@@ -88,6 +88,17 @@ def program(module: str, python: str, *, run_id: str, run_dir: str) -> list[str]
     return [python, "-P", "-m", f"muster.{module}", "--run-dir", run_dir, "--run-id", run_id]
 
 
+def agent_program(python: str, *, run_id: str, run_dir: str, host: str) -> list[str]:
+    """Nodes need not look for a cloud's metadata server: Slurm announces the end of a job."""
+    agent = program("agent.watchdog", python, run_id=run_id, run_dir=run_dir)
+    return [*agent, "--host", host, "--no-metadata-server"]
+
+
+def python_in_step(spec: RunSpec) -> str:
+    """The Python of a node's step: the container's, where the run has one."""
+    return spec.slurm.container.python if spec.slurm.container is not None else python_of(spec)
+
+
 def python_of(spec: RunSpec) -> str:
     """The Python on the nodes, outside any container."""
     return f"{spec.slurm.venv.rstrip('/')}/bin/python" if spec.slurm.venv else sys.executable

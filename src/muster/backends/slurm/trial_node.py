@@ -16,11 +16,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from muster.backends.slurm.batch import srun
 from muster.backends.slurm.commands import Slurm
-from muster.backends.slurm.container import inside, make_places, step_environment
+from muster.backends.slurm.container import make_places, step, step_environment
 from muster.backends.slurm.nccl_settings import with_nccl_settings
-from muster.backends.slurm.script import python_of
+from muster.backends.slurm.script import python_in_step
 from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.core.errors import MusterError
@@ -34,14 +33,6 @@ def program(python: str, part: str, *words: str) -> list[str]:
     return [python, "-P", "-m", "muster.backends.slurm.trial_node", part, *words]
 
 
-def step(spec: RunSpec, folder: Path, node: str, environ: Mapping[str, str]) -> list[str]:
-    """The command of one node's look."""
-    container = spec.slurm.container
-    python = container.python if container is not None else python_of(spec)
-    see = [python, "-P", "-m", "muster.backends.slurm.trial_site", "--folder", str(folder)]
-    return [*srun(spec, str(folder), node, environ), *inside(spec, str(folder), see, environ)]
-
-
 def log_of(folder: Path, node: str) -> Path:
     return folder / "logs" / f"see-{node}.log"
 
@@ -51,10 +42,11 @@ def look(folder: Path, slurm: Slurm, environ: Mapping[str, str]) -> int:
     spec = RunSpec.model_validate_json((folder / SPEC).read_text())
     make_places(spec, environ)
     env = {**environ, **step_environment(spec, environ["MUSTER_RUN_ID"], str(folder))}
+    see = [python_in_step(spec), "-P", "-m", "muster.backends.slurm.trial_site", "--folder", str(folder)]
     steps: list[subprocess.Popen[bytes]] = []
     for node in slurm.hostnames(environ["SLURM_JOB_NODELIST"]):
         with open(log_of(folder, node), "wb") as log:
-            argv = step(spec, folder, node, environ)
+            argv = step(spec, str(folder), node, see, environ)
             steps.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env))
     codes = [one.wait() for one in steps]
     return 1 if any(codes) else 0

@@ -18,9 +18,8 @@ from muster import __version__
 from muster.backends.site import HeldHost, Looked, Wait
 from muster.backends.slurm import reason_text
 from muster.backends.slurm.commands import Job, Slurm, name_of
-from muster.backends.slurm.container import inside, make_places, step_options
-from muster.backends.slurm.launcher import step
-from muster.backends.slurm.script import SCRIPT, around, python_of
+from muster.backends.slurm.container import make_places, step
+from muster.backends.slurm.script import SCRIPT, around, python_in_step, python_of
 from muster.backends.slurm.trial import limits
 from muster.backends.slurm.trial_node import LOOK, SPEC, WITHIN, log_of, program
 from muster.config.spec import RunSpec
@@ -182,8 +181,7 @@ class SlurmSite:
     def held(self, spec: RunSpec, wait: Wait) -> Iterator[Mapping[str, HeldHost]]:
         """With the run's own options. Programs have NCCL's settings as agents have."""
         environ = environment.inherited()
-        container = spec.slurm.container
-        python = container.python if container is not None else python_of(spec)
+        python = python_in_step(spec)
         held = _without_notice(spec)
         with self.jobs.folder(held) as job, self.jobs.sent(job, held, ["sleep", "infinity"], wait):
             wait(job.started, f"start of job {job.id}", STARTS_WITHIN_S, job.why)
@@ -192,8 +190,7 @@ class SlurmSite:
             hosts = {}
             for node in job.nodes[: spec.resources.hosts]:
                 other = next((one for one in job.nodes if one != node), node)
-                words = [*step(job.id, node, str(job.folder)), *step_options(spec, str(job.folder), environ)]
-                words += inside(spec, str(job.folder), fabric, environ)
+                words = step(spec, str(job.folder), node, fabric, environ, f"--jobid={job.id}")
                 hosts[node] = HeldHost(words=tuple(words), python=python, peer=self.slurm.node_address(other))
             yield hosts
 

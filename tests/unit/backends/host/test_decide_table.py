@@ -5,6 +5,7 @@ Each row is played on the pure function alone for 150 virtual seconds, in which 
 
 import itertools
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,24 +18,33 @@ from muster.backends.gke.pod.main import HOST, supervisor_rules
 from muster.backends.host import state as host
 from muster.backends.host.decide import decide
 from muster.backends.host.state import AGENT, SUPERVISOR, Child, Lease, Looked, State
+from muster.backends.slurm import batch, node
 from muster.backends.vertex.host import rules as vertex
 
 PAGE = Path(__file__).resolve().parents[4] / "docs/host-program.md"
+STEP = "step"
+"""Slurm's batch program has one for each node."""
 PLACES = {
     "Vertex AI, first host": (vertex(0, whole_job_goes=False), (AGENT, SUPERVISOR)),
     "Vertex AI, first host, Spot": (vertex(0, whole_job_goes=True), (AGENT, SUPERVISOR)),
     "Vertex AI, third host": (vertex(2, whole_job_goes=False), (AGENT,)),
     "GKE, host": (HOST, (AGENT,)),
     "GKE, supervisor": (supervisor_rules(reads_end=True, grace_s=60.0), (SUPERVISOR,)),
+    "Slurm, first node": (node.rules(0), (AGENT, SUPERVISOR)),
+    "Slurm, third node": (node.rules(2), (AGENT,)),
+    "Slurm, batch program": (batch.RULES, (STEP,)),
 }
 LEASES = {
     "free": Lease(kind="free"),
-    "held": Lease(kind="held", left_s=8.0, term=4),
+    "held": Lease(kind="held", left_s=8.0),
     "no answer": Lease(kind="unknown"),
+    "out, holder silent": Lease(kind="held", left_s=-60.0),
+    "taken from a silent holder": Lease(kind="vacated"),
 }
+SILENT = ("out, holder silent", "taken from a silent holder")
 AXES = {
     "place": tuple(PLACES),
-    "agent ends": (None, 0, 1, 2, 75, 76, 130, 137),
+    "agent or step ends": (None, 0, 1, 2, 75, 76, 130, 137),
     "supervisor ends": (None, 0, 1, 2, 3, 6, 75, 130, 137),
     "after": (1, 45, 700),
     "lease": tuple(LEASES),
@@ -44,12 +54,17 @@ AXES = {
 
 
 def fits(row):
-    """Whether the place has the programs of which the row speaks; an end is read where the lease is free alone."""
+    """Whether the place has the programs of which the row speaks, and sees the lease so; an end is read where the lease
+    is free alone."""
     programs = PLACES[row["place"]][1]
-    has = (AGENT in programs or row["agent ends"] is None) and (
-        SUPERVISOR in programs or row["supervisor ends"] is None
+    first, last = (programs[0] != SUPERVISOR, SUPERVISOR in programs)
+    has = (first or row["agent or step ends"] is None) and (last or row["supervisor ends"] is None)
+    sees = row["lease"] == "free" or (
+        row["end in the home"] is None
+        and row["place"] != "Slurm, batch program"
+        and (row["lease"] not in SILENT or row["place"].startswith("Slurm"))
     )
-    return has and (row["lease"] == "free" or row["end in the home"] is None)
+    return has and sees
 
 
 def covering():
@@ -111,16 +126,17 @@ class Play:
                 self.take(host.ScopeKnown(scope=scope))
             case host.AskSave(reason=reason):
                 self.note("ask the supervisor to save")
-                self.take(host.Saved(reason=reason, delivered=self.state.supervises or row["lease"] == "held"))
+                held = self.state.supervises or row["lease"] == "held" or STEP in self.state.programs
+                self.take(host.Saved(reason=reason, delivered=held))
             case host.Ship(name=name):
                 self.note(f"upload what {name} left")
                 self.take(host.Shipped(name=name))
             case host.RequeueRest():
                 self.note("queue the rest of the run")
                 self.take(host.Requeued(text="queued"))
-            case host.Vacate(term=term):
-                self.note(f"expire the lease of term {term}")
-                self.take(host.Vacated(done=True))
+            case host.AskTime():
+                self.note("ask for how long the allocation lasts")
+                self.take(host.LeaveAt(at_s=host.NEVER))
             case host.WithdrawEnd():
                 self.note("withdraw the end from the home")
             case host.EndHere():
@@ -133,11 +149,13 @@ class Play:
         row = self.row
         if row["notice"] is not None:
             self.take(host.Noticed())
-        for name, code in ((AGENT, row["agent ends"]), (SUPERVISOR, row["supervisor ends"])):
+        first = PLACES[row["place"]][1][0]
+        for name, code in ((first, row["agent or step ends"]), (SUPERVISOR, row["supervisor ends"])):
             if code is not None and self.state.child(name).running:
                 self.take(host.ChildEnded(name=name, code=code))
         while self.now < 150 and not self.ended:
             self.take(host.Tick())
+            self.take(host.Tick())  # the loop decides again after each answer
             self.now += 1.0
         return "; ".join(self.done) or "nothing"
 
@@ -148,10 +166,11 @@ def page():
         "# What a host program does",
         "",
         "One pure function, `decide(state, event, now, rules)` in `src/muster/backends/host/decide.py`, decides for a "
-        "host of Vertex AI and a pod of GKE what becomes of its agent and of the run's supervisor (Compute Engine and "
-        "Slurm still have programs of their own). This table is played from it: the programs of the place run, then "
-        "those named end with these codes (of a signal: 128 and its number), so many seconds after they were started; "
-        "lease and home stay as they are. It shows what is done within 150 s. Each pair of values is in a row.",
+        "host of Vertex AI, a pod of GKE and a node of Slurm what becomes of its agent and of the run's supervisor, "
+        "and for Slurm's batch program what becomes of the nodes' steps (Compute Engine still has a program of its "
+        "own). This table is played from it: the programs of the place run, then those named end with these codes (of "
+        "a signal: 128 and its number), so many seconds after they were started; lease and home stay as they are. It "
+        "shows what is done within 150 s. Each pair of values is in a row.",
         "",
         "| " + " | ".join([*AXES, "what is done"]) + " |",
         "|" + "---|" * (len(AXES) + 1),
@@ -171,14 +190,19 @@ def test_the_page_is_what_decide_answers():
     assert PAGE.read_text() == text
 
 
+NAMES = (AGENT, SUPERVISOR, STEP)
 EVENTS = st.one_of(
     st.just(host.Tick()),
     st.just(host.Noticed()),
+    st.builds(host.ChildEnded, name=st.sampled_from(NAMES), code=st.sampled_from([0, 1, 2, 3, 75, 76, 130, 137])),
     st.builds(
-        host.ChildEnded, name=st.sampled_from([AGENT, SUPERVISOR]), code=st.sampled_from([0, 1, 2, 3, 75, 76, 130, 137])
+        Looked,
+        lease=st.sampled_from(list(LEASES.values())),
+        end=st.sampled_from(AXES["end in the home"]),
+        cut_off=st.booleans(),
     ),
-    st.builds(Looked, lease=st.sampled_from(list(LEASES.values())), end=st.sampled_from(AXES["end in the home"])),
-    st.builds(host.Shipped, name=st.sampled_from([AGENT, SUPERVISOR])),
+    st.builds(host.Shipped, name=st.sampled_from(NAMES)),
+    st.builds(host.LeaveAt, at_s=st.sampled_from([0.0, 1000.0, host.NEVER])),
     st.builds(host.ScopeKnown, scope=st.sampled_from(["run", "host", None])),
     st.builds(host.Saved, reason=st.sampled_from(["notice", "time"]), delivered=st.booleans()),
     st.builds(host.Requeued, text=st.just(""), again=st.booleans()),
@@ -191,11 +215,12 @@ EVENTS = st.one_of(
     events=st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 1.0, 40.0, 700.0])), max_size=40),
 )
 def test_laws(place, events):
-    """No supervisor is started unless the lease was just seen to be free; a program that runs is not started again;
-    nothing but 75 is withdrawn; after the exit there is no action."""
+    """No supervisor is started unless the lease was just seen to be free, or was taken from a silent holder, nor where
+    none may be; a program that runs is not started again, and one with so many starts not more often; what is cut off
+    starts nothing; nothing but 75 is withdrawn; after the exit there is no action."""
     rules, programs = PLACES[place]
     state, now, ended = State(programs={name: Child() for name in programs}), 0.0, False
-    running, seen = set(), None
+    running, seen, starts = set(), None, Counter()
     for event, later_s in events:
         now += later_s
         if isinstance(event, host.ChildEnded):
@@ -205,6 +230,7 @@ def test_laws(place, events):
         if isinstance(event, Looked):
             if event.lease.kind != "free":
                 event = replace(event, end=None)
+            event = replace(event, cut_off=event.cut_off and event.lease.kind == "held")
             seen = event
         state, actions = decide(state, event, now, rules)
         assert not (ended and actions)
@@ -213,8 +239,14 @@ def test_laws(place, events):
                 case host.Start(name=name):
                     assert name not in running
                     assert name != SUPERVISOR or (
-                        event is seen and seen.lease.kind == "free" and seen.end in (None, 75)
+                        rules.rank is not None
+                        and event is seen
+                        and seen.lease.kind in ("free", "vacated")
+                        and seen.end in (None, 75)
                     )
+                    assert not state.cut_off
+                    starts[name] += 1
+                    assert rules.most_starts is None or starts[name] <= rules.most_starts
                     running.add(name)
                 case host.WithdrawEnd():
                     assert rules.continues != "ends"

@@ -7,7 +7,8 @@ from fakes.host_program import OneHost as AnyHost
 
 from muster.backends.host import decide
 from muster.backends.host.decide import NOTICE_S
-from muster.backends.host.state import AGENT, RESUME, SUPERVISOR, LeaveAt, Noticed, Outcome
+from muster.backends.host.state import AGENT, RESUME, SUPERVISOR, Lease, LeaveAt, Looked, Noticed, Outcome
+from muster.backends.slurm import node as slurm
 from muster.backends.vertex.host import rules
 
 
@@ -77,28 +78,41 @@ def test_the_end_is_seen_though_the_agent_left_first_and_no_agent_comes_after_it
     assert host.leaving == (Outcome.RUN_ENDED, 0) and host.children.log.count(AGENT) == 1
 
 
-@pytest.mark.parametrize("code", [1, 5, 6, 137])
-def test_a_crash_is_no_end_and_ten_of_them_are(code):
-    host = OneHost().holds()
-    for number in range(decide.TRIES):
+EVERYWHERE = pytest.mark.parametrize("of", [rules(0, whole_job_goes=False), slurm.rules(0)])
+FREE, VACATED = Looked(lease=Lease(kind="free")), Looked(lease=Lease(kind="vacated"))
+OUT = Looked(lease=Lease(kind="held", left_s=-60.0))
+"""What an earlier job's supervisor left, if its node was lost."""
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("lease", [FREE, OUT, VACATED])
+@pytest.mark.parametrize(
+    ("code", "tries"), [(1, decide.TRIES), (5, decide.TRIES), (137, decide.TRIES), (2, decide.CONFIG_TRIES), (3, 3)]
+)
+def test_ten_crashes_or_three_configuration_errors_are_the_end_whatever_the_lease_says(of, lease, code, tries):
+    host = AnyHost(of)
+    for number in range(tries):
+        host.home.says = FREE
         while host.children.pid(SUPERVISOR) is None:
             assert host.leaving is None, f"after {number}"
             host.lasts(0.5)
+        host.home.says = lease
         host.children.end(SUPERVISOR, code)
         host.lasts(1)
     host.lasts(60)
-    assert host.leaving == (Outcome.GIVEN_UP, code) and host.children.log.count(SUPERVISOR) == decide.TRIES
+    assert host.leaving == (Outcome.GIVEN_UP, code) and host.children.log.count(SUPERVISOR) == tries
 
 
-def test_words_that_are_wrong_three_times_are_believed():
-    host = OneHost().holds()
-    for _ in range(decide.CONFIG_TRIES):
-        while host.children.pid(SUPERVISOR) is None:
-            host.lasts(0.5)
-        host.children.end(SUPERVISOR, 2)
-        host.lasts(1)
-    host.lasts(30)
-    assert host.leaving == (Outcome.GIVEN_UP, 2) and host.children.log.count(SUPERVISOR) == decide.CONFIG_TRIES
+@EVERYWHERE
+def test_one_that_lost_the_race_stands_by_and_did_not_crash(of):
+    host = AnyHost(of)
+    host.lasts(2)
+    for _ in range(2 * decide.TRIES):
+        host.home.until_s, host.home.pid = host.clock.now_s + 10, 7
+        if host.children.pid(SUPERVISOR) is not None:
+            host.children.end(SUPERVISOR, 1)
+        host.lasts(30)  # the other one dies, this one tries
+    assert host.leaving is None and host.state.crashes == ()
 
 
 def test_a_verdict_that_the_home_does_not_have_is_a_failed_job():
@@ -106,17 +120,6 @@ def test_a_verdict_that_the_home_does_not_have_is_a_failed_job():
     host.children.end(SUPERVISOR, 0)
     host.lasts(20)
     assert host.leaving == (Outcome.END_UNWRITTEN, 0), "a job that SUCCEEDED would be all that is left to see"
-
-
-def test_one_that_lost_the_race_stands_by_and_did_not_crash():
-    host = OneHost()
-    host.lasts(2)
-    for _ in range(2 * decide.TRIES):
-        host.home.until_s, host.home.pid = host.clock.now_s + 10, 7
-        if host.children.pid(SUPERVISOR) is not None:
-            host.children.end(SUPERVISOR, 1)
-        host.lasts(30)  # the other one dies, this one tries
-    assert host.leaving is None
 
 
 def test_a_home_that_does_not_answer_starts_and_ends_nothing():

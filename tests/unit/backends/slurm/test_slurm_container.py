@@ -4,8 +4,7 @@ import pytest
 from slurm_cases import RUN_DIR, RUN_ID, spec
 
 from muster.backends.slurm import container as module
-from muster.backends.slurm.batch import srun
-from muster.backends.slurm.container import inside, make_places, mounts, step_environment
+from muster.backends.slurm.container import inside, make_places, mounts, step, step_environment
 from muster.backends.slurm.run_file_rules import rules
 from muster.backends.slurm.script import environment
 from muster.config import load as runfile
@@ -22,22 +21,22 @@ def boxed(image=SQSH, runtime="pyxis", *, resources=None, **container):
 
 
 def test_a_step_is_one_node_unbound_and_its_container_sees_the_runs_folder():
-    argv = srun(boxed(mounts=["/data:/data"], scratch="/s"), "/r", "n7", JOB)
+    argv = step(boxed(mounts=["/data:/data"], scratch="/s"), "/r", "n7", [], JOB)
     assert {"--nodelist=n7", "--no-kill", "--overlap", "--cpu-bind=none"} <= set(argv)
     assert f"--container-image={SQSH}" in argv and "--container-mounts=/r:/r,/s:/s,/data:/data" in argv
-    plain = srun(spec(), "/r", "n7", JOB)
+    plain = step(spec(), "/r", "n7", [], JOB)
     assert "--cpu-bind=none" in plain and not any("container" in word for word in plain)
 
 
 def test_the_runs_own_variables_win_over_the_images():
     """pyxis keeps a variable of the image unless it is named; apptainer has a prefix for it."""
     environment = {"NCCL_DEBUG": "INFO", "HF_HOME": "/data/hf"}
-    argv = srun(boxed(environment=environment, scratch="/s"), "/r", "n7", JOB)
+    argv = step(boxed(environment=environment, scratch="/s"), "/r", "n7", [], JOB)
     (names,) = [word.partition("=")[2].split(",") for word in argv if word.startswith("--container-env=")]
     assert {"NCCL_DEBUG", "HF_HOME", "MUSTER_RUN_ID", "MUSTER_TERM", "TMPDIR"} <= set(names)
     assert step_environment(boxed(environment=environment), RUN_ID, RUN_DIR) == {}
     of = boxed("/home/me/pytorch.sif", "apptainer", environment=environment)
-    assert not any("container" in word for word in srun(of, "/r", "n7", JOB))
+    assert not any("container" in word for word in step(of, "/r", "n7", [], JOB))
     own = step_environment(of, RUN_ID, RUN_DIR)
     assert own["APPTAINERENV_HF_HOME"] == "/data/hf" and own["APPTAINERENV_MUSTER_RUN_ID"] == RUN_ID
 
@@ -87,7 +86,7 @@ def test_caches_are_the_users_for_a_container_can_write_nowhere_else(tmp_path):
     make_places(boxed(), home)
     found = [mount.partition(":")[0] for mount in mounts(boxed(), "/r", home)]
     assert found == ["/r", str(tmp_path / ".cache"), str(tmp_path / "xdg")], "HF_HOME is in the first"
-    (names,) = [word for word in srun(boxed(), "/r", "n7", home) if word.startswith("--container-env=")]
+    (names,) = [word for word in step(boxed(), "/r", "n7", [], home) if word.startswith("--container-env=")]
     assert "HOME" in names.partition("=")[2].split(","), "an image's own home is another"
     assert "HOME" not in "".join(step_environment(boxed("/x.sif", "apptainer"), RUN_ID, RUN_DIR)), "it refuses that"
     assert environment(boxed(), RUN_ID, RUN_DIR)["TRITON_CACHE_DIR"] == f"/tmp/{RUN_ID}/triton"

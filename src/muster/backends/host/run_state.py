@@ -20,8 +20,6 @@ from muster.storage import run_registry
 from muster.storage.home import Home, open_home
 from muster.storage.store import open_store
 
-UNKNOWN_S = 3.0
-"""A home that does not answer counts as held for this long: a supervisor could not start either."""
 SUPERVISOR = "supervisor"
 CATCH_UP_S = 600.0
 """How often a supervisor that stands by brings the events: a takeover after weeks then reads the last minutes."""
@@ -54,15 +52,6 @@ class RunState:
             return bool(self.job) and not self.home.is_folder
         except MusterError:
             return False
-
-    def held_s(self) -> float:
-        """For how long somebody holds the run's lease, by this pod's clock; 0: nobody does."""
-        try:
-            record = self.current_lease()
-        except (MusterError, OSError) as error:
-            self._say(f"the run's home does not answer: {error}")
-            return UNKNOWN_S
-        return max(0.0, (record.expires_wall_ns - time.time_ns()) / 1e9) if record is not None else 0.0
 
     def look(self, ended_pid: int | None) -> Looked:
         """Lease and end. A lease that a process of this host left, ``ended_pid``, is free: it cannot renew it."""

@@ -15,56 +15,44 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from muster.backends.host.loop import HostProgram
-from muster.backends.host.place import Place, Program
+from muster.backends.host.place import Program
 from muster.backends.host.run_state import RunState
 from muster.backends.host.state import RESUME, Exit, Lease, Looked, Outcome, Rules, State
-from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.container import make_places, step, step_environment
-from muster.backends.slurm.resubmit import resubmit
+from muster.backends.slurm.job_place import CONTROLLERS, TIME_LIMIT, JobPlace, log
 from muster.backends.slurm.script import program, python_in_step
 from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
 from muster.core.errors import MusterError
-from muster.storage import run_output, run_registry
+from muster.storage import run_registry
 from muster.transport.secure_session import run_token
 
-CONTROLLERS = "controllers.json"
-"""Where the controllers listen, for nodes that need to know whether they are cut off."""
 LINGER_S = 14.0
 """After the run's result: steps of nodes that are cut off do not end by themselves."""
-TIME_LIMIT = "Slurm's time limit"
 RULES = Rules(notice_scope="run", insists=True, most_starts=4, leave=((None, LINGER_S),))
 """The notice before the time limit goes to the supervisor, wherever it is, until it answers."""
 
 
 @dataclass(kw_only=True)
-class BatchPlace(Place):
+class BatchPlace(JobPlace):
     """One job of one run, seen from its first node."""
 
-    run_dir: Path
-    run_id: str
-    environ: Mapping[str, str]
-    spec: RunSpec
-    slurm: Slurm
-    began_wall_ns: int = field(default_factory=time.time_ns)
-
     def look(self, ended_pid: int | None) -> Looked:
-        verdict = run_output.verdict(self.run_dir, self.began_wall_ns)
+        """The run's result alone: who holds the lease is the nodes' business."""
+        verdict = self.verdict()
         return Looked(lease=Lease(kind="free"), end=verdict.exit_code if verdict is not None else None)
 
     def leave(self, ended: Exit, state: State) -> int:
-        verdict = run_output.verdict(self.run_dir, self.began_wall_ns)
+        verdict = self.verdict()
         if ended.outcome is not Outcome.RUN_ENDED or verdict is None:
             log("the run recorded no result; see logs/ and events/")
             return 1
         log(f"{verdict.outcome}: {verdict.reason}")
-        to_resubmit = state.notice is not None and ended.code == RESUME
-        if to_resubmit and resubmit(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, log):
+        if state.notice is not None and ended.code == RESUME and self.resubmit():
             return 0  # for Slurm this job succeeded
         return ended.code
 
@@ -73,8 +61,7 @@ class BatchPlace(Place):
         nodes = self.slurm.hostnames(self.environ["SLURM_JOB_NODELIST"])
         hosts = {f"host-{index}": node for index, node in enumerate(nodes)}
         make_places(self.spec, self.environ)
-        job_id = self.environ["SLURM_JOB_ID"]
-        run_registry.replace_text(self.run_dir / f"hosts-{job_id}.json", json.dumps(hosts) + "\n")
+        run_registry.replace_text(self.run_dir / f"hosts-{self.job_id}.json", json.dumps(hosts) + "\n")
         with contextlib.suppress(MusterError):
             run_registry.replace_text(self.run_dir / CONTROLLERS, json.dumps(self.slurm.controllers()) + "\n")
         steps = {f"step of {host} on {node}": self._step(host, node) for host, node in hosts.items()}
@@ -91,10 +78,6 @@ class BatchPlace(Place):
             argv=step(self.spec, run_dir, node, [*argv, "--host", host], self.environ),
             env={**self.environ, **step_environment(self.spec, self.run_id, run_dir)},
         )
-
-
-def log(text: str) -> None:
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} muster: {text}", flush=True)
 
 
 def main() -> None:
@@ -117,7 +100,7 @@ def main() -> None:
             run_id=given.run_id,
             environ=environ,
             spec=RunSpec.model_validate_json(resolved_file.read(given.run_dir, patient=True)),
-            slurm=Slurm(),
+            began_wall_ns=time.time_ns(),
         )
         sys.exit(place.host_program().run())
     except MusterError as error:

@@ -20,20 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muster.backends.host.loop import HostProgram
-from muster.backends.host.place import Place, Program
+from muster.backends.host.place import Program
 from muster.backends.host.run_state import RunState
 from muster.backends.host.state import AGENT, NEVER, RESUME, SUPERVISOR, Exit, Lease, Looked, Outcome, Rules, State
 from muster.backends.slurm import locate
-from muster.backends.slurm.batch import CONTROLLERS, LINGER_S, TIME_LIMIT
-from muster.backends.slurm.commands import Slurm
+from muster.backends.slurm.batch import LINGER_S
 from muster.backends.slurm.holder import Holder
+from muster.backends.slurm.job_place import CONTROLLERS, TIME_LIMIT, JobPlace, log
 from muster.backends.slurm.nccl_settings import with_nccl_settings
-from muster.backends.slurm.resubmit import resubmit
 from muster.backends.slurm.script import agent_program, program
 from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
 from muster.core.errors import MusterError
-from muster.storage import run_output
 from muster.transport.secure_session import run_token
 
 NEAR_LOOK_S, FAR_LOOK_S = 1.0, 5.0
@@ -58,23 +56,15 @@ def rules(rank: int) -> Rules:
 
 
 @dataclass(kw_only=True)
-class NodePlace(Place):
+class NodePlace(JobPlace):
     """One node of one job."""
 
-    run_dir: Path
-    run_id: str
     rank: int
-    environ: Mapping[str, str]
-    spec: RunSpec
-    slurm: Slurm
-    began_wall_ns: int
-    """When the job's batch program began: an earlier result is an older job's."""
     holder: Holder
 
     def look(self, ended_pid: int | None) -> Looked:
         """The run's result stands whoever holds the lease: its supervisor's node may be lost after it."""
-        verdict = run_output.verdict(self.run_dir, self.began_wall_ns)
-        if verdict is not None:
+        if (verdict := self.verdict()) is not None:
             return Looked(lease=Lease(kind="free"), end=verdict.exit_code)
         return self.holder.look(ended_pid)
 
@@ -82,7 +72,7 @@ class NodePlace(Place):
         """Until the batch node's notice would come, since that is lost with it."""
         before_s = self.spec.slurm.signal_before_timeout_s
         for job in self.slurm.jobs(self.run_id):
-            if job.id == self.environ["SLURM_JOB_ID"] and job.end_s is not None and before_s:
+            if job.id == self.job_id and job.end_s is not None and before_s:
                 return job.end_s - before_s - time.time()
         return NEVER
 
@@ -100,11 +90,11 @@ class NodePlace(Place):
             return 0
         if self.rank:
             if state.time_was_asked and ended.code == RESUME:
-                resubmit(self.spec, self.run_dir, self.run_id, self.environ, self.slurm, log)
+                self.resubmit()
             time.sleep(BATCH_LEAVES_S)  # where it lives after all, it ends the job and with it this step
             log("the job has not been ended: ending it to release its nodes")
             with contextlib.suppress(MusterError):
-                self.slurm.cancel(self.environ["SLURM_JOB_ID"])
+                self.slurm.cancel(self.job_id)
         return ended.code
 
     def host_program(self) -> HostProgram:
@@ -147,7 +137,6 @@ def prepared(run_dir: Path, run_id: str, host: str) -> NodePlace:
         rank=rank,
         environ=environ,
         spec=spec,
-        slurm=Slurm(),
         began_wall_ns=job.stat().st_mtime_ns if job.exists() else time.time_ns(),
         holder=Holder(
             home=home,
@@ -166,10 +155,6 @@ def _peers(job: Path, environ: Mapping[str, str]) -> list[str]:
         nodes = json.loads(job.read_text()).values()
         names = [node for node in nodes if node != environ.get("SLURMD_NODENAME")][:2]
     return [*names, *(environ[key] for key in ("SLURM_LAUNCH_NODE_IPADDR", "SLURM_SUBMIT_HOST") if environ.get(key))]
-
-
-def log(text: str) -> None:
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} node: {text}", flush=True)
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from muster.backends.slurm import locate
 from muster.backends.slurm import node as node_module
 from muster.backends.slurm.batch import LINGER_S, RULES, BatchPlace
 from muster.backends.slurm.commands import Slurm
+from muster.backends.slurm.job_place import PART
 from muster.backends.slurm.node import NodePlace, rules
-from muster.backends.slurm.resubmit import PART, resubmit
 from muster.backends.slurm.script import SCRIPT
 from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
@@ -54,7 +54,7 @@ def node(rank=0, says=None):
     return found
 
 
-# ---------------------------------------------------------------- the supervisor
+# ---------------------------------------------------------------- supervisor, cut, SIGTERM
 
 
 def test_the_node_that_deposed_a_silent_holder_takes_its_place_at_once_and_learns_of_the_time():
@@ -69,9 +69,6 @@ def test_the_node_that_deposed_a_silent_holder_takes_its_place_at_once_and_learn
     assert second.asked == ["time left", "time"] and second.state.time_was_asked
 
 
-# ---------------------------------------------------------------- cut off
-
-
 @pytest.mark.parametrize("after", [HELD, FREE])
 def test_a_node_that_is_cut_off_ends_its_own_ranks_and_starts_nothing(after):
     second = node(1, HELD)
@@ -83,9 +80,6 @@ def test_a_node_that_is_cut_off_ends_its_own_ranks_and_starts_nothing(after):
     second.home.says = after
     second.lasts(5)
     assert AGENT in second.children.running, "it can be a spare"
-
-
-# ---------------------------------------------------------------- SIGTERM
 
 
 def test_the_node_that_supervises_passes_sigterm_on_until_it_is_answered():
@@ -131,9 +125,11 @@ def test_sigterm_between_two_supervisors_of_a_node_waits_for_the_second():
 
 def place(run_dir, shell, kind=NodePlace, **more):
     spec = RunSpec.model_validate_json((run_dir / "resolved.json").read_text())
-    more |= {"rank": 1, "holder": None, "began_wall_ns": 0, **more} if kind is NodePlace else {}
+    more = {"rank": 1, "holder": None, **more} if kind is NodePlace else {}
     home, slurm = RunState(run_dir=run_dir), Slurm(shell=shell)
-    return kind(home=home, run_dir=run_dir, run_id="r", environ=ENVIRON, spec=spec, slurm=slurm, **more)
+    return kind(
+        home=home, run_dir=run_dir, run_id="r", environ=ENVIRON, spec=spec, began_wall_ns=0, slurm=slurm, **more
+    )
 
 
 def finish(run_dir, outcome, code):
@@ -287,35 +283,38 @@ def test_a_run_that_saved_because_of_the_time_limit_goes_on_in_a_further_job(run
 # ---------------------------------------------------------------- the job after this one
 
 
-def further(run_dir, shell, *, environ=None, limits=None, **slurm):
-    keys = {"slurm": slurm, "limits": limits or {}}
-    spec = RunSpec.model_validate({"name": "r", "backend": "slurm", "command": ["x"], **keys})
-    said = []
-    went = resubmit(spec, run_dir, "r", {**ENVIRON, **(environ or {})}, Slurm(shell=shell), said.append)
-    return went, " ".join(said)
+@pytest.fixture
+def further(run_dir, capsys):
+    def resubmit(shell, *, environ=None, **keys):
+        one = place(run_dir, shell, BatchPlace)
+        one.spec = RunSpec.model_validate({"name": "r", "backend": "slurm", "command": ["x"], **keys})
+        one.environ = {**ENVIRON, **(environ or {})}
+        return one.resubmit(), capsys.readouterr().out
+
+    return resubmit
 
 
-def test_a_further_job_is_handed_in_once(run_dir):
+def test_a_further_job_is_handed_in_once(further):
     shell = FakeSlurm(held=True)
-    went, said = further(run_dir, shell)
+    went, said = further(shell)
     assert went and "continues in job 1" in said and shell.jobs["1"].name == "muster-r.1"
     shell.jobs["5"] = shell.jobs.pop("1")  # not this very job's id
     shell.jobs["5"].id = "5"
-    went, said = further(run_dir, shell)
+    went, said = further(shell)
     assert went and "continues in job 5" in said and len(shell.jobs) == 1
 
 
-def test_where_none_can_be_handed_in_this_one_is_requeued(run_dir):
+def test_where_none_can_be_handed_in_this_one_is_requeued(further):
     shell = FakeSlurm()
     shell.trouble["sbatch"] = (False, "sbatch: error: Batch job submission failed: Access/permission denied")
-    went, said = further(run_dir, shell)
+    went, said = further(shell)
     assert went and ("scontrol", "requeue", "1") in shell.asked and "permission denied" in said
 
 
-def test_no_further_job_where_none_is_wanted(run_dir):
-    assert further(run_dir, FakeSlurm(), resubmit="no")[0] is False
-    assert further(run_dir, FakeSlurm(), max_jobs=3, environ={PART: "3"})[0] is False
-    went, said = further(run_dir, FakeSlurm(), limits={"max_hours": 2})
+def test_no_further_job_where_none_is_wanted(further):
+    assert further(FakeSlurm(), slurm={"resubmit": "no"})[0] is False
+    assert further(FakeSlurm(), slurm={"max_jobs": 3}, environ={PART: "3"})[0] is False
+    went, said = further(FakeSlurm(), limits={"max_hours": 2})
     assert went is False and "max_hours (2) is used up" in said
 
 

@@ -87,8 +87,18 @@ def _placed_rows(path: Place, meter: Meter | None) -> Iterator[tuple[str, Row]]:
                 yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
     except PermissionError as error:
         raise AccessError(f"{path} may not be read", hint="check its permissions") from error
-    except (EOFError, UnicodeDecodeError, OSError, zlib.error) as error:
+    except UnicodeDecodeError as error:
+        raise _not_utf8(str(path), error) from error
+    except (EOFError, OSError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _not_utf8(place: str, error: UnicodeDecodeError) -> UsageError:
+    kind = "UTF-16" if error.encoding.startswith("utf-16") or error.object[error.start] >= 0xFE else "LATIN1"
+    return UsageError(
+        f"{place}: not UTF-8: byte 0x{error.object[error.start]:02x} after {error.object[:error.start][-20:].decode(errors='replace')!r}",
+        hint=f"iconv -f {kind} -t UTF-8 FILE > NEW converts it, if {kind} is what it was written in",
+    )
 
 
 def _unpacked(path: Place, file: IO[bytes], packed: str) -> IO[bytes]:
@@ -110,7 +120,7 @@ def _pyarrow(path: Place, what: str) -> Any:
 
 def _text_rows(file: IO[bytes]) -> Iterator[Row]:
     """The whole text, or pieces that end with a line where there is one; all but the last have ``CONTINUES``."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = codecs.getincrementaldecoder("utf-8")()
     text, is_last = "", False
     while not is_last:
         data = file.read(_READ_BYTES)
@@ -133,6 +143,8 @@ def _jsonl_rows(path: Place, file: IO[bytes]) -> Iterator[tuple[int, Row]]:
             continue
         try:
             row = reader.read(line)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(f"{path}:{number}", error) from error
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(row, dict):
@@ -208,6 +220,8 @@ def _json_rows(path: Place, file: IO[bytes]) -> Iterator[Row]:
     reader = _Reader()
     try:
         rows = reader.read(_whole(path, file))
+    except UnicodeDecodeError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}", hint="one object a line is .jsonl") from error
     if isinstance(rows, dict):

@@ -253,21 +253,13 @@ def test_a_hugging_face_trainer_with_a_callback_loses_no_step_and_no_bit(tmp_pat
         assert run.wait() == 0, run.story()
     with LiveRun(tmp_path / "killed", trainer_spec(tmp_path / "survived")) as run:
         run.start()
-        run.wait_for_step(20)
-        run.kill_rank(1)
+        for step in (13, 40):  # inside the first epoch and inside the second
+            run.wait_for_step(step)
+            run.kill_rank(1)
         assert run.wait() == 0, run.story()
-        assert run.recoveries() == ["restart"], run.story()
-        assert run.events("incident.resolved")[0].detail["redone_steps"] <= 1
+        assert run.recoveries() == ["restart", "restart"], run.story()
+        assert all(event.detail["redone_steps"] <= 1 for event in run.events("incident.resolved"))
         steps = [event.step for event in run.events("step")]
         assert sorted(set(steps)) == list(range(1, 61)), "every step, and none beyond"
     whole, survived = (tmp_path / name / "model.safetensors" for name in ("whole", "survived"))
     assert whole.read_bytes() == survived.read_bytes()
-
-
-def test_what_the_callback_adds_is_under_fifteen_lines():
-    lines = TRAINER.read_text().splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("class Survive"))
-    end = next(number for number in range(begin + 1, len(lines)) if lines[number] and not lines[number].startswith(" "))
-    added = [line for line in lines[begin:end] if line.strip()]
-    added += [line for line in lines if ("muster.run" in line and "import" in line) or "callbacks=" in line]
-    assert len(added) < 15

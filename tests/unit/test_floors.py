@@ -32,6 +32,7 @@ BELOW: dict[str, set[str]] = {
     "train": {"core", "catalog", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "data"},
     "train_jax": {"core", "protocol", "config", "checkpoint", "train"},
     "run": {"core", "storage", "protocol", "config", "checkpoint_format", "checkpoint", "train"},
+    "hf": {"core", "run"},
     "rank": {"core", "catalog", "transport", "protocol", "config", "train", "train_jax", "run"},
     "agent": {"core", "storage", "transport", "protocol", "config", "checkpoint_format", "health", "trackers"},
     "backends": {"core", "storage", "transport", "protocol", "config", "catalog"},
@@ -49,12 +50,12 @@ BELOW: dict[str, set[str]] = {
     "cli": {"app", "accept", "handoff"},
 }  # fmt: skip
 LIBRARIES = {
-    "torch": {"train", "train_jax", "checkpoint", "run", "rank", "probe"},
+    "torch": {"train", "train_jax", "checkpoint", "run", "hf", "rank", "probe"},
     "torchao": {"train"},
     "safetensors": {"train", "checkpoint"},
-    "transformers": {"train", "train_jax", "rank", "data"},  # data: the tokenizer
+    "transformers": {"train", "train_jax", "hf", "rank", "data"},  # data: the tokenizer
     "peft": {"train", "train_jax", "rank"},
-    "accelerate": {"train"},
+    "accelerate": {"train", "hf"},
     "jax": {"train_jax"},
     "jaxlib": set(),
     "pynvml": {"probe"},

@@ -94,10 +94,11 @@ def _placed_rows(path: Place, meter: Meter | None) -> Iterator[tuple[str, Row]]:
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError) -> UsageError:
-    kind = "UTF-16" if error.encoding.startswith("utf-16") or error.object[error.start] >= 0xFE else "LATIN1"
+    byte, before = error.object[error.start], error.object[: error.start][-20:].decode(errors="replace")
+    encoding = "UTF-16" if error.encoding.startswith("utf-16") or byte >= 0xFE else "LATIN1"
     return UsageError(
-        f"{place}: not UTF-8: byte 0x{error.object[error.start]:02x} after {error.object[:error.start][-20:].decode(errors='replace')!r}",
-        hint=f"iconv -f {kind} -t UTF-8 FILE > NEW converts it, if {kind} is what it was written in",
+        f"{place}: not UTF-8: byte 0x{byte:02x} after {before!r}",
+        hint=f"iconv -f {encoding} -t UTF-8 FILE > NEW converts it, if {encoding} is what it was written in",
     )
 
 

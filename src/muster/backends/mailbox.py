@@ -7,8 +7,9 @@ run's token over everything in them and where they lie. So
 * a letter that arrived twice, or was written twice because an answer was lost, is one letter;
 * an older letter that somebody puts back has a number that was answered, or a time that is over;
 * a letter of another run, of another box or of somebody without the token is not read;
-* a letter is acted on once: it is taken before it is acted on, and one that was taken is never taken again. A host that
-  dies in between leaves it unanswered, and whoever asked is told so.
+* a letter is acted on once: it is taken before it is acted on, and one that was taken is never taken again, by the same
+  host even if the answer is deleted. A host that dies in between leaves it unanswered, which the sender is told;
+* a letter that nobody took in time is taken by its sender, so that no host carries it out after the sender was told.
 
 A box costs its reader one read of a few hundred bytes for each look.
 """
@@ -83,6 +84,8 @@ class Box:
     token: bytes
     clock: Clock = field(default_factory=SystemClock)
     wall_ns: Callable[[], int] = time.time_ns
+    _acted_on: set[str] = field(default_factory=set)
+    """Ids of letters that were taken here."""
     _seen: str = ""
     """Generation of the letter that was looked at last: most looks end there."""
 
@@ -99,7 +102,7 @@ class Box:
         letter = self._post(kind, text, until)
         taken = False
         while True:
-            answer = self._answer()[0]
+            answer, generation = self._answer()
             if answer is not None and answer.id == letter.id:
                 if answer.done:
                     if answer.error:
@@ -108,17 +111,23 @@ class Box:
                 taken = True
             elif answer is not None and answer.number > letter.number:
                 raise BackendError("another question took the place of this one", hint="ask again")
-            if self.clock.monotonic_ns() >= until:
-                break
-            self.clock.sleep(LOOK_S)
-        if taken:
-            raise BackendError(
-                f"the question was taken and not answered in {timeout_s:.0f} s: it may have been done",
-                hint=f"muster status {self.run_id}",
-            )
-        raise BackendError(
-            f"no host of {self.run_id} took the question in {timeout_s:.0f} s", hint=f"muster status {self.run_id}"
-        )
+            if self.clock.monotonic_ns() < until:
+                self.clock.sleep(LOOK_S)
+                continue
+            if taken or not self._withdraw(letter, generation):
+                problem = f"the question was taken and not answered in {timeout_s:.0f} s: it may have been done"
+            else:
+                problem = f"no host of {self.run_id} took the question in {timeout_s:.0f} s"
+            raise BackendError(problem, hint=f"muster status {self.run_id}")
+
+    def _withdraw(self, letter: Letter, generation: str | None) -> bool:
+        """Take it ourselves, over the answer ``generation``: no host acts on it later. False: one was faster."""
+        own = Answer(number=letter.number, id=letter.id, done=True, error="nobody took it in time: it was withdrawn")
+        try:
+            self._put(self._uri("answer."), encode(replace(own, mac=self._mac(own))), generation)
+            return True
+        except ConflictError:
+            return False
 
     def _post(self, kind: str, text: str, until: int) -> Letter:
         own = secrets.token_hex(16)
@@ -164,7 +173,7 @@ class Box:
             self._seen = found.generation
             return False
         before, generation = self._answer()
-        if before is not None and before.number >= letter.number:
+        if letter.id in self._acted_on or (before is not None and before.number >= letter.number):
             self._seen = found.generation
             return False
         taken = Answer(number=letter.number, id=letter.id)
@@ -173,6 +182,7 @@ class Box:
         except ConflictError:  # another host was faster, or this answer was lost: it is not known, so nothing is done
             return False
         self._seen = found.generation
+        self._acted_on.add(letter.id)
         result = self._acted(act, letter, taken)
         data = encode(replace(result, mac=self._mac(result)))
         if len(data) > LARGEST_BYTES:
@@ -212,7 +222,7 @@ class Box:
             letter = decode(Letter, found.data)
         except Unreadable:
             return None
-        return letter if hmac.compare_digest(letter.mac, self._mac(letter)) else None
+        return letter if self._is_own(letter) else None
 
     def _answer(self) -> tuple[Answer | None, str | None]:
         try:
@@ -223,13 +233,16 @@ class Box:
             answer = decode(Answer, found.data)
         except Unreadable:
             return None, found.generation
-        own = hmac.compare_digest(answer.mac, self._mac(answer))
-        return (answer if own else None), found.generation
+        return (answer if self._is_own(answer) else None), found.generation
 
     def _put(self, uri: str, data: bytes, generation: str | None) -> str:
         if generation is None:
             return self.store.put_if_absent(uri, data)
         return self.store.put_if(uri, data, generation)
+
+    def _is_own(self, record: Letter | Answer) -> bool:
+        """Whether somebody with the run's token wrote it, for this box. As bytes: text is compared if it is ASCII."""
+        return hmac.compare_digest(record.mac.encode(), self._mac(record).encode())
 
     def _mac(self, record: Letter | Answer) -> str:
         """Over what it says, what it is and where it lies."""

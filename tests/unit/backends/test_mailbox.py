@@ -82,13 +82,48 @@ def test_most_looks_are_one_read(world):
     assert reads == [URI]
 
 
-def test_nobody_answers(world):
+def test_what_nobody_took_is_never_done_later(world):
     with pytest.raises(BackendError, match="no host of llama took the question in 30 s"):
         world.ask()
-    world.clock.now_s += mailbox.SKEW_S + 1
-    assert world.serve(), "it is answered, so that the sender's clock is told of"
-    assert not world.done, "and its time is over"
+    assert not world.serve() and not world.done
+    assert "withdrawn" in decode(Answer, world.store.get(ANSWER).data).error
+    assert world.ask("again", world.serve) == "done again"
+
+
+def test_a_host_that_takes_it_at_the_last_moment_is_not_called_nobody(world):
+    def withdraw(letter, generation):
+        world.serve()
+        return real(letter, generation)
+
+    sender = world.box()
+    real, sender._withdraw = sender._withdraw, withdraw
+    with pytest.raises(BackendError, match="taken and not answered in 30 s: it may have been done"):
+        sender.send("ask", "stop", timeout_s=30.0)
+    assert world.done == [("ask", "stop")]
+
+
+def test_a_letter_whose_sender_died_is_not_done_after_its_time(world):
+    world.box()._post("ask", "stop", world.clock.monotonic_ns() + 30 * 10**9)
+    world.clock.now_s += 30 + mailbox.SKEW_S + 1
+    assert world.serve() and not world.done
     assert "after its time" in decode(Answer, world.store.get(ANSWER).data).error
+
+
+def test_a_mac_that_is_no_ascii_keeps_nobody_out(world):
+    letter = Letter(number=1, id="x", kind="ask", text="stop", until_wall_ns=2**62, mac="ä" * 64)
+    world.store.put(URI, encode(letter))
+    world.store.put(ANSWER, encode(Answer(number=1, id="x", mac="ä" * 64)))
+    assert not world.serve() and not world.done
+    assert world.ask("stop", world.serve) == "done stop"
+
+
+def test_a_letter_is_acted_on_once_even_if_its_answer_is_deleted(world):
+    host = world.box()
+    assert world.ask("stop", lambda: world.serve(host)) == "done stop"
+    letter = world.store.get(URI).data
+    world.store.delete(ANSWER)
+    world.store.put(URI, letter)  # another generation: it is looked at again
+    assert not world.serve(host) and world.done == [("ask", "stop")]
 
 
 def test_the_host_that_took_it_dies(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -62,3 +63,51 @@ def test_a_submission_begins_a_new_one_once_nothing_lives(
     case.launcher.submit(request)
     assert case.launcher.poll(handle).state is JobState.RUNNING and len(case.living(request.run_id)) == 1
     assert (Path(request.run_dir) / "job.json.damaged").read_bytes() == rest
+
+
+def ended(request: JobRequest, *, submission: str | None, wall_ns: int) -> None:
+    """A supervisor's log that says the run is done."""
+    place = {"run_id": request.run_id, "attempt": 1, "mono_ns": 1, "wall_ns": wall_ns, "host": "supervisor"}
+    started = {"term": 1, "pid": 1, **({"submission": submission} if submission else {})}
+    done = {"outcome": "succeeded", "exit_code": 0, "reason": "done after step 56", "final_step": 56}
+    lines = [
+        Event(**place, seq=0, kind="supervisor.started", detail=started).to_json(),
+        Event(**place, seq=1, kind="run.finished", detail=done).to_json(),
+    ]
+    events = Path(request.run_dir) / "events"
+    events.mkdir(exist_ok=True)
+    (events / "supervisor.1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("submission", "wall_ns", "state"),
+    [
+        ("1", 1, JobState.SUCCEEDED),  # the clock was set back during the run
+        ("1", 2**62, JobState.SUCCEEDED),
+        (None, 2**62, JobState.SUCCEEDED),  # of an older version, which knew its time alone
+    ],
+)
+def test_an_end_is_that_of_its_submission_whatever_the_clock_showed(
+    case: LocalCase, submission: str | None, wall_ns: int, state: JobState
+) -> None:
+    request = case.request()
+    handle = case.launcher.submit(request)
+    ended(request, submission=submission, wall_ns=wall_ns)
+    end(case, request.run_id)
+    assert case.launcher.poll(handle).state is state
+
+
+@pytest.mark.parametrize("number", ["1", None])
+def test_a_good_end_stays_visible_where_what_was_started_since_never_held_the_run(
+    case: LocalCase, number: str | None
+) -> None:
+    request = case.request()
+    case.launcher.submit(request)
+    end(case, request.run_id)
+    ended(request, submission=number, wall_ns=1)
+    handle = case.launcher.submit(dataclasses.replace(request, labels={**request.labels, "submission": "2"}))
+    assert case.launcher.poll(handle).state is JobState.RUNNING
+    end(case, request.run_id)
+    status = case.launcher.poll(handle)
+    assert status.state is JobState.SUCCEEDED and status.exit_code == 0
+    assert status.reason == "done after step 56; what was started since then ended at once"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
-import json
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -13,13 +12,13 @@ from pathlib import Path
 
 from muster.config.sections.resources import Resources
 from muster.config.spec import RunSpec
-from muster.core import resolved_file
+from muster.core import processes, resolved_file
 from muster.core.errors import BackendError, ConflictError, MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import Unreadable, child, decode, parse_object, text
 from muster.core.types import LogChunk
 from muster.protocol.lease import EndRecord, LeaseRecord, read_lease
-from muster.storage import run_registry
+from muster.storage import job_record, run_registry
 from muster.storage.home import HOME_FILE, Home, open_home
 from muster.storage.home.bucket import CLIENT, BucketHome
 
@@ -106,10 +105,7 @@ def publish(home: Home, resolved: str, code: bytes | None) -> None:
 
 def submission_of(local: Path) -> str:
     """The number of the newest submission from this folder."""
-    try:
-        return str(json.loads((local / "job.json").read_text())[SUBMISSION])
-    except (OSError, ValueError, KeyError):
-        return "1"
+    return str(job_record.submission(local) or 1)
 
 
 def logs(home: Home, after: Mapping[str, int]) -> Iterator[LogChunk]:
@@ -129,7 +125,7 @@ def logs(home: Home, after: Mapping[str, int]) -> Iterator[LogChunk]:
     home.mirror(home.local, what="logs", on_damage=tell)
     for path in sorted((home.local / "logs").glob("*.log")):
         start = after.get(path.stem, 0) if after.get(path.stem, 0) <= path.stat().st_size else 0
-        with open(path, "rb") as file:
+        with processes.open_plain(path) as file:
             file.seek(start)
             data = file.read()
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -149,7 +145,7 @@ def spec_to_end(local: Path) -> RunSpec:
         return RunSpec.model_validate_json(resolved_file.read(local))
     copy = resolved_file.copied(local)
     try:
-        written = parse_object(copy or (local / resolved_file.NAME).read_bytes())
+        written = parse_object(copy or processes.read_plain(local / resolved_file.NAME))
     except OSError as error:
         where = f"{local / resolved_file.NAME} cannot be read: the project of the run's machines is not known"
         raise BackendError(where, hint="they have the label muster-run in the project") from error

@@ -90,15 +90,27 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write the whole file, for this user alone, or leave the old one: never a half one."""
+    """Write the whole file, for this user alone, or leave the old one: never a half one, even after a power loss."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_directory(folder: Path) -> None:
+    """The names in it are on the disk when this returns."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def open_plain(path: str | Path) -> BinaryIO:

@@ -46,9 +46,9 @@ from pathlib import Path
 import xxhash
 
 from muster.core.errors import AccessError, MusterError
+from muster.core.processes import sync_directory
 from muster.core.typed_json import Json
 from muster.storage.store.link_lease import NO_LINKS, Holder, LinkLease, Token, beating, traces
-from muster.storage.store.local import sync_directory
 
 _WORK = ".work-"
 #: What is made of one fingerprint, but for its final name itself; ``partial`` and ``kept`` by versions before 0.2.1.

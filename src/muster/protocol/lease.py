@@ -61,8 +61,9 @@ def write_lease(record: LeaseRecord) -> bytes:
     return encode(replace(record, checksum=_checksum(parse_object(encode(record)))))
 
 
-def read_lease(data: bytes, *, me: str) -> LeaseRecord:
-    """The record in ``data``. ``me``: who reads it.
+def read_lease(data: bytes, *, me: str, any_version: bool = False) -> LeaseRecord:
+    """The record in ``data``. ``me``: who reads it. ``any_version``: also one that another protocol's supervisor wrote,
+    whose fields are the same: it shows who holds the run, and that nobody does.
 
     Raises:
         OtherVersion: a supervisor of another protocol wrote it; both are named.
@@ -72,7 +73,7 @@ def read_lease(data: bytes, *, me: str) -> LeaseRecord:
     if fields.get("checksum", 0) not in (0, _checksum(fields)):
         raise Unreadable("lease.json does not match its checksum: damaged")
     reason = incompatible(MINE, stated(fields), me=me, them="the run's supervisor")
-    if reason is not None:
+    if reason is not None and not any_version:
         raise OtherVersion(reason)
     return decode(LeaseRecord, data)
 

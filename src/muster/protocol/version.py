@@ -31,6 +31,9 @@ MINE = Version(protocol=PROTOCOL, muster=muster.__version__)
 class OtherVersion(UsageError):
     """The other end is of another version; the text names both."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="muster down RUN ends what runs; muster recover RUN goes on with this version")
+
 
 def incompatible(mine: Version, theirs: Version | None, *, me: str, them: str) -> str | None:
     """One line that names both, where two processes cannot speak to each other; None: they can.

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from muster.core import processes
 from muster.core.errors import BackendError
-from muster.core.typed_json import Record, Unreadable, decode, encode, parse_object
+from muster.core.typed_json import Record, Unreadable, decode, encode, parse_object, whole
 from muster.storage import run_registry
 
 _LOCK = ".job.lock"
@@ -81,6 +81,14 @@ def set_damaged_aside(run_dir: Path, error: BackendError) -> None:
         os.replace(path, path.with_name(f"{path.name}.damaged"))
     except OSError as failed:
         raise BackendError(f"cannot rename {path}: {failed.strerror}") from failed
+
+
+def submission(run_dir: Path) -> int:
+    """How often the run has been submitted, by the record of any back end; 0 where that does not say."""
+    try:
+        return whole(parse_object(processes.read_plain(run_dir / "job.json")), "submission", default=1)
+    except (OSError, ValueError):
+        return 0
 
 
 def write(run_dir: Path, record: JobRecord) -> None:

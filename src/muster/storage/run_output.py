@@ -10,15 +10,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from muster.core import processes, resolved_file
 from muster.core.errors import MusterError
-from muster.core.event_details.run import RunFinished
+from muster.core.event_detail import Detail
+from muster.core.event_details.run import RunFinished, SupervisorStarted
 from muster.core.event_log.names import LogName, files_of
 from muster.core.events import Event
 from muster.core.typed_json import at, parse_object, text
 from muster.core.types import LogChunk
 
+_Detail = TypeVar("_Detail", bound=Detail)
 #: Bytes of a log read at once.
 CHUNK_BYTES = 1 << 20
 
@@ -40,19 +43,30 @@ class Verdict:
     exit_code: int
     reason: str
     wall_ns: int
+    submission: int | None = None
+    """Of its supervisor; None: an older version did not write it."""
+
+    def ends(self, submission: int, submitted_wall_ns: int) -> bool:
+        """Whether it is the end of this submission: by its number, which no clock that was set changes."""
+        return self.wall_ns >= submitted_wall_ns if self.submission is None else self.submission >= submission
 
 
-def verdict(run_dir: Path, since_wall_ns: int) -> Verdict | None:
-    """The ``run.finished`` since then; it is near the end of the newest supervisor's file. A line that is damaged, or
-    no event, is passed over."""
-    for path in reversed(_newest_term(run_dir / "events")):
-        with contextlib.suppress(OSError), processes.open_plain(path) as file:
-            file.seek(max(0, path.stat().st_size - (1 << 16)))
-            for line in reversed(file.read().split(b"\n")):
-                if b'"run.finished"' in line:
-                    with contextlib.suppress(ValueError, MusterError):
-                        found = _verdict(Event.from_json(parse_object(line)))
-                        return found if found.wall_ns >= since_wall_ns else None
+def verdict(run_dir: Path, *, since_wall_ns: int = 0) -> Verdict | None:
+    """The ``run.finished`` of the newest supervisor; it is near the end of its file. A line that is damaged, or no
+    event, is passed over."""
+    files = _newest_term(run_dir / "events")
+    for path in reversed(files):
+        for event, end in _details(path, RunFinished, from_end=True):
+            numbers = (started.submission for _, started in _details(files[0], SupervisorStarted, from_end=False))
+            number = next(numbers, None)
+            result = Verdict(
+                outcome=end.outcome,
+                exit_code=end.exit_code,
+                reason=end.reason,
+                wall_ns=event.wall_ns,
+                submission=int(number) if number and number.isdecimal() else None,
+            )
+            return result if result.wall_ns >= since_wall_ns else None
     return None
 
 
@@ -63,9 +77,18 @@ def _newest_term(events: Path) -> list[Path]:
     return [path for path in files if terms[path] == max(terms.values())]
 
 
-def _verdict(event: Event) -> Verdict:
-    detail = event.read(RunFinished)
-    return Verdict(outcome=detail.outcome, exit_code=detail.exit_code, reason=detail.reason, wall_ns=event.wall_ns)
+def _details(path: Path, cls: type[_Detail], *, from_end: bool) -> Iterator[tuple[Event, _Detail]]:
+    """The events of one kind in the first or last 64 KiB of a file, as far as they can be read."""
+    with contextlib.suppress(OSError), processes.open_plain(path) as file:
+        if from_end:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+        lines = file.read(1 << 16).split(b"\n")
+        for line in reversed(lines) if from_end else lines:
+            if f'"{cls.kind}"'.encode() in line:
+                with contextlib.suppress(ValueError, MusterError):
+                    event = Event.from_json(parse_object(line))
+                    if event.kind == cls.kind:
+                        yield event, event.read(cls)
 
 
 def _chunk(path: Path, position: int) -> LogChunk | None:

@@ -344,6 +344,7 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
     try:
         path.mkdir(mode=0o700)
+        processes.sync_directory(path.parent)
         return
     except FileExistsError:
         status = path.stat()
@@ -379,6 +380,9 @@ def _make_token(path: Path) -> None:
         raise AccessError(f"cannot write {path}: {error.strerror}") from error
     with os.fdopen(fd, "w") as file:
         file.write(secrets.token_hex(32))
+        file.flush()
+        os.fsync(fd)
+    processes.sync_directory(path.parent)
 
 
 def _made(path: Path) -> float:

@@ -14,7 +14,7 @@ def finish(run_dir: Path, term: int, outcome: str) -> EventLog:
 
 
 def reason(run_dir: Path) -> str | None:
-    found = verdict(run_dir, 0)
+    found = verdict(run_dir)
     return found.reason if found is not None else None
 
 
@@ -23,7 +23,7 @@ def test_the_newest_terms_word_counts(tmp_path: Path) -> None:
     for term in (2, 9, 10):
         finish(tmp_path, term, "stopped")
         assert reason(tmp_path) == f"term {term}"
-    assert verdict(tmp_path, 2**62) is None
+    assert verdict(tmp_path, since_wall_ns=2**62) is None
 
 
 def test_damage_after_the_end_hides_it_not(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_second_part_belongs_to_its_term(tmp_path: Path) -> None:
     assert reason(tmp_path) == "term 10", "the part that follows says nothing yet"
     second = finish(tmp_path, 10, "stopped")
     assert second.name == "supervisor.part2.10.jsonl"
-    found = verdict(tmp_path, 0)
+    found = verdict(tmp_path)
     assert found is not None and found.outcome == "stopped"
     finish(tmp_path, 9, "failed")
-    assert verdict(tmp_path, 0) == found
+    assert verdict(tmp_path) == found

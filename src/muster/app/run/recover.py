@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -15,11 +16,14 @@ from muster.app.run.train import Ended
 from muster.backends import code_bundle
 from muster.config import load
 from muster.core import event_log, resolved_file
-from muster.core.errors import ConflictError, UsageError
+from muster.core.errors import BackendError, ConflictError, UsageError
 from muster.core.event_log import Damage
+from muster.core.processes import read_plain
+from muster.core.typed_json import Unreadable
 from muster.core.types import JobState
 from muster.policy.load import load_policy
-from muster.storage import run_registry
+from muster.protocol.lease import read_lease
+from muster.storage import job_record, run_registry
 from muster.storage.run_registry import RunDir
 from muster.transport.secure_session import run_token
 
@@ -28,15 +32,21 @@ def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str
     """Start what is missing of the run, detached: living agents are adopted, training resumes where it can.
 
     Raises:
-        ConflictError: a supervisor holds the run.
-        UsageError: the run has succeeded and nothing in it was changed; its resolved run file is damaged, and nothing
-            tells what it was.
+        ConflictError: a supervisor holds the run, or another command is starting one.
+        BackendError: the supervisor ended at once; what was started with it is ended.
+        UsageError: agents of another version run; the run has succeeded and nothing in it was changed; its resolved run
+            file is damaged, and nothing tells what it was.
     """
     intent = _intent(reference, overrides, argv)
     damaged: list[Damage] = []
     for _ in event_log.read(intent.run.events, on_damage=damaged.append):  # its supervisor goes on without it
         pass
-    handle = intent.launcher.submit(intent.request)
+    try:
+        handle = submit.start(intent, intent.request)
+    except BackendError:
+        if not intent.running and (started := intent.launcher.find(intent.run.run_id)) is not None:
+            intent.launcher.cancel(started)
+        raise
     handle = dataclasses.replace(handle, warnings=(*handle.warnings, *event_log.in_words(damaged)))
     return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle)
 
@@ -67,7 +77,18 @@ def recover_here(
 
 def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> Intent:
     run = run_registry.find(reference)
-    _mend(run)
+    lock = run_registry.lock_submit(run.path)
+    if lock is None:
+        raise ConflictError(f"another command is starting {run.run_id}", hint=f"muster status {run.run_id} shows it")
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock)
+        _mend(run)
+        intent = _checked(run, overrides, argv)
+        held.pop_all()  # ``submit.start`` closes it
+    return dataclasses.replace(intent, lock=lock)
+
+
+def _checked(run: RunDir, overrides: Sequence[str], argv: Sequence[str]) -> Intent:
     launcher, handle = job(run)
     status = launcher.poll(handle)
     if status.tasks.get("supervisor", "").startswith("running"):
@@ -90,20 +111,28 @@ def _intent(reference: str, overrides: Sequence[str], argv: Sequence[str]) -> In
             spec, code = code_bundle.pack(spec, str(run.path), limit_bytes=code_bundle.SHARED_LIMIT_BYTES)
             code_bundle.unpack(code or b"", run.path)
     if launcher.remote is None:
+        if not status.state.ended:
+            _check_agents(run)
         _check_folder(run)
         load_policy(spec.recovery.policy)
     resolved = spec.model_dump_json(indent=1) + "\n"
     submit.log_intent(run, spec, resolved, argv)
     resolved_file.write(run.path, resolved)
     request = launcher.render(spec, run_id=run.run_id, run_dir=str(run.path))
-    number = submit.submission(run) + 1
+    number = job_record.submission(run.path) + 1
     request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
-    return Intent(run=run, spec=spec, launcher=launcher, request=request, new=False)
+    return Intent(run=run, spec=spec, launcher=launcher, request=request, new=False, running=not status.state.ended)
 
 
 def _mend(run: RunDir) -> None:
     if (said := mend_run_file(run, resolve.again)) is not None:
         submit.log_event(run, "run.message", {"text": said})
+
+
+def _check_agents(run: RunDir) -> None:
+    """Raise OtherVersion where the agents that live are of another version: they serve no supervisor of this one."""
+    with contextlib.suppress(OSError, Unreadable):
+        read_lease(read_plain(run.lease), me="this command")
 
 
 def _check_folder(run: RunDir) -> None:

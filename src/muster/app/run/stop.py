@@ -22,7 +22,7 @@ from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobStatus
 from muster.policy.load import load_policy
 from muster.protocol.client import AskStatus, FromClient, RestartRun, StopRun, SupervisorStatus
-from muster.storage import run_registry
+from muster.storage import job_record, run_registry
 from muster.storage.run_registry import RunDir
 
 #: Beyond the run's own grace: what the supervisor and the agents need to leave.
@@ -64,16 +64,16 @@ def stop(
     result = launcher.poll(handle)
     if result.state.ended:
         return Stopping(run=run, status=result, was_running=False)
-    clock, number = clock or SystemClock(), submit.submission(run)
+    clock, number = clock or SystemClock(), job_record.submission(run.path)
 
     def over() -> Stopping | None:
         """The outcome, once the run that was there has ended."""
-        found, again = launcher.poll(handle), submit.submission(run) > number > 0
+        found, again = launcher.poll(handle), job_record.submission(run.path) > number > 0
         ended = again or found.state.ended
         return Stopping(run=run, status=found, was_running=True, again=again) if ended else None
 
     outcome = _request_until_ready(run, StopRun(source=source, save=save, force=force), clock, over)
-    number = submit.submission(run)  # whose supervisor has answered
+    number = job_record.submission(run.path)  # whose supervisor has answered
     limit_s = spec_of(run).recovery.grace_s + EXTRA_S
     until = clock.monotonic_ns() + int(limit_s * 1e9)
     while wait and outcome is None and (outcome := over()) is None:
@@ -82,7 +82,7 @@ def stop(
         clock.sleep(0.1)
     ended = wait and outcome is not None and not outcome.again
     if ended and backends.get(spec_of(run).backend).capabilities.uses_this_machine:
-        _see_out(launcher, handle, clock, lambda: submit.submission(run) > number)
+        _see_out(launcher, handle, clock, lambda: job_record.submission(run.path) > number)
     return outcome or Stopping(run=run, status=result, was_running=True)
 
 
@@ -172,7 +172,7 @@ def down(reference: str) -> Down:
     if not run_registry.is_readable(run.path):  # its records and events are not read, nor written
         launcher.cancel(handle)
         return _proven(Down(run=run, left=tuple(launcher.remaining(handle))))
-    before, number = launcher.poll(handle), submit.submission(run)
+    before, number = launcher.poll(handle), job_record.submission(run.path)
     before_wall_ns = SystemClock().wall_ns()
     if not before.state.ended and backends.get(backend).capabilities.uses_this_machine:
         with contextlib.suppress(MusterError):  # to a supervisor the SIGTERM that follows means a preemption
@@ -180,7 +180,7 @@ def down(reference: str) -> Down:
     launcher.cancel(handle)
     left = tuple(launcher.remaining(handle))
     mirror(launcher, run)
-    if left and submit.submission(run) > number > 0:
+    if left and job_record.submission(run.path) > number > 0:
         raise BackendError(
             f"{run.run_id} was ended, and started again meanwhile: {left[0]}", hint="run muster down again"
         )

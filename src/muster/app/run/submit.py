@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +26,22 @@ from muster.config.run_environment import read_secrets
 from muster.config.spec import RunSpec
 from muster.core import environment, event_log, resolved_file
 from muster.core.errors import BackendError, ConflictError, MusterError, RunFileError, UsageError
-from muster.core.processes import read_plain
+from muster.core.processes import open_plain, read_plain
 from muster.core.redact import hide_values, redact_argv
 from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import Json, JsonObject, child, children, parse_object, text, texts
 from muster.core.types import JobHandle, JobRequest
-from muster.storage import run_registry, run_secrets
+from muster.storage import job_record, run_registry, run_secrets, uris
 from muster.storage.home import FolderHome, Home
 from muster.storage.run_registry import RunDir
+from muster.storage.store import open_store
+from muster.storage.store.local import check_conditional_writes
+from muster.supervise.process.lease import newest_term
 
 #: Label that tells one submission of a run from the next.
 SUBMISSION = "submission"
+#: Longest wait for a supervisor to hold the run: its imports, and a lease that it has to see expire.
+FIRST_WORD_S = 30.0
 Tell = Callable[[str], None]
 
 
@@ -167,6 +174,8 @@ def _begin(
     request = dataclasses.replace(request, labels={**request.labels, SUBMISSION: str(number)})
     intent = Intent(run=run, spec=spec, launcher=launcher, request=request, new=new, running=running)
     if not running:
+        if launcher.remote is None:
+            _check_file_systems(spec, path)
         damaged = None if new else _set_damaged_aside(run)
         run_registry.create(run_id, path, run_file=loaded.text, resolved=resolved)
         run_secrets.write(path, secrets)
@@ -177,6 +186,16 @@ def _begin(
             log_event(run, "run.message", {"text": f"{damaged}; this submit writes it anew"})
         log_intent(run, spec, resolved, argv, planned_step_s=loaded.planned_step_s)
     return intent
+
+
+def _check_file_systems(spec: RunSpec, path: Path) -> None:
+    """Raise UsageError where leases, fences or commits cannot be written in the run's folder or its checkpoints'."""
+    run_registry.make_folder(path.parent)
+    checkpoints = spec.checkpoint_uri(path)
+    named = (path, uris.local_path(checkpoints)) if uris.is_local(checkpoints) else (path,)
+    for folder in {folder if folder.is_dir() else folder.parent for folder in named}:
+        if os.access(folder, os.W_OK):  # else there is none yet, or `create` says what is wrong with it
+            check_conditional_writes(folder)
 
 
 def _alone(spec: RunSpec, launcher: Launcher) -> BinaryIO | None:
@@ -303,8 +322,16 @@ def _own_folder(spec: RunSpec, launcher: Launcher) -> tuple[Path | None, str | N
 
 
 def start(intent: Intent, request: JobRequest) -> JobHandle:
-    """Hand the request to the back end, and let others submit; a new run that could not start leaves nothing."""
+    """Hand the request to the back end, wait for a supervisor of this machine, and let others submit; a new run that
+    could not start leaves nothing.
+
+    Raises:
+        BackendError: the supervisor ended before it held the run, with its reason; or as the back end.
+    """
+    is_here = backends.get(intent.spec.backend).capabilities.supervised_in_terminal
     try:
+        if is_here and any(task.name == "supervisor" for task in request.tasks):
+            return _start_supervised(intent, request)
         return intent.launcher.submit(request)
     except MusterError as error:
         if intent.new:
@@ -313,6 +340,35 @@ def start(intent: Intent, request: JobRequest) -> JobHandle:
     finally:
         if intent.lock is not None:
             intent.lock.close()
+
+
+def _start_supervised(intent: Intent, request: JobRequest) -> JobHandle:
+    log = intent.run.logs / "supervisor.log"
+    lease, store = str(intent.run.lease), open_store()
+    term, log_bytes = newest_term(store, lease), log.stat().st_size if log.exists() else 0
+    handle = intent.launcher.submit(request)
+    until = time.monotonic() + FIRST_WORD_S
+    while time.monotonic() < until:
+        task = intent.launcher.poll(handle).tasks.get("supervisor")
+        if task is None or newest_term(store, lease) > term:
+            return handle
+        if not task.startswith("running"):
+            raise _last_words(log, log_bytes)
+        time.sleep(0.05)
+    late = f"its supervisor has not begun in {FIRST_WORD_S:g} s; muster logs {intent.run.run_id} shows why"
+    return dataclasses.replace(handle, warnings=(*handle.warnings, late))
+
+
+def _last_words(log: Path, after: int) -> BackendError:
+    """What a supervisor that ended at once wrote beyond ``after`` bytes of its output."""
+    lines = []
+    with contextlib.suppress(OSError), open_plain(log) as file:
+        file.seek(after)
+        lines = file.read().decode(errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    hints = [line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")]
+    reason = (errors or lines or ["it wrote nothing"])[-1]
+    return BackendError(f"the supervisor ended at once: {reason}", hint=hints[-1] if hints else f"see {log}")
 
 
 def discard(intent: Intent, error: MusterError) -> None:
@@ -370,17 +426,9 @@ def _home(run: RunDir) -> Home:
     return FolderHome(run.path)
 
 
-def submission(run: RunDir) -> int:
-    """How often the run has been submitted."""
-    try:
-        return int(json.loads(read_plain(run.job)).get(SUBMISSION, 1))
-    except (OSError, ValueError):
-        return 0
-
-
 def _standing(launcher: Launcher, run: RunDir, resolved: str) -> tuple[int, bool]:
     """The submission's number for a folder that holds a run, and whether that run is running as it is."""
-    number = submission(run)
+    number = job_record.submission(run.path)
     handle = launcher.find(run.run_id)
     status = launcher.poll(handle) if handle else None
     if status is None or number == 0 or status.state.ended:

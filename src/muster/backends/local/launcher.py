@@ -260,7 +260,7 @@ class LocalLauncher:
         except BackendError as error:  # damaged: living processes are still found by their label, a result in the log
             if processes.labelled(handle.run_id):
                 return JobStatus(state=JobState.RUNNING, reason=f"{error}; muster down ends what runs")
-            if (verdict := run_output.verdict(run_dir, 0)) is not None:
+            if (verdict := run_output.verdict(run_dir)) is not None:
                 return JobStatus(state=JobState(verdict.outcome), reason=verdict.reason, exit_code=verdict.exit_code)
             return JobStatus(state=JobState.FAILED, reason=f"{error}; muster recover begins a new one")
         if not record:
@@ -270,7 +270,7 @@ class LocalLauncher:
             name: f"running (pid {record.tasks[name].pid})" if alive else "ended"
             for name, alive in sorted(living.items())
         }
-        state, reason, code = _judge(record, living, run_output.verdict(run_dir, record.submitted_wall_ns))
+        state, reason, code = _judge(record, living, run_output.verdict(run_dir))
         return JobStatus(state=state, reason=reason, exit_code=code, tasks=tasks_text)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
@@ -361,7 +361,11 @@ def _startable(task: _Task, living: Sequence[Process]) -> bool:
 def _judge(
     record: _Job, living: Mapping[str, bool], verdict: run_output.Verdict | None
 ) -> tuple[JobState, str, int | None]:
-    alive = sum(living.values())
+    alive, before = sum(living.values()), None
+    if verdict is not None and not verdict.ends(record.submission, record.submitted_wall_ns):
+        before, verdict = verdict, None
+    if alive == 0 and before is not None and record.state != "starting":  # since then no supervisor held the run
+        return JobState(before.outcome), f"{before.reason}; what was started since then ended at once", before.exit_code
     if record.state == "cancelled" and (verdict is None or verdict.outcome == "preempted"):
         # SIGTERM means preemption to a supervisor; this one came from `cancel`.
         return JobState.STOPPED, "muster down ended it" + (f", {alive} processes are ending" if alive else ""), None

@@ -40,7 +40,7 @@ class JobPlace(Place):
 
     def verdict(self) -> Verdict | None:
         """The run's result, if it has ended in this job."""
-        return run_output.verdict(self.run_dir, self.began_wall_ns)
+        return run_output.verdict(self.run_dir, since_wall_ns=self.began_wall_ns)
 
     def resubmit(self) -> bool:
         """Submit the next job of a run that saved because of its time limit, or requeue this one, as the run file says;

@@ -166,7 +166,10 @@ class SlurmLauncher:
         if not jobs and record and record.job_id:
             last = self.slurm.accounted(record.job_id)  # Slurm forgets a job some minutes after its end
             quiet_s = (self.clock.wall_ns() - _last_written_wall_ns(run_dir, since)) / 1e9
-        return judge(record, jobs, run_output.verdict(run_dir, since), last, run_dir=run_dir, quiet_s=quiet_s)
+        verdict = run_output.verdict(run_dir)
+        if record and verdict and not verdict.ends(record.submission, since):
+            verdict = None
+        return judge(record, jobs, verdict, last, run_dir=run_dir, quiet_s=quiet_s)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """What each file in the run's ``logs`` holds beyond ``after``: ranks, agents, supervisor, the job's own."""

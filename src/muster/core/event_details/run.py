@@ -109,7 +109,7 @@ class SupervisorStarted(Detail):
     heads: Annotated[Mapping[str, str] | None, "event file -> SHA-256 of the last line seen"] = None
     address: Annotated[str | None, "host:port"] = None
     job: Annotated[str | None, "of a home in a bucket: the back end's name for the job that it is part of"] = None
-    submission: Annotated[str | None, "of a home in a bucket: its number"] = None
+    submission: Annotated[str | None, "its number; None: an older version wrote it, or nothing was submitted"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,9 @@ from typing import IO, Literal, Protocol
 
 from muster.core import environment
 from muster.core.errors import AccessError, BackendError, MusterError, install_command
+from muster.core.processes import sync_directory
 from muster.storage import uris
-from muster.storage.store.local import sync_directory, translated
+from muster.storage.store.local import translated
 
 _REFUSALS = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "Access Denied")
 

@@ -15,17 +15,20 @@ import contextlib
 import errno
 import fcntl
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
+from muster.core.processes import sync_directory
 from muster.core.protocols import Stored
 from muster.storage import mounts, uris
 
 _HIDDEN = ".muster-"
 _LOCK = f"{_HIDDEN}lock"
+_UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 # What a file system's clock may round to: ns (ext4, xfs, tmpfs, NFS), 100 ns, 1 us, 1 ms, 1 s, 2 s (FAT).
 _TICKS_NS = (1, 100, 1_000, 1_000_000, 1_000_000_000, 2_000_000_000)
 
@@ -53,6 +56,8 @@ class LocalStore:
                 os.link(temporary, path)
             except FileExistsError as error:
                 raise ConflictError(f"{uri} exists already") from error
+            except OSError as error:
+                raise _without(error, "hard links", path.parent) from error
             finally:
                 temporary.unlink(missing_ok=True)
             sync_directory(path.parent)
@@ -171,14 +176,30 @@ def _modified_ns(path: Path) -> int:
 def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK, "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise _without(error, "file locks", folder) from error
         yield
 
 
-def sync_directory(folder: Path) -> None:
-    """The names in it are on the disk when this returns."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _without(error: OSError, feature: str, folder: Path) -> Exception:
+    """What to raise for ``error``: the missing feature by name, where the file system has none."""
+    if error.errno not in _UNSUPPORTED:
+        return error
+    mount = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.ismount(path))
+    hint = "choose a folder on a local disk, NFSv4, Lustre with -o flock, or a bucket's URI"
+    return UsageError(f"the file system at {mount} has no {feature}, which a run needs ({error.strerror})", hint=hint)
+
+
+def check_conditional_writes(folder: Path) -> None:
+    """Make and replace an object in ``folder``, which keeps nothing of it.
+
+    Raises:
+        UsageError: its file system has no hard links or no locks, or is a mounted bucket.
+        AccessError, BackendError: as the store.
+    """
+    store = LocalStore()
+    with translated(str(folder)), tempfile.TemporaryDirectory(prefix=_HIDDEN, dir=folder) as scratch:
+        uri = f"{scratch}/object"
+        store.put_if(uri, b"2", store.put_if_absent(uri, b"1"))

@@ -20,7 +20,8 @@ from muster.core.protocols import Clock
 from muster.core.typed_json import JsonObject, Unreadable, decode, encode
 from muster.protocol.client import SupervisorStatus
 from muster.protocol.lease import EndRecord, HomeStatus
-from muster.storage.home import BucketHome, Home, HomeSync, open_home
+from muster.storage import job_record
+from muster.storage.home import SUBMISSION_FILE, BucketHome, Home, HomeSync, open_home
 from muster.storage.run_registry import replace_text
 from muster.supervise.process.figures import Figures
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper, keeping
@@ -165,9 +166,11 @@ class SupervisorHome:
 
     @property
     def allocation(self) -> JsonObject:
-        """What ``supervisor.started`` says of it, where end records are written."""
-        named = bool(self.job) and not self.home.is_folder
-        return {"job": self.job, "submission": self._submission()} if named else {}
+        """What ``supervisor.started`` says of it: an end is that of its submission, whatever clocks show."""
+        number = self._submission()
+        if self.home.is_folder:
+            return {"submission": number} if number else {}
+        return {"job": self.job, "submission": number} if self.job else {}
 
     def open_log(self, run_id: str) -> EventLog:
         """This term's."""
@@ -293,7 +296,9 @@ class SupervisorHome:
 
     def _submission(self) -> str:
         with contextlib.suppress(OSError):
-            return (self.run_dir / "submission").read_text().strip()
+            if self.home.is_folder:
+                return str(job_record.submission(self.run_dir) or "")
+            return (self.run_dir / SUBMISSION_FILE).read_text().strip()
         return ""
 
 

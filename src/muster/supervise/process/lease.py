@@ -24,7 +24,7 @@ from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Clock, Store
 from muster.core.typed_json import Unreadable
 from muster.protocol.lease import LeaseRecord, read_lease, write_lease
-from muster.protocol.version import MINE, OtherVersion
+from muster.protocol.version import MINE, OtherVersion, incompatible
 from muster.storage import uris
 from muster.storage.store.patient import start_thread
 
@@ -61,14 +61,14 @@ class LeaseKeeper:
             ConflictError: a live supervisor holds it, or another one was faster.
         """
         self._address = address
-        generation, record, problem = self._look()
-        if record is None and (generation is not None or newest_term(self.store, self.uri)):
-            generation, record, problem = self._look_longer()
-        if record is not None and not self._vacant(record):
-            raise ConflictError(
-                f"a supervisor (pid {record.pid} on {record.machine}) holds this run",
-                hint="muster status shows it; muster stop ends it",
-            )
+        generation, record, problem = first = self._look()
+        is_held = record is not None and not self._vacant(record)
+        is_lost = record is None and (generation is not None or newest_term(self.store, self.uri) > 0)
+        if is_lost or (is_held and record is not None and not _is_of_this_boot(record)):
+            generation, record, problem = self._look_longer(generation)
+            is_held = record is not None and generation != first[0] and record.expires_wall_ns > 0
+        if is_held and record is not None:
+            raise _held_by(record)
         known = record.term if record is not None else 0
         self.term = 1 + newest_term(self.store, self.uri, at_least=known)
         self._write(generation)
@@ -77,23 +77,29 @@ class LeaseKeeper:
         return self.term
 
     def _look(self) -> tuple[str | None, LeaseRecord | None, str | None]:
-        """The object's generation, its record, and why there is none of either. Raises OtherVersion, as the store."""
+        """The object's generation, its record, and why there is none of either. Raises as the store."""
         try:
             stored = self.store.get(self.uri)
         except FileNotFoundError:
             return None, None, "lease.json was gone"
         try:
-            return stored.generation, read_lease(stored.data, me="this supervisor"), None
+            return stored.generation, read_lease(stored.data, me="this supervisor", any_version=True), None
         except Unreadable as error:
             return stored.generation, None, f"lease.json was damaged ({error})"
 
-    def _look_longer(self) -> tuple[str | None, LeaseRecord | None, str | None]:
-        """A holder that lives writes it again at its next renewal: until then it is unknown whether there is one."""
+    def _look_longer(self, seen: str | None) -> tuple[str | None, LeaseRecord | None, str | None]:
+        """What a holder that lives writes instead of generation ``seen``; the same again where none does.
+
+        It renews within a lease's length, by this machine's monotonic clock: wall clocks of two machines, or of two
+        boots, may differ by hours, and a record that is lost or damaged is written again.
+        """
         until_ns = self.clock.monotonic_ns() + int(LEASE_S * 1e9)
         while True:
-            found = self._look()
-            if found[1] is not None or self.clock.monotonic_ns() >= until_ns:
-                return found
+            generation, record, _ = result = self._look()
+            is_renewed = record is not None and generation != seen
+            is_free = record is not None and self._vacant(record)
+            if is_renewed or is_free or self.clock.monotonic_ns() >= until_ns:
+                return result
             self.clock.sleep(LOOK_S)
 
     def hold(self) -> str | None:
@@ -160,12 +166,9 @@ class LeaseKeeper:
         """The generation to replace (None: nothing is there), and why the object does not show our record.
 
         Raises ConflictError where a successor is shown, by the object or by its event log; as the store where it does
-        not say. A record of another protocol is none: its supervisor would not have taken a lease of ours.
+        not say.
         """
-        try:
-            generation, record, problem = self._look()
-        except OtherVersion:
-            generation, record, problem = self.store.get(self.uri).generation, None, "lease.json was of another version"
+        generation, record, problem = self._look()
         if record is not None:
             ours = (self.term, os.getpid(), socket.gethostname(), processes.boot_id())
             if (record.term, record.pid, record.machine, record.boot_id) == ours:
@@ -204,9 +207,24 @@ class LeaseKeeper:
         """Whether it is free. On the holder's own machine the wall clock does not count: it may have been set."""
         if not record.expires_wall_ns:
             return True
-        if record.boot_id != processes.boot_id() or record.machine != socket.gethostname():
+        if not _is_of_this_boot(record):
             return self.clock.wall_ns() >= record.expires_wall_ns
         return self.clock.monotonic_ns() >= record.expires_mono_ns or processes.look(record.pid) is None
+
+
+def _is_of_this_boot(record: LeaseRecord) -> bool:
+    """Whether its holder's monotonic clock and pid are this machine's."""
+    return (record.boot_id, record.machine) == (processes.boot_id(), socket.gethostname())
+
+
+def _held_by(record: LeaseRecord) -> MusterError:
+    other = incompatible(MINE, record.version, me="this supervisor", them="the run's supervisor")
+    if other is not None:
+        return OtherVersion(other)
+    return ConflictError(
+        f"a supervisor (pid {record.pid} on {record.machine}) holds this run",
+        hint="muster status shows it; muster stop ends it",
+    )
 
 
 @contextlib.contextmanager

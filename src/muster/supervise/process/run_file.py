@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from muster.config.spec import RunSpec
 from muster.core import resolved_file
 from muster.core.errors import MusterError, UsageError
+from muster.core.processes import read_plain
 from muster.core.resolved_file import DamagedRunFile
+from muster.core.typed_json import parse_object
 from muster.policy.load import load_policy
 from muster.supervise.recovery.inputs import RestartRequest, Settings
 
@@ -18,7 +19,7 @@ GATHER_EVIDENCE_S = 0.3
 
 def read_run_id(run_dir: Path) -> str:
     """Of the run in ``run_dir``."""
-    return str(json.loads((run_dir / "job.json").read_text())["run_id"])
+    return str(parse_object(read_plain(run_dir / "job.json"))["run_id"])
 
 
 def read_spec(run_dir: Path) -> RunSpec:

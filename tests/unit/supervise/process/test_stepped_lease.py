@@ -11,6 +11,7 @@ import pytest
 from muster.config.spec import Limits
 from muster.core.errors import ConflictError
 from muster.core.events import Event
+from muster.protocol.version import OtherVersion
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LEASE_S, LeaseKeeper
 from muster.supervise.process.limits import LimitsGuard
@@ -86,10 +87,9 @@ def test_elsewhere_the_wall_clock_decides_and_what_was_given_back_is_free(held, 
     else:
         record = unsealed(at) | {"machine": "elsewhere", "pid": os.getpid()}
         open_store().put(at, json.dumps(record).encode())
-        with pytest.raises(ConflictError):
-            taker(at, clock)
-        clock.now_ns += int((LEASE_S + 1) * 1e9)
+    before = clock.now_ns
     assert taker(at, clock) == 2
+    assert clock.now_ns - before == (0 if gone == "given back" else int(LEASE_S * 1e9))
 
 
 def test_a_deadline_is_the_wall_clocks_and_hours_are_not():
@@ -101,3 +101,50 @@ def test_a_deadline_is_the_wall_clocks_and_hours_are_not():
     assert guard.next(2 * HOUR, clock_ns=3 * HOUR).at_wall_ns == 3 * HOUR, "an hour is left to it"
     guard.limits = Limits(max_hours=10)
     assert guard.next(2 * HOUR, clock_ns=3 * HOUR).at_wall_ns == 10 * HOUR
+
+
+def of_another_boot(at, **changed):
+    record = unsealed(at) | {"boot_id": "another", "expires_mono_ns": 10**18} | changed
+    open_store().put(at, json.dumps(record).encode())
+
+
+def test_a_reboot_with_the_clock_behind_costs_a_leases_length(held):
+    at, clock, _ = held
+    of_another_boot(at)
+    clock.now_ns -= HOUR
+    before = clock.mono_ns
+    assert taker(at, clock) == 2
+    assert LEASE_S <= (clock.mono_ns - before) / 1e9 <= LEASE_S + 1
+
+
+def test_a_holder_on_another_machine_is_seen_by_its_renewal_alone(held):
+    at, clock, _ = held
+    for ahead_ns in (0, HOUR):  # its clock is right, or an hour ahead
+        of_another_boot(at, machine="elsewhere", expires_wall_ns=clock.now_ns + ahead_ns + int(LEASE_S * 1e9))
+
+        class Renewing(Clock):
+            def sleep(self, seconds, ahead_ns=ahead_ns):
+                super().sleep(seconds)
+                of_another_boot(at, machine="elsewhere", expires_wall_ns=self.now_ns + ahead_ns + int(LEASE_S * 1e9))
+
+        with pytest.raises(ConflictError, match="on elsewhere"):
+            taker(at, Renewing(mono_ns=clock.mono_ns, wall_ns=clock.now_ns))
+
+
+def test_a_holder_of_another_protocol_is_named_while_it_holds_and_replaced_once_it_is_gone(held):
+    at, clock, _ = held
+    version = {"protocol": 2, "muster": "0.1.9"}
+    open_store().put(at, json.dumps(unsealed(at) | {"version": version}).encode())
+    with pytest.raises(OtherVersion, match=r"protocol 2 \(muster 0.1.9\)") as refused:
+        taker(at, clock)
+    assert "muster down" in str(refused.value.hint)
+    clock.sleep(LEASE_S + 1)
+    assert taker(at, clock) == 2
+
+
+def test_a_successor_of_another_protocol_ends_the_holder(held):
+    at, _, holder = held
+    record = unsealed(at) | {"term": 2, "pid": 1, "version": {"protocol": 99, "muster": "9"}}
+    open_store().put(at, json.dumps(record).encode())
+    with pytest.raises(ConflictError, match="term 2 is held by pid 1"):
+        holder.renew()

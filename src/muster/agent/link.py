@@ -117,4 +117,4 @@ def on_refused(ctx: HostContext, reason: str, *, has_snapshots: bool) -> None:
 
 
 def on_lost(state: HostState) -> None:
-    state.link.peer, state.link.search_s = None, 0.0
+    state.link.peer, state.link.search_s, state.fork_server.may_miss_start = None, 0.0, True

@@ -34,7 +34,7 @@ class HostPreparing(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLost(Record):
-    """The fork server died, and its rendezvous store with it."""
+    """There is no rendezvous store for the next attempt: an attempt was given it, or the fork server died."""
 
 
 @dataclass(frozen=True, kw_only=True)

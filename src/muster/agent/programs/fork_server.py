@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from muster.agent.values.actions import (
     FindForkServer,
     Program,
     RecordForkServer,
+    SendTo,
     StartProgram,
     StopProgram,
 )
@@ -15,8 +17,9 @@ from muster.agent.values.events import ForkServerFound, MemoryChecked, PeerId, P
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.config.spec import Recovery
 from muster.core import processes
-from muster.protocol.fork_server import ForkServerHello
+from muster.protocol.fork_server import ForkServerHello, NewStore
 from muster.protocol.to_supervisor import StartFailed, StoreLost
+from muster.protocol.values import Address
 
 NAME = "forkserver"
 MODULE = "muster.rank.fork_server"
@@ -106,13 +109,38 @@ def on_hello(ctx: HostContext, peer: PeerId, hello: ForkServerHello) -> None:
     """It has imported everything, or has found this agent after the death of another one."""
     server = ctx.state.fork_server
     server.peer, server.pid, server.store = peer, hello.pid, hello.store
-    server.deaths, server.again_s, server.awaited = 0, NEVER, False
+    server.deaths, server.again_s, server.awaited, server.may_miss_start = 0, NEVER, False, server.follows
     ctx.keep_failure("fork server", None)
     server.spawning.clear()
     server.registered = set(hello.children)
     if hello.unforkable:
         reason = "ranks are new processes, each in the seconds that its imports take, instead of forks"
         ctx.note(f"{ctx.state.host}: {reason}: {hello.unforkable}")
+
+
+def on_stores_given(ctx: HostContext, stores: Collection[Address]) -> None:
+    """An attempt's ranks were given these stores. If this host's is one of them, the next attempt needs another one."""
+    if ctx.state.fork_server.store in stores:
+        _renew_store(ctx)
+
+
+def on_missed_start(ctx: HostContext) -> None:
+    """An attempt ends that this host has not begun. Ranks elsewhere have its store if the order to start was lost."""
+    server = ctx.state.fork_server
+    if server.may_miss_start and server.store is not None:
+        _renew_store(ctx)
+
+
+def _renew_store(ctx: HostContext) -> None:
+    """Withdraw the store and order another one: only the supervisor's loss report keeps it from the next attempt.
+
+    Always before this host's ``RanksEnded``, so that no attempt can start between.
+    """
+    server = ctx.state.fork_server
+    assert server.peer is not None
+    server.store, server.may_miss_start = None, False
+    ctx.report(StoreLost())
+    ctx.do(SendTo(server.peer, NewStore()))
 
 
 def on_lost(ctx: HostContext) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from muster.agent.evidence import gathering
-from muster.agent.programs import replicator_child
+from muster.agent.programs import fork_server, replicator_child
 from muster.agent.ranks import exits, standbys
 from muster.agent.values.actions import (
     Kill,
@@ -21,7 +21,6 @@ from muster.agent.values.actions import (
 from muster.agent.values.events import PeerId, StatePrepared
 from muster.agent.values.rank import UNENDED, Rank, RankState
 from muster.agent.values.state import HostContext
-from muster.protocol.fork_server import NewStore
 from muster.protocol.rank_agent import (
     FromRank,
     Pause,
@@ -51,7 +50,8 @@ def begin(ctx: HostContext, order: StartAttempt) -> None:
     _kill(ctx, order.attempt - 1, spared=retained)
     ranks.attempt, ranks.ending = order.attempt, None
     ranks.exits.clear()
-    ctx.do(PrepareState(order, ctx.state.spec))
+    ctx.do(PrepareState(order, ctx.state.spec))  # its ranks are given to processes in answer to that, before the store
+    fork_server.on_stores_given(ctx, {(context.master_addr, context.master_port) for context in order.contexts})
 
 
 def place(ctx: HostContext, prepared: StatePrepared) -> None:
@@ -72,8 +72,6 @@ def place(ctx: HostContext, prepared: StatePrepared) -> None:
         ctx.do(WatchProcess(rank.pid, standbys.log_path(ctx.state, rank.rank, rank.attempt)))
         ctx.log("rank.started", {"pid": rank.pid, "kept": True}, rank=rank.rank)
     standbys.assign(ctx)
-    if ctx.state.fork_server.peer is not None:  # each attempt has a rendezvous store of its own
-        ctx.do(SendTo(ctx.state.fork_server.peer, NewStore()))
 
 
 def cannot_start(ctx: HostContext, attempt: int, reason: str) -> None:
@@ -89,6 +87,8 @@ def end(ctx: HostContext, order: EndAttempt) -> None:
     if order.reset and standbys.opens_contexts(state):  # no GPU is reset while any process uses it
         add_unregistered(ctx, ranks.standbys)
         ranks.standbys.clear()
+    if order.attempt > ranks.attempt:
+        fork_server.on_missed_start(ctx)
     ranks.ending = max(order.attempt, ranks.ending or 0)
     ranks.ended = max(order.attempt, ranks.ended)
     _drop_queue(ctx, order.attempt)

@@ -105,7 +105,9 @@ class ForkServer:
     peer: PeerId | None = None
     pid: int | None = None
     store: Address | None = None
-    """Its rendezvous store for the next attempt; None while it is not connected."""
+    """Its rendezvous store, which no attempt was given; None while there is none."""
+    may_miss_start: bool = False
+    """An order to start, which may give the store to ranks elsewhere, may have been lost."""
     socket: str = ""
     """Where it looks for an agent."""
     started: bool = False

@@ -92,6 +92,7 @@ def start_when_drained(ctx: SupervisorContext) -> None:
     if len(usable) < needed:  # hosts that became ready meanwhile
         following.hosts += [name for name in ctx.usable() if name not in following.hosts]
         usable = ready_hosts(ctx, following)
+    usable = usable[: ctx.settings.wanted_hosts]
     if len(usable) < needed or not has_rendezvous_store(ctx, usable):
         if following.waiting_since_ns is None:
             following.waiting_since_ns = ctx.now_ns
@@ -101,7 +102,7 @@ def start_when_drained(ctx: SupervisorContext) -> None:
         ctx.log("phase.changed", {"reason": missing}, phase="wait")
         ctx.deadline(patience_s(ctx, following))
         return
-    start_attempt(ctx, usable[: ctx.settings.wanted_hosts])
+    start_attempt(ctx, usable)
 
 
 def patience_s(ctx: SupervisorContext, following: NextHosts) -> float:

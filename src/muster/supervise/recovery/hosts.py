@@ -6,7 +6,8 @@ from muster.core.incidents import HOST_LOST, HOST_RETURNED, HOST_UNHEALTHY, RANK
 from muster.core.typed_json import JsonObject
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_agent import EndAttempt, Welcome
-from muster.protocol.to_supervisor import HostReady, RanksEnded, StartFailed
+from muster.protocol.to_supervisor import HostReady, RanksEnded, StartFailed, StoreLost
+from muster.protocol.values import StoreAddress
 from muster.protocol.version import MINE
 from muster.supervise.recovery import final_flush
 from muster.supervise.recovery.adoption import try_adopt
@@ -207,11 +208,18 @@ def use_new_capacity(ctx: SupervisorContext, following: NextHosts, host: Host) -
     added = host.name not in following.hosts and not host.quarantined
     if added:
         following.hosts.append(host.name)
-    usable = ready_hosts(ctx, following)
+    usable = ready_hosts(ctx, following)[: ctx.settings.wanted_hosts]
     if len(usable) >= ctx.needed(following) and has_rendezvous_store(ctx, usable):
-        start_attempt(ctx, usable[: ctx.settings.wanted_hosts])
+        start_attempt(ctx, usable)
     elif added:
         log_waiting(ctx, following)
+
+
+def on_store(ctx: SupervisorContext, host: Host, message: StoreAddress | StoreLost) -> None:
+    """An attempt may wait for another rendezvous store, if the last one ended soon after its start."""
+    host.machine.store, phase = message.store if isinstance(message, StoreAddress) else None, ctx.state.phase
+    if isinstance(phase, Waiting) and host.name in phase.next.hosts:
+        use_new_capacity(ctx, phase.next, host)
 
 
 def host_down(ctx: SupervisorContext, given: HostDown) -> None:

@@ -48,6 +48,7 @@ from muster.supervise.recovery.hosts import (
     host_ready,
     host_up,
     judge_faulty,
+    on_store,
     ranks_ended,
     start_failed,
 )
@@ -220,7 +221,7 @@ def _on_message(ctx: SupervisorContext, host: Host, message: FromAgent | HealthR
         case ReplicatorAddress():
             on_replicator_address(ctx, host, message.memory)
         case StoreAddress() | StoreLost():
-            host.machine.store = message.store if isinstance(message, StoreAddress) else None
+            on_store(ctx, host, message)
         case HostPreparing():
             progress.on_preparing(ctx, host)
         case RanksProgress():

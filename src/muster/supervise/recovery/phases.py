@@ -1,6 +1,6 @@
-"""Where a run is: one value for each phase, with what has a meaning only there, and the table of transitions.
+"""Where a run is: one value for each phase, with what has a meaning only there.
 
-Only ``SupervisorContext.enter`` changes the phase. ``docs/recovery.md`` shows the table.
+Only ``SupervisorContext.enter`` changes the phase. ``docs/recovery.md`` has the table of all transitions.
 """
 
 from __future__ import annotations
@@ -192,55 +192,6 @@ class Ended(Phase):
     """Over: nothing is done any more."""
 
     name = "ended"
-
-
-@dataclass(frozen=True)
-class Transition:
-    """One row of the table."""
-
-    source: type[Phase]
-    on: str
-    target: type[Phase]
-
-
-TRANSITIONS = (
-    Transition(Starting, "all hosts are ready, or the fewest at the deadline", Running),
-    Transition(Starting, "too few at the deadline, or one cannot start: the policy restarts or waits", Draining),
-    Transition(Starting, "a stop; the policy stops", Ended),
-    Transition(Starting, "a stop; the policy stops, and an earlier attempt left something to write", Flushing),
-    Transition(Starting, "a host cannot start by the user's own error, and hosts are to be held", Held),
-    Transition(Adopting, "every rank of the attempt is there; or some are lost, an incident", Running),
-    Transition(Adopting, "its ranks were being replaced, or hosts were awaited", Draining),
-    Transition(Adopting, "its ranks were saving", Stopping),
-    Transition(Adopting, "the run was ending", Flushing),
-    Transition(Adopting, "nothing of the attempt is left: all agents are new", Starting),
-    Transition(
-        Adopting,
-        "no host answers within start_timeout_s; it was ending, and nothing is left to write; a forced stop",
-        Ended,
-    ),
-    Transition(Running, "restart, reset, swap, shrink, wait, grow", Draining),
-    Transition(Running, "a stop, an announced preemption; ranks that leave by themselves", Stopping),
-    Transition(Running, "the policy stops after the user's own error, and hosts are to be held", Held),
-    Transition(Running, "the policy stops, or the last save failed", Flushing),
-    Transition(Running, "the last step; the policy stops and nothing is left to write; a forced stop", Ended),
-    Transition(Draining, "every host has answered or is lost, and there are enough", Running),
-    Transition(Draining, "every host has answered or is lost, and there are too few", Waiting),
-    Transition(Draining, "a stop; the policy stops", Flushing),
-    Transition(Draining, "a stop, the policy stops, and nothing is left to write", Ended),
-    Transition(Draining, "the policy stops after the user's own error, and hosts are to be held", Held),
-    Transition(Waiting, "a host becomes ready", Running),
-    Transition(Waiting, "the deadline, a lost host: the policy decides again", Draining),
-    Transition(Waiting, "a host cannot start by the user's own error, and hosts are to be held", Held),
-    Transition(Waiting, "a stop; the policy stops", Flushing),
-    Transition(Waiting, "a stop, the policy stops, and nothing is left to write", Ended),
-    Transition(Stopping, "all have saved and exited; a second stop", Ended),
-    Transition(Stopping, "some could not save, or not in time", Flushing),
-    Transition(Held, "muster restart", Draining),
-    Transition(Held, "a stop, the deadline, every host has notice", Flushing),
-    Transition(Held, "the same, and nothing is left to write", Ended),
-    Transition(Flushing, "the newest version is written, or cannot be; a second stop", Ended),
-)
 
 
 def ends_for_good(phase: Stopping | Flushing, exit_code: int) -> bool:

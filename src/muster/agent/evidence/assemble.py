@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from muster.agent.evidence.proc import cgroup_state, process_state
-from muster.agent.values.actions import ReportEvidence, Seen
+from muster.agent.values.actions import ReportEvidence
+from muster.agent.values.rank import Gathering, Rank
 from muster.core.typed_json import Unreadable, encode
 from muster.health.hang import flight_recorder, stacks
 from muster.health.hang.evidence import NO_SPY, RankEvidence
+from muster.health.verdicts import Finding
+from muster.protocol.rank_agent import RankCaptured
 from muster.protocol.to_supervisor import EvidenceReady
 
 #: Of one rank's evidence on the wire; of what is larger the flight recorder is left out.
@@ -17,36 +20,40 @@ MOST_BYTES = 1 << 18
 MOST_THREADS, MOST_FRAMES = 32, 40
 
 
-def assemble(gathered: ReportEvidence, host: str) -> EvidenceReady:
+def assemble(report: ReportEvidence, host: str) -> EvidenceReady:
     """Reads ``/proc`` of each rank: no rank steps while this is done."""
+    gathered = report.gathered
     if gathered.exited is not None:
-        others = tuple(encode(_after_exit(seen, host)).decode() for seen in gathered.seen)
-        ranks = (gathered.exited, *others)
-        return EvidenceReady(attempt=gathered.attempt, ranks=ranks, exited=gathered.exited_rank)
-    missing = (gathered.missing,) if gathered.missing else ()
-    ranks = tuple(_evidence(gathered, seen, host) for seen in gathered.seen)
-    return EvidenceReady(attempt=gathered.attempt, ranks=ranks, ras=gathered.ras, missing=missing)
+        others = [_after_exit(gathered, rank, host) for rank in gathered.ranks if rank.pid in gathered.captured]
+        ranks = tuple(encode(rank).decode() for rank in (gathered.exited, *others))
+        return EvidenceReady(attempt=gathered.attempt, ranks=ranks, exited=gathered.exited.rank)
+    ras, problem = gathered.ras or ("", "NCCL's RAS: does not answer" if gathered.asks_ras else "")
+    ranks = tuple(_evidence(gathered, rank, host, report.findings[rank.rank]) for rank in gathered.ranks)
+    return EvidenceReady(attempt=gathered.attempt, ranks=ranks, ras=ras, missing=(problem,) if problem else ())
 
 
-def _after_exit(seen: Seen, host: str) -> RankEvidence:
+def _after_exit(gathered: Gathering, rank: Rank, host: str) -> RankEvidence:
     """A rank that lived when another exited; what its process does by now is the order to end."""
-    threads = _threads(seen, has_spy=True, missing=[])
-    return RankEvidence(rank=seen.rank, host=host, pid=seen.pid, step=seen.step, answers=True, threads=threads)
+    threads = _threads(gathered, rank.pid, missing=[])
+    return RankEvidence(rank=rank.rank, host=host, pid=rank.pid, step=rank.steps.step, answers=True, threads=threads)
 
 
-def _evidence(gathered: ReportEvidence, seen: Seen, host: str) -> str:
+def _evidence(gathered: Gathering, rank: Rank, host: str, findings: tuple[Finding, ...]) -> str:
     missing: list[str] = []
+    captured = gathered.captured.get(rank.pid)
+    if captured is None:
+        missing.append(f"its own thread did not answer within {gathered.limit_s:g} s")
     found = RankEvidence(
-        rank=seen.rank,
+        rank=rank.rank,
         host=host,
-        pid=seen.pid,
-        step=seen.step,
-        process=process_state(seen.pid),
-        cgroup=cgroup_state(seen.pid),
-        answers=seen.captured is not None,
-        recorder=_recorder(seen, gathered.limit_s, missing),
-        threads=_threads(seen, has_spy=gathered.has_spy, missing=missing),
-        findings=seen.findings,
+        pid=rank.pid,
+        step=rank.steps.step,
+        process=process_state(rank.pid),
+        cgroup=cgroup_state(rank.pid),
+        answers=captured is not None,
+        recorder=None if captured is None else _recorder(captured, missing),
+        threads=_threads(gathered, rank.pid, missing=missing),
+        findings=findings,
     )
     found = replace(found, missing=tuple(missing))
     text = encode(found).decode()
@@ -56,33 +63,31 @@ def _evidence(gathered: ReportEvidence, seen: Seen, host: str) -> str:
     return text
 
 
-def _recorder(seen: Seen, limit_s: float, missing: list[str]) -> flight_recorder.Recorder | None:
-    if seen.captured is None:
-        missing.append(f"its own thread did not answer within {limit_s:g} s")
-        return None
-    missing += seen.captured.problems
+def _recorder(captured: RankCaptured, missing: list[str]) -> flight_recorder.Recorder | None:
+    missing += captured.problems
     found = []
-    for text in seen.captured.recorders:
+    for text in captured.recorders:
         try:
             found.append(flight_recorder.parse(text))
         except Unreadable as error:
             missing.append(str(error))
     if not found:
         return None
-    placed = flight_recorder.placed(flight_recorder.merged(found), seen.captured.groups)
+    placed = flight_recorder.placed(flight_recorder.merged(found), captured.groups)
     return flight_recorder.shortened(placed)
 
 
-def _threads(seen: Seen, *, has_spy: bool, missing: list[str]) -> tuple[stacks.Thread, ...] | None:
+def _threads(gathered: Gathering, pid: int, *, missing: list[str]) -> tuple[stacks.Thread, ...] | None:
     """As seen from outside, else in the rank's own words."""
-    texts = [] if seen.spied is None else [seen.spied.decode(errors="replace")]
-    texts += [] if seen.captured is None else [seen.captured.stacks]
+    spied, captured = gathered.spies.get(pid), gathered.captured.get(pid)
+    texts = [] if spied is None else [spied.decode(errors="replace")]
+    texts += [] if captured is None else [captured.stacks]
     for text in texts:
         try:
             return _bounded(stacks.parse(text))
         except Unreadable as error:
             missing.append(str(error))
-    if not has_spy:
+    if not gathered.has_spy:
         missing.append(NO_SPY)
     return None
 

@@ -16,15 +16,13 @@ from muster.agent.values.actions import (
     Program,
     ReadOomKills,
     ReportEvidence,
-    Seen,
     SendTo,
     StartProgram,
     StopProgram,
 )
 from muster.agent.values.events import OomKills
-from muster.agent.values.rank import Rank
-from muster.agent.values.state import NEVER, Gathering, HostContext, HostState
-from muster.core.typed_json import encode
+from muster.agent.values.rank import Gathering, Rank
+from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.health.hang.evidence import RankEvidence
 from muster.health.hang.process_state import GONE, CgroupState, ProcessState
 from muster.protocol.rank_agent import CaptureRank, RankCaptured
@@ -84,10 +82,7 @@ def on_oom_kills(ctx: HostContext, found: OomKills) -> None:
         rank=report.rank, host=state.host, step=report.step, process=ProcessState(state=GONE),
         cgroup=CgroupState(oom_kills=found.new), findings=findings_since(state, report.rank, since_s),
     )  # fmt: skip
-    state.gathering = Gathering(
-        report.attempt, EXIT_LIMIT_S, ctx.now_s + EXIT_LIMIT_S, ranks,
-        exited=encode(seen).decode(), exited_rank=report.rank,
-    )  # fmt: skip
+    state.gathering = Gathering(report.attempt, EXIT_LIMIT_S, ctx.now_s + EXIT_LIMIT_S, ranks, exited=seen)
     for rank in ranks:
         if rank.peer is not None:
             ctx.do(SendTo(rank.peer, CaptureRank(recorders=False)))
@@ -139,23 +134,9 @@ def tick(ctx: HostContext) -> None:
 def _end(ctx: HostContext, gathering: Gathering) -> None:
     state = ctx.state
     state.gathering = None
-    ras, missing = gathering.ras or ("", "NCCL's RAS: does not answer" if gathering.asks_ras else "")
-    is_exit = gathering.exited is not None
-    seen = [
-        Seen(
-            pid=rank.pid, rank=rank.rank, step=rank.steps.step, captured=gathering.captured.get(rank.pid),
-            spied=gathering.spies.get(rank.pid),
-            findings=() if is_exit else findings_since(state, rank.rank, rank.watch.progress_s),
-        )
-        for rank in gathering.ranks
-        if not is_exit or rank.pid in gathering.captured
-    ]  # fmt: skip
-    ctx.do(
-        ReportEvidence(
-            attempt=gathering.attempt, limit_s=gathering.limit_s, seen=tuple(seen), has_spy=gathering.has_spy,
-            ras=ras, missing=missing, exited=gathering.exited, exited_rank=gathering.exited_rank,
-        )
-    )  # fmt: skip
+    stands_still = gathering.ranks if gathering.exited is None else ()
+    findings = {rank.rank: findings_since(state, rank.rank, rank.watch.progress_s) for rank in stands_still}
+    ctx.do(ReportEvidence(gathering, findings))
     for pid, output in gathering.spies.items():
         if output is None:
             ctx.do(StopProgram(f"{SPY}{pid}", leave=True))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from muster.agent.values.events import PeerId
+from muster.agent.values.rank import Gathering
 from muster.config.spec import RunSpec
 from muster.core.event_details.run import Outcome
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import Record
 from muster.health.verdicts import Finding
-from muster.protocol.rank_agent import RankCaptured
 from muster.protocol.to_agent import StartAttempt
 from muster.protocol.to_supervisor import FromAgent, RankExit, ResetResult
 from muster.protocol.values import Address, RankEvent
@@ -261,29 +261,12 @@ class AskRas:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One rank of a gathering."""
-
-    pid: int
-    rank: int
-    step: int
-    captured: RankCaptured | None
-    spied: bytes | None
-    """What py-spy wrote; None: it failed, or has not ended."""
-    findings: tuple[Finding, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReportEvidence:
-    attempt: int
-    limit_s: float
-    seen: tuple[Seen, ...]
-    has_spy: bool = False
-    ras: str = ""
-    missing: str = ""
-    exited: str | None = None
-    """The rank beside whose exit this is done, as JSON; None: the run stands still."""
-    exited_rank: int | None = None
+    """With what the kernel says of each process."""
+
+    gathered: Gathering
+    findings: Mapping[int, tuple[Finding, ...]]
+    """Of a rank's host and GPU since its last step, by rank; nothing beside an exit."""
 
 
 # ---------------------------------------------------------------- the end

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 from muster.agent.values.events import PeerId
+from muster.health.hang.evidence import RankEvidence
+from muster.protocol.rank_agent import RankCaptured
 from muster.protocol.values import LastWords
 
 
@@ -127,3 +129,23 @@ class Rank:
         """No one can say its exit code."""
         if self.code is None:
             self.code, self.code_is_guess = -9, True
+
+
+@dataclass
+class Gathering:
+    """What the ranks do while the run stands still, or when another one has exited."""
+
+    attempt: int
+    limit_s: float
+    until_s: float
+    ranks: list[Rank]
+    captured: dict[int, RankCaptured] = field(default_factory=dict)
+    """By pid, as are ``spies``."""
+    spies: dict[int, bytes | None] = field(default_factory=dict)
+    """What py-spy has written of a rank; None: it has not ended."""
+    has_spy: bool = False
+    ras: tuple[str, str] | None = None
+    """NCCL's report, and what is missing of it."""
+    asks_ras: bool = False
+    exited: RankEvidence | None = None
+    """The rank beside whose exit this is done; None: the run stands still."""

@@ -13,12 +13,11 @@ from muster.agent.values.actions import Action, Log, LogRankEvent, Report
 from muster.agent.values.events import Counters, PeerId
 from muster.agent.values.host_identity import HostIdentity
 from muster.agent.values.kernel_faults import KernelFaults
-from muster.agent.values.rank import Rank
+from muster.agent.values.rank import Gathering, Rank
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
 from muster.protocol.held_snapshots import Choice
 from muster.protocol.pipes import DataFailed, DataPrepared
-from muster.protocol.rank_agent import RankCaptured
 from muster.protocol.ranks import RankContext
 from muster.protocol.replicator_orders import CopyTo, FetchVersion, FlushOrder
 from muster.protocol.to_supervisor import (
@@ -291,25 +290,6 @@ class Hardware:
     def is_whole(self) -> bool:
         """The machine's GPUs are this host's alone, but for other agents of the run."""
         return self.own is None or self.own >= self.gpus.keys()
-
-
-@dataclass
-class Gathering:
-    """What the ranks do while the run stands still, or when another one has exited."""
-
-    attempt: int
-    limit_s: float
-    until_s: float
-    ranks: list[Rank]
-    captured: dict[int, RankCaptured] = field(default_factory=dict)
-    spies: dict[int, bytes | None] = field(default_factory=dict)
-    """What py-spy has written of a rank, by pid; None: it has not ended."""
-    has_spy: bool = False
-    ras: tuple[str, str] | None = None
-    """Its report, and what is missing of it."""
-    asks_ras: bool = False
-    exited: str | None = None
-    exited_rank: int | None = None
 
 
 @dataclass

@@ -18,7 +18,7 @@ from muster.config.spec import RunSpec
 from muster.protocol.fork_server import ForkServerHello
 from muster.protocol.hello import AgentHello
 from muster.protocol.rank_agent import StandbyHello
-from muster.protocol.to_supervisor import RanksEnded
+from muster.protocol.to_supervisor import RanksEnded, StartFailed
 from muster.protocol.version import MINE
 
 FORK_SERVER, SUPERVISOR = 1000, 2000
@@ -55,7 +55,7 @@ class VirtualHost:
         self.exiting: set[int] = set()
         self.gone: set[int] = set()
         self.stopped: set[int] = set()
-        self.refused: dict[str, ev.ProgramNotStarted] = {}
+        self.refused: dict[str, StartFailed] = {}
         self.held: tuple[Any, ...] = ()
         self.full: str | None = None
         """Why no state can be prepared."""
@@ -111,7 +111,8 @@ class VirtualHost:
                 return [ev.Looked(action.pid, action.pid in self.stopped, action.program)]
             case do.StartProgram():
                 if action.program.name in self.refused:
-                    return [self.refused[action.program.name]]
+                    failure = self.refused[action.program.name]
+                    return [ev.ProgramEnded(action.program.name, None, failure=failure)]
                 self.pid += 1
                 return [ev.ProgramStarted(action.program.name, self.pid)]
             case do.StopProgram() if action.leave:

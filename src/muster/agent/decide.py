@@ -193,8 +193,6 @@ def _of_programs(ctx: HostContext, event: ev.ProgramsEvent) -> None:
         case ev.ProgramStarted():
             if event.program.startswith(gathering.SPY):
                 gathering.on_spy_started(state, event.program)
-        case ev.ProgramNotStarted():
-            _on_not_started(ctx, event)
         case ev.ProgramEnded():
             _on_ended(ctx, event)
         case ev.SetupFound():
@@ -368,60 +366,34 @@ def _on_line(ctx: HostContext, program: str, line: bytes) -> None:
             usage.on_tool_line(ctx.state.hardware.usage, line.decode(errors="replace"))
 
 
-def _on_not_started(ctx: HostContext, event: ev.ProgramNotStarted) -> None:
-    match event.program:
-        case fork_server.NAME:
-            fork_server.on_not_started(ctx, event)
-        case replicator_child.NAME:
-            replicator_child.on_not_started(ctx)
-        case preparation.SETUP:
-            preparation.on_setup_not_started(ctx, event)
-        case preparation.PREPARE:
-            preparation.on_prepare_not_started(ctx, event)
-        case preparation.RESET:
-            preparation.on_reset_not_started(ctx, event.reason)
-            exits.report_drained(ctx)
-        case trackers.NAME:
-            trackers.on_not_started(ctx, event.reason)
-        case kernel_lines.DMESG:
-            kernel_lines.on_dmesg_lost(ctx, f": {event.reason}")
-        case kernel_lines.NODE:
-            kernel_lines.on_node_ended(ctx, event.reason)
-        case usage.TOOL:
-            usage.on_tool_ended(ctx.state.hardware.usage)
-        case host_check.NAME:
-            if host_check.on_ended(ctx, b"", started=False):
-                _on_checked(ctx)
-
-
 def _on_ended(ctx: HostContext, event: ev.ProgramEnded) -> None:
     match event.program:
         case fork_server.NAME:
-            fork_server.on_ended(ctx, event.code, event.output)
+            fork_server.on_ended(ctx, event)
         case replicator_child.NAME:
-            replicator_child.on_ended(ctx, event.code)
+            replicator_child.on_ended(ctx, event)
         case preparation.SETUP:
             if preparation.on_setup_ended(ctx, event):
                 _on_set_up(ctx)
         case preparation.PREPARE:
-            preparation.on_prepare_ended(ctx, event.code)
+            preparation.on_prepare_ended(ctx, event)
             _check_ready(ctx)
         case preparation.RESET:
             preparation.on_reset_ended(ctx, event)
             exits.report_drained(ctx)
         case trackers.NAME:
-            trackers.on_ended(ctx, event.code)
+            trackers.on_ended(ctx, event)
         case kernel_lines.DMESG:
-            kernel_lines.on_dmesg_lost(ctx, " ended")
+            kernel_lines.on_dmesg_lost(ctx, event)
         case kernel_lines.NODE:
-            kernel_lines.on_node_ended(ctx, None)
+            kernel_lines.on_node_ended(ctx, event)
         case usage.TOOL:
             usage.on_tool_ended(ctx.state.hardware.usage)
         case host_check.NAME:
-            if host_check.on_ended(ctx, event.output):
+            if host_check.on_ended(ctx, event):
                 _on_checked(ctx)
         case program if program.startswith(gathering.SPY):
-            gathering.on_spy_ended(ctx.state, program, event.code, event.output)
+            gathering.on_spy_ended(ctx.state, event)
 
 
 def _on_set_up(ctx: HostContext) -> None:

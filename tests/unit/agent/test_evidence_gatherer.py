@@ -19,7 +19,6 @@ from muster.agent.values.events import (
     OomKills,
     ProcessGone,
     ProgramEnded,
-    ProgramNotStarted,
     RasAnswered,
     SupervisorMessage,
 )
@@ -30,7 +29,7 @@ from muster.health.verdicts import Verdict
 from muster.protocol.rank_agent import CaptureRank, RankCaptured
 from muster.protocol.ranks import RESIZE_EXIT_CODE
 from muster.protocol.to_agent import GatherEvidence, TraceRanks
-from muster.protocol.to_supervisor import EvidenceReady, RankExit
+from muster.protocol.to_supervisor import EvidenceReady, RankExit, StartFailed
 from muster.protocol.values import LastWords, TraceSteps
 
 OWN_WORDS = 'Thread 0x1 [MainThread] (most recent call first):\n  File "/home/u/train.py", line 9 in step'
@@ -54,7 +53,7 @@ def host():
 
 
 def without_spy(host, pid):
-    host.refused[f"{SPY}{pid}"] = ProgramNotStarted(f"{SPY}{pid}", "No such file or directory")
+    host.refused[f"{SPY}{pid}"] = StartFailed(reason="No such file or directory")
 
 
 def gather(host, pid, *, captured=None, attempt=2, spy=False):

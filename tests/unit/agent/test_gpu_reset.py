@@ -5,9 +5,9 @@ from fakes.host import VirtualHost
 
 from muster.agent.programs.preparation import RESET, RESET_LIMIT_S
 from muster.agent.values.actions import StopProgram
-from muster.agent.values.events import ProgramEnded, ProgramNotStarted, SupervisorMessage
+from muster.agent.values.events import ProgramEnded, SupervisorMessage
 from muster.protocol.to_agent import EndAttempt
-from muster.protocol.to_supervisor import RanksEnded
+from muster.protocol.to_supervisor import RanksEnded, StartFailed
 
 END = SupervisorMessage(EndAttempt(attempt=1, why="i", reset=(0, 3)))
 
@@ -43,6 +43,6 @@ def test_a_tool_that_waits_for_a_broken_driver_is_given_up():
 
 def test_without_the_tool_there_is_no_reset():
     host = VirtualHost().supervised()
-    host.refused[RESET] = ProgramNotStarted(RESET, "No such file or directory")
+    host.refused[RESET] = StartFailed(reason="No such file or directory")
     host.give(END)
     assert host.of(RanksEnded)[0].reset.evidence == "no reset: No such file or directory: nvidia-smi"

@@ -9,7 +9,6 @@ from muster.agent.values.actions import CheckSetup, FindForkServer
 from muster.agent.values.events import (
     ProgramEnded,
     ProgramLine,
-    ProgramNotStarted,
     RunFileRead,
     SetupFound,
     SupervisorMessage,
@@ -135,7 +134,7 @@ def test_a_run_file_that_changes_is_prepared_again_and_earlier_failures_say_noth
 
 def test_secrets_that_cannot_be_read_are_reported_and_looked_at_again():
     host = VirtualHost(spec=SPEC).supervised()
-    host.refused[PREPARE] = ProgramNotStarted(PREPARE, "others can read secrets.json", 5, "chmod 600")
+    host.refused[PREPARE] = StartFailed(reason="others can read secrets.json", exit_code=5, hint="chmod 600")
     host.give(SetupFound("", False))
     (failure,) = failures(host)
     assert (failure.reason, failure.exit_code, failure.hint) == ("others can read secrets.json", 5, "chmod 600")

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 from muster.agent.ranks import rank_environment
 from muster.agent.values.actions import Program, StopProgram, WriteProgram
-from muster.agent.values.events import Event, ProgramEnded, ProgramLine, ProgramNotStarted, ProgramStarted
+from muster.agent.values.events import Event, ProgramEnded, ProgramLine, ProgramStarted
 from muster.agent.values.host_identity import HostIdentity
 from muster.core.errors import AccessError
 from muster.core.processes import program as path_of
 from muster.core.typed_json import Record
 from muster.protocol.codec import encode
+from muster.protocol.to_supervisor import StartFailed
 from muster.transport.connections import ConnectionPool
 
 #: What a pipe did not take is offered again so soon.
@@ -73,10 +74,11 @@ class Children:
         try:
             popen = self._tool(program, streams) if program.is_tool else self._module(program, streams)
         except AccessError as error:
-            yield ProgramNotStarted(program.name, str(error), error.exit_code, error.hint)
+            failure = StartFailed(reason=str(error), exit_code=error.exit_code, hint=error.hint)
+            yield ProgramEnded(program.name, None, failure=failure)
             return
         except OSError as error:
-            yield ProgramNotStarted(program.name, str(error.strerror))
+            yield _not_started(program, error)
             return
         try:
             pidfd = os.pidfd_open(popen.pid)
@@ -84,7 +86,7 @@ class Children:
             popen.kill()
             popen.wait()
             _close(popen)
-            yield ProgramNotStarted(program.name, str(error.strerror))
+            yield _not_started(program, error)
             return
         child = self._current[program.name] = Child(program, popen.pid, popen, pidfd)
         self._pool.watch(pidfd, Ended(child))
@@ -244,6 +246,10 @@ class Children:
     def _unwatch_output(self, child: Child) -> None:
         if child.popen is not None and child.popen.stdout is not None and not child.popen.stdout.closed:
             self._pool.unwatch(child.popen.stdout.fileno())
+
+
+def _not_started(program: Program, error: OSError) -> ProgramEnded:
+    return ProgramEnded(program.name, None, failure=StartFailed(reason=str(error.strerror)))
 
 
 def _close(popen: subprocess.Popen[bytes]) -> None:

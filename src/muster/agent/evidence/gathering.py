@@ -20,7 +20,7 @@ from muster.agent.values.actions import (
     StartProgram,
     StopProgram,
 )
-from muster.agent.values.events import OomKills
+from muster.agent.values.events import OomKills, ProgramEnded
 from muster.agent.values.rank import Gathering, Rank
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.health.hang.evidence import RankEvidence
@@ -100,15 +100,15 @@ def on_spy_started(state: HostState, program: str) -> None:
         state.gathering.spies[_pid_of(program)] = None
 
 
-def on_spy_ended(state: HostState, program: str, code: int | None, output: bytes) -> None:
+def on_spy_ended(state: HostState, event: ProgramEnded) -> None:
     """Of one that fails the rank's own words are left."""
-    gathering = state.gathering
-    if gathering is None or _pid_of(program) not in gathering.spies:
+    gathering, pid = state.gathering, _pid_of(event.program)
+    if gathering is None or pid not in gathering.spies:
         return
-    if code == 0:
-        gathering.spies[_pid_of(program)] = output
+    if event.code == 0:
+        gathering.spies[pid] = event.output
     else:
-        del gathering.spies[_pid_of(program)]
+        del gathering.spies[pid]
 
 
 def on_ras(state: HostState, report: str, problem: str) -> None:

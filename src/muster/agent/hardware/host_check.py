@@ -13,6 +13,7 @@ import socket
 from typing import Literal
 
 from muster.agent.values.actions import Program, StartProgram, StopProgram
+from muster.agent.values.events import ProgramEnded
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.config.spec import RunSpec
 from muster.protocol.to_agent import LookAtHost
@@ -86,16 +87,17 @@ def tick(ctx: HostContext) -> bool:
     return check.ready_by_s > 0 and is_over(ctx) and _free(ctx.state)
 
 
-def on_ended(ctx: HostContext, output: bytes, *, started: bool = True) -> bool:
+def on_ended(ctx: HostContext, event: ProgramEnded) -> bool:
     """Report what was seen, with the probe's own code or not: a driver's call that never returns keeps the process.
 
-    Whether a start need not wait any longer, since now. ``started``: the agent's own look that could not be is none.
+    Whether a start need not wait any longer, since now.
     """
     check = ctx.state.hardware.check
     if check.part is None:
         return False
-    look = _look(ctx.state, check.part, output, ctx.now_s - check.begun_s)
-    numbers = [number for number in check.numbers if number or started]
+    look = _look(ctx.state, check.part, event.output, ctx.now_s - check.begun_s)
+    # The agent's own look that could not be started is none.
+    numbers = [number for number in check.numbers if number or event.failure is None]
     check.unsent += [HostLooked(number=number, look=look, at_ns=ctx.mono_ns) for number in numbers]
     check.part = None
     return _free(ctx.state)

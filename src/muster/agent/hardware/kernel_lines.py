@@ -12,7 +12,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from muster.agent.values.actions import OpenKernelLog, Program, StartProgram, StopProgram
-from muster.agent.values.events import HardwareListed
+from muster.agent.values.events import HardwareListed, ProgramEnded
 from muster.agent.values.state import HostContext, HostState
 from muster.core.typed_json import Unreadable
 from muster.health.hardware.driver_errors import Burst, finding_of
@@ -68,7 +68,8 @@ def on_lost(ctx: HostContext, reason: str, *, once_open: bool = False) -> None:
     ctx.do(StartProgram(Program(DMESG, FOLLOW, is_tool=True, reads="lines", ends_with_output=True)))
 
 
-def on_dmesg_lost(ctx: HostContext, reason: str) -> None:
+def on_dmesg_lost(ctx: HostContext, event: ProgramEnded) -> None:
+    reason = " ended" if event.failure is None else f": {event.failure.reason}"
     _lost(ctx, f"{ctx.state.hardware.no_kmsg}; {FOLLOW[0]}{reason}")
 
 
@@ -83,10 +84,9 @@ def _lost(ctx: HostContext, reason: str) -> None:
     ctx.do(StartProgram(Program(NODE, (WATCHER, node), reads="lines", writes=True, ends_with_output=True)))
 
 
-def on_node_ended(ctx: HostContext, reason: str | None) -> None:
-    """``reason``: why it could not be started."""
-    words = f"{WATCHER}: {reason}" if reason else f"{WATCHER} ended, so an Xid of a GPU is not seen"
-    ctx.note(f"{ctx.state.host}: {words}")
+def on_node_ended(ctx: HostContext, event: ProgramEnded) -> None:
+    reason = " ended, so an Xid of a GPU is not seen" if event.failure is None else f": {event.failure.reason}"
+    ctx.note(f"{ctx.state.host}: {WATCHER}{reason}")
 
 
 def on_node_line(ctx: HostContext, line: bytes) -> None:

@@ -13,7 +13,7 @@ from muster.agent.values.actions import (
     StartProgram,
     StopProgram,
 )
-from muster.agent.values.events import ForkServerFound, MemoryChecked, PeerId, ProgramNotStarted
+from muster.agent.values.events import ForkServerFound, MemoryChecked, PeerId, ProgramEnded
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.config.spec import Recovery
 from muster.core import processes
@@ -67,21 +67,19 @@ def on_started(ctx: HostContext, pid: int) -> None:
     ctx.do(RecordForkServer(pid))
 
 
-def on_not_started(ctx: HostContext, event: ProgramNotStarted) -> None:
-    ctx.state.fork_server.again_s = ctx.now_s + AGAIN_S
-    failure = StartFailed(reason=event.reason, exit_code=event.exit_code, hint=event.hint)
-    ctx.keep_failure("fork server", failure)
-
-
-def on_ended(ctx: HostContext, code: int | None, output: bytes) -> None:
-    """Start another one. ``code`` None: it was a dead agent's."""
-    server = ctx.state.fork_server
+def on_ended(ctx: HostContext, event: ProgramEnded) -> None:
+    """Start another one. Without a code it was a dead agent's."""
+    server, code = ctx.state.fork_server, event.code
+    if event.failure is not None:
+        server.again_s = ctx.now_s + AGAIN_S
+        ctx.keep_failure("fork server", event.failure)
+        return
     if ctx.state.leaving.reason is not None:
         return
     server.deaths, server.awaited = server.deaths + 1, False
     if server.deaths >= DEATHS and code:
         server.again_s = ctx.now_s + min(AGAIN_S * 2 ** (server.deaths - DEATHS), MOST_S)
-        tail, limit = output.decode(errors="replace") or "no output", processes.memory_limit()
+        tail, limit = event.output.decode(errors="replace") or "no output", processes.memory_limit()
         tail += f" (it may have {limit >> 20} MiB of addresses, RLIMIT_AS: ulimit -v)" if limit else ""
         reason = f"the fork server on {ctx.state.host} died with code {code}: {tail}"
         ctx.keep_failure("fork server", StartFailed(reason=reason))

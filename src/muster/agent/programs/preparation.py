@@ -6,7 +6,7 @@ import contextlib
 import signal
 
 from muster.agent.values.actions import CheckSetup, Program, StartProgram, StopProgram
-from muster.agent.values.events import ProgramEnded, ProgramNotStarted, SetupFound
+from muster.agent.values.events import ProgramEnded, SetupFound
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.core.errors import UsageError
 from muster.core.typed_json import Unreadable
@@ -75,19 +75,16 @@ def on_setup_ended(ctx: HostContext, event: ProgramEnded) -> bool:
         ctx.note(f"setup on {host} took {ctx.now_s - ctx.state.preparation.setup_began_s:.1f} s")
         ctx.keep_failure("data", None)
         return True
-    failed = None
-    with contextlib.suppress(Unreadable, IndexError):
-        failed = _read_preparation(event.output.strip().splitlines()[-1])
-    reason, hint = f"setup ended with code {event.code}; see logs/setup-{host}.log", None
-    if isinstance(failed, DataFailed):
-        reason, hint = failed.error, failed.hint
-    failure = StartFailed(reason=f"{host}: {reason}", exit_code=UsageError.exit_code, hint=hint)
+    failure = event.failure
+    if failure is None:
+        reason, hint = f"setup ended with code {event.code}; see logs/setup-{host}.log", None
+        with contextlib.suppress(Unreadable, IndexError):
+            failed = _read_preparation(event.output.strip().splitlines()[-1])
+            if isinstance(failed, DataFailed):
+                reason, hint = failed.error, failed.hint
+        failure = StartFailed(reason=f"{host}: {reason}", exit_code=UsageError.exit_code, hint=hint)
     ctx.keep_failure("data", failure)
     return False
-
-
-def on_setup_not_started(ctx: HostContext, event: ProgramNotStarted) -> None:
-    ctx.keep_failure("data", StartFailed(reason=event.reason, exit_code=event.exit_code, hint=event.hint))
 
 
 # ---------------------------------------------------------------- data preparation
@@ -113,11 +110,6 @@ def start_prepare(ctx: HostContext) -> None:
     ctx.do(StartProgram(Program(PREPARE, argv, reads="lines", env="run", spec=spec)))
 
 
-def on_prepare_not_started(ctx: HostContext, event: ProgramNotStarted) -> None:
-    ctx.state.preparation.running = False
-    _fail(ctx, StartFailed(reason=event.reason, exit_code=event.exit_code, hint=event.hint))
-
-
 def on_prepare_line(ctx: HostContext, line: bytes) -> None:
     """Lines that packages print are ignored."""
     preparation = ctx.state.preparation
@@ -135,10 +127,12 @@ def on_prepare_line(ctx: HostContext, line: bytes) -> None:
         ctx.note(f"{ctx.state.host}: {message.activity}{share}")
 
 
-def on_prepare_ended(ctx: HostContext, code: int | None) -> None:
-    preparation, host = ctx.state.preparation, ctx.state.host
+def on_prepare_ended(ctx: HostContext, event: ProgramEnded) -> None:
+    preparation, host, code = ctx.state.preparation, ctx.state.host, event.code
     preparation.running, result = False, preparation.result
-    if code is not None and code < 0 and preparation.kills < PREPARE_KILLS and ctx.state.leaving.reason is None:
+    if event.failure is not None:
+        _fail(ctx, event.failure)
+    elif code is not None and code < 0 and preparation.kills < PREPARE_KILLS and ctx.state.leaving.reason is None:
         preparation.kills += 1
         ctx.note(f"data preparation on {host} was ended by signal {-code} and is restarted")
         start_prepare(ctx)
@@ -200,15 +194,14 @@ def reset_gpus(ctx: HostContext) -> bool:
 
 
 def on_reset_ended(ctx: HostContext, event: ProgramEnded) -> None:
+    if event.failure is not None:
+        _reset(ctx, False, f"no reset: {event.failure.reason}: nvidia-smi")
+        return
     if event.code is None:
         _reset(ctx, False, f"nvidia-smi --gpu-reset has not ended within {RESET_LIMIT_S:.0f} s")
         return
     lines = event.output.decode(errors="replace").strip().splitlines()
     _reset(ctx, event.code == 0, (lines[-1] if lines else f"exit code {event.code}")[:200])
-
-
-def on_reset_not_started(ctx: HostContext, reason: str) -> None:
-    _reset(ctx, False, f"no reset: {reason}: nvidia-smi")
 
 
 def _reset(ctx: HostContext, ok: bool, evidence: str) -> None:

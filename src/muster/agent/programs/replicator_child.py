@@ -17,7 +17,7 @@ from muster.agent.values.actions import (
     WriteProgram,
     WriteReplicatorRecord,
 )
-from muster.agent.values.events import StatePrepared
+from muster.agent.values.events import ProgramEnded, StatePrepared
 from muster.agent.values.state import NEVER, FlushAnswer, HostContext, HostState
 from muster.core.heartbeat_timing import CONFIRM_SHARE, LOOK_SHARE
 from muster.core.typed_json import Unreadable
@@ -66,10 +66,6 @@ def on_started(ctx: HostContext, pid: int) -> None:
     ctx.state.replicator.pid, ctx.state.replicator.started_s = pid, ctx.now_s
 
 
-def on_not_started(ctx: HostContext) -> None:
-    ctx.state.replicator.again_s = ctx.now_s + AGAIN_S
-
-
 def restart(ctx: HostContext) -> None:
     """Its socket file is gone, or the whole memory folder: a successor listens there again."""
     replicator = ctx.state.replicator
@@ -78,9 +74,12 @@ def restart(ctx: HostContext) -> None:
         ctx.do(StopProgram(NAME))
 
 
-def on_ended(ctx: HostContext, code: int | None) -> None:
+def on_ended(ctx: HostContext, event: ProgramEnded) -> None:
     """Start the next one; training continued meanwhile."""
     state, replicator = ctx.state, ctx.state.replicator
+    if event.failure is not None:
+        replicator.again_s = ctx.now_s + AGAIN_S
+        return
     replicator.pid = None
     if state.leaving.reason is not None:
         return
@@ -90,7 +89,7 @@ def on_ended(ctx: HostContext, code: int | None) -> None:
     is_young = ctx.now_s - replicator.started_s < YOUNG_S
     replicator.young_deaths = replicator.young_deaths + 1 if is_young else 1
     restarts = replicator.young_deaths < YOUNG_DEATHS
-    text = f"the replicator on {state.host} died with code {code}"
+    text = f"the replicator on {state.host} died with code {event.code}"
     text += " and was restarted" if restarts else f" {YOUNG_DEATHS} times: no more copies to other hosts"
     ctx.note(text)
     if restarts:

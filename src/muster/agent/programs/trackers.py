@@ -10,6 +10,7 @@ import contextlib
 from typing import cast, get_args
 
 from muster.agent.values.actions import FinishTrackers, Program, StartProgram, StopProgram
+from muster.agent.values.events import ProgramEnded
 from muster.agent.values.state import NEVER, HostContext
 from muster.core.event_details.run import Outcome
 from muster.core.typed_json import Unreadable
@@ -53,25 +54,26 @@ def _start(ctx: HostContext) -> None:
     )
 
 
-def on_not_started(ctx: HostContext, reason: str) -> None:
-    ctx.state.trackers.running, ctx.state.trackers.retry_s = False, ctx.now_s + QUIET_S
-    _note(ctx, f"no figures for {' and '.join(wanted(ctx.state.spec))}: {reason}")
-
-
 def on_line(ctx: HostContext, line: bytes) -> None:
     with contextlib.suppress(Unreadable):
         _note(ctx, _read(line).text)
 
 
-def on_ended(ctx: HostContext, code: int | None) -> None:
+def on_ended(ctx: HostContext, event: ProgramEnded) -> None:
     trackers = ctx.state.trackers
     trackers.running = False
-    if not code:  # nothing more can be delivered, which it has reported; or it was stopped
+    if event.failure is not None:
+        trackers.retry_s = ctx.now_s + QUIET_S
+        _note(ctx, f"no figures for {' and '.join(wanted(ctx.state.spec))}: {event.failure.reason}")
+        return
+    if not event.code:  # nothing more can be delivered, which it has reported; or it was stopped
         return
     before, trackers.died_s = trackers.died_s, ctx.now_s
     trackers.retry_s = ctx.now_s + RETRY_S
     if trackers.died_s - before > QUIET_S:
-        _note(ctx, f"the process on {ctx.state.host} that serves trackers ended with code {code} and is restarted")
+        _note(
+            ctx, f"the process on {ctx.state.host} that serves trackers ended with code {event.code} and is restarted"
+        )
 
 
 def end(ctx: HostContext, reason: str) -> None:

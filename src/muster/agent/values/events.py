@@ -13,7 +13,7 @@ from muster.protocol.rank_agent import FromRank, HostGreeting
 from muster.protocol.ranks import RankContext
 from muster.protocol.replicator_orders import CopyTo, FetchVersion
 from muster.protocol.to_agent import ToAgent
-from muster.protocol.to_supervisor import RankExit
+from muster.protocol.to_supervisor import RankExit, StartFailed
 from muster.protocol.values import Address, RankEvent
 
 #: A connection, by the number that the edge gave it.
@@ -102,9 +102,11 @@ class ProgramEnded:
 
     program: str
     code: int | None
-    """None: it was left, or is no child of this agent."""
+    """None: it was left, was not started, or is no child of this agent."""
     output: bytes = b""
     """All that it wrote, where it is not read by lines; the last line of its log, where that has all of it."""
+    failure: StartFailed | None = None
+    """Why it could not be started."""
 
 
 @dataclass(frozen=True)
@@ -222,14 +224,6 @@ class ProgramStarted:
 
 
 @dataclass(frozen=True)
-class ProgramNotStarted:
-    program: str
-    reason: str
-    exit_code: int = 1
-    hint: str | None = None
-
-
-@dataclass(frozen=True)
 class SetupFound:
     """``digest``: of the setup that this host is to have; empty: there is none. ``is_done``: it has had it."""
 
@@ -327,7 +321,7 @@ RunEvent: TypeAlias = (
     | RunFileWaits | HomeTroubleChanged | Noticed | WatchdogGone
 )  # fmt: skip
 ProgramsEvent: TypeAlias = (
-    ProgramLine | ProgramStarted | ProgramNotStarted | ProgramEnded | SetupFound
+    ProgramLine | ProgramStarted | ProgramEnded | SetupFound
 )  # fmt: skip
 #: Of this host's memory, hardware and kernel.
 HardwareEvent: TypeAlias = (

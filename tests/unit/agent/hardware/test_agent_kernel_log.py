@@ -20,11 +20,10 @@ from muster.agent.values.events import (
     KernelLogLost,
     ProgramEnded,
     ProgramLine,
-    ProgramNotStarted,
 )
 from muster.health.hardware.own_gpus import own_gpus
 from muster.health.verdicts import Verdict
-from muster.protocol.to_supervisor import HostFault
+from muster.protocol.to_supervisor import HostFault, StartFailed
 from muster.transport.connections import ConnectionPool
 
 GPUS = ("0000:19:00.0", "0000:3b:00.0", "0000:9b:00.0")
@@ -235,7 +234,7 @@ def test_dmesg_where_the_log_itself_cannot_be_opened(host):
 @pytest.mark.parametrize("how", ["no dmesg", "it ends", "the log itself ends"])
 def test_where_nothing_can_be_read_that_is_said(host, how):
     if how == "no dmesg":
-        host.refused[DMESG] = ProgramNotStarted(DMESG, "No such file or directory")
+        host.refused[DMESG] = StartFailed(reason="No such file or directory")
     host.give(KernelLogLost("/dev/kmsg: No such file", once_open=how == "the log itself ends"))
     if how == "it ends":
         host.give(ProgramEnded(DMESG, None))

@@ -6,14 +6,15 @@ import pytest
 from test_agent_kernel_log import Host
 
 from muster.agent.hardware.kernel_lines import NODE, WATCHER
-from muster.agent.values.events import KernelLogLost, ProgramEnded, ProgramLine, ProgramNotStarted
+from muster.agent.values.events import KernelLogLost, ProgramEnded, ProgramLine
 from muster.protocol.codec import encode
 from muster.protocol.pipes import NodeCondition
+from muster.protocol.to_supervisor import StartFailed
 
 
 def host_of(**more):
     host = Host(environ={"MUSTER_NODE": "gke-1"}, **more)
-    host.refused["dmesg"] = ProgramNotStarted("dmesg", "No such file or directory")
+    host.refused["dmesg"] = StartFailed(reason="No such file or directory")
     host.give(KernelLogLost("/dev/kmsg: Operation not permitted"))
     (program,) = host.started(NODE)
     assert program.argv == (WATCHER, "gke-1")

@@ -15,7 +15,6 @@ from muster.agent.values.actions import StopProgram
 from muster.agent.values.events import (
     HardwareListed,
     ProgramEnded,
-    ProgramNotStarted,
     SupervisorConnected,
     SupervisorMessage,
 )
@@ -23,7 +22,7 @@ from muster.agent.values.state import HostContext
 from muster.config.spec import RunSpec
 from muster.health.machine.report import read_probe
 from muster.protocol.to_agent import LookAtHost
-from muster.protocol.to_supervisor import HostLooked
+from muster.protocol.to_supervisor import HostLooked, StartFailed
 from muster.supervise.recovery.host_health import fault_of, judge
 
 STUB = Path(__file__).parents[2] / "probe" / "nvml_stub.c"
@@ -160,7 +159,7 @@ def test_what_was_seen_without_a_supervisor_is_told_to_the_next_one():
 
 def test_a_probe_that_cannot_be_started_says_so():
     host = Host()
-    host.refused[NAME] = ProgramNotStarted(NAME, "no such file")
+    host.refused[NAME] = StartFailed(reason="no such file")
     host.begin()
     assert host.over and host.state.hardware.check.ready_by_s == -math.inf
     host.give(SupervisorMessage(LookAtHost(number=5))).tick()

@@ -12,9 +12,10 @@ import pytest
 
 from muster.agent.edge.children import Children, Ended, Output
 from muster.agent.values.actions import Program, StopProgram, WriteProgram
-from muster.agent.values.events import ProgramEnded, ProgramLine, ProgramNotStarted, ProgramStarted
+from muster.agent.values.events import ProgramEnded, ProgramLine, ProgramStarted
 from muster.agent.values.host_identity import HostIdentity
 from muster.protocol.pipes import RunOver
+from muster.protocol.to_supervisor import StartFailed
 from muster.transport.connections import ConnectionPool
 
 
@@ -126,14 +127,16 @@ def test_what_a_full_pipe_does_not_take_waits_and_a_droppable_message_is_dropped
 
 def test_one_that_is_absent_or_has_no_descriptor_is_not_started(edge, monkeypatch):
     edge.events += edge.children.start(Program("y", ("no-such-tool",), is_tool=True))
-    assert edge.of(ProgramNotStarted) == [ProgramNotStarted("y", "No such file or directory")]
+    assert edge.of(ProgramEnded)[-1:] == [
+        ProgramEnded("y", None, failure=StartFailed(reason="No such file or directory"))
+    ]
 
     def full(pid):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "pidfd_open", full)
     edge.start("input()", writes=True)
-    assert edge.of(ProgramNotStarted)[1].reason == "Too many open files" and not edge.of(ProgramStarted)
+    assert edge.of(ProgramEnded)[-1].failure.reason == "Too many open files" and not edge.of(ProgramStarted)
 
 
 def test_a_dead_agents_program_is_adopted_and_its_end_seen(edge):

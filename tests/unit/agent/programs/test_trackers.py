@@ -8,10 +8,11 @@ from fakes.host import VirtualHost
 from muster.agent.decide import end_host
 from muster.agent.programs.trackers import NAME, QUIET_S, RETRY_S
 from muster.agent.values.actions import FinishTrackers, StopProgram
-from muster.agent.values.events import ProgramEnded, ProgramLine, ProgramNotStarted
+from muster.agent.values.events import ProgramEnded, ProgramLine
 from muster.config.spec import RunSpec
 from muster.protocol.codec import encode
 from muster.protocol.pipes import TrackerNote
+from muster.protocol.to_supervisor import StartFailed
 
 SPEC = RunSpec.model_validate({"name": "case", "output": {"tracker": "mlflow", "tensorboard": False}})
 
@@ -76,7 +77,7 @@ def test_one_that_has_nothing_more_to_do_is_not(host):
 
 
 def test_secrets_that_cannot_be_read_are_reported_and_looked_at_again(host):
-    host.refused[NAME] = ProgramNotStarted(NAME, "others can read secrets.json", 5)
+    host.refused[NAME] = StartFailed(reason="others can read secrets.json", exit_code=5)
     ranks(host, 0)
     host.tick()
     assert host.notes == ["no figures for mlflow: others can read secrets.json"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -181,16 +180,14 @@ class Slurm:
         return self._ask("scontrol", "show", "hostnames", nodes).stdout.split()
 
     def kill_wait_s(self) -> int:
-        """From SIGTERM to SIGKILL when a job is ended; Slurm's default where it does not say."""
-        match = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config").stdout, re.M)
-        return int(match[1]) if match else 30
+        """From SIGTERM to SIGKILL when a job is ended: ``30 sec``."""
+        return int(self.configuration().get("KillWait", "30 sec").split()[0])
 
     def controllers(self) -> list[tuple[str, int]]:
         """Where the controllers listen: for programs without Slurm commands (in a container)."""
-        text = self._run("scontrol", "show", "config").stdout
-        port = re.search(r"^SlurmctldPort\s*=\s*(\d+)", text, re.M)
-        hosts = re.findall(r"^SlurmctldHost\[\d+\]\s*=\s*([^\s(]+)(?:\(([^)]+)\))?", text, re.M)
-        return [(address or name, int(port[1])) for name, address in hosts] if port else []
+        config = self.configuration()
+        hosts = [value for key, value in config.items() if key.startswith("SlurmctldHost[")]  # head(10.0.0.5)
+        return [(host.rstrip(")").split("(")[-1], int(config["SlurmctldPort"].split("-")[0])) for host in hosts]
 
     def _ask(self, *argv: str) -> Completed:
         done = self._run(*argv)

@@ -21,9 +21,9 @@ ACCOUNTING_LAGS_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob(JobRecord):
-    """What the run's folder says of its job. ``interrupted`` is never written: nobody submits it any more."""
+    """What the run's folder says of its job."""
 
-    state: Literal["submitting", "submitted", "cancelled", "interrupted"] = "submitting"
+    state: Literal["submitting", "submitted", "cancelled"] = "submitting"
     job_id: str | None = None
 
 
@@ -34,10 +34,11 @@ def judge(
     accounted: Mapping[str, str] | None,
     *,
     run_dir: Path,
+    is_locked: bool = False,
     quiet_s: float = 0.0,
 ) -> JobStatus:
     """``jobs``: this submission's, oldest first; ``accounted``: the last one's row in the accounting, if any;
-    ``quiet_s``: since something was last written in the run's folder."""
+    ``is_locked``: somebody submits it now; ``quiet_s``: since something was last written in the run's folder."""
     living = [job for job in jobs if not job.ended]
     if record is None and not jobs:
         return JobStatus(state=JobState.ABSENT, reason="Slurm has no job of this run")
@@ -57,10 +58,10 @@ def judge(
         return _ended(jobs[-1].state, jobs[-1].id, run_dir)
     if accounted and (state := _accounted_state(accounted)):
         return _accounted(state, accounted.get("JobID", ""), run_dir, quiet_s)
-    if record is not None and record.state == "interrupted":
-        return JobStatus(state=JobState.FAILED, reason="its submission was interrupted, and Slurm has no job of it")
     if record is not None and record.job_id is None:
-        return JobStatus(state=JobState.WAITING, reason="being submitted")
+        if is_locked:
+            return JobStatus(state=JobState.WAITING, reason="being submitted")
+        return JobStatus(state=JobState.FAILED, reason="its submission was interrupted, and Slurm has no job of it")
     job_id = record.job_id if record else ""
     log = f"{run_dir}/logs/slurm-{job_id}.log"
     return JobStatus(

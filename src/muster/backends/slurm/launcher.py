@@ -159,17 +159,16 @@ class SlurmLauncher:
         run_dir = Path(handle.run_dir)
         record = job_record.read(run_dir, SlurmJob, backend=self.name)
         jobs = self.slurm.jobs(handle.run_id, record.submission if record else None)
-        if record and record.job_id is None and record.state == "submitting" and not job_record.is_locked(run_dir):
-            record = replace(record, state="interrupted")
         since = record.submitted_wall_ns if record else 0
         last, quiet_s = None, 0.0
         if not jobs and record and record.job_id:
             last = self.slurm.accounted(record.job_id)  # Slurm forgets a job some minutes after its end
             quiet_s = (self.clock.wall_ns() - _last_written_wall_ns(run_dir, since)) / 1e9
+        is_locked = record is not None and record.job_id is None and job_record.is_locked(run_dir)
         verdict = run_output.verdict(run_dir)
         if record and verdict and not verdict.ends(record.submission, since):
             verdict = None
-        return judge(record, jobs, verdict, last, run_dir=run_dir, quiet_s=quiet_s)
+        return judge(record, jobs, verdict, last, run_dir=run_dir, is_locked=is_locked, quiet_s=quiet_s)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """What each file in the run's ``logs`` holds beyond ``after``: ranks, agents, supervisor, the job's own."""

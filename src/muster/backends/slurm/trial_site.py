@@ -79,11 +79,59 @@ class SmallJob:
 
 
 @dataclass
-class SmallJobs:
-    """Those of one acceptance."""
+class SlurmSite:
+    """One acceptance's."""
 
-    slurm: Slurm
+    slurm: Slurm = field(default_factory=Slurm)
     names: list[str] = field(default_factory=list)
+    """Of its small jobs."""
+
+    def trial(self, spec: RunSpec) -> RunSpec:
+        if spec.slurm.time_limit is not None:
+            return spec
+        return spec.model_copy(update={"slurm": spec.slurm.model_copy(update={"time_limit": TIME_LIMIT})})
+
+    def python(self, spec: RunSpec) -> str:
+        return python_of(spec)
+
+    # ------------------------------------------------------------ by a job
+
+    def look(self, spec: RunSpec, wait: Wait) -> Looked:
+        """By a job without accelerators, from every node."""
+        small, word = _small(spec), secrets.token_hex(8)
+        with self.folder(small) as job:
+            run_registry.replace_text(job.folder / WORD, word)
+            with self.sent(job, small, program(python_of(spec), LOOK, str(job.folder)), wait):
+                wait(job.ended, f"end of job {job.id}", STARTS_WITHIN_S, job.why)
+                seen = _seen(job, spec.resources.hosts, wait)
+        for one in seen:
+            if text(one, "word") != word:
+                raise MusterError(f"{text(one, 'node')} sees another folder than this machine at {job.folder.parent}")
+        others = sorted({text(one, "muster") for one in seen} - {__version__})
+        versions = f", Muster {', '.join(others)} there and {__version__} here" if others else ""
+        where = " in the container" if spec.slurm.container is not None else ""
+        names = ", ".join(text(one, "node") for one in seen)
+        said = f"{names} import Muster{where} and share the folder{versions}"
+        return Looked(said=said, kernels=tuple(text(one, "boot_id") for one in seen))
+
+    @contextmanager
+    def held(self, spec: RunSpec, wait: Wait) -> Iterator[Mapping[str, HeldHost]]:
+        """With the run's own options. Programs have NCCL's settings as agents have."""
+        environ = environment.inherited()
+        python = python_in_step(spec)
+        held = _without_notice(spec)
+        with self.folder(held) as job, self.sent(job, held, ["sleep", "infinity"], wait):
+            wait(job.started, f"start of job {job.id}", STARTS_WITHIN_S, job.why)
+            make_places(spec, environ)
+            fabric = program(python, WITHIN, str(job.folder / SPEC))
+            hosts = {}
+            for node in job.nodes[: spec.resources.hosts]:
+                other = next((one for one in job.nodes if one != node), node)
+                words = step(spec, str(job.folder), node, fabric, environ, f"--jobid={job.id}")
+                hosts[node] = HeldHost(words=tuple(words), python=python, peer=self.slurm.node_address(other))
+            yield hosts
+
+    # ------------------------------------------------------------ small jobs
 
     @contextmanager
     def folder(self, spec: RunSpec) -> Iterator[SmallJob]:
@@ -138,64 +186,6 @@ class SmallJobs:
         for job in found:
             self.slurm.cancel(job.id)
         return [f"job {job.id} ({job.state})" for name in self.names for job in self._living(name)]
-
-
-@dataclass
-class SlurmSite:
-    """One acceptance's."""
-
-    slurm: Slurm = field(default_factory=Slurm)
-
-    def __post_init__(self) -> None:
-        self.jobs = SmallJobs(self.slurm)
-
-    def trial(self, spec: RunSpec) -> RunSpec:
-        if spec.slurm.time_limit is not None:
-            return spec
-        return spec.model_copy(update={"slurm": spec.slurm.model_copy(update={"time_limit": TIME_LIMIT})})
-
-    def python(self, spec: RunSpec) -> str:
-        return python_of(spec)
-
-    # ------------------------------------------------------------ by a job
-
-    def look(self, spec: RunSpec, wait: Wait) -> Looked:
-        """By a job without accelerators, from every node."""
-        small, word = _small(spec), secrets.token_hex(8)
-        with self.jobs.folder(small) as job:
-            run_registry.replace_text(job.folder / WORD, word)
-            with self.jobs.sent(job, small, program(python_of(spec), LOOK, str(job.folder)), wait):
-                wait(job.ended, f"end of job {job.id}", STARTS_WITHIN_S, job.why)
-                seen = _seen(job, spec.resources.hosts, wait)
-        for one in seen:
-            if text(one, "word") != word:
-                raise MusterError(f"{text(one, 'node')} sees another folder than this machine at {job.folder.parent}")
-        others = sorted({text(one, "muster") for one in seen} - {__version__})
-        versions = f", Muster {', '.join(others)} there and {__version__} here" if others else ""
-        where = " in the container" if spec.slurm.container is not None else ""
-        names = ", ".join(text(one, "node") for one in seen)
-        said = f"{names} import Muster{where} and share the folder{versions}"
-        return Looked(said=said, kernels=tuple(text(one, "boot_id") for one in seen))
-
-    @contextmanager
-    def held(self, spec: RunSpec, wait: Wait) -> Iterator[Mapping[str, HeldHost]]:
-        """With the run's own options. Programs have NCCL's settings as agents have."""
-        environ = environment.inherited()
-        python = python_in_step(spec)
-        held = _without_notice(spec)
-        with self.jobs.folder(held) as job, self.jobs.sent(job, held, ["sleep", "infinity"], wait):
-            wait(job.started, f"start of job {job.id}", STARTS_WITHIN_S, job.why)
-            make_places(spec, environ)
-            fabric = program(python, WITHIN, str(job.folder / SPEC))
-            hosts = {}
-            for node in job.nodes[: spec.resources.hosts]:
-                other = next((one for one in job.nodes if one != node), node)
-                words = step(spec, str(job.folder), node, fabric, environ, f"--jobid={job.id}")
-                hosts[node] = HeldHost(words=tuple(words), python=python, peer=self.slurm.node_address(other))
-            yield hosts
-
-    def left(self) -> list[str]:
-        return self.jobs.left()
 
 
 def _small(spec: RunSpec) -> RunSpec:

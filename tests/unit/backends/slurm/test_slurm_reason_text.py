@@ -30,8 +30,8 @@ JOB = Job(
 SAVED = Verdict(outcome="preempted", exit_code=75, reason="saved and left after step 9", wall_ns=200 * 10**9)
 
 
-def look(*jobs, verdict=None, record=RECORD, accounted=None, quiet_s=0.0):
-    return judge(record, jobs, verdict, accounted, run_dir=HERE, quiet_s=quiet_s)
+def look(*jobs, verdict=None, record=RECORD, accounted=None, **more):
+    return judge(record, jobs, verdict, accounted, run_dir=HERE, **more)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_job_that_only_the_accounting_knows_is_not_handed_in_again_until_the_r
 def test_a_forgotten_job_is_no_running_one():
     assert look().state is JobState.FAILED and "no longer knows job 12" in look().reason
     assert look(record=None).state is JobState.ABSENT
-    assert look(record=dataclasses.replace(RECORD, job_id=None)).state is JobState.WAITING
+    assert look(record=dataclasses.replace(RECORD, job_id=None), is_locked=True).state is JobState.WAITING
     assert look(JOB, record=dataclasses.replace(RECORD, state="cancelled")).state is JobState.STOPPED
 
 

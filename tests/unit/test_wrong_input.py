@@ -237,6 +237,16 @@ def test_a_folder_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixt
     assert err.count("error: ") == 1
 
 
+def test_a_home_that_cannot_be_written_is_named_before_a_run_elsewhere_is_made(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_HOME", "/proc/1/home")
+    code, _, err = refused([*TRAIN, f"run_dir={place}/run"], capsys)
+    assert code == 2
+    assert "cannot make /proc/1/home: " in err and "MUSTER_HOME=DIR" in err
+    assert not (place / "run").exists()
+
+
 def test_a_memory_folder_whose_path_is_too_long_for_a_socket(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,6 @@ _READ_BY = {1: "commit 77c47f8", 2: "commit 861fac38", 3: "commit 331955c5"}
 #: File of a local run folder that names the URI of the run's home; absent: the folder is the home.
 HOME_FILE = "home"
 SUBMIT_LOCK = ".submit.lock"
-_ELSEWHERE = "run_dir=PATH chooses another place"
 _ID = re.compile(r"^[a-z]([a-z0-9-]{0,48}[a-z0-9])?$")
 
 
@@ -150,8 +149,18 @@ def create(run_id: str, path: Path, *, run_file: str, resolved: str) -> RunDir:
             make_folder(index)
             replace_text(index / run_id, f"{path}\n")
     except OSError as error:
-        raise UsageError(f"cannot make the run's folder {path}: {error.strerror}", hint=_ELSEWHERE) from error
+        raise _cannot_make(path, error) from error
     return run
+
+
+def _cannot_make(path: Path, error: OSError) -> UsageError:
+    """``path``: the run's folder. What failed may be the registry, which ``run_dir`` does not move."""
+    failed = Path(os.fsdecode(error.filename)) if error.filename else path
+    if failed.is_relative_to(home()) or home().is_relative_to(failed):
+        what, hint = str(home()), "MUSTER_HOME=DIR chooses another place for runs and the list of them"
+    else:
+        what, hint = f"the run's folder {path}", "run_dir=PATH chooses another place"
+    return UsageError(f"cannot make {what}: {error.strerror}", hint=hint)
 
 
 def _check_place(path: Path) -> None:
@@ -173,6 +182,7 @@ def lock_submit(folder: Path, name: str = SUBMIT_LOCK) -> BinaryIO | None:
     try:
         if name == SUBMIT_LOCK:
             _check_place(folder)
+            make_folder(home() / "index")  # first: nothing is made where the run could not be found again
         make_folder(folder)
         while True:
             file = processes.open_log(folder / name)
@@ -185,7 +195,7 @@ def lock_submit(folder: Path, name: str = SUBMIT_LOCK) -> BinaryIO | None:
                 return file
             file.close()  # its folder was removed by whoever held it: a new one counts now
     except OSError as error:
-        raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}", hint=_ELSEWHERE) from error
+        raise _cannot_make(folder, error) from error
 
 
 def clear(folder: Path, *, made: bool) -> None:
@@ -351,7 +361,7 @@ def make_folder(path: Path) -> None:
         if not stat.S_ISDIR(status.st_mode):
             raise
     if status.st_uid != os.geteuid() and not _gives_files_to(path, status.st_uid):
-        raise UsageError(f"{path} belongs to another user (uid {status.st_uid})", hint=_ELSEWHERE)
+        raise UsageError(f"{path} belongs to another user (uid {status.st_uid})", hint="choose another one")
     if status.st_mode & 0o022:
         mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
         raise UsageError(f"others can write in {path} ({mode})", hint=f"chmod go-w {path}, or another folder")

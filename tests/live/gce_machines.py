@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -227,6 +228,13 @@ def descendants(pid):
                 if os.readlink(entry / "ns/pid") == space:
                     found.append(int(entry.name))
     return found
+
+
+def kill_program(machine, module):
+    """SIGKILL to the machine's program of that module."""
+    word = f"\0{module}\0".encode()
+    [pid] = [pid for pid in descendants(machine.first.pid) if word in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(pid, signal.SIGKILL)
 
 
 def run_spec(**changes):

@@ -20,7 +20,7 @@ from fakes.compute_engine.service import ROOT, FakeComputeEngine, Manners
 from fakes.discovery import Discovery, folder
 from fakes.google_wire import refuse
 from fakes.timeline import EPOCH, Timeline
-from gce_machines import POSSIBLE, SECRET_TOKEN, journal, place_at
+from gce_machines import POSSIBLE, SECRET_TOKEN, journal, kill_program, place_at
 
 from muster.app.run import stop as stop_app
 from muster.app.run import submit as submit_app
@@ -232,6 +232,18 @@ def test_a_run_loses_a_host_and_its_supervisor_and_leaves_nothing(project):
     project.machines[f"{run_id}-supervisor"].reboot()
     until(project, lambda: step() > after)
     assert f"{run_id}-2-0" in project.names() and len(project.names()) == 3, "nothing is asked for a second time"
+
+    for machine, module in (
+        (f"{run_id}-supervisor", "muster.app.supervisor"),
+        (f"{run_id}-supervisor", "muster.backends.gce.host"),  # systemd kills what it started, and starts it again
+        (f"{run_id}-1-0", "muster.backends.gce.host"),
+    ):
+        after = until(project, lambda: max(step(), 0))
+        began_s = time.monotonic()
+        kill_program(project.machines[machine], module)
+        until(project, lambda before=after: step() > before + 100)
+        print(f"{module} of {machine} killed: {step()} steps after {time.monotonic() - began_s:.1f} s")
+    assert len(project.names()) == 3, "nothing is asked for a second time"
 
     assert stop_app.stop(run_id, wait=True).status.state is JobState.STOPPED
     until(project, lambda: project.names() == [])  # the supervisor's machine removes all, and itself last

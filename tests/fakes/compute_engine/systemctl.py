@@ -2,11 +2,14 @@
 
 It keeps to what the unit of ``startup.sh`` rests on: Environment=, ExecStart=, Restart=on-failure with RestartSec=, and
 ``restart``, which ends the program and everything it started (KillMode=mixed: SIGTERM to the first, SIGKILL to all).
+Where the program ends by itself, or is killed, what it started is killed too, before it is started again.
 ``journal`` is where output goes. /etc/systemd/environment stands for DefaultEnvironment= of system.conf.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shlex
 import signal
@@ -45,6 +48,20 @@ def stop() -> None:
         pass
 
 
+SUBREAPER = 36
+"""``PR_SET_CHILD_SUBREAPER``: orphans below this process become its children."""
+
+
+def kill_rest() -> None:
+    """Everything that is still below this process: systemd knows it by its control group."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := children.read_text().split():
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 def keep(name: str) -> None:
     """In a session of its own; its children are in its process group."""
     if os.fork():
@@ -59,6 +76,7 @@ def keep(name: str) -> None:
         os.dup2(output, fd)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     while True:
         asked = unit(name)
         environ = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
@@ -73,6 +91,7 @@ def keep(name: str) -> None:
         print(f"systemd: started {name}, process {child.pid}", flush=True)
         code = child.wait()
         print(f"systemd: {name} ended with {code}", flush=True)
+        kill_rest()
         if code == 0:
             os._exit(0)
         time.sleep(float(asked["RestartSec"]))

@@ -16,7 +16,8 @@ from muster.storage import uris
 
 FOLDER = "machines"
 """Of the home: ``NAME/BOOT.STAGE``, one line each."""
-HOST, SUPERVISOR = "host", "supervisor"
+HOST = "host"
+"""The role of a machine without the supervisor."""
 PATIENCE_S = 100.0
 """Refused connections and 503 are normal while a machine boots, and during maintenance."""
 

@@ -224,12 +224,18 @@ def _agent_ended(state: State, name: str, code: int, now: float, rules: Rules) -
     refusals = child.refusals + 1 if code in CONFIG_ERRORS else 0
     if rules.moves and not refusals and code != UNSUPERVISED:
         return _leave(state, Outcome.EVICTED, RESUME, now, rules)
-    pause_s = BACK_OFF_S if child.lived_s >= LONGEST_BACK_OFF_S else min(LONGEST_BACK_OFF_S, 2 * child.pause_s)
-    wait_s = REFUSED_AGENT_S if refusals >= CONFIG_TRIES else pause_s
-    state = _with(state, name, pause_s=pause_s, not_before_s=now + wait_s, refusals=refusals)
+    state = _with(_paused(state, name, now), name, refusals=refusals)
     if refusals < CONFIG_TRIES:
         return state, []
-    return state, [Say(f"error: the agent ended with code {code} {refusals}x in a row; again in {wait_s:.0f} s")]
+    text = f"error: the agent ended with code {code} {refusals}x in a row; again in {REFUSED_AGENT_S:.0f} s"
+    return _with(state, name, not_before_s=now + REFUSED_AGENT_S), [Say(text)]
+
+
+def _paused(state: State, name: str, now: float) -> State:
+    """Before it is started again: the longer, the more often it ended early."""
+    child = state.child(name)
+    pause_s = BACK_OFF_S if child.lived_s >= LONGEST_BACK_OFF_S else min(LONGEST_BACK_OFF_S, 2 * child.pause_s)
+    return _with(state, name, pause_s=pause_s, not_before_s=now + pause_s)
 
 
 # ---------------------------------------------------------------- the lease and the end
@@ -332,7 +338,10 @@ def _to_be_continued(state: State, now: float, rules: Rules, *, first: bool) -> 
     """The home says 75. Written by an earlier start, it announced this one; else this host may be about to go."""
     ours = state.crash == RESUME
     if rules.continues == "here":
-        return (state, []) if rules.rank is None else (state, [WithdrawEnd()])
+        if rules.rank is None:
+            return state, []
+        state = _paused(state, SUPERVISOR, now) if ours else state
+        return replace(state, crash=None), [WithdrawEnd()]
     if rules.continues == "requeue":
         since_s = now if state.again_since_s is None else state.again_since_s
         state = replace(state, again_since_s=since_s)

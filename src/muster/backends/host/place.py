@@ -30,6 +30,11 @@ class Program:
     writer: str = ""
 
 
+def program_argv(module: str, run_dir: Path, run_id: str) -> list[str]:
+    """Of one of Muster's own programs, under this process's Python."""
+    return [sys.executable, "-P", "-m", module, "--run-dir", str(run_dir), "--run-id", run_id]
+
+
 class Service(Protocol):
     """What runs next to the programs until the end."""
 

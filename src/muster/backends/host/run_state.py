@@ -148,15 +148,20 @@ class RunState:
             if self.ended() == code:
                 self.store.delete(self.home.uri_of("end.json"))
 
-    def end(self, code: int, reason: str) -> None:
-        """End the run as failed, where its supervisor could not say so itself. An end that is there stays."""
-        with contextlib.suppress(MusterError, OSError):
-            record = EndRecord(
-                job=self.job, submission=self._submission(), term=self._newest_term(), outcome="failed",
-                exit_code=code, reason=reason, wall_ns=time.time_ns(),
-            )  # fmt: skip
-            if self.says_how_it_ended and self.ended() is None:
+    def end(self, code: int, reason: str) -> bool:
+        """End the run as failed, where its supervisor could not say so itself. An end that is there stays. False: the
+        home has none, and takes none."""
+        try:
+            if self.ended() is None:
+                record = EndRecord(
+                    job=self.job, submission=self._submission(), term=self._newest_term(), outcome="failed",
+                    exit_code=code, reason=reason, wall_ns=time.time_ns(),
+                )  # fmt: skip
                 self.store.put(self.home.uri_of("end.json"), encode(record))
+        except (MusterError, OSError) as error:
+            self._say(f"the run's end cannot be written: {error}")
+            return False
+        return True
 
     def end_instead(self, before: int, code: int, reason: str) -> None:
         """The run that ended with ``before`` is over: say so with ``code``, for people and for the other pod."""

@@ -13,7 +13,6 @@ import functools
 import random
 import shutil
 import string
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
 from muster.backends.host.children import Children, RealChildren
 from muster.backends.host.loop import HostProgram
-from muster.backends.host.place import Place, Program, say
+from muster.backends.host.place import Place, Program, program_argv, say
 from muster.backends.host.run_state import RunState
 from muster.backends.host.state import AGENT, SUPERVISOR, Exit, LeaveAt, Outcome, Rules, State
 from muster.backends.letters import Letters
@@ -267,7 +266,7 @@ class VertexPlace(Place):
         return {
             AGENT: Program(
                 argv=[
-                    *_program("muster.agent.watchdog", agent, given.run_id),
+                    *program_argv("muster.agent.watchdog", agent, given.run_id),
                     "--host",
                     self.name,
                     "--no-metadata-server",
@@ -277,7 +276,7 @@ class VertexPlace(Place):
                 writer=self.name,
             ),
             SUPERVISOR: Program(
-                argv=_program("muster.app.supervisor", supervisor, given.run_id),
+                argv=program_argv("muster.app.supervisor", supervisor, given.run_id),
                 env={**env, **hub, "MUSTER_RUN_DIR": str(supervisor)},
                 log=supervisor / "logs" / f"supervisor-{self.name}.log",
                 home=self.home,
@@ -311,10 +310,6 @@ def _holds(children: Children, state: RunState) -> bool:
     """Whether the supervisor of this host holds the run."""
     pid = children.pid(SUPERVISOR)
     return pid is not None and state.held_by() == pid
-
-
-def _program(module: str, run_dir: Path, run_id: str) -> list[str]:
-    return [sys.executable, "-P", "-m", module, "--run-dir", str(run_dir), "--run-id", run_id]
 
 
 def _shared_memory() -> str:

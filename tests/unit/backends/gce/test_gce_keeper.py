@@ -1,16 +1,21 @@
-"""The supervisor's machine: what it starts again, and what ends the run because starting it again cannot help."""
+"""A machine's host program: what it starts again, when it ends, and what ends the run because nothing else helps."""
 
+import itertools
 import signal
-import sys
 
 import pytest
+from fakes.clock import VirtualClock
 from fakes.gcs import GcsFake
+from fakes.host_program import Children
 from fakes.objects import Objects
 
-from muster.backends.gce import host
-from muster.backends.gce.host import Keeper
-from muster.backends.gce.machine import HOST, SUPERVISOR, Machine
+from muster.backends.gce.host import GRACE_S, GcePlace, host_program
+from muster.backends.gce.machine import HOST, Machine
+from muster.backends.gce.provision import Hosts
+from muster.backends.host.loop import LONGEST_WAIT_S
 from muster.backends.host.run_state import RunState
+from muster.backends.host.state import AGENT, RESUME, SUPERVISOR, Noticed
+from muster.core.errors import BackendError
 from muster.core.typed_json import decode, encode
 from muster.protocol.lease import EndRecord
 from muster.storage.home import BucketHome, open_home
@@ -21,15 +26,12 @@ HOME, JOB = "gs://bucket/runs/llama", "muster-llama-supervisor"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A supervisor's own run folder, and its home in a bucket."""
-    monkeypatch.setattr(host, "SHORTEST_PAUSE_S", 0.0)
-    before = signal.getsignal(signal.SIGTERM)
+    """A machine's run folder, and its home in a bucket."""
     with GcsFake() as fake:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
         for name, text in {"home": HOME, "run_id": "llama", "submission": "1"}.items():
             (tmp_path / name).write_text(text + "\n")
         yield tmp_path
-    signal.signal(signal.SIGTERM, before)
 
 
 def end():
@@ -53,53 +55,161 @@ def bucket_home(local, store):
     return BucketHome(local, HOME, store, store)
 
 
-def keep(folder, codes, *, role=SUPERVISOR, after=lambda: None):
-    """Keep a program that ends with one of ``codes`` at each start; returns (exit code, starts, times cleared up).
-    ``after`` is called once they are used up, where the program is started once more."""
-    starts, cleared = [], []
-    machine = machine_of(role)
+class Kept:
+    """A machine in virtual time, under a systemd that starts its program again unless it ends with 0."""
 
-    class Counted(Keeper):
-        def _start(self):
-            starts.append(1)
-            if len(starts) > len(codes):
-                after()
-            self.argv = [sys.executable, "-S", "-c", f"raise SystemExit({codes[min(len(starts), len(codes)) - 1]})"]
-            super()._start()
+    def __init__(self, folder, role=SUPERVISOR, store=None):
+        self.clock, self.children, self.removed = VirtualClock(), Children(), 0
+        self.role, self.name = role, SUPERVISOR if role == SUPERVISOR else AGENT
+        home = RunState(run_dir=folder, job=JOB, **({"store": store} if store else {}))
+        self.place = GcePlace(home=home, token=b"t" * 64, machine=machine_of(role))
+        self.place._remove_run = self.remove_run
+        if role == SUPERVISOR:
+            self.place.hosts = Hosts(placement=None, compute=None, file=None)
+        self.exits, self.program = [], self.start()
 
-    keeper = Counted(
-        machine=machine, argv=(), environ={}, state=RunState(run_dir=folder, job=JOB),
-        clear=lambda: cleared.append(1), look_s=0.02,
-    )  # fmt: skip
-    return keeper.run(), len(starts), len(cleared)
+    def start(self):
+        program = host_program(self.place, {}, open_store())
+        program.children, program.clock, program.in_thread = self.children, self.clock, lambda call, name: call()
+        return program
+
+    def remove_run(self, hosts):
+        self.removed += 1
+
+    @property
+    def starts(self):
+        return self.children.log.count(self.name)
+
+    def lasts(self, seconds):
+        until = self.clock.now_s + seconds
+        while self.clock.now_s < until and 0 not in self.exits and RESUME not in self.exits:
+            self.program.turn()
+            self.clock.sleep(LONGEST_WAIT_S)
+            if self.program.ended is not None:
+                self.exits.append(self.program.place.leave(self.program.ended, self.program.state))
+                self.program = self.start()
+
+    def until_it_runs(self):
+        for _ in range(2000):
+            if self.children.pid(self.name) is not None:
+                return True
+            self.lasts(LONGEST_WAIT_S)
+        return False
+
+    def plays(self, codes, after=lambda: None, lived_s=1.0):
+        """The program ends with one of ``codes`` each time; ``after``: before it ends once more, with 0."""
+        for code in codes:
+            if not self.until_it_runs():
+                break
+            self.lasts(lived_s)
+            self.children.end(self.name, code)
+        if self.until_it_runs():
+            after()
+            self.children.end(self.name, 0)
+            self.lasts(5)
+        return self
 
 
 @pytest.mark.parametrize(("code", "what"), [(2, "run file"), (3, "plan")])
 def test_a_run_file_that_no_supervisor_can_use_ends_the_run(folder, code, what):
-    """Before, it was started again without limit while the hosts were billed."""
-    assert keep(folder, [code] * 20) == (0, 3, 1)
+    """Else it would be started again without limit while the hosts are billed."""
+    kept = Kept(folder).plays([code] * 20)
+    assert (kept.exits, kept.starts, kept.removed) == ([0], 3, 1)
     assert (end().outcome, end().exit_code, end().term) == ("failed", code, 0) and what in end().reason
+
+
+def test_a_supervisor_that_crashes_without_end_ends_the_run(folder):
+    kept = Kept(folder).plays([1, 6, 137, 1, 6, 137, 1, 6, 137, 5, 6])
+    assert (kept.exits, kept.starts, kept.removed) == ([0], 10, 1)
+    assert end().exit_code == 5 and "10 times" in end().reason
+
+
+def test_crashes_that_are_far_apart_do_not_end_it(folder):
+    kept = Kept(folder).plays([2, 6] * 12, lived_s=400.0, after=lambda: write_end(0))
+    assert (kept.exits, kept.starts, kept.removed) == ([0], 25, 1) and end().exit_code == 0
+
+
+def test_no_machine_is_removed_before_the_home_says_that_the_run_has_ended(folder):
+    class Refusing:
+        def __init__(self, store):
+            self.store = store
+
+        def get(self, uri):
+            return self.store.get(uri)
+
+        def put(self, uri, data):
+            raise BackendError("503")
+
+    kept = Kept(folder, store=Refusing(open_store())).plays([2] * 6)
+    assert (kept.exits, kept.removed) == ([1, 1, 1], 0), "started again by systemd"
+
+
+def test_a_result_that_could_not_be_written_is_written_by_the_next_supervisor(folder):
+    kept = Kept(folder).plays([0], after=lambda: write_end(0))
+    assert (kept.exits, kept.starts, kept.removed) == ([1, 0], 2, 1)
 
 
 def test_the_end_of_an_older_submission_does_not_hide_it(folder):
     write_end(130, submission="0")
-    assert keep(folder, [2] * 20) == (0, 3, 1)
+    assert Kept(folder).plays([2] * 20).exits == [0]
     assert (end().submission, end().exit_code) == ("1", 2)
 
 
 def test_an_end_that_the_supervisor_wrote_stays(folder):
     write_end(2)
-    assert keep(folder, [2]) == (0, 0, 1) and end().reason == "x"
+    kept = Kept(folder).plays([2])
+    assert (kept.exits, kept.starts, kept.removed) == ([0], 0, 1) and end().reason == "x"
 
 
-def test_errors_long_ago_do_not_count(folder, monkeypatch):
-    monkeypatch.setattr(host, "IN_A_ROW_S", 0.0)
-    assert keep(folder, [2] * 5, after=lambda: write_end(0)) == (0, 6, 1) and end().exit_code == 0
+def test_a_run_whose_hosts_were_taken_goes_on_where_it_was_saved(folder):
+    """75 is withdrawn from the home, and the supervisor started again in the same program."""
+    kept = Kept(folder)
+    starts_s = []
+    for _ in range(8):
+        assert kept.until_it_runs()
+        starts_s.append(kept.clock.now_s)
+        write_end(RESUME)
+        kept.children.end(SUPERVISOR, RESUME)
+        kept.lasts(2)
+        assert not open_store().list(f"{HOME}/end.json")
+    assert not kept.exits and not kept.removed
+    pauses_s = [after - before for before, after in itertools.pairwise(starts_s)]
+    assert pauses_s == sorted(pauses_s) and 28 < pauses_s[-1] < 34, "hosts that go each time are not asked without end"
 
 
-@pytest.mark.parametrize(("codes", "role"), [([1, 6, 1, 6], SUPERVISOR), ([2, 2, 2, 2], HOST)])
-def test_other_ends_and_an_agents_are_started_again(folder, codes, role):
-    assert keep(folder, codes, role=role, after=lambda: write_end(0)) == (0, len(codes) + 1, 1)
+def test_75_of_before_a_reboot_is_withdrawn_too(folder):
+    write_end(RESUME)
+    kept = Kept(folder)
+    assert kept.until_it_runs() and not open_store().list(f"{HOME}/end.json")
+
+
+def test_an_agent_goes_on_as_long_as_its_run_may(folder):
+    kept = Kept(folder, HOST)
+    write_end(RESUME)
+    kept.plays([0, 1, 6, 76, 137, RESUME] * 3, after=lambda: write_end(0))
+    assert (kept.exits, kept.starts, kept.removed) == ([0], 19, 0), "a host has no right to remove anything"
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_machine_that_shuts_down_lets_its_agent_save(folder, obeys):
+    kept = Kept(folder, HOST)
+    assert kept.until_it_runs()
+    kept.children.obey = obeys
+    kept.program.post(Noticed())
+    began_s = kept.clock.now_s
+    kept.lasts(200)
+    signals = [number for _, number in kept.children.sent]
+    assert signals == ([signal.SIGTERM] if obeys else [signal.SIGTERM, signal.SIGKILL])
+    assert kept.exits == [RESUME] and kept.clock.now_s - began_s < (5 if obeys else GRACE_S)
+
+
+def test_a_supervisor_s_machine_that_shuts_down_makes_room_at_once(folder):
+    kept = Kept(folder)
+    assert kept.until_it_runs()
+    kept.program.post(Noticed())
+    kept.lasts(200)
+    assert kept.children.sent == [(SUPERVISOR, signal.SIGKILL)]
+    assert (kept.exits, kept.removed) == ([RESUME], 0)
 
 
 def test_a_host_that_was_reset_is_not_shut_out_of_its_run_s_home(tmp_path):
@@ -125,6 +235,6 @@ def test_what_a_killed_agent_left_is_shipped_under_the_name_it_wrote(folder):
     log = open_home(folder).open_log("llama", name, 1)
     log.append("run.message", detail={"text": "last words"})
     log.close()
-    keep(folder, [137], role=HOST, after=lambda: write_end(0))
+    Kept(folder, HOST).plays([137], after=lambda: write_end(0))
     stored = open_store()
     assert [uri for uri in stored.list(f"{HOME}/events") if b"last words" in stored.get(uri).data]

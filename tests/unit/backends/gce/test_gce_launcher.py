@@ -26,6 +26,7 @@ from muster.backends.gce.provision import Hosts
 from muster.backends.gce.submission import submission_of
 from muster.backends.google.session import Session
 from muster.backends.host.children import Finished
+from muster.backends.host.state import Exit, Outcome, State
 from muster.backends.letters import Letters
 from muster.backends.protocols import Terminal
 from muster.backends.run_home import SUBMISSION
@@ -421,7 +422,7 @@ def test_what_a_machine_is_told_is_what_was_submitted(stage, tmp_path):
     placement = submission_of(request).placement
     assert values["muster-files"] == placement.files_sha256
     machine = supervisors_machine(at, request, body)
-    hosts, _ = host.provisioned(machine, at.bucket, Session(http=at.google, clock=at.clock))
+    hosts = host.hosts_of(machine, at.bucket, Session(http=at.google, clock=at.clock))
     hosts.wall_s = lambda: at.clock.wall_ns() / 1e9
     at.until_hosts(request, hosts)
     for key, one in at.google.cloud.store.items():
@@ -431,6 +432,25 @@ def test_what_a_machine_is_told_is_what_was_submitted(stage, tmp_path):
     files = requests.run_files(placement.spec, placement)
     assert base64.b64encode(files.encoded())  # without the code it is another digest
     assert host.run_folder.digest(files.encoded()) != values["muster-files"]
+
+
+def test_at_the_run_s_end_the_supervisor_s_machine_removes_everything_and_itself_last(stage):
+    at = stage()
+    request = at.request()
+    at.launcher.submit(request)
+    at.until_hosts(request)
+    body = next(one for key, one in at.google.cloud.store.items() if key.endswith("-supervisor"))
+    machine = supervisors_machine(at, request, body)
+    hosts = host.hosts_of(machine, at.bucket, Session(http=at.google, clock=at.clock))
+    place = host.GcePlace(home=None, machine=machine, hosts=hosts)
+    assert len(at.names()) == 3 and at.google.secrets.versions
+    assert place.leave(Exit(outcome=Outcome.END_UNWRITTEN, code=0), State()) == 1 and len(at.names()) == 3
+    began_ns = at.clock.monotonic_ns()
+    assert place.leave(Exit(outcome=Outcome.RUN_ENDED, code=0), State()) == 0
+    assert at.clock.monotonic_ns() - began_ns > host.LINGER_S * 1e9, "hosts bring home the last of their logs"
+    assert at.names() in ([], [machine.name])
+    at.clock.sleep(300)
+    assert not at.names() and not at.google.secrets.versions and hosts.file.read()[0].closed
 
 
 def supervisors_machine(at, request, body):

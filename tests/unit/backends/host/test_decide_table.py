@@ -14,6 +14,7 @@ from signal import Signals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muster.backends.gce.host import rules as gce
 from muster.backends.gke.pod.main import HOST, supervisor_rules
 from muster.backends.host import state as host
 from muster.backends.host.decide import decide
@@ -33,6 +34,8 @@ PLACES = {
     "Slurm, first node": (node.rules(0), (AGENT, SUPERVISOR)),
     "Slurm, third node": (node.rules(2), (AGENT,)),
     "Slurm, batch program": (batch.RULES, (STEP,)),
+    "Compute Engine, host": (gce("host"), (AGENT,)),
+    "Compute Engine, supervisor": (gce(SUPERVISOR), (SUPERVISOR,)),
 }
 LEASES = {
     "free": Lease(kind="free"),
@@ -166,11 +169,11 @@ def page():
         "# What a host program does",
         "",
         "One pure function, `decide(state, event, now, rules)` in `src/muster/backends/host/decide.py`, decides for a "
-        "host of Vertex AI, a pod of GKE and a node of Slurm what becomes of its agent and of the run's supervisor, "
-        "and for Slurm's batch program what becomes of the nodes' steps (Compute Engine still has a program of its "
-        "own). This table is played from it: the programs of the place run, then those named end with these codes (of "
-        "a signal: 128 and its number), so many seconds after they were started; lease and home stay as they are. It "
-        "shows what is done within 150 s. Each pair of values is in a row.",
+        "host of Vertex AI, a pod of GKE, a machine of Compute Engine and a node of Slurm what becomes of its agent "
+        "and of the run's supervisor, and for Slurm's batch program what becomes of the nodes' steps. This table is "
+        "played from it: the programs of the place run, then those named end with these codes (of a signal: 128 and "
+        "its number), so many seconds after they were started; lease and home stay as they are. It shows what is done "
+        "within 150 s. Each pair of values is in a row.",
         "",
         "| " + " | ".join([*AXES, "what is done"]) + " |",
         "|" + "---|" * (len(AXES) + 1),

@@ -171,7 +171,9 @@ def main() -> None:
         os.dup2(node_log.fileno(), 2)
     try:
         os.chdir(given.run_dir)
-        sys.exit(prepared(given.run_dir, given.run_id, given.host).host_program().run())
+        place = prepared(given.run_dir, given.run_id, given.host)
+        place.end_here()  # what an earlier start left: not every site's Slurm ends all of a step with its first process
+        sys.exit(place.host_program().run())
     except MusterError as error:
         text = f"error: {error}" + (f" (hint: {error.hint})" if error.hint else "")
         log(text)

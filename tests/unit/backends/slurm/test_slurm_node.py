@@ -318,18 +318,33 @@ def test_no_further_job_where_none_is_wanted(further):
     assert went is False and "max_hours (2) is used up" in said
 
 
+def begin(run_dir, run_id, **keys):
+    """A node's program as its step starts it; it ends with what is wrong with ``keys``."""
+    spec = RunSpec.model_validate({"name": "r", "backend": "slurm", "command": ["x"], **keys})
+    (run_dir / "resolved.json").write_text(spec.model_dump_json())
+    words = [sys.executable, "-P", "-m", "muster.backends.slurm.node", "--run-dir", str(run_dir), "--run-id", run_id]
+    env = {**os.environ, **ENVIRON}
+    return subprocess.run([*words, "--host", "host-0"], env=env, capture_output=True, text=True, check=False)
+
+
 def test_what_is_wrong_stands_in_the_jobs_own_log_too(run_dir):
     """srun's output goes there; the node's own log alone would have to be known of."""
-    keys = {"name": "r", "backend": "slurm", "command": ["x"], "slurm": {"interface": "no-such0"}}
-    spec = RunSpec.model_validate(keys)
-    (run_dir / "resolved.json").write_text(spec.model_dump_json())
-    words = [sys.executable, "-P", "-m", "muster.backends.slurm.node", "--run-dir", str(run_dir), "--run-id", "r"]
-    done = subprocess.run(
-        [*words, "--host", "host-0"], env={**os.environ, **ENVIRON}, capture_output=True, text=True, check=False
-    )
+    done = begin(run_dir, "r", slurm={"interface": "no-such0"})
     assert done.returncode == UsageError.exit_code
     assert "host-0: error: slurm.interface" in done.stderr and "no-such0" in done.stderr
     assert "error: slurm.interface" in (run_dir / "logs" / "node-host-0.log").read_text()
+
+
+def test_a_node_begins_by_ending_what_an_earlier_start_of_it_left(run_dir):
+    """Where Slurm tracks processes by their parents, a node's program that is killed leaves its agent behind."""
+    label = {"MUSTER_RUN_ID": "r-left", "MUSTER_HOST": "host-0", "PATH": os.environ["PATH"]}
+    left = subprocess.Popen(["sleep", "60"], env=label, start_new_session=True)
+    try:
+        done = begin(run_dir, "r-left", resources={"machine": "a3-megagpu-8g", "hosts": 2, "device": "cuda"})
+        assert "no NCCL plugin" in done.stderr and left.wait(10) == -9
+    finally:
+        left.kill()
+        left.wait()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
+from fakes.chains import check_directory
 from waiting import eventually
 
-from muster.core import event_log
 from muster.core.errors import BusyError, ConflictError, MusterError
 from muster.core.event_log.cadence import SEAL_S
 from muster.storage.home import ANSWER_S, HOME_FILE, open_home
@@ -69,7 +69,7 @@ def test_3_a_prefix_once_whatever_happens_to_answers(bucket, tmp_path):
     for host in hosts:
         name = f"{host}.1.jsonl"
         assert (reader.local / "events" / name).read_bytes() == logs[host].path.read_bytes()
-    verdicts = event_log.check_directory(reader.local / "events", run_id=RUN)
+    verdicts = check_directory(reader.local / "events", run_id=RUN)
     assert len(verdicts) == 4
     assert not any(verdict.problem or verdict.torn_bytes for verdict in verdicts.values())
     assert reader.heads(RUN) == {f"{host}.1.jsonl": logs[host].head for host in hosts}

@@ -7,12 +7,12 @@ import re
 import signal
 
 import pytest
+from fakes.chains import check_directory
 from verbs import Shell
 from waiting import eventually
 from watched import Watched
 
 from muster.chaos.network import Disk
-from muster.core.event_log import check_directory
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from chaos import Judged
 from cluster import spec_of
+from fakes.chains import check_directory
 from fakes.gcs import GcsFake
 from homed import HomedRun, KilledRun
 
-from muster.core.event_log import check_directory
 from muster.core.event_log.cadence import SEAL_S
 from muster.protocol.client import AskStatus, StopRun
 from muster.supervise.process.lease import LEASE_S

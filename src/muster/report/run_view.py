@@ -1,19 +1,17 @@
 """The current state of a run, folded event by event: for status, the live view and the end of ``train``.
 
-The ledger folds a whole log on one time axis; this fold takes each event once, in order. Speed and MFU are
-the ledger's: medians over the same clean steps of the same lineage (a test holds the two together).
+It takes each event once, in order, and of steps keeps the newest: what many steps make, tokens and speed, is the
+ledger's (``report.progress``).
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from muster.core.event_details import attempts, checkpoints, hosts, incidents, run, training
 from muster.core.events import Event
-from muster.report.ledger.lineage import Step
-from muster.report.ledger.reference_rate import typical_steps
 
 _HOST_STATES = {
     hosts.HostAllocated.kind: "ready",
@@ -25,6 +23,8 @@ _HOST_STATES = {
 
 RECENT_STEPS = 50
 """Steps that say how fast a run is now."""
+_KEPT_STEPS = 4096
+"""Steps whose end is known."""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class _Held:
 
 @dataclass(kw_only=True)
 class RunView:
-    """Folded events. A step that was repeated after a recovery counts once, as last taken."""
+    """Folded events."""
 
     name: str | None = None
     outcome: str | None = None
@@ -76,14 +76,12 @@ class RunView:
     data: training.DataPrepared | None = None
     snapshots: checkpoints.SnapshotInterval | None = None
     """How often the ranks take snapshots in memory, as they said last."""
-    newest: Step | None = None
+    newest: Event | None = None
+    """Of the step that was applied last."""
     committed: dict[str, tuple[int, int]] = field(default_factory=dict)
     """URI of a checkpoint that is there -> its step and the wall clock of its commit."""
-    _taken: list[Step] = field(default_factory=list)
-    """Every applied step, in order; ``final``: the last state rests on it."""
-    _final: dict[int, Step] = field(default_factory=dict)
-    _durable: int = 0
-    """Newest step that a disk or bucket checkpoint ever held."""
+    _taken: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    """(attempt, step, wall clock of its end) of the newest applied steps, in order."""
     began_ns: int | None = None
     """Wall clock of the first event."""
     newest_ns: int = 0
@@ -101,46 +99,18 @@ class RunView:
     @property
     def step(self) -> int:
         """The step that was applied last; 0: none yet."""
-        return self.newest.step if self.newest else 0
+        return self.newest.step or 0 if self.newest else 0
 
     @property
     def numbers(self) -> training.Step | None:
         """What that step's event says."""
-        return self.newest.detail if self.newest else None
-
-    @property
-    def last_step(self) -> int | None:
-        return max(self._final, default=None)
-
-    @property
-    def final_loss(self) -> float | None:
-        """Loss of the last step that has one."""
-        losses = (step.detail.loss for _, step in sorted(self._final.items(), reverse=True))
-        return next((loss for loss in losses if loss is not None), None)
-
-    @property
-    def tokens(self) -> int:
-        """Of the steps that count, padding excluded."""
-        return sum(step.tokens for step in self._final.values() if self._counts(step))
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Median over clean steps."""
-        rates = [step.tokens / step.measured_ns * 1e9 for step in self._typical()]
-        return statistics.median(rates) if rates else None
-
-    @property
-    def mfu(self) -> float | None:
-        """Median over clean steps that have one."""
-        shares = [step.detail.mfu for step in self._typical() if step.detail.mfu is not None]
-        return statistics.median(shares) if shares else None
+        return self.newest.read(training.Step) if self.newest else None
 
     @property
     def step_every_s(self) -> float | None:
         """From step to step, evaluations and saves included: over the newest attempt's last 50; None: not yet known."""
-        recent = [step for step in self._taken[-RECENT_STEPS:] if step.attempt == self.attempt]
-        gaps = len(recent) - 1
-        return (recent[-1].end_ns - recent[0].end_ns) / 1e9 / gaps if gaps > 0 else None
+        recent = list(self._taken)[-RECENT_STEPS:]
+        return pace_s([end_ns for attempt, _, end_ns in recent if attempt == self.attempt])
 
     def usd(self, now_ns: int | None = None) -> float | None:
         """Price of the hosts' time, those still held until ``now_ns``, or the newest event; None: a price is unknown.
@@ -153,24 +123,11 @@ class RunView:
         return sum(host.ns(end_ns) / 3.6e12 * (host.usd_per_hour or 0.0) for host in self._held.values())
 
     def applied_ns(self, step: int | None) -> int | None:
-        """Wall clock of the step's end; None: it was never applied."""
-        return next((taken.end_ns for taken in reversed(self._taken) if taken.step == step), None)
-
-    def _typical(self) -> list[Step]:
-        return typical_steps([step if self._counts(step) else replace(step, final=False) for step in self._taken])
-
-    def _counts(self, step: Step) -> bool:
-        """Of a run that ended without success only what can be restored counts."""
-        return self.outcome in (None, "succeeded") or step.step <= self._durable
+        """Wall clock of the step's end; None: it was not applied, or long ago."""
+        return next((end_ns for _, applied, end_ns in reversed(self._taken) if applied == step), None)
 
     def _host(self, name: str) -> HostView:
         return self.hosts.setdefault(name, HostView(name=name))
-
-    def _discard(self, after: int | None, attempt: int) -> None:
-        """``attempt`` continues ``after`` a step (None, -1: not known yet): later ones of earlier attempts are lost."""
-        if after is not None and after >= 0:
-            for lost in [step for step in self._final.values() if step.step > after and step.attempt < attempt]:
-                self._final.pop(lost.step).final = False
 
     def _on_submitted(self, event: Event) -> None:
         self.name = event.read(run.RunSubmitted).name or self.name
@@ -188,25 +145,12 @@ class RunView:
             host.state = "ready" if host.state == "training" else host.state
         for name in detail.hosts:
             self._host(name).state = "training"
-        self._discard(detail.resume_step, event.attempt)
 
     def _on_step(self, event: Event) -> None:
         if event.step is None or event.attempt < self.attempt:
             return  # fenced: its attempt had been replaced
-        detail = event.read(training.Step)
-        step = Step(
-            attempt=event.attempt,
-            step=event.step,
-            begin_ns=event.wall_ns - max(0, detail.step_ns),
-            end_ns=event.wall_ns,
-            world_size=self.world_size,
-            detail=detail,
-            final=True,
-        )
-        if event.step in self._final:
-            self._final[event.step].final = False
-        self._taken.append(step)
-        self._final[event.step] = self.newest = step
+        self.newest = event
+        self._taken.append((event.attempt, event.step, event.wall_ns))
 
     def _on_eval(self, event: Event) -> None:
         if event.step is not None:
@@ -254,18 +198,12 @@ class RunView:
             host.ranks[event.rank].phase = event.phase
 
     def _on_committed(self, event: Event) -> None:
-        detail = event.read(checkpoints.CheckpointCommitted)
-        if detail.tier in checkpoints.DURABLE:
-            self._durable = max(self._durable, event.step or 0)
         if event.step is not None:
-            self.committed[detail.uri] = (event.step, event.wall_ns)
+            self.committed[event.read(checkpoints.CheckpointCommitted).uri] = (event.step, event.wall_ns)
 
     def _on_removed(self, event: Event) -> None:
         uri = event.read(checkpoints.CheckpointRemoved).uri
         self.committed.pop(uri, None)  # the event's step is that of the save that made it one too many
-
-    def _on_restored(self, event: Event) -> None:
-        self._discard(event.step, event.attempt)
 
     def _on_interval(self, event: Event) -> None:
         self.snapshots = event.read(checkpoints.SnapshotInterval)
@@ -288,10 +226,14 @@ _HANDLERS: dict[str, Callable[[RunView, Event], None]] = {
     attempts.PhaseChanged.kind: RunView._on_phase,
     checkpoints.CheckpointCommitted.kind: RunView._on_committed,
     checkpoints.CheckpointRemoved.kind: RunView._on_removed,
-    checkpoints.CheckpointRestored.kind: RunView._on_restored,
     checkpoints.SnapshotInterval.kind: RunView._on_interval,
     training.DataPrepared.kind: RunView._on_data,
 }
+
+
+def pace_s(ends_ns: Sequence[int]) -> float | None:
+    """From step to step; None: there are fewer than two."""
+    return (ends_ns[-1] - ends_ns[0]) / 1e9 / (len(ends_ns) - 1) if len(ends_ns) > 1 else None
 
 
 def run_view(events: Iterable[Event]) -> RunView:

@@ -15,7 +15,7 @@ from muster.core.event_details.checkpoints import CheckpointRestored
 from muster.core.event_details.hosts import HostAllocated, HostReleased
 from muster.core.event_details.training import BaselineRate, Step
 from muster.core.events import Event
-from muster.report.ledger.reference_rate import MIN_CLEAN_STEPS, WARMUP_STEPS
+from muster.report.ledger.categories import MIN_CLEAN_STEPS, WARMUP_STEPS
 
 #: Clean steps that a reference rests on, and steps that a recovery may take back.
 _NEWEST, _TAKEN_BACK = 501, 4096

@@ -5,9 +5,11 @@ import os
 import threading
 from dataclasses import replace
 
+from fakes.chains import check_directory
+
 from muster.agent.edge import host_event_log
 from muster.agent.edge.host_event_log import NEWEST, HostLog
-from muster.core.event_log import check_directory, read
+from muster.core.event_log import read
 from muster.protocol.values import RankEvent
 from muster.rank import sent_events
 from muster.storage.home import open_home

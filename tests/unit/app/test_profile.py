@@ -118,14 +118,13 @@ def test_the_log_so_far_is_not_read(boss: Supervisor, monkeypatch: pytest.Monkey
         log.append("run.message", detail={"text": f"{number}"})
     log.close()
     read: list[int] = []
-    real = reader._lines
+    real = reader._line
 
-    def lines(file: Any, end: int, number: int) -> Any:
-        for line in real(file, end, number):
-            read.append(line.number)
-            yield line
+    def line(raw: bytes, end: int, number: int) -> reader.Line:
+        read.append(number)
+        return real(raw, end, number)
 
-    monkeypatch.setattr(reader, "_lines", lines)
+    monkeypatch.setattr(reader, "_line", line)
     boss.reports = [written(0)]
     (trace,) = profile.traces("demo-1", ranks=(0,))
     assert trace.first_step == 11 and read == [1], "what was written after the request"

@@ -28,6 +28,8 @@ from muster.core.events import Event
 from muster.core.typed_json import at
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.protocol.client import AskStatus, FromClient, RestartRun, SupervisorStatus
+from muster.report import log_folder
+from muster.report.progress import progress
 from muster.report.run_view import run_view
 from muster.storage import run_registry
 
@@ -267,10 +269,10 @@ def test_a_summary_counts_a_step_taken_again_once(paper: Paper):
     start = {"world_size": 2, "layout": {"dp_shard": 2}, "hosts": {"h": [0, 1]}}
     write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 9.0 - n}) for n in (1, 2, 3)])
     write(run, ("attempt.started", None, start), *[("step", n, {**STEP, "loss": 8.0 - n}) for n in (3, 4)], attempt=2)
-    found = run_view(event_log.merged(run.events))
-    assert (found.last_step, found.final_loss, found.tokens, found.attempt) == (4, 4.0, 400, 2)
-    assert found.tokens_per_s == pytest.approx(200.0)
-    assert found.mfu == 0.25
+    found = progress(log_folder.read(run.events))
+    assert (found.last_step, found.final_loss, found.tokens, found.view.attempt) == (4, 4.0, 400, 2)
+    assert found.speed.tokens_per_s == report_of(str(run.path)).document.tokens_per_s
+    assert found.speed.mfu == 0.25
 
 
 def test_status_is_for_programs_too(paper: Paper):

@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from fakes.chains import check_directory
 from fakes.event_details import random_detail
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,7 +72,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     assert [event.detail["text"] for event in found] == [f"grüße\n\u2028 {n}" for n in range(5)]
     assert [event.seq for event in found] == list(range(5))
     assert found[4].rank == 1 and found[4].step == 4 and found[4].attempt == 3
-    assert event_log.check_directory(tmp_path, run_id="run-1")[NAME].problem is None
+    assert check_directory(tmp_path, run_id="run-1")[NAME].problem is None
 
 
 def test_a_reader_goes_on_where_it_was(tmp_path: Path):

@@ -11,13 +11,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from fakes.chains import check_directory
 from fakes.event_details import random_detail
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from muster.core import resolved_file
 from muster.core.event_details.kinds import KINDS
-from muster.core.event_log import EventLog, EventReader, check_directory
+from muster.core.event_log import EventLog, EventReader
 from muster.report.audit.history import Finding, _chain, load
 
 NAME = "host-0.1.jsonl"

@@ -6,6 +6,7 @@ import pytest
 from faulty_run import SECOND
 from random_runs import Pen
 
+from muster.report.ledger import figures
 from muster.report.ledger.fold import fold
 
 STEP = {
@@ -46,7 +47,8 @@ class Run:
         return self
 
     def kept(self):
-        return [(step.attempt, step.step) for step in fold(self.pen.files).lineage.final]
+        steps = fold(self.pen.files).lineage.steps
+        return [(int(steps.attempt[at]), int(steps.step[at])) for at in steps.in_lineage]
 
 
 def span(attempt, first, last):
@@ -84,7 +86,7 @@ def test_steps_of_a_replaced_attempt_are_fenced():
     run.step(1, 6, tokens=10**9)
     ledger = fold(run.pen.files)
     assert ledger.lineage.fenced == 1
-    assert sum(step.tokens for step in ledger.lineage.final) == 700
+    assert figures.tokens(ledger).final_lineage == 700
     assert any("fenced" in note for note in ledger.notes)
 
 

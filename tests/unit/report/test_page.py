@@ -1,12 +1,12 @@
 """The page as text: whole, self-contained, safe against what a run may hold."""
 
 import json
+import random
 import re
-from dataclasses import replace
 
 import pytest
 from faulty_run import Writer, write
-from random_runs import implausible, plausible
+from random_runs import Pen, implausible, plausible
 
 from muster.report import api
 from muster.report.ledger.fold import fold
@@ -67,7 +67,7 @@ def test_no_line_crosses_an_outage_and_nothing_unknown_is_zero():
     for seed in range(40):
         ledger = fold(plausible(seed))
         found = series.series(ledger)
-        attempts = {step.attempt for step in ledger.lineage.steps}
+        attempts = set(ledger.lineage.steps.attempt.tolist())
         gaps = sum(step is None for step in found["steps"]["step"])
         assert gaps == max(0, len(attempts) - 1)
         assert all(value is None for value in found["steps"]["mfu"])
@@ -81,12 +81,15 @@ def test_curves_of_nonsense_are_still_json():
 
 
 def test_long_runs_are_thinned_but_keep_their_extremes(tmp_path):
-    ledger = fold(plausible(7))
-    model = ledger.lineage.steps[0]
-    plain = replace(model.detail, loss=1.0)
-    steps = [replace(model, step=n, detail=plain, end_ns=n) for n in range(1, 50_001)]
-    steps[31_234].detail = replace(plain, loss=99.0)
+    world = {"world_size": 1, "layout": {}, "hosts": {"h": [0]}}
+    pen = Pen(random.Random(1))
+    pen.add("supervisor", 0, "attempt.started", attempt=1, detail=world)
+    plain = {"grad_norm": None, "learning_rate": None, "step_ns": 1, "tokens": 1}
+    for step in range(1, 50_001):
+        detail = {**plain, "supervised_tokens": 1, "padding_tokens": 0, "loss": 99.0 if step == 31_235 else 1.0}
+        pen.add("h", step, "step", attempt=1, rank=0, step=step, detail=detail)
+    steps = fold(pen.files).lineage.steps
     chosen = series._thinned(steps)
     assert len(chosen) < 3000
-    assert max(step.detail.loss for step in chosen) == 99.0
-    assert chosen[0].step == 1 and chosen[-1].step == 50_000
+    assert steps.numbers("loss")[chosen].max() == 99.0
+    assert steps.step[chosen[0]] == 1 and steps.step[chosen[-1]] == 50_000

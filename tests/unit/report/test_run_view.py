@@ -3,16 +3,15 @@
 import pytest
 from faulty_run import Writer, write
 
-from muster.core import event_log
-from muster.report import api
-from muster.report.run_view import run_view
+from muster.report import api, log_folder
+from muster.report.progress import progress
 
 
 def both(place):
     """(what status shows, what the report shows) of a run's folder."""
-    summary, report = run_view(event_log.merged(place / "events")), api.load(place).to_json()
+    summary, report = progress(log_folder.read(place)), api.load(place).to_json()
     return (
-        (summary.tokens_per_s, summary.mfu, summary.tokens, summary.final_loss),
+        (summary.speed.tokens_per_s, summary.speed.mfu, summary.tokens, summary.final_loss),
         (report["tokens_per_s"], report["mfu"], report["tokens"], report["final_loss"]),
     )
 

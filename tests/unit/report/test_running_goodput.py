@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_runs import Files, plausible
 
+from muster.core.event_log.order import merge_by_monotonic_clock
 from muster.core.events import Event
 from muster.report.ledger.figures import goodput
 from muster.report.ledger.fold import fold
@@ -23,9 +24,9 @@ STEP = {
 
 def running(files: Files) -> dict[str, float]:
     result, newest = RunningGoodput(), 0
-    for timed in fold(files).events:
-        result.add(timed.event)
-        newest = max(newest, timed.event.wall_ns)
+    for _, _, event in merge_by_monotonic_clock(files):
+        result.add(event)
+        newest = max(newest, event.wall_ns)
     return result.of(newest)
 
 

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes.chains import check_directory
 from fakes.clock import VirtualClock
 from fakes.objects import Killed, Objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.core import event_log
 from muster.core.errors import BusyError, ConflictError, MusterError, UsageError
 from muster.storage.home import HOME_FILE, BucketHome, FolderHome, chunks, open_home
 from muster.storage.home.chunks import uri_of
@@ -83,7 +83,7 @@ def test_attempts_of_a_host_are_files_of_their_own_and_a_successor_goes_on(tmp_p
     say(third, "d")
     assert third.sync()
     assert mirrored(store, tmp_path / "b") == files(tmp_path / "a" / "events")
-    assert all(not verdict.problem for verdict in event_log.check_directory(tmp_path / "b/events", run_id=RUN).values())
+    assert all(not verdict.problem for verdict in check_directory(tmp_path / "b/events", run_id=RUN).values())
 
 
 def test_an_ended_file_takes_nothing_more(tmp_path):

@@ -97,7 +97,7 @@ def differences(files: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
 
 def at_equal_step(reports: Sequence[Report]) -> AtEqual | None:
     """Where the shortest of them is."""
-    lengths = [each.ledger.lineage.final[-1].step if each.ledger.lineage.final else 0 for each in reports]
+    lengths = [each.document.final_step or 0 for each in reports]
     if not min(lengths):
         return None
     evals = [{row["step"]: row.get("loss") for row in each.document.evals} for each in reports]
@@ -111,24 +111,17 @@ def at_equal_step(reports: Sequence[Report]) -> AtEqual | None:
 
 def at_equal_tokens(reports: Sequence[Report]) -> AtEqual | None:
     """Where the one with the fewest tokens is: of each, the last step that is within as many."""
-    totals = [sum(step.tokens for step in each.ledger.lineage.final) for each in reports]
+    totals = [each.document.tokens for each in reports]
     if not min(totals):
         return None
-    result = []
-    for each in reports:
-        seen, last = 0, None
-        for step in each.ledger.lineage.final:
-            seen += step.tokens
-            if seen > min(totals):
-                break
-            last = step.step
-        result.append(None if last is None else _loss(each, last))
-    return AtEqual(at=min(totals), loss=result)
+    reached = [each.ledger.lineage.steps.step_at_tokens(min(totals)) for each in reports]
+    losses = [None if last is None else _loss(each, last) for each, last in zip(reports, reached, strict=True)]
+    return AtEqual(at=min(totals), loss=losses)
 
 
 def _loss(of: Report, upto: int) -> float | None:
-    losses = [step.detail.loss for step in of.ledger.lineage.final if step.step <= upto]
-    known = [loss for loss in losses[-MEAN_OF_STEPS:] if loss is not None]
+    steps = of.ledger.lineage.steps
+    known = [loss for loss in steps.numbers("loss")[steps.upto(upto)[-MEAN_OF_STEPS:]].tolist() if loss == loss]
     return sum(known) / len(known) if known else None
 
 

@@ -13,7 +13,7 @@ from muster.app.inspect.home_view import as_of_now, fetch, home_of, status_in
 from muster.app.inspect.supervisor_client import request
 from muster.backends.protocols import Launcher
 from muster.config.spec import RunSpec
-from muster.core import event_log, resolved_file
+from muster.core import resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.event_log import Damage
@@ -22,7 +22,8 @@ from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobState, JobStatus
 from muster.protocol.client import AskStatus, SupervisorStatus
 from muster.protocol.lease import HomeStatus
-from muster.report.run_view import RunView, run_view
+from muster.report import log_folder
+from muster.report.progress import Progress, progress
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 
@@ -50,21 +51,22 @@ class Summary:
     """So far; None: not known."""
 
     @staticmethod
-    def of_events(view: RunView, run: RunDir, spec: RunSpec, now_ns: int) -> Summary:
+    def of_events(progress: Progress, run: RunDir, spec: RunSpec, now_ns: int) -> Summary:
         """``now_ns``: until then hosts that it holds are paid for."""
+        view = progress.view
         return Summary(
             name=view.name,
             attempt=view.attempt,
-            last_step=view.last_step,
-            final_loss=view.final_loss,
-            tokens=view.tokens,
-            tokens_per_s=view.tokens_per_s,
+            last_step=progress.last_step,
+            final_loss=progress.final_loss,
+            tokens=progress.tokens,
+            tokens_per_s=progress.speed.tokens_per_s,
             incident_count=view.incident_count,
             snapshots=view.snapshots.reason if view.snapshots else None,
             total_steps=total_steps(spec, view.data),
             began_ns=view.began_ns if view.began_ns is not None else _made_ns(run),
             ended_ns=view.newest_ns if view.outcome else None,
-            step_every_s=view.step_every_s,
+            step_every_s=progress.step_every_s,
             usd=view.usd(None if view.outcome else now_ns),
         )
 
@@ -153,8 +155,9 @@ def status(reference: str) -> RunStatus:
         live = None if result.state.ended else as_of_now(said, now_ns)
     else:
         mirror(launcher, run, damaged.append)
-        view = run_view(event_log.merged(run.events, on_damage=damaged.append))
-        summary = Summary.of_events(view, run, spec, now_ns)
+        folder = log_folder.read(run.events)
+        damaged += folder.damaged
+        summary = Summary.of_events(progress(folder), run, spec, now_ns)
         live = None if result.state.ended else supervisor_status(run)
     return RunStatus(run=run, backend=launcher.name, status=result, summary=summary, live=live, damaged=tuple(damaged))
 

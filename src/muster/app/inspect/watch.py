@@ -110,7 +110,7 @@ class Watcher:
         view.total_steps = total_steps(self.spec, view.data)
         self._ask()
         now_ns = self.clock.wall_ns()
-        view.step_age_s = (now_ns - view.newest.end_ns) / 1e9 if view.newest else None
+        view.step_age_s = (now_ns - view.newest.wall_ns) / 1e9 if view.newest else None
         view.tiers = tuple(self._tiers(now_ns))
         self._account(now_ns)
         return view

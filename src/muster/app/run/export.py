@@ -18,7 +18,6 @@ from muster.app.inspect.status import spec_of
 from muster.app.planning.source_run import weights_of
 from muster.config.spec import RunSpec
 from muster.config.validation import looks_local
-from muster.core import event_log
 from muster.core.errors import AccessError, BackendError, ConflictError, MusterError, UsageError, install_command
 from muster.core.event_details.training import Eval
 from muster.core.processes import run_visibly
@@ -26,8 +25,10 @@ from muster.core.redact import redact
 from muster.core.typed_json import JsonObject, parse_object, text, texts, whole
 from muster.data.hub import translate
 from muster.data.weights.model_files import hub_id, licence_of
+from muster.report import log_folder
+from muster.report.progress import progress
 from muster.report.render.document import Document
-from muster.report.run_view import RunView, run_view
+from muster.report.run_view import RunView
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 
@@ -109,7 +110,7 @@ def with_weights(spec: RunSpec, tell: Callable[[str], None]) -> RunSpec:
 
 def _pushed(hub: Any, repo: str, run: RunDir, found: Exported, *, kept: bool) -> Exported:
     """With its card, on the hub. The card stays in a folder that is kept."""
-    seen = run_view(event_log.merged(run.events))
+    seen = progress(log_folder.read(run.events)).view
     document = report(str(run.path)).document
     licence = licence_of(found.folder)
     card = model_card(spec_of(run), seen, document, step=found.step, kind=found.kind, licence=licence, note=found.note)

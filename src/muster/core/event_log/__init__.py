@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from muster.core.event_log.chain import Verdict, check_directory, genesis, head, heads, verify
+from muster.core.event_log.chain import Verdict, genesis, head, heads, verify
 from muster.core.event_log.order import merge_by_monotonic_clock
 from muster.core.event_log.reader import Damage, EventReader, in_words
 from muster.core.event_log.writer import CLOSE_PATIENCE_S, SEAL_TIMEOUT_S, EventLog, Sealer
@@ -27,7 +27,6 @@ __all__ = [
     "EventReader",
     "Sealer",
     "Verdict",
-    "check_directory",
     "genesis",
     "head",
     "heads",

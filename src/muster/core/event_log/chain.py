@@ -13,6 +13,9 @@ from muster.core.events import Event
 from muster.core.processes import open_plain
 from muster.core.typed_json import parse_object
 
+#: What a verdict says of a line that does not follow the one before it.
+BREAKS = "breaks the chain: edited, dropped or moved"
+
 
 def genesis(run_id: str, name: str) -> str:
     """What the first line of the file ``name`` cites."""
@@ -42,9 +45,7 @@ def verify(data: bytes, *, run_id: str, name: str) -> Verdict:
         except (ValueError, KeyError):
             return Verdict(events=count, head=head, problem=f"line {count + 1} is not an event")
         if prev != head or seq != count:
-            return Verdict(
-                events=count, head=head, problem=f"line {count + 1} breaks the chain: edited, dropped or moved"
-            )
+            return Verdict(events=count, head=head, problem=f"line {count + 1} {BREAKS}")
         head = hashlib.sha256(line).hexdigest()
         count += 1
     return Verdict(events=count, head=head, torn_bytes=len(torn))
@@ -79,16 +80,3 @@ def _last_line(path: Path, *, block: int = 1 << 16) -> bytes:
             if start >= 0:
                 return tail[start + 1 : end + 1]
     return tail[: tail.rfind(b"\n") + 1]
-
-
-def check_directory(directory: str | Path, *, run_id: str) -> dict[str, Verdict]:
-    """Verify every file's chain: file name -> verdict."""
-    return {path.name: _check(path, run_id) for path in event_files(directory)}
-
-
-def _check(path: Path, run_id: str) -> Verdict:
-    try:
-        with open_plain(path) as file:
-            return verify(file.read(), run_id=run_id, name=path.name)
-    except OSError as error:
-        return Verdict(events=0, head="", problem=f"cannot be read: {error.strerror or error}")

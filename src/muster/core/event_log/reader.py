@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from pydantic_core import from_json
+
 from muster.core.errors import MusterError
 from muster.core.event_details.kinds import KINDS
-from muster.core.event_log.chain import genesis
+from muster.core.event_log.chain import BREAKS, Verdict, genesis
 from muster.core.event_log.names import event_files, files_of
 from muster.core.events import Event
 from muster.core.processes import open_plain
-from muster.core.typed_json import INT64_MAX, JsonObject, parse_object
+from muster.core.typed_json import INT64_MAX, JsonObject
 
 #: Places of a file that are named one by one; of more (a disk's garbage has thousands) only how many there are.
 MOST_NAMED = 50
@@ -76,6 +78,22 @@ class EventReader:
             for event in self.read_file(path):
                 yield path.name, event
 
+    def verdict(self, name: str, run_id: str) -> Verdict:
+        """Of the chain of a file of this run, as far as it was read (``chain.verify``): no further look at it."""
+        place, begins = self._places[name], genesis(run_id, name)
+        if place.first_prev not in ("", begins):
+            return Verdict(events=0, head=begins, problem=f"line 1 {BREAKS}")
+        return Verdict(
+            events=len(place.chain),
+            head=place.chain_head or begins,
+            problem=place.chain_problem,
+            torn_bytes=place.torn_bytes,
+        )
+
+    def line_hashes(self, name: str) -> array[int]:
+        """The first 64 bits of the hash of each line of the file's chain, as far as it was read."""
+        return self._places[name].chain if name in self._places else array("Q")
+
     def skip(self) -> None:
         """Whole lines that are there now count as read, and nothing is known of them; the next one's number is 2.
 
@@ -107,7 +125,8 @@ class EventReader:
         except FileNotFoundError:
             return
         except OSError as error:
-            self._report(path.name, 0, f"cannot be read: {error.strerror or error}")
+            place.chain_problem = f"cannot be read: {error.strerror or error}"
+            self._report(path.name, 0, place.chain_problem)
         self._report_more(path.name)
 
     def _believed(self, name: str, file: BinaryIO, place: _Place) -> Iterator[Line]:
@@ -115,7 +134,7 @@ class EventReader:
             self._report(name, place.number, "the file has become shorter than what was read of it")
             place.begin_again()
         file.seek(place.end)
-        lines = (place.of_this_run(line) for line in _lines(file, place.end, place.number))
+        lines = (place.of_this_run(line) for line in place.lines(file))
         line, after = next(lines, None), next(lines, None)
         if line is not None and place.last is not None:  # nothing cited it yet when it was read
             self._judge(name, place, place.before, place.last, (line, after))
@@ -199,7 +218,7 @@ class EventReader:
             self.on_damage(damage)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Line:
     """One whole line of a file."""
 
@@ -231,6 +250,13 @@ class _Place:
     newest_seq: int = -1
     seen_up_to: int = -1
     """Events up to it were yielded when the file was longer."""
+    first_prev: str = ""
+    """What the first line cites."""
+    chain: array[int] = field(default_factory=lambda: array("Q"))
+    """The beginnings of the hashes of all lines up to the first one that breaks the chain."""
+    chain_head: str = ""
+    chain_problem: str | None = None
+    torn_bytes: int = 0
     _run_id: str | None = None
     """Of the first line that was yielded."""
     _seqs: array[int] = field(default_factory=lambda: array("q"))
@@ -239,6 +265,29 @@ class _Place:
     """The beginnings of their lines' hashes."""
     _stragglers: dict[int, int] = field(default_factory=dict)
     """The same of those that came after one with a higher number."""
+
+    def lines(self, file: BinaryIO) -> Iterator[Line]:
+        """What follows, up to what is torn, or being written; each line continues the chain, or breaks it."""
+        end, number, self.torn_bytes = self.end, self.number, 0
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                self.torn_bytes = len(raw)
+                return
+            end, number = end + len(raw), number + 1
+            line = _line(raw, end, number)
+            if self.chain_problem is None:
+                self.chain_problem = self._follow(line)
+            yield line
+
+    def _follow(self, line: Line) -> str | None:
+        if line.event is None or not line.prev:
+            return f"line {line.number} is not an event"
+        self.first_prev = self.first_prev or line.prev
+        if line.event.seq != len(self.chain) or (self.chain and line.prev != self.chain_head):
+            return f"line {line.number} {BREAKS}"
+        self.chain_head = line.hash
+        self.chain.append(_short(line))
+        return None
 
     def take(self, line: Line, repeated: bool) -> None:
         """``line`` was read."""
@@ -281,6 +330,7 @@ class _Place:
 
     def begin_again(self) -> None:
         self.end = self.number = 0
+        self.first_prev, self.chain, self.chain_head, self.chain_problem = "", array("Q"), "", None
         self.last = self.before = None
         self.seen_up_to = self.newest_seq
 
@@ -289,20 +339,16 @@ def _short(line: Line) -> int:
     return int(line.hash[:16], 16)
 
 
-def _lines(file: BinaryIO, end: int, number: int) -> Iterator[Line]:
-    for raw in file:
-        if not raw.endswith(b"\n"):
-            return  # torn, or being written
-        end, number = end + len(raw), number + 1
-        digest = hashlib.sha256(raw).hexdigest()
-        try:
-            held = parse_object(raw)
-            prev = held.get("prev", "")
-            yield Line(
-                number, end, len(raw), digest, Event.from_json(held), prev if isinstance(prev, str) else "?", held
-            )
-        except ValueError as error:
-            yield Line(number, end, len(raw), digest, None, "", reason=f"not an event: {error}"[:200])
+def _line(raw: bytes, end: int, number: int) -> Line:
+    digest = hashlib.sha256(raw).hexdigest()
+    try:
+        held = from_json(raw)  # a third of the time of ``json``
+        if not isinstance(held, dict):
+            raise ValueError(f"not a JSON object but {type(held).__name__}")
+        prev = held.get("prev", "")
+        return Line(number, end, len(raw), digest, Event.from_json(held), prev if isinstance(prev, str) else "?", held)
+    except ValueError as error:
+        return Line(number, end, len(raw), digest, None, "", reason=f"not an event: {error}"[:200])
 
 
 def _bad_beginning(name: str, line: Line, event: Event) -> str | None:

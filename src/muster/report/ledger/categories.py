@@ -29,3 +29,8 @@ CATEGORIES: dict[str, str] = {
 
 #: What an interruption costs. Host-seconds in these that follow a fault belong to its incident.
 RECOVERY = ("detect", "restart", "restore", "warmup", "wait", "unfinished", "redone")
+
+#: Steps at the start of each attempt that are warm-up, never reference.
+WARMUP_STEPS = 2
+#: Fewer clean steps than this give no reference.
+MIN_CLEAN_STEPS = 5

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+
+import numpy as np
 
 from muster.report.ledger.categories import CATEGORIES
 from muster.report.ledger.fold import Ledger
+from muster.report.ledger.lineage import Steps
 from muster.report.ledger.reference_rate import Reference, fault_tolerance_overhead, typical_steps
-from muster.report.ledger.restorable_versions import Version, versions
+from muster.report.ledger.restorable_versions import Versions, versions
 
 _HOUR_NS = 3_600_000_000_000
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Linear between order statistics (type 7, as numpy's default); None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * share
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    """Linear between order statistics (numpy's default); None of nothing."""
+    return float(np.quantile(values, share)) if values else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +34,13 @@ class TokenCounts:
 
 
 def tokens(ledger: Ledger) -> TokenCounts:
-    final = ledger.lineage.final
-    lost = [step for step in ledger.lineage.steps if not step.final]
+    steps, final = ledger.lineage.steps, ledger.lineage.steps.final
     return TokenCounts(
-        final_lineage=sum(step.tokens for step in final),
-        supervised=sum(step.detail.supervised_tokens or 0 for step in final),
-        padding=sum(step.detail.padding_tokens or 0 for step in final),
-        recomputed=sum(step.tokens for step in lost),
-        recomputed_steps=len(lost),
+        final_lineage=int(steps.tokens[final].sum()),
+        supervised=int(steps.counts("supervised_tokens")[final].sum()),
+        padding=int(steps.counts("padding_tokens")[final].sum()),
+        recomputed=int(steps.tokens[~final].sum()),
+        recomputed_steps=int((~final).sum()),
     )
 
 
@@ -61,15 +55,17 @@ class Speed:
     clean_steps: int
 
 
-def speed(ledger: Ledger) -> Speed:
-    clean = typical_steps(ledger.lineage.steps)
-    mfu = [step.detail.mfu for step in clean if step.detail.mfu is not None]
-    rates = [step.tokens / step.measured_ns * 1e9 for step in clean]
+def speed(steps: Steps) -> Speed:
+    clean = typical_steps(steps)
+    if not len(clean):
+        return Speed(tokens_per_s=None, step_s=None, step_s_p95=None, mfu=None, clean_steps=0)
+    measured = steps.measured_ns[clean]
+    mfu = steps.numbers("mfu")[clean]
     return Speed(
-        tokens_per_s=median(rates) if rates else None,
-        step_s=median(step.measured_ns for step in clean) / 1e9 if clean else None,
-        step_s_p95=quantile([step.measured_ns / 1e9 for step in clean], 0.95),
-        mfu=median(mfu) if mfu else None,
+        tokens_per_s=float(np.median(steps.tokens[clean] / measured * 1e9)),
+        step_s=float(np.median(measured)) / 1e9,
+        step_s_p95=float(np.quantile(measured / 1e9, 0.95)),
+        mfu=None if np.isnan(mfu).all() else float(np.nanmedian(mfu)),
         clean_steps=len(clean),
     )
 
@@ -132,8 +128,7 @@ def cost(ledger: Ledger) -> Cost:
     known = sum(lane.held_ns / _HOUR_NS * (lane.usd_per_hour or 0.0) for lane in ledger.lanes.values())
     if unknown:
         return Cost(hosts_without_price=unknown, usd_known=known if len(unknown) < len(ledger.lanes) else None)
-    final = ledger.lineage.final
-    total_tokens = sum(step.tokens for step in final)
+    final, total_tokens = len(ledger.lineage.steps.in_lineage), tokens(ledger).final_lineage
     rate = goodput(ledger).purchased
     return Cost(
         usd=known,
@@ -144,7 +139,7 @@ def cost(ledger: Ledger) -> Cost:
             for lane in ledger.lanes.values()
             if ledger.finished is None and lane.held and lane.held[-1][1] == ledger.end_ns
         ),
-        usd_per_step=known / len(final) if final else None,
+        usd_per_step=known / final if final else None,
         usd_per_million_tokens=known / total_tokens * 1e6 if total_tokens else None,
         # The same tokens at a goodput one point higher take rate / (rate + 0.01) of the time, so of the money.
         usd_per_goodput_point=known * 0.01 / (rate + 0.01) if rate is not None and rate > 0 else None,
@@ -219,27 +214,22 @@ def exposure(ledger: Ledger) -> dict[str, Ages]:
     A state is as old as the end of its step. Integrated from the tier's first version on; tiers that never
     held one do not appear.
     """
-    until = max((step.end_ns for step in ledger.lineage.steps), default=ledger.end_ns)
-    return {tier: _ages(held, until) for tier, held in versions(ledger.events, ledger.lineage.steps).items()}
+    until = ledger.lineage.last_end_ns(ledger.end_ns)
+    return {tier: _ages(held, until) for tier, held in versions(ledger.aligned, ledger.lineage.steps).items()}
 
 
-def _ages(held: Sequence[Version], until: int) -> Ages:
-    area = 0.0
-    greatest = 0
-    newest = held[0].taken_ns
-    spans = [*(version.at_ns for version in held[1:]), until]
-    for version, end in zip(held, spans, strict=True):
-        begin, newest = version.at_ns, max(newest, version.taken_ns)
-        if end > begin:
-            area += (end - begin) * ((begin - newest) + (end - newest)) / 2
-            greatest = max(greatest, end - newest)
-    length = until - held[0].at_ns
+def _ages(held: Versions, until: int) -> Ages:
+    begin, end, newest = held.at_ns, np.append(held.at_ns[1:], until), held.newest_ns
+    lasted = end > begin
+    begin, end, taken = begin[lasted], end[lasted], newest[lasted]
+    area = float(((end - begin) * (((begin - taken) + (end - taken)) / 2)).sum())
+    length = until - int(held.at_ns[0])
     return Ages(
-        versions=len(held),
-        newest_step=max(version.step for version in held),
+        versions=len(held.at_ns),
+        newest_step=int(held.step.max()),
         mean_age_s=area / length / 1e9 if length > 0 else None,
-        greatest_age_s=greatest / 1e9,
-        last_age_s=max(0, until - newest) / 1e9,
+        greatest_age_s=int((end - taken).max(initial=0)) / 1e9,
+        last_age_s=max(0, until - int(newest[-1])) / 1e9,
     )
 
 

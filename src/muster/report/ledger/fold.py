@@ -10,12 +10,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.event_details.hosts import HostRequested
 from muster.core.event_details.run import RunFinished, RunSubmitted
 from muster.core.events import Event
 from muster.report.ledger.categories import CATEGORIES, RECOVERY
-from muster.report.ledger.coverage import Coverage
+from muster.report.ledger.coverage import Coverage, split
+from muster.report.ledger.file_log import FileLog
 from muster.report.ledger.host_timeline import HostLane, Segment, build_segments, held_lanes, index_events
 from muster.report.ledger.incident_record import IncidentRecord, incident_records
 from muster.report.ledger.lineage import Lineage, trace
@@ -44,6 +47,7 @@ class Ledger:
 
     @property
     def events(self) -> list[Timed]:
+        """Without steps, but for the first of each attempt."""
         return self.aligned.events
 
     @property
@@ -79,22 +83,22 @@ class Ledger:
         return abs(sum(self.categories_ns.values()) - purchased) / purchased if purchased else 0.0
 
 
-def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float | None = None) -> Ledger:
-    """Read a whole run out of its files' events. Any order of events is accepted; nothing raises for content."""
+def fold(files: Mapping[str, FileLog | Sequence[Event]], *, reference_tokens_per_s: float | None = None) -> Ledger:
+    """Read a whole run out of its files. Any order of events is accepted; nothing raises for content."""
     aligned = align(files)
     events = aligned.events
-    begin = events[0].t_ns if events else 0
-    end = events[-1].t_ns if events else 0
-    finished = _finished(events)
-    lineage = trace(events, end, finished.outcome if finished else None)
+    begin, end = aligned.span_ns
+    end_event = finished(events)
+    lineage = trace(aligned, end_event.outcome if end_event else None)
     reference = reference_rate(events, lineage.steps, reference_tokens_per_s)
     result = incident_records(events, lineage, _shifts(events))
+    steps, splits = lineage.steps, split(lineage.steps, reference)
     coverage = {
-        attempt.number: Coverage([s for s in lineage.steps if s.attempt == attempt.number], reference)
+        attempt.number: Coverage(steps, np.flatnonzero(steps.attempt == attempt.number), splits, reference)
         for attempt in lineage.attempts
     }
     lanes = held_lanes(events, end)
-    index = index_events(events, lineage.attempts, coverage, result, finished is not None)
+    index = index_events(events, lineage.attempts, coverage, result, end_event is not None)
     host_ns = {}
     for host, lane in lanes.items():
         build_segments(lane, index)
@@ -105,7 +109,7 @@ def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float 
         aligned=aligned,
         begin_ns=begin,
         end_ns=end,
-        finished=finished,
+        finished=end_event,
         lineage=lineage,
         lanes=lanes,
         coverage=coverage,
@@ -117,7 +121,7 @@ def fold(files: Mapping[str, Sequence[Event]], *, reference_tokens_per_s: float 
     )
 
 
-def _finished(events: Sequence[Timed]) -> RunFinished | None:
+def finished(events: Sequence[Timed]) -> RunFinished | None:
     """The run's end, unless it was continued."""
     for timed in reversed(events):
         if timed.event.kind == RunFinished.kind:
@@ -159,10 +163,12 @@ def _segment(segment: Segment, coverage: Mapping[int, Coverage]) -> dict[str, in
 
 def _charge_redone(lineage: Lineage, result: Mapping[str, IncidentRecord]) -> None:
     hosts = {attempt.number: len(attempt.hosts) for attempt in lineage.attempts}
-    for step in lineage.steps:
-        incident = result.get(step.lost_to or "")
-        if incident is not None and not step.final:
-            incident.host_ns["redone"] = incident.host_ns.get("redone", 0) + step.length_ns * hosts[step.attempt]
+    steps = lineage.steps
+    for at in np.flatnonzero(steps.lost_to):
+        incident = result.get(steps.causes[int(steps.lost_to[at])] or "")
+        if incident is not None:
+            cost_ns = int(steps.length_ns[at]) * hosts[int(steps.attempt[at])]
+            incident.host_ns["redone"] = incident.host_ns.get("redone", 0) + cost_ns
 
 
 def _queue(events: Sequence[Timed], lanes: Mapping[str, HostLane], end_ns: int) -> int:

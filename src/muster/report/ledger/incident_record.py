@@ -6,6 +6,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from muster.core.event_details.attempts import RankExited
 from muster.core.event_details.incidents import IncidentDecided, IncidentDetected, IncidentResolved
 from muster.core.types import Action
@@ -139,16 +141,16 @@ def _add_surroundings(incident: IncidentRecord, exits: Sequence[Timed], lineage:
     if attempt is not None:
         incident.hosts = len(attempt.hosts)
         if incident.stopped_training:
-            floor = max(
-                [attempt.start_ns, *(s.end_ns for s in lineage.steps if s.attempt == attempt.number and s.end_ns)]
-            )
+            own = lineage.steps.end_ns[lineage.steps.attempt == attempt.number]
+            floor = int(own.max(initial=attempt.start_ns))
             died = [t.t_ns for t in exits if floor <= t.t_ns <= incident.detected_ns]
             incident.fault_ns = min([incident.fault_ns, *died])
             incident.fault_ns = min(max(incident.fault_ns, attempt.start_ns), incident.detected_ns)
     if not incident.stopped_training:
         return
-    before = [step.step for step in lineage.steps if step.end_ns <= incident.detected_ns]
-    incident.last_step = max(before, default=0)
+    steps = lineage.steps
+    before = steps.end_ns <= incident.detected_ns
+    incident.last_step = int(steps.step[before].max(initial=0))
     following = next((a for a in lineage.attempts if a.cause == incident.incident_id), None)
     if following is not None:
         incident.tier = following.tier
@@ -159,9 +161,8 @@ def _add_surroundings(incident: IncidentRecord, exits: Sequence[Timed], lineage:
             # As the supervisor counts: all that earlier attempts applied, even if reported later.
             applied = max((step for attempt, step in lineage.reached.items() if attempt < following.number), default=0)
             incident.redone_steps = max(0, applied - incident.resume_step)
-    later = (step for step in lineage.steps if step.end_ns > incident.detected_ns and step.step > incident.last_step)
-    resuming = next(later, None)
-    incident.resumed_ns = resuming.end_ns if resuming else None
+    later = np.flatnonzero(~before & (steps.step > incident.last_step))
+    incident.resumed_ns = int(steps.end_ns[later[0]]) if len(later) else None
 
 
 def attempt_at(attempts: Sequence[Attempt], t_ns: int) -> Attempt | None:

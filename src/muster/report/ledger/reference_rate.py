@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+
+import numpy as np
 
 from muster.core.event_details.training import BaselineRate
 from muster.core.events import Event
-from muster.report.ledger.lineage import Step
+from muster.report.ledger.categories import MIN_CLEAN_STEPS, WARMUP_STEPS
+from muster.report.ledger.file_log import Floats, Ints
+from muster.report.ledger.lineage import Steps
 from muster.report.ledger.time_axis import Timed
 
-#: Steps at the start of each attempt that are warm-up, never reference.
-WARMUP_STEPS = 2
-#: Fewer clean steps than this give no reference.
-MIN_CLEAN_STEPS = 5
 #: A step is slow beyond the median + 3 robust standard deviations (1.4826 MAD each), and 5 % at least.
 _SLOW_DEVIATIONS = 3
 _SLOW_AT_LEAST = 0.05
@@ -39,51 +37,41 @@ class Reference:
     def tokens_per_rank_s(self) -> float:
         return self.tokens_per_s / self.world_size
 
-    def ideal_ns(self, tokens: int, world_size: int) -> int:
-        """What a step of ``tokens`` takes ``world_size`` ranks at the reference rate."""
-        return round(tokens / (self.tokens_per_rank_s * max(1, world_size)) * 1e9)
+    def ideal_ns(self, tokens: Ints, world_size: Ints) -> Ints:
+        """What steps of ``tokens`` take ``world_size`` ranks at the reference rate."""
+        return np.rint(tokens / (self.tokens_per_rank_s * np.maximum(1, world_size)) * 1e9).astype(np.int64)
 
 
-def net_ns(step: Step) -> int:
-    """The step's time without waits for data and stalls for snapshots."""
-    waits = (step.detail.data_wait_ns or 0) + (step.detail.stall_ns or 0)
-    return max(1, step.measured_ns - max(0, waits))
+def clean_steps(steps: Steps) -> Ints:
+    """Positions of steps of the final lineage beyond each attempt's warm-up, with tokens and a length."""
+    beyond = steps.number >= WARMUP_STEPS
+    return np.flatnonzero(steps.final & beyond & (steps.tokens > 0) & (steps.measured_ns > 0))
 
 
-def clean_steps(steps: Sequence[Step]) -> list[Step]:
-    """Steps of the final lineage beyond each attempt's warm-up, with tokens and a length. ``steps``: in time order."""
-    seen: dict[int, int] = defaultdict(int)
-    clean = []
-    for step in steps:
-        seen[step.attempt] += 1
-        if step.final and seen[step.attempt] > WARMUP_STEPS and step.tokens > 0 and step.measured_ns > 0:
-            clean.append(step)
-    return clean
-
-
-def typical_steps(steps: Sequence[Step]) -> list[Step]:
+def typical_steps(steps: Steps) -> Ints:
     """What speed is the median of: clean steps; before there are any, all of the final lineage that took time."""
-    return clean_steps(steps) or [step for step in steps if step.final and step.measured_ns > 0]
+    clean = clean_steps(steps)
+    return clean if len(clean) else np.flatnonzero(steps.final & (steps.measured_ns > 0))
 
 
-def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float | None) -> Reference | None:
+def reference_rate(events: Sequence[Timed], steps: Steps, given: float | None) -> Reference | None:
     """R*: the one given by hand, else the one measured into the log, else the median of clean steps.
 
     The median's own steps ran with fault tolerance on, so it cannot show what fault tolerance itself costs;
     ``source`` names which it is. None: too few clean steps.
     """
     clean = clean_steps(steps)
-    worlds: dict[int, list[float]] = defaultdict(list)
-    for step in clean:
-        worlds[step.world_size].append(net_ns(step) / step.tokens)
-    enough = [world for world, result in worlds.items() if len(result) >= MIN_CLEAN_STEPS]
-    world = max(enough) if enough else 0
-    per_token = median(worlds[world]) if enough else 0.0
-    spread = _spread(worlds[world], per_token) if enough else None
+    sizes, counts = np.unique(steps.world_size[clean], return_counts=True)
+    world = int(sizes[counts >= MIN_CLEAN_STEPS].max(initial=0))
+    of_world = clean[steps.world_size[clean] == world] if world else clean[:0]
+    waits = np.maximum(0, steps.counts("data_wait_ns")[of_world] + steps.counts("stall_ns")[of_world])
+    nets = np.maximum(1, steps.measured_ns[of_world] - waits) / steps.tokens[of_world]
+    per_token = float(np.median(nets)) if world else 0.0
+    spread = _spread(nets, per_token) if world else None
     slow = 1 + max(_SLOW_AT_LEAST, _SLOW_DEVIATIONS * spread if spread is not None else _SLOW_AT_LEAST)
     measured = _measured(events)
     if given is not None:
-        world = world or max((step.world_size for step in steps), default=1)
+        world = world or int(steps.world_size.max(initial=1))
         return Reference(tokens_per_s=given, world_size=world, source="given", steps=0, spread=None, slow_beyond=slow)
     if measured is not None:
         detail = measured.read(BaselineRate)
@@ -95,19 +83,19 @@ def reference_rate(events: Sequence[Timed], steps: Sequence[Step], given: float 
             spread=detail.spread,
             slow_beyond=slow,
         )
-    if not enough:
+    if not world:
         return None
     return Reference(
         tokens_per_s=1e9 / per_token,
         world_size=world,
         source="median of this run's clean steps (fault tolerance on)",
-        steps=len(worlds[world]),
+        steps=len(nets),
         spread=spread,
         slow_beyond=slow,
     )
 
 
-def fault_tolerance_overhead(events: Sequence[Timed], steps: Sequence[Step]) -> float | None:
+def fault_tolerance_overhead(events: Sequence[Timed], steps: Steps) -> float | None:
     """What fault tolerance costs a step, as a share of the measured reference rate: stalls for snapshots, and what
     their copies slow down. None: no reference was measured, or too few clean steps of its world follow.
 
@@ -118,15 +106,14 @@ def fault_tolerance_overhead(events: Sequence[Timed], steps: Sequence[Step]) -> 
         return None
     detail = measured.read(BaselineRate)
     rate, first = detail.tokens_per_s, detail.first_step or 0
-    without = range(first, (measured.step or first) + 1)
-    result = [
-        (step.measured_ns - max(0, step.detail.data_wait_ns or 0)) / step.tokens
-        for step in clean_steps(steps)
-        if step.world_size == detail.world_size and step.step not in without
-    ]
-    if len(result) < MIN_CLEAN_STEPS or rate <= 0 or median(result) <= 0:
+    clean = clean_steps(steps)
+    without = (steps.step[clean] >= first) & (steps.step[clean] <= (measured.step or first))
+    clean = clean[(steps.world_size[clean] == detail.world_size) & ~without]
+    if len(clean) < MIN_CLEAN_STEPS or rate <= 0:
         return None
-    return 1 - 1e9 / median(result) / rate
+    waits = np.maximum(0, steps.counts("data_wait_ns")[clean])
+    per_token = float(np.median((steps.measured_ns[clean] - waits) / steps.tokens[clean]))
+    return 1 - 1e9 / per_token / rate if per_token > 0 else None
 
 
 def _measured(events: Sequence[Timed]) -> Event | None:
@@ -134,5 +121,5 @@ def _measured(events: Sequence[Timed]) -> Event | None:
     return next((timed.event for timed in reversed(events) if timed.event.kind == BaselineRate.kind), None)
 
 
-def _spread(values: Sequence[float], middle: float) -> float:
-    return 1.4826 * median(abs(value - middle) for value in values) / middle
+def _spread(values: Floats, middle: float) -> float:
+    return float(1.4826 * np.median(np.abs(values - middle)) / middle)

@@ -3,39 +3,54 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.core.event_details import training
+import numpy as np
+
 from muster.core.event_details.checkpoints import CheckpointCommitted
-from muster.report.ledger.lineage import Step
-from muster.report.ledger.time_axis import Timed
+from muster.report.ledger.file_log import UNKNOWN, Ints
+from muster.report.ledger.lineage import Steps
+from muster.report.ledger.time_axis import Aligned
 
 
-@dataclass(frozen=True, order=True)
-class Version:
-    """From ``at_ns`` on ``step`` can be restored; its state is as old as the end of that step, ``taken_ns``."""
+@dataclass(frozen=True, eq=False)
+class Versions:
+    """Of one tier, in the order in which they became restorable: from ``at_ns`` on ``step`` can be restored; its state
+    is as old as the end of that step, ``taken_ns``."""
 
-    at_ns: int
-    taken_ns: int
-    step: int
+    at_ns: Ints
+    taken_ns: Ints
+    step: Ints
 
-
-def versions(events: Sequence[Timed], steps: Sequence[Step]) -> dict[str, list[Version]]:
-    """Tier -> its versions in the order in which they became restorable; tiers that never held one do not appear."""
-    ends = {step.step: step.end_ns for step in steps}
-    result: dict[str, list[Version]] = defaultdict(list)
-    for timed in events:
-        event = timed.event
-        if event.kind == CheckpointCommitted.kind and event.step is not None:
-            result[event.read(CheckpointCommitted).tier].append(_version(timed, event.step, ends))
-        elif event.kind == training.Step.kind:  # a snapshot each step has no event of its own
-            detail = event.read(training.Step)
-            for tier, step in (("memory", detail.snapshot_step), ("peer", detail.peer_step)):
-                if step is not None and not (result[tier] and result[tier][-1].step == step):
-                    result[tier].append(_version(timed, step, ends))
-    return {tier: sorted(held) for tier, held in result.items() if held}
+    @property
+    def newest_ns(self) -> Ints:  # from each ``at_ns`` on
+        return np.maximum.accumulate(self.taken_ns)
 
 
-def _version(timed: Timed, step: int, ends: Mapping[int, int]) -> Version:
-    return Version(at_ns=timed.t_ns, taken_ns=min(ends.get(step, timed.t_ns), timed.t_ns), step=step)
+def versions(aligned: Aligned, steps: Steps) -> dict[str, Versions]:
+    """By tier; tiers that never held one do not appear."""
+    committed: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for timed in aligned.events:
+        if timed.event.kind == CheckpointCommitted.kind and timed.event.step is not None:
+            committed[timed.event.read(CheckpointCommitted).tier].append((timed.t_ns, timed.event.step))
+    held = {tier: np.array(rows, np.int64) for tier, rows in committed.items()}
+    in_time = np.argsort(aligned.step_ns, kind="stable")
+    for tier, name in (("memory", "snapshot_step"), ("peer", "peer_step")):  # a snapshot has no event of its own
+        said = aligned.steps.ints(name)[in_time]
+        known = np.flatnonzero(said != UNKNOWN)
+        new = known[np.flatnonzero(np.diff(said[known], prepend=UNKNOWN))]
+        rows = np.stack((aligned.step_ns[in_time[new]], said[new]), axis=1)
+        held[tier] = np.concatenate((held[tier], rows)) if tier in held else rows
+    order = np.argsort(steps.step, kind="stable")
+    numbers, ends = steps.step[order], steps.end_ns[order]
+    return {tier: _sorted(rows[:, 0], rows[:, 1], numbers, ends) for tier, rows in held.items() if len(rows)}
+
+
+def _sorted(at_ns: Ints, step: Ints, numbers: Ints, ends: Ints) -> Versions:
+    """``ends``: of the steps ``numbers``, which rise; the last one of a step that was taken twice is meant."""
+    taken = at_ns.copy()
+    if len(numbers):
+        found = np.maximum(0, np.searchsorted(numbers, step, "right") - 1)
+        taken = np.where(numbers[found] == step, np.minimum(ends[found], at_ns), at_ns)
+    order = np.lexsort((step, taken, at_ns))
+    return Versions(at_ns[order], taken[order], step[order])

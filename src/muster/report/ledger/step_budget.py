@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from muster.core.event_details.run import RunSubmitted
 from muster.core.event_details.training import StragglerNamed
 from muster.core.typed_json import child
-from muster.report.ledger.lineage import Step
+from muster.report.ledger.file_log import UNKNOWN
+from muster.report.ledger.lineage import Steps
 from muster.report.ledger.reference_rate import typical_steps
 from muster.report.ledger.time_axis import Timed
 
@@ -63,24 +63,28 @@ class StepBudget:
     """The most valuable first."""
 
 
-def step_budget(events: Sequence[Timed], steps: Sequence[Step], usd_per_hour: float | None) -> StepBudget | None:
+def step_budget(events: Sequence[Timed], steps: Steps, usd_per_hour: float | None) -> StepBudget | None:
     """Of the newest attempt that was measured; None: none was (on GPUs ranks do not know). ``usd_per_hour``: of all
     hosts, None where one's price is unknown."""
-    measured = [step for step in typical_steps(steps) if step.detail.comm_ns is not None]
-    if not measured:
+    measured = typical_steps(steps)
+    measured = measured[steps.counts("comm_ns", UNKNOWN)[measured] != UNKNOWN]
+    if not len(measured):
         return None
-    attempt = measured[-1].attempt
-    measured = [step for step in measured if step.attempt == attempt]
-    details = [step.detail for step in measured]
-    step_s = fmean(one.step_ns for one in details) / 1e9
+    attempt = int(steps.attempt[measured[-1]])
+    measured = measured[steps.attempt[measured] == attempt]
+
+    def mean_s(name: str) -> float:
+        return float(steps.counts(name)[measured].mean()) / 1e9
+
+    step_s = mean_s("step_ns")
     if step_s <= 0:
         return None
     parts = {
-        "compute": fmean(one.compute_ns or 0 for one in details) / 1e9,
-        "communication": fmean(one.comm_ns or 0 for one in details) / 1e9,
-        "data_wait": fmean(one.data_wait_ns or 0 for one in details) / 1e9,
-        "host_gap": fmean(one.host_gap_ns or 0 for one in details) / 1e9,
-        "checkpoint": fmean(one.stall_ns or 0 for one in details) / 1e9,
+        "compute": mean_s("compute_ns"),
+        "communication": mean_s("comm_ns"),
+        "data_wait": mean_s("data_wait_ns"),
+        "host_gap": mean_s("host_gap_ns"),
+        "checkpoint": mean_s("stall_ns"),
     }
     lag_s = _lag_s(events, attempt)
     items = _planned(events)

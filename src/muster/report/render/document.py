@@ -11,6 +11,7 @@ from muster.core.event_details.training import Eval, ModelReady
 from muster.core.event_log import Damage, Verdict
 from muster.core.typed_json import JsonObject
 from muster.report.ledger import figures
+from muster.report.ledger.file_log import known
 from muster.report.ledger.fold import Ledger
 from muster.report.ledger.step_budget import StepBudget, step_budget
 from muster.report.render.sentences import IncidentRow, incidents
@@ -128,7 +129,9 @@ def document(ledger: Ledger, verdicts: Mapping[str, Verdict], damaged: Sequence[
     submitted, end = next(submissions, None), ledger.finished
     evals = _evals(ledger)
     told = [each for _, each in evals.values()]
-    speed, total, final = figures.speed(ledger), figures.tokens(ledger), ledger.lineage.final
+    steps = ledger.lineage.steps
+    speed, total = figures.speed(steps), figures.tokens(ledger)
+    last = steps.in_lineage[-1:]
     return Document(
         run_id=ledger.run_id,
         name=submitted.name if submitted else None,
@@ -145,10 +148,10 @@ def document(ledger: Ledger, verdicts: Mapping[str, Verdict], damaged: Sequence[
         execution_accuracy_before=told[0].execution_accuracy if len(told) > 1 else None,
         baseline_accuracy=_newest(each.baseline_accuracy for each in told),
         query_match=_newest(each.query_match for each in told),
-        final_loss=final[-1].detail.loss if final else None,
+        final_loss=_newest(known(steps.numbers("loss")[last])),
         heldout_loss=told[-1].loss if told else None,
-        steps=len(final),
-        final_step=final[-1].step if final else None,
+        steps=len(steps.in_lineage),
+        final_step=int(steps.step[last[0]]) if len(last) else None,
         tokens=total.final_lineage,
         tokens_per_s=speed.tokens_per_s,
         mfu=speed.mfu,
@@ -158,7 +161,7 @@ def document(ledger: Ledger, verdicts: Mapping[str, Verdict], damaged: Sequence[
         host_time=_host_time(ledger),
         token_counts=total,
         speed=speed,
-        step_budget=step_budget(ledger.events, ledger.lineage.steps, figures.usd_per_hour(ledger)),
+        step_budget=step_budget(ledger.events, steps, figures.usd_per_hour(ledger)),
         interruptions=sum(incident.stopped_training for incident in ledger.incident_records.values()),
         incidents=incidents(ledger),
         incident_kinds=figures.incident_kinds(ledger),
@@ -206,11 +209,13 @@ def _newest(values: Iterable[float | None]) -> float | None:
 
 def _evals(ledger: Ledger) -> dict[int, tuple[float, Eval]]:
     """Evaluations of the final lineage, in step order: step -> (seconds since the run began, the latest one's)."""
-    reached = {step.step for step in ledger.lineage.final} | {0}
+    steps = ledger.lineage.steps
     result: dict[int, tuple[float, Eval]] = {}
     for timed in ledger.events:
         event = timed.event
-        if event.kind == Eval.kind and event.step is not None and (event.step in reached or not ledger.lineage.steps):
+        if event.kind != Eval.kind or event.step is None:
+            continue
+        if event.step == 0 or steps.tokens_seen(event.step) is not None or not len(steps):
             result[event.step] = ((timed.t_ns - ledger.begin_ns) / 1e9, event.read(Eval))
     return dict(sorted(result.items()))
 
@@ -226,8 +231,8 @@ def _attempts(ledger: Ledger) -> list[AttemptRow]:
             hosts=attempt.hosts,
             cause=attempt.cause,
             tier=attempt.tier,
-            steps=sum(1 for step in ledger.lineage.steps if step.attempt == attempt.number),
-            steps_kept=sum(1 for step in ledger.lineage.steps if step.attempt == attempt.number and step.final),
+            steps=ledger.coverage[attempt.number].steps,
+            steps_kept=ledger.coverage[attempt.number].steps_kept,
         )
         for attempt in ledger.lineage.attempts
     ]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeAlias
+
+import numpy as np
 
 from muster.core.event_details.training import Eval
 from muster.core.typed_json import JsonObject
 from muster.report.ledger.categories import CATEGORIES
+from muster.report.ledger.file_log import UNKNOWN, known
 from muster.report.ledger.fold import Ledger
 from muster.report.ledger.host_timeline import HostLane
-from muster.report.ledger.lineage import Step
-from muster.report.ledger.restorable_versions import Version, versions
+from muster.report.ledger.lineage import Steps
+from muster.report.ledger.restorable_versions import Versions, versions
 from muster.report.render.usage import usage_columns
 
 Columns: TypeAlias = dict[str, list[float | None]]
@@ -68,66 +70,56 @@ def _steps(ledger: Ledger) -> Columns:
 
     ``seen``: tokens of the final lineage up to there; null for a step that was lost.
     """
-    seen = _seen(ledger)
-    columns: dict[str, Callable[[Step], float | None]] = {
-        "t": lambda step: _at(ledger, step.end_ns),
-        "step": lambda step: step.step,
-        "seen": lambda step: seen[step.step] if step.final else None,
-        "loss": lambda step: step.detail.loss if step.final else None,
-        "lost_loss": lambda step: None if step.final else step.detail.loss,
-        "tokens_per_s": lambda step: round(step.tokens / step.measured_ns * 1e9, 2) if step.measured_ns else None,
-        "mfu": lambda step: step.detail.mfu,
-        "memory_bytes": lambda step: step.detail.memory_bytes,
-        "grad_norm": lambda step: step.detail.grad_norm,
-        "expert_load_max": lambda step: step.detail.expert_load_max,
-        "expert_idle_share": lambda step: step.detail.expert_idle_share,
+    steps = ledger.lineage.steps
+    chosen = _thinned(steps)
+    numbers, final, loss = steps.step[chosen].tolist(), steps.final[chosen], steps.numbers("loss")[chosen]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = np.where(steps.measured_ns > 0, steps.tokens / steps.measured_ns * 1e9, np.nan)[chosen]
+    memory = steps.counts("memory_bytes", UNKNOWN)[chosen].tolist()
+    columns: Columns = {
+        "t": [_at(ledger, end_ns) for end_ns in steps.end_ns[chosen].tolist()],
+        "step": numbers,
+        "seen": [_seen(ledger, step) if kept else None for step, kept in zip(numbers, final, strict=True)],
+        "loss": known(np.where(final, loss, np.nan)),
+        "lost_loss": known(np.where(final, np.nan, loss)),
+        "tokens_per_s": known(rates.round(2)),
+        "mfu": known(steps.numbers("mfu")[chosen]),
+        "memory_bytes": [None if used == UNKNOWN else used for used in memory],
+        **{name: known(steps.numbers(name)[chosen]) for name in ("grad_norm", "expert_load_max", "expert_idle_share")},
     }
-    chosen = _thinned(ledger.lineage.steps)
-    result: Columns = {name: [] for name in columns}
-    for position, step in enumerate(chosen):
-        if position and step.attempt != chosen[position - 1].attempt:
-            for name, column in result.items():
-                column.append(_at(ledger, step.begin_ns) if name == "t" else None)
-        for name, value in columns.items():
-            result[name].append(value(step))
-    return result
+    for at in (np.flatnonzero(np.diff(steps.attempt[chosen])) + 1)[::-1].tolist():
+        for name, column in columns.items():
+            column.insert(at, _at(ledger, int(steps.begin_ns[chosen[at]])) if name == "t" else None)
+    return columns
 
 
-def _seen(ledger: Ledger) -> dict[int, int]:
-    """Tokens of the final lineage up to the end of each of its steps."""
-    final = ledger.lineage.final
-    return dict(zip((step.step for step in final), accumulate(step.tokens for step in final), strict=True))
+def _seen(ledger: Ledger, step: int) -> int | None:
+    """Tokens of the final lineage up to the end of ``step``; None where it is none of its steps."""
+    return 0 if step == 0 else ledger.lineage.steps.tokens_seen(step)
 
 
-def _thinned(steps: Sequence[Step]) -> list[Step]:
+def _thinned(steps: Steps) -> list[int]:
     """At most about ``_POINTS`` steps: of each bucket the two with the least and the greatest loss."""
     if len(steps) <= _POINTS:
-        return list(steps)
+        return list(range(len(steps)))
     width = -(-len(steps) // (_POINTS // 2))
-    result: list[Step] = []
+    loss = np.nan_to_num(steps.numbers("loss"))
+    chosen: list[int] = []
     for begin in range(0, len(steps), width):
-        bucket = steps[begin : begin + width]
-        ends = {
-            id(step): step
-            for step in (min(bucket, key=_loss), max(bucket, key=_loss), bucket[0] if begin == 0 else bucket[-1])
-        }
-        result += sorted(ends.values(), key=lambda step: step.end_ns)
-    return result
-
-
-def _loss(step: Step) -> float:
-    return step.detail.loss or 0.0
+        bucket = loss[begin : begin + width]
+        edge = 0 if begin == 0 else len(bucket) - 1
+        chosen += sorted({begin + int(at) for at in (bucket.argmin(), bucket.argmax(), edge)})
+    return chosen
 
 
 def _evals(ledger: Ledger) -> Columns:
-    seen = {0: 0} | _seen(ledger)
     result: Columns = {"t": [], "step": [], "seen": [], "loss": [], "execution_accuracy": []}
     for timed in ledger.events:
         if timed.event.kind == Eval.kind:
             detail = timed.event.read(Eval)
             result["t"].append(_at(ledger, timed.t_ns))
             result["step"].append(timed.event.step)
-            result["seen"].append(None if timed.event.step is None else seen.get(timed.event.step))
+            result["seen"].append(None if timed.event.step is None else _seen(ledger, timed.event.step))
             result["loss"].append(detail.loss)
             result["execution_accuracy"].append(detail.execution_accuracy)
     return result
@@ -152,36 +144,35 @@ def _goodput(ledger: Ledger) -> Columns | None:
     span = ledger.held_span
     if span is None or ledger.reference is None or span[1] <= span[0]:
         return None
-    reference = ledger.reference
-    final = sorted((step for step in ledger.lineage.steps if step.final), key=lambda step: step.end_ns)
-    ends = [step.end_ns for step in final]
-    sums = list(accumulate((step.tokens for step in final), initial=0))
+    reference, held_spans = ledger.reference, ledger.held_spans
+    steps = ledger.lineage.steps
+    final = np.flatnonzero(steps.final)
+    final = final[np.argsort(steps.end_ns[final], kind="stable")]
+    ends, sums = steps.end_ns[final], np.cumsum(steps.tokens[final])
 
     def tokens(t: int) -> float:
-        position = bisect_right(ends, t)
-        whole = float(sums[position])
-        if position < len(final) and final[position].begin_ns < t:
-            step = final[position]
-            whole += step.tokens * (t - step.begin_ns) / step.length_ns
+        position = int(np.searchsorted(ends, t, "right"))
+        whole = float(sums[position - 1]) if position else 0.0
+        if position < len(final) and (begin := int(steps.begin_ns[final[position]])) < t:
+            whole += float(steps.tokens[final[position]]) * (t - begin) / int(steps.length_ns[final[position]])
         return whole
 
     def capacity(t: int) -> tuple[float, float]:
         rank_s = sum(_held_until(lane.held, t) * lane.gpus for lane in ledger.lanes.values()) / 1e9
         bought = rank_s * reference.tokens_per_rank_s
-        return min(_held_until(ledger.held_spans, t) * reference.tokens_per_s / 1e9, bought), bought
+        return min(_held_until(held_spans, t) * reference.tokens_per_s / 1e9, bought), bought
 
     def share(done: float, of: float) -> float | None:
         return round(done / of, 5) if of > 0 else None
 
     result: Columns = {"t": [], "active": [], "purchased": [], "lately": []}
-    moments = _moments(ledger)
-    for position, t in enumerate(moments[1:], 1):
-        active, purchased = capacity(t)
-        since = moments[max(0, position - _SAMPLES // 20)]
+    so_far = [(t, tokens(t), *capacity(t)) for t in _moments(ledger)]
+    for position, (t, done, active, purchased) in enumerate(so_far[1:], 1):
+        _, done_before, active_before, _ = so_far[max(0, position - _SAMPLES // 20)]
         result["t"].append(_at(ledger, t))
-        result["active"].append(share(tokens(t), active))
-        result["purchased"].append(share(tokens(t), purchased))
-        result["lately"].append(share(tokens(t) - tokens(since), active - capacity(since)[0]))
+        result["active"].append(share(done, active))
+        result["purchased"].append(share(done, purchased))
+        result["lately"].append(share(done - done_before, active - active_before))
     return result
 
 
@@ -191,29 +182,25 @@ def _held_until(held: Sequence[tuple[int, int]], t: int) -> int:
 
 def _ages(ledger: Ledger) -> dict[str, dict[str, list[float]]]:
     """Tier -> a saw-tooth: the age of its newest restorable state, from its first version to the last step."""
-    until = max((step.end_ns for step in ledger.lineage.steps), default=ledger.end_ns)
-    result = versions(ledger.events, ledger.lineage.steps)
+    until = ledger.lineage.last_end_ns(ledger.end_ns)
+    result = versions(ledger.aligned, ledger.lineage.steps)
     return {tier: _sawtooth(ledger, held, until) for tier, held in result.items()}
 
 
-def _sawtooth(ledger: Ledger, held: list[Version], until: int) -> dict[str, list[float]]:
+def _sawtooth(ledger: Ledger, held: Versions, until: int) -> dict[str, list[float]]:
     """Each tooth rises to the next version and falls to that one's age; of many teeth the tallest are kept."""
-    teeth: list[tuple[int, int, int]] = []
-    newest = held[0].taken_ns
-    for version in held:
-        at = version.at_ns
-        before, newest = at - newest, max(newest, version.taken_ns)
-        teeth.append((at, before, at - newest))
-    stride = -(-len(teeth) // (_POINTS // 2))
-    kept = [teeth[0], *(max(teeth[n : n + stride], key=lambda tooth: tooth[1]) for n in range(1, len(teeth), stride))]
+    newest = held.newest_ns
+    before, after = held.at_ns - np.append(newest[0], newest[:-1]), held.at_ns - newest
+    stride = -(-len(newest) // (_POINTS // 2))
+    kept = [0, *(n + int(before[n : n + stride].argmax()) for n in range(1, len(newest), stride))]
     result: dict[str, list[float]] = {"t": [], "age": []}
-    for position, (at, before, after) in enumerate(kept):
-        for age in (before, after) if position else (after,):
-            result["t"].append(_at(ledger, at))
-            result["age"].append(round(age / 1e9, 3))
-    if until > held[-1].at_ns:
+    for at in kept:
+        for age in (before[at], after[at]) if at else (after[at],):
+            result["t"].append(_at(ledger, int(held.at_ns[at])))
+            result["age"].append(round(int(age) / 1e9, 3))
+    if until > held.at_ns[-1]:
         result["t"].append(_at(ledger, until))
-        result["age"].append(round((until - newest) / 1e9, 3))
+        result["age"].append(round((until - int(newest[-1])) / 1e9, 3))
     return result
 
 

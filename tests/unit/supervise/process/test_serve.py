@@ -6,12 +6,13 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from fakes.chains import check_directory
 from fakes.idle_supervisor import idle_supervisor
 from fakes.virtual_run import spec
 
 from muster.core import resolved_file
 from muster.core.errors import ConflictError
-from muster.core.event_log import EventLog, check_directory, read
+from muster.core.event_log import EventLog, read
 from muster.protocol.client import RestartRun
 from muster.supervise.process.loop import SupervisorLoop
 from muster.supervise.process.supervisor import Supervisor

@@ -7,12 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from fakes.chains import check_directory
 from fakes.clock import VirtualClock
 from fakes.objects import Objects
 from waiting import eventually
 
 from muster.core.errors import BackendError, BusyError, ConflictError, MusterError
-from muster.core.event_log import check_directory, read
+from muster.core.event_log import read
 from muster.protocol.client import SupervisorStatus
 from muster.storage.home import HOME_FILE, BucketHome
 from muster.supervise.process import home_sync, lease

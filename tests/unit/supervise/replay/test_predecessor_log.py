@@ -1,9 +1,10 @@
 """What a supervisor reads before it holds the lease, and what its predecessor still writes until then."""
 
 import pytest
+from fakes.chains import check_directory
 
 from muster.core.errors import MusterError
-from muster.core.event_log import EventLog, check_directory, heads
+from muster.core.event_log import EventLog, heads
 from muster.core.events import Event
 from muster.supervise.replay.event_replay import EventReplay
 from muster.supervise.replay.rebuild_state import rebuild_state

@@ -108,7 +108,7 @@ class VirtualHost:
                     return [ev.ProcessGone(action.pid)]
                 return [ev.RankWatched(action.pid, 7, action.pid in self.stopped)] if action.log else []
             case do.Look():
-                return [ev.Looked(action.pid, action.pid in self.stopped, action.program)]
+                return [ev.Looked(action.pid, action.pid in self.stopped)]
             case do.StartProgram():
                 if action.program.name in self.refused:
                     failure = self.refused[action.program.name]

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from muster.agent import link, notice, unsupervised
 from muster.agent.evidence import gathering
@@ -19,7 +21,7 @@ from muster.core.typed_json import JsonObject
 from muster.protocol import to_agent
 from muster.protocol.fork_server import ChildExited, ChildStopped, ForkServerHello
 from muster.protocol.hello import Refused
-from muster.protocol.rank_agent import FromRank, HostGreeting, RankHello, StandbyHello, StandbyUnfit, StandbyWarm
+from muster.protocol.rank_agent import RankHello, StandbyHello, StandbyUnfit, StandbyWarm
 from muster.protocol.replicator_orders import FlushOrder
 from muster.protocol.to_supervisor import FlushCommitted, HostReady, Pong, SnapshotsFlushed
 from muster.protocol.values import CommandRanks, StoreAddress
@@ -34,7 +36,7 @@ MEMORY_EVERY_S = 1.0
 def decide(state: HostState, event: ev.Event, *, now_s: float, wall_ns: int) -> list[do.Action]:
     """``now_s``: monotonic."""
     ctx = HostContext(state, now_s, wall_ns)
-    _decide(ctx, event)
+    HANDLERS[type(event)](ctx, event)
     while ctx.flushed:
         _on_flush(ctx, *ctx.flushed.pop(0))
     return ctx.actions
@@ -60,168 +62,14 @@ def due_s(state: HostState) -> float:
     )
 
 
-def _decide(ctx: HostContext, event: ev.Event) -> None:
-    match event:
-        case ev.Tick():
-            _tick(ctx)
-        case ev.Started():
-            ctx.state.link.contact_after_s = ctx.state.leaving.alone_s = ctx.now_s
-            ctx.do(do.ListHardware())
-            preparation.begin(ctx)
-            replicator_child.begin(ctx)
-        case _ if isinstance(event, ev.RanksEvent):
-            _of_ranks(ctx, event)
-        case _ if isinstance(event, ev.ForksEvent):
-            _of_forks(ctx, event)
-        case _ if isinstance(event, ev.RunEvent):
-            _of_run(ctx, event)
-        case _ if isinstance(event, ev.ProgramsEvent):
-            _of_programs(ctx, event)
-        case _:
-            _of_hardware(ctx, event)
+def _begin(ctx: HostContext, _event: ev.Started) -> None:
+    ctx.state.link.contact_after_s = ctx.state.leaving.alone_s = ctx.now_s
+    ctx.do(do.ListHardware())
+    preparation.begin(ctx)
+    replicator_child.begin(ctx)
 
 
-def _of_ranks(ctx: HostContext, event: ev.RanksEvent) -> None:
-    state = ctx.state
-    match event:
-        case ev.RankMessage():
-            _on_rank_message(ctx, event.peer, event.message)
-        case ev.RankExiting(pid=pid):
-            exits.on_exiting(ctx, pid, event.signal, event.tail)
-        case ev.RankThreadsEnded(pid=pid):
-            exits.on_threads_ended(ctx, pid, has_room=event.has_room)
-        case ev.ProcessGone(pid=pid):
-            attempts.on_unregistered_gone(ctx, pid)
-            exits.on_gone(ctx, pid)
-        case ev.Killed(pid=pid):
-            exits.on_killed(ctx, pid, was_exiting=event.was_exiting)
-        case ev.RankWatched(pid=pid):
-            if (rank := state.ranks.table.get(pid)) is not None:
-                rank.parent, rank.watch.stop_reported = event.parent, event.is_stopped
-        case ev.Looked(program=replicator_child.NAME):
-            replicator_child.on_looked(ctx, is_stopped=event.is_stopped)
-        case ev.Looked(pid=pid):
-            hangs.on_looked(ctx, pid, is_stopped=event.is_stopped)
-        case ev.StatePrepared():
-            replicator_child.begin_attempt(ctx, event)
-            attempts.place(ctx, event)
-        case ev.StateNotPrepared():
-            attempts.cannot_start(ctx, event.attempt, event.reason)
-        case ev.EventLogged():
-            link.on_event(ctx, event.event)
-        case ev.EventRefused():  # another version's: like any message that cannot be read, it ends the connection
-            if (rank := state.ranks.of_peer(event.peer)) is not None:
-                ctx.note(f"rank {rank.rank} reported what is no event: {event.reason}")
-                rank.peer = None
-
-
-def _on_rank_message(ctx: HostContext, peer: ev.PeerId, message: FromRank) -> None:
-    match message:
-        case StandbyWarm():
-            standbys.on_warm(ctx.state, peer)
-            _check_ready(ctx)
-        case StandbyUnfit():
-            standbys.on_lost(ctx, peer, unusable=True)
-        case _:
-            if (rank := ctx.state.ranks.of_peer(peer)) is not None:
-                attempts.on_message(ctx, rank, message)
-
-
-def _of_forks(ctx: HostContext, event: ev.ForksEvent) -> None:
-    state = ctx.state
-    match event:
-        case ev.Greeted():
-            _on_hello(ctx, event.peer, event.hello)
-        case ev.ForkServerMessage(message=ChildExited() as child):
-            standbys.on_child_exited(ctx, child.pid, child.code)
-            attempts.mark_registered(ctx, child.pid)
-            exits.on_exit_code(ctx, child.pid, child.code, event.tail)
-        case ev.ForkServerMessage(message=ChildStopped() as child):
-            hangs.on_stopped(ctx, child.pid)
-        case ev.ForkServerMessage(message=StoreAddress() as address):
-            state.fork_server.store = address.store
-            ctx.report(address)
-        case ev.ForkServerFound():
-            fork_server.on_found(ctx, event)
-            if event.follows:
-                state.link.contact_after_s = ctx.now_s + link.ADOPTION_S
-            if event.pid is None:
-                host_check.begin(ctx)
-        case ev.PeerLost():
-            _on_lost(ctx, event.peer)
-
-
-def _of_run(ctx: HostContext, event: ev.RunEvent) -> None:
-    state = ctx.state
-    match event:
-        case ev.SupervisorMessage():
-            _on_supervisor(ctx, event.message)
-        case ev.SupervisorConnected():
-            link.on_connected(ctx, event.peer)
-        case ev.SupervisorUnreachable():
-            state.link.connecting = False
-            unsupervised.watch(ctx)
-        case ev.LeaseRead():
-            link.on_lease(ctx, event)
-            if not state.is_supervised and not state.link.connecting:
-                unsupervised.watch(ctx)
-        case ev.SnapshotsListed(refusal=""):
-            unsupervised.save(ctx, event.held)
-        case ev.SnapshotsListed():
-            link.on_refused(ctx, event.refusal, has_snapshots=bool(event.held))
-        case ev.RunFileRead():
-            _on_run_file(ctx, event)
-        case ev.RunFileWaits():
-            ctx.note(f"this host waits for its run file: {event.reason}")
-        case ev.HomeTroubleChanged():
-            _on_home_trouble(ctx, event.reason)
-        case ev.Noticed():
-            notice.on_notice(ctx, event.source)
-        case ev.WatchdogGone():
-            ctx.exit("the watchdog is gone")
-
-
-def _of_programs(ctx: HostContext, event: ev.ProgramsEvent) -> None:
-    state = ctx.state
-    match event:
-        case ev.ProgramLine():
-            _on_line(ctx, event.program, event.line)
-        case ev.ProgramStarted(program=fork_server.NAME):
-            fork_server.on_started(ctx, event.pid)
-        case ev.ProgramStarted(program=replicator_child.NAME):
-            replicator_child.on_started(ctx, event.pid)
-        case ev.ProgramStarted():
-            if event.program.startswith(gathering.SPY):
-                gathering.on_spy_started(state, event.program)
-        case ev.ProgramEnded():
-            _on_ended(ctx, event)
-        case ev.SetupFound():
-            if event.is_done or not event.digest:
-                _on_set_up(ctx)
-            else:
-                preparation.start_setup(ctx, event)
-
-
-def _of_hardware(ctx: HostContext, event: ev.HardwareEvent) -> None:
-    state = ctx.state
-    match event:
-        case ev.MemoryChecked():
-            _on_memory(ctx, event)
-        case ev.HardwareListed():
-            kernel_lines.begin(ctx, event)
-        case ev.KernelLine():
-            kernel_lines.on_line(ctx, event.text)
-        case ev.KernelLogLost():
-            kernel_lines.on_lost(ctx, event.reason, once_open=event.once_open)
-        case ev.CountersRead():
-            usage.on_counters(ctx, event)
-        case ev.OomKills():
-            gathering.on_oom_kills(ctx, event)
-        case ev.RasAnswered():
-            gathering.on_ras(state, event.report, event.problem)
-
-
-def _tick(ctx: HostContext) -> None:
+def _tick(ctx: HostContext, _event: ev.Tick) -> None:
     """What is due, or may be served early because the agent is awake anyway."""
     if ctx.now_s >= ctx.state.memory.next_s:
         ctx.state.memory.next_s = ctx.now_s + MEMORY_EVERY_S
@@ -244,8 +92,8 @@ def _tick(ctx: HostContext) -> None:
 # ---------------------------------------------------------------- supervisor
 
 
-def _on_supervisor(ctx: HostContext, message: to_agent.ToAgent) -> None:
-    state = ctx.state
+def _on_supervisor(ctx: HostContext, event: ev.SupervisorMessage) -> None:
+    state, message = ctx.state, event.message
     if isinstance(message, to_agent.Welcome | to_agent.StartAttempt | to_agent.EndAttempt):
         state.newest_attempt = max(state.newest_attempt, message.attempt)
     match message:
@@ -289,9 +137,40 @@ def _on_run_file(ctx: HostContext, event: ev.RunFileRead) -> None:
     preparation.prepare(ctx)
 
 
-def _on_home_trouble(ctx: HostContext, reason: str | None) -> None:
+def _on_run_file_waits(ctx: HostContext, event: ev.RunFileWaits) -> None:
+    ctx.note(f"this host waits for its run file: {event.reason}")
+
+
+def _on_unreachable(ctx: HostContext, _event: ev.SupervisorUnreachable) -> None:
+    ctx.state.link.connecting = False
+    unsupervised.watch(ctx)
+
+
+def _on_lease(ctx: HostContext, event: ev.LeaseRead) -> None:
+    link.on_lease(ctx, event)
+    if not ctx.state.is_supervised and not ctx.state.link.connecting:
+        unsupervised.watch(ctx)
+
+
+def _on_snapshots(ctx: HostContext, event: ev.SnapshotsListed) -> None:
+    if event.refusal:
+        link.on_refused(ctx, event.refusal, has_snapshots=bool(event.held))
+    else:
+        unsupervised.save(ctx, event.held)
+
+
+def _on_notice(ctx: HostContext, event: ev.Noticed) -> None:
+    notice.on_notice(ctx, event.source)
+
+
+def _on_watchdog_gone(ctx: HostContext, _event: ev.WatchdogGone) -> None:
+    ctx.exit("the watchdog is gone")
+
+
+def _on_home_trouble(ctx: HostContext, event: ev.HomeTroubleChanged) -> None:
     """A home that cannot be reached is noted once, and its return too."""
-    before, ctx.state.home_trouble = ctx.state.home_trouble, reason
+    reason, before = event.reason, ctx.state.home_trouble
+    ctx.state.home_trouble = reason
     if reason is not None and before is None:
         ctx.note(f"events wait on this host: its run's home cannot be written ({reason})")
     elif reason is None and before is not None:
@@ -315,25 +194,65 @@ def _on_flush(ctx: HostContext, answer: FlushAnswer, order: FlushOrder) -> None:
 # ---------------------------------------------------------------- this host's processes
 
 
-def _on_hello(ctx: HostContext, peer: ev.PeerId, hello: HostGreeting) -> None:
-    state = ctx.state
-    match hello:
-        case ForkServerHello():
+def _on_rank_message(ctx: HostContext, event: ev.RankMessage) -> None:
+    match event.message:
+        case StandbyWarm():
+            standbys.on_warm(ctx.state, event.peer)
+            _check_ready(ctx)
+        case StandbyUnfit():
+            standbys.on_lost(ctx, event.peer, unusable=True)
+        case message:
+            if (rank := ctx.state.ranks.of_peer(event.peer)) is not None:
+                attempts.on_message(ctx, rank, message)
+
+
+def _on_fork_server(ctx: HostContext, event: ev.ForkServerMessage) -> None:
+    match event.message:
+        case ChildExited(pid=pid, code=code):
+            standbys.on_child_exited(ctx, pid, code)
+            attempts.mark_registered(ctx, pid)
+            exits.on_exit_code(ctx, pid, code, event.tail)
+        case ChildStopped(pid=pid):
+            hangs.on_stopped(ctx, pid)
+        case StoreAddress() as address:
+            ctx.state.fork_server.store = address.store
+            ctx.report(address)
+
+
+def _on_fork_server_found(ctx: HostContext, event: ev.ForkServerFound) -> None:
+    fork_server.on_found(ctx, event)
+    if event.follows:
+        ctx.state.link.contact_after_s = ctx.now_s + link.ADOPTION_S
+    if event.pid is None:
+        host_check.begin(ctx)
+
+
+def _on_looked(ctx: HostContext, event: ev.Looked) -> None:
+    if event.pid == ctx.state.replicator.pid:
+        replicator_child.on_looked(ctx, is_stopped=event.is_stopped)
+    else:
+        hangs.on_looked(ctx, event)
+
+
+def _on_hello(ctx: HostContext, event: ev.Greeted) -> None:
+    state, peer = ctx.state, event.peer
+    match event.hello:
+        case ForkServerHello() as hello:
             fork_server.on_hello(ctx, peer, hello)
             known = state.ranks.standbys.keys() | state.ranks.table.keys()
             attempts.add_unregistered(ctx, set(hello.children) - known)
             _on_checked(ctx)  # a dead one's standbys may still be usable
-        case RankHello():  # its former agent died
+        case RankHello() as hello:  # its former agent died
             attempts.adopt(ctx, peer, hello)
             link.greet(ctx)
-        case StandbyHello():
+        case StandbyHello() as hello:
             standbys.on_hello(ctx, peer, hello)
             attempts.mark_registered(ctx, hello.pid)
             _check_ready(ctx)
 
 
-def _on_lost(ctx: HostContext, peer: ev.PeerId) -> None:
-    state = ctx.state
+def _on_lost(ctx: HostContext, event: ev.PeerLost) -> None:
+    state, peer = ctx.state, event.peer
     if peer == state.link.peer:
         link.on_lost(state)
         unsupervised.begin(ctx)
@@ -347,8 +266,19 @@ def _on_lost(ctx: HostContext, peer: ev.PeerId) -> None:
         standbys.on_lost(ctx, peer)
 
 
-def _on_line(ctx: HostContext, program: str, line: bytes) -> None:
-    match program:
+def _on_program_started(ctx: HostContext, event: ev.ProgramStarted) -> None:
+    match event.program:
+        case fork_server.NAME:
+            fork_server.on_started(ctx, event.pid)
+        case replicator_child.NAME:
+            replicator_child.on_started(ctx, event.pid)
+        case program if program.startswith(gathering.SPY):
+            gathering.on_spy_started(ctx.state, program)
+
+
+def _on_line(ctx: HostContext, event: ev.ProgramLine) -> None:
+    line = event.line
+    match event.program:
         case replicator_child.NAME:
             replicator_child.on_line(ctx, line)
         case preparation.PREPARE:
@@ -394,6 +324,13 @@ def _on_ended(ctx: HostContext, event: ev.ProgramEnded) -> None:
                 _on_checked(ctx)
         case program if program.startswith(gathering.SPY):
             gathering.on_spy_ended(ctx.state, event)
+
+
+def _on_setup_found(ctx: HostContext, event: ev.SetupFound) -> None:
+    if event.is_done or not event.digest:
+        _on_set_up(ctx)
+    else:
+        preparation.start_setup(ctx, event)
 
 
 def _on_set_up(ctx: HostContext) -> None:
@@ -468,3 +405,46 @@ def end_host(state: HostState, *, now_s: float, wall_ns: int) -> list[do.Action]
     ctx.do(do.StopProgram(preparation.PREPARE, leave=True), do.StopProgram(preparation.NOTICES, leave=True))
     ctx.log("agent.ended", {"reason": state.leaving.reason or ""})
     return ctx.actions
+
+
+#: Each is given an event of its kind.
+HANDLERS: Mapping[type[ev.Event], Callable[[HostContext, Any], None]] = {
+    ev.Started: _begin,
+    ev.Tick: _tick,
+    ev.Greeted: _on_hello,
+    ev.PeerLost: _on_lost,
+    ev.RankMessage: _on_rank_message,
+    ev.ForkServerMessage: _on_fork_server,
+    ev.SupervisorMessage: _on_supervisor,
+    ev.RankExiting: exits.on_exiting,
+    ev.RankThreadsEnded: exits.on_threads_ended,
+    ev.ProcessGone: exits.on_gone,
+    ev.Killed: exits.on_killed,
+    ev.RankWatched: hangs.on_watched,
+    ev.Looked: _on_looked,
+    ev.StatePrepared: attempts.place,
+    ev.StateNotPrepared: attempts.cannot_start,
+    ev.EventLogged: link.on_event,
+    ev.EventRefused: attempts.on_refused,
+    ev.ForkServerFound: _on_fork_server_found,
+    ev.SupervisorConnected: link.on_connected,
+    ev.SupervisorUnreachable: _on_unreachable,
+    ev.LeaseRead: _on_lease,
+    ev.SnapshotsListed: _on_snapshots,
+    ev.RunFileRead: _on_run_file,
+    ev.RunFileWaits: _on_run_file_waits,
+    ev.HomeTroubleChanged: _on_home_trouble,
+    ev.Noticed: _on_notice,
+    ev.WatchdogGone: _on_watchdog_gone,
+    ev.ProgramStarted: _on_program_started,
+    ev.ProgramLine: _on_line,
+    ev.ProgramEnded: _on_ended,
+    ev.SetupFound: _on_setup_found,
+    ev.MemoryChecked: _on_memory,
+    ev.HardwareListed: kernel_lines.begin,
+    ev.KernelLine: kernel_lines.on_kernel_line,
+    ev.KernelLogLost: kernel_lines.on_lost,
+    ev.CountersRead: usage.on_counters,
+    ev.OomKills: gathering.on_oom_kills,
+    ev.RasAnswered: gathering.on_ras,
+}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from muster.agent.ranks import hangs
 from muster.agent.values.actions import Connect, Disconnect, Greet, ListSnapshots, ReadLease
-from muster.agent.values.events import LeaseRead, PeerId
+from muster.agent.values.events import EventLogged, LeaseRead, SupervisorConnected
 from muster.agent.values.state import NEVER, HostContext, HostState
-from muster.protocol.values import RankEvent
 from muster.protocol.version import OtherVersion
 
 #: A restarted agent listens for this long to its predecessor's ranks before it answers a supervisor (they try to
@@ -58,10 +57,10 @@ def on_lease(ctx: HostContext, lease: LeaseRead) -> None:
         ctx.do(Connect(lease.address))
 
 
-def on_connected(ctx: HostContext, peer: PeerId) -> None:
+def on_connected(ctx: HostContext, event: SupervisorConnected) -> None:
     """Greet it, and repeat what it may not have heard of."""
     state, link = ctx.state, ctx.state.link
-    link.peer, link.connecting = peer, False
+    link.peer, link.connecting = event.peer, False
     greet(ctx)
     for failure in link.kept.values():
         ctx.report(failure)
@@ -97,12 +96,11 @@ def greet(ctx: HostContext) -> None:
     )
 
 
-def on_event(ctx: HostContext, event: RankEvent) -> None:
-    """An event of this host was logged."""
+def on_event(ctx: HostContext, logged: EventLogged) -> None:
     if ctx.state.is_supervised:
-        ctx.report(event)
-    elif event.kind == "checkpoint.committed":
-        ctx.state.link.committed = event
+        ctx.report(logged.event)
+    elif logged.event.kind == "checkpoint.committed":
+        ctx.state.link.committed = logged.event
 
 
 def on_refused(ctx: HostContext, reason: str, *, has_snapshots: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import muster.agent
+from muster.agent.decide import HANDLERS
 from muster.agent.values import actions, events, rank, state
 
 ROOM = Path(muster.agent.__file__).parent
@@ -75,7 +76,7 @@ def test_no_value_holds_a_callable(cls: type) -> None:
 
 
 def test_every_event_and_every_action_is_answered_for() -> None:
-    """One that is in no group would fall to the last case."""
+    assert set(typing.get_args(events.Event)) == HANDLERS.keys()
     for module, union in ((events, events.Event), (actions, actions.Action)):
         members = set(typing.get_args(union))
         inside = {actions.Program, events.Counters}

@@ -220,7 +220,7 @@ class Edge:
             case do.Kill():
                 yield from self.processes.kill(action.pid)
             case do.Look():
-                yield from self.processes.look(action.pid, action.program)
+                yield from self.processes.look(action.pid)
             case do.FindForkServer():
                 yield self._find_fork_server()
             case do.RecordForkServer():

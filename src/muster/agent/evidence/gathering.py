@@ -20,7 +20,7 @@ from muster.agent.values.actions import (
     StartProgram,
     StopProgram,
 )
-from muster.agent.values.events import OomKills, ProgramEnded
+from muster.agent.values.events import OomKills, ProgramEnded, RasAnswered
 from muster.agent.values.rank import Gathering, Rank
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.health.hang.evidence import RankEvidence
@@ -111,9 +111,10 @@ def on_spy_ended(state: HostState, event: ProgramEnded) -> None:
         del gathering.spies[pid]
 
 
-def on_ras(state: HostState, report: str, problem: str) -> None:
-    if state.gathering is not None and state.gathering.asks_ras:
-        state.gathering.ras = (report, problem)
+def on_ras(ctx: HostContext, event: RasAnswered) -> None:
+    gathering = ctx.state.gathering
+    if gathering is not None and gathering.asks_ras:
+        gathering.ras = (event.report, event.problem)
 
 
 def due_s(state: HostState) -> float:

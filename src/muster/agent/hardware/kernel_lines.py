@@ -12,7 +12,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from muster.agent.values.actions import OpenKernelLog, Program, StartProgram, StopProgram
-from muster.agent.values.events import HardwareListed, ProgramEnded
+from muster.agent.values.events import HardwareListed, KernelLine, KernelLogLost, ProgramEnded
 from muster.agent.values.state import HostContext, HostState
 from muster.core.typed_json import Unreadable
 from muster.health.hardware.driver_errors import Burst, finding_of
@@ -59,12 +59,16 @@ def on_line(ctx: HostContext, line: str) -> None:
         _on_fault(ctx, fault)
 
 
-def on_lost(ctx: HostContext, reason: str, *, once_open: bool = False) -> None:
-    """``/dev/kmsg`` cannot be opened, or (``once_open``) read any longer."""
-    if once_open:
-        _lost(ctx, reason)
+def on_kernel_line(ctx: HostContext, event: KernelLine) -> None:
+    on_line(ctx, event.text)
+
+
+def on_lost(ctx: HostContext, event: KernelLogLost) -> None:
+    """``/dev/kmsg`` cannot be opened, or read any longer."""
+    if event.once_open:
+        _lost(ctx, event.reason)
         return
-    ctx.state.hardware.no_kmsg = reason
+    ctx.state.hardware.no_kmsg = event.reason
     ctx.do(StartProgram(Program(DMESG, FOLLOW, is_tool=True, reads="lines", ends_with_output=True)))
 
 

@@ -229,7 +229,7 @@ def tick(ctx: HostContext) -> None:
     limit_s = ctx.state.spec.recovery.timing.replicator_stopped_after_s
     if replicator.pid is not None and ctx.now_s - replicator.looked_s >= CONFIRM_SHARE * limit_s:
         replicator.looked_s = ctx.now_s
-        ctx.do(Look(replicator.pid, NAME))
+        ctx.do(Look(replicator.pid))
 
 
 def on_looked(ctx: HostContext, *, is_stopped: bool) -> None:

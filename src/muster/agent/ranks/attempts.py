@@ -18,7 +18,7 @@ from muster.agent.values.actions import (
     StateStepped,
     WatchProcess,
 )
-from muster.agent.values.events import PeerId, StatePrepared
+from muster.agent.values.events import EventRefused, PeerId, StateNotPrepared, StatePrepared
 from muster.agent.values.rank import UNENDED, Rank, RankState
 from muster.agent.values.state import HostContext
 from muster.protocol.rank_agent import (
@@ -56,6 +56,7 @@ def begin(ctx: HostContext, order: StartAttempt) -> None:
 
 def place(ctx: HostContext, prepared: StatePrepared) -> None:
     """The attempt's ranks, fresh or retained, with the shards they start from."""
+    replicator_child.begin_attempt(ctx, prepared)
     ranks = ctx.state.ranks
     moves: list[tuple[Rank, RankContext]] = []
     for context in prepared.contexts:
@@ -74,10 +75,10 @@ def place(ctx: HostContext, prepared: StatePrepared) -> None:
     standbys.assign(ctx)
 
 
-def cannot_start(ctx: HostContext, attempt: int, reason: str) -> None:
+def cannot_start(ctx: HostContext, event: StateNotPrepared) -> None:
     """The supervisor then starts another attempt; otherwise it would wait for this one's first step."""
-    _drop_queue(ctx, attempt)
-    ctx.report(StartFailed(reason=f"{ctx.state.host} cannot start attempt {attempt}: {reason}"))
+    _drop_queue(ctx, event.attempt)
+    ctx.report(StartFailed(reason=f"{ctx.state.host} cannot start attempt {event.attempt}: {event.reason}"))
 
 
 def end(ctx: HostContext, order: EndAttempt) -> None:
@@ -142,15 +143,6 @@ def mark_registered(ctx: HostContext, pid: int) -> None:
         ctx.do(Release(pid))
 
 
-def on_unregistered_gone(ctx: HostContext, pid: int) -> None:
-    ranks = ctx.state.ranks
-    ranks.silent.discard(pid)
-    if pid in ranks.ending_unregistered:
-        ranks.ending_unregistered.discard(pid)
-        if not ranks.ending_unregistered:
-            exits.report_drained(ctx)
-
-
 # ---------------------------------------------------------------- what a rank sends
 
 
@@ -176,6 +168,13 @@ def on_message(ctx: HostContext, rank: Rank, message: FromRank) -> None:
             if message.kind == "step":
                 ctx.state.ranks.newest_step = max(ctx.state.ranks.newest_step, message.step or 0)
             ctx.do(LogRankEvent(message, rank.peer))
+
+
+def on_refused(ctx: HostContext, event: EventRefused) -> None:
+    """Another version's: like any message that cannot be read, it ends the connection."""
+    if (rank := ctx.state.ranks.of_peer(event.peer)) is not None:
+        ctx.note(f"rank {rank.rank} reported what is no event: {event.reason}")
+        rank.peer = None
 
 
 def _on_beat(ctx: HostContext, rank: Rank, beat: RankBeat) -> None:

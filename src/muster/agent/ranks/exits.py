@@ -13,6 +13,7 @@ from muster.agent.evidence import gathering
 from muster.agent.programs import preparation
 from muster.agent.ranks import standbys
 from muster.agent.values.actions import DropCopies, Kill, ReportEnded
+from muster.agent.values.events import Killed, ProcessGone, RankExiting, RankThreadsEnded
 from muster.agent.values.rank import UNENDED, Rank, RankState
 from muster.agent.values.state import HostContext
 from muster.protocol.to_supervisor import RankExit
@@ -28,30 +29,30 @@ def kill(ctx: HostContext, rank: Rank) -> None:
     ctx.do(Kill(rank.pid))
 
 
-def on_killed(ctx: HostContext, pid: int, *, was_exiting: bool) -> None:
+def on_killed(ctx: HostContext, event: Killed) -> None:
     """An exit that began before the signal is reported like any other: it may be the cause."""
-    rank = ctx.state.ranks.table.get(pid)
+    rank = ctx.state.ranks.table.get(event.pid)
     if rank is not None:
-        rank.killed = rank.killed or not was_exiting
+        rank.killed = rank.killed or not event.was_exiting
 
 
-def on_exiting(ctx: HostContext, pid: int, number: int | None, tail: str) -> None:
+def on_exiting(ctx: HostContext, event: RankExiting) -> None:
     """A signal ends it. Of one that this agent ends nothing is reported; the end of one that is to continue may belong
     to the next attempt, which it may be given a place in until it is gone."""
-    rank = ctx.state.ranks.table.get(pid)
-    if rank is not None and rank.state is RankState.RUNNING and not rank.killed and number is not None:
-        rank.state, rank.code = RankState.EXITING, -number
-        _report(ctx, rank, tail)
+    rank = ctx.state.ranks.table.get(event.pid)
+    if rank is not None and rank.state is RankState.RUNNING and not rank.killed and event.signal is not None:
+        rank.state, rank.code = RankState.EXITING, -event.signal
+        _report(ctx, rank, event.tail)
 
 
-def on_threads_ended(ctx: HostContext, pid: int, *, has_room: bool) -> None:
+def on_threads_ended(ctx: HostContext, event: RankThreadsEnded) -> None:
     """Its attempt may pass it by where all that it leaves is memory of the host, of which there is enough: Muster's
     own trainer on the CPU. A device's memory is given up later; what a user's program holds (ports, locks) is unknown.
 
     One that left by itself still has an exit code, which its parent alone learns.
     """
-    rank, spec = ctx.state.ranks.table.get(pid), ctx.state.spec
-    if rank is None or not (has_room and spec.command is None and spec.resources.on_cpu):
+    rank, spec = ctx.state.ranks.table.get(event.pid), ctx.state.spec
+    if rank is None or not (event.has_room and spec.command is None and spec.resources.on_cpu):
         return
     if rank.state is RankState.EXITING:
         rank.state = RankState.MEMORY_ONLY
@@ -62,9 +63,10 @@ def on_threads_ended(ctx: HostContext, pid: int, *, has_room: bool) -> None:
     report_drained(ctx)
 
 
-def on_gone(ctx: HostContext, pid: int) -> None:
+def on_gone(ctx: HostContext, event: ProcessGone) -> None:
     """Its process no longer exists; its exit code comes from the fork server, if that is its parent and connected."""
-    rank = ctx.state.ranks.table.get(pid)
+    _on_unregistered_gone(ctx, event.pid)  # one that was killed as such may have registered since
+    rank = ctx.state.ranks.table.get(event.pid)
     if rank is None:
         return
     if rank.state in UNENDED and (rank.killed or not ctx.state.reaps(rank.parent)):
@@ -74,6 +76,15 @@ def on_gone(ctx: HostContext, pid: int) -> None:
         rank.state = RankState.GONE
     else:
         _end(ctx, rank)
+
+
+def _on_unregistered_gone(ctx: HostContext, pid: int) -> None:
+    ranks = ctx.state.ranks
+    ranks.silent.discard(pid)
+    if pid in ranks.ending_unregistered:
+        ranks.ending_unregistered.discard(pid)
+        if not ranks.ending_unregistered:
+            report_drained(ctx)
 
 
 def on_exit_code(ctx: HostContext, pid: int, code: int, tail: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from muster.agent.ranks import exits
 from muster.agent.values.actions import Look
+from muster.agent.values.events import Looked, RankWatched
 from muster.agent.values.rank import Rank, RankState
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.core.heartbeat_timing import CONFIRM_SHARE, EARLY_SHARE, LOOK_SHARE
@@ -44,10 +45,15 @@ def tick(ctx: HostContext) -> None:
             _judge_progress(ctx, rank)
 
 
-def on_looked(ctx: HostContext, pid: int, *, is_stopped: bool) -> None:
+def on_watched(ctx: HostContext, event: RankWatched) -> None:
+    if (rank := ctx.state.ranks.table.get(event.pid)) is not None:
+        rank.parent, rank.watch.stop_reported = event.parent, event.is_stopped
+
+
+def on_looked(ctx: HostContext, event: Looked) -> None:
     """Two looks that find it stopped are a hang: one that is held for a moment (a profiler, a debugger that attaches)
     is not taken for it."""
-    rank = ctx.state.ranks.table.get(pid)
+    rank, is_stopped = ctx.state.ranks.table.get(event.pid), event.is_stopped
     if rank is None:
         return
     watch = rank.watch

@@ -97,8 +97,8 @@ class RankProcesses:
                 os.kill(pid, signal.SIGKILL)
         yield Killed(pid, was_exiting)
 
-    def look(self, pid: int, program: str = "") -> Iterator[Event]:
-        yield Looked(pid, is_stopped(pid), program)
+    def look(self, pid: int) -> Iterator[Event]:
+        yield Looked(pid, is_stopped(pid))
 
     def tail(self, pid: int, code: int | None) -> str:
         """The end of a rank's log, where SIGABRT ended it."""

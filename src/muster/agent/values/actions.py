@@ -91,10 +91,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Look:
-    """Whether the kernel holds a process stopped. ``program``: that program's process."""
+    """Whether the kernel holds a process stopped."""
 
     pid: int
-    program: str = ""
 
 
 @dataclass(frozen=True)

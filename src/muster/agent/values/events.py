@@ -182,11 +182,10 @@ class RankWatched:
 
 @dataclass(frozen=True)
 class Looked:
-    """At a rank, or at a program's process (``program``)."""
+    """At a rank, or at the replicator."""
 
     pid: int
     is_stopped: bool
-    program: str = ""
 
 
 @dataclass(frozen=True)
@@ -308,23 +307,11 @@ class EventRefused:
     reason: str
 
 
-#: Of ranks and their processes.
-RanksEvent: TypeAlias = (
-    RankMessage | RankExiting | RankThreadsEnded | ProcessGone | Killed | RankWatched | Looked | StatePrepared
-    | StateNotPrepared | EventLogged | EventRefused
+Event: TypeAlias = (
+    Started | Tick | Greeted | RankMessage | ForkServerMessage | SupervisorMessage | PeerLost | RankExiting
+    | RankThreadsEnded | ProcessGone | ProgramLine | ProgramEnded | KernelLine | KernelLogLost | RasAnswered
+    | RunFileRead | RunFileWaits | SupervisorConnected | SupervisorUnreachable | HomeTroubleChanged | Noticed
+    | WatchdogGone | Killed | RankWatched | Looked | StatePrepared | StateNotPrepared | SnapshotsListed
+    | ForkServerFound | ProgramStarted | SetupFound | LeaseRead | MemoryChecked | CountersRead | OomKills
+    | HardwareListed | EventLogged | EventRefused
 )  # fmt: skip
-#: Of the fork server, and of processes that have just connected.
-ForksEvent: TypeAlias = Greeted | PeerLost | ForkServerMessage | ForkServerFound
-#: Of the supervisor, its lease and the run's home.
-RunEvent: TypeAlias = (
-    SupervisorMessage | SupervisorConnected | SupervisorUnreachable | LeaseRead | SnapshotsListed | RunFileRead
-    | RunFileWaits | HomeTroubleChanged | Noticed | WatchdogGone
-)  # fmt: skip
-ProgramsEvent: TypeAlias = (
-    ProgramLine | ProgramStarted | ProgramEnded | SetupFound
-)  # fmt: skip
-#: Of this host's memory, hardware and kernel.
-HardwareEvent: TypeAlias = (
-    MemoryChecked | HardwareListed | KernelLine | KernelLogLost | CountersRead | OomKills | RasAnswered
-)  # fmt: skip
-Event: TypeAlias = Started | Tick | RanksEvent | ForksEvent | RunEvent | ProgramsEvent | HardwareEvent

@@ -11,16 +11,8 @@ says of the host. They are about to be ended, and late answers are ignored.
 from __future__ import annotations
 
 from muster.agent.hardware.kernel_lines import findings_since
-from muster.agent.values.actions import (
-    AskRas,
-    Program,
-    ReadOomKills,
-    ReportEvidence,
-    SendTo,
-    StartProgram,
-    StopProgram,
-)
-from muster.agent.values.events import OomKills, ProgramEnded, RasAnswered
+from muster.agent.values import actions as do
+from muster.agent.values import events as ev
 from muster.agent.values.rank import Gathering, Rank
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.health.hang.evidence import RankEvidence
@@ -50,29 +42,29 @@ def begin(ctx: HostContext, order: GatherEvidence) -> None:
     gathering = state.gathering = Gathering(order.attempt, order.limit_s, until_s, ranks)
     for rank in ranks:
         if rank.peer is not None:
-            ctx.do(SendTo(rank.peer, CaptureRank()))
+            ctx.do(do.SendTo(rank.peer, CaptureRank()))
     if state.hardware.gpus and any(rank.rank == 0 for rank in ranks):  # it knows of all hosts
         gathering.asks_ras = True
-        ctx.do(AskRas(order.limit_s))
+        ctx.do(do.AskRas(order.limit_s))
     for rank in ranks:
         argv = ("py-spy", "dump", "--nonblocking", "--json", "--pid", str(rank.pid))
-        ctx.do(StartProgram(Program(f"{SPY}{rank.pid}", argv, is_tool=True, reads="all", most_bytes=4 << 20)))
+        ctx.do(do.StartProgram(do.Program(f"{SPY}{rank.pid}", argv, is_tool=True, reads="all", most_bytes=4 << 20)))
 
 
 def trace(ctx: HostContext, order: TraceRanks) -> None:
     """The ranks report traces themselves."""
     for rank in _ranks_of(ctx.state, order.attempt):
         if rank.rank in order.ranks and rank.peer is not None:
-            ctx.do(SendTo(rank.peer, order.trace))
+            ctx.do(do.SendTo(rank.peer, order.trace))
 
 
 def after_exit(ctx: HostContext, report: RankExit) -> None:
     """After an exit with an error look around."""
     if report.code not in (0, *REQUESTED_EXIT_CODES):
-        ctx.do(ReadOomKills(report))
+        ctx.do(do.ReadOomKills(report))
 
 
-def on_oom_kills(ctx: HostContext, found: OomKills) -> None:
+def on_oom_kills(ctx: HostContext, found: ev.OomKills) -> None:
     state, report = ctx.state, found.exit
     if state.gathering is not None:  # a hang's evidence is on its way, or another rank's
         return
@@ -85,7 +77,7 @@ def on_oom_kills(ctx: HostContext, found: OomKills) -> None:
     state.gathering = Gathering(report.attempt, EXIT_LIMIT_S, ctx.now_s + EXIT_LIMIT_S, ranks, exited=seen)
     for rank in ranks:
         if rank.peer is not None:
-            ctx.do(SendTo(rank.peer, CaptureRank(recorders=False)))
+            ctx.do(do.SendTo(rank.peer, CaptureRank(recorders=False)))
 
 
 def on_captured(ctx: HostContext, pid: int, captured: RankCaptured) -> None:
@@ -100,7 +92,7 @@ def on_spy_started(state: HostState, program: str) -> None:
         state.gathering.spies[_pid_of(program)] = None
 
 
-def on_spy_ended(state: HostState, event: ProgramEnded) -> None:
+def on_spy_ended(state: HostState, event: ev.ProgramEnded) -> None:
     """Of one that fails the rank's own words are left."""
     gathering, pid = state.gathering, _pid_of(event.program)
     if gathering is None or pid not in gathering.spies:
@@ -111,7 +103,7 @@ def on_spy_ended(state: HostState, event: ProgramEnded) -> None:
         del gathering.spies[pid]
 
 
-def on_ras(ctx: HostContext, event: RasAnswered) -> None:
+def on_ras(ctx: HostContext, event: ev.RasAnswered) -> None:
     gathering = ctx.state.gathering
     if gathering is not None and gathering.asks_ras:
         gathering.ras = (event.report, event.problem)
@@ -137,10 +129,10 @@ def _end(ctx: HostContext, gathering: Gathering) -> None:
     state.gathering = None
     stands_still = gathering.ranks if gathering.exited is None else ()
     findings = {rank.rank: findings_since(state, rank.rank, rank.watch.progress_s) for rank in stands_still}
-    ctx.do(ReportEvidence(gathering, findings))
+    ctx.do(do.ReportEvidence(gathering, findings))
     for pid, output in gathering.spies.items():
         if output is None:
-            ctx.do(StopProgram(f"{SPY}{pid}", leave=True))
+            ctx.do(do.StopProgram(f"{SPY}{pid}", leave=True))
 
 
 def _ranks_of(state: HostState, attempt: int) -> list[Rank]:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from muster.agent.values.actions import (
-    FindForkServer,
-    Program,
-    RecordForkServer,
-    SendTo,
-    StartProgram,
-    StopProgram,
-)
-from muster.agent.values.events import ForkServerFound, MemoryChecked, PeerId, ProgramEnded
+from muster.agent.values import actions as do
+from muster.agent.values import events as ev
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.config.spec import Recovery
 from muster.core import processes
@@ -41,10 +34,10 @@ def find(ctx: HostContext) -> None:
     """What ranks import is there: adopt a dead agent's, or start one. The first time alone."""
     if not ctx.state.fork_server.started:
         ctx.state.fork_server.started = True
-        ctx.do(FindForkServer())
+        ctx.do(do.FindForkServer())
 
 
-def on_found(ctx: HostContext, found: ForkServerFound) -> None:
+def on_found(ctx: HostContext, found: ev.ForkServerFound) -> None:
     """One that lives connects by itself."""
     server = ctx.state.fork_server
     server.follows, server.pid, server.awaited = found.follows, found.pid, found.pid is not None
@@ -59,15 +52,15 @@ def start(ctx: HostContext) -> None:
         MODULE, "--run-dir", str(identity.run_dir), "--bind", identity.bind, "--agent-socket",
         state.fork_server.socket, "--beat-every-s", str(beat_every_s(state.spec.recovery)),
     )  # fmt: skip
-    ctx.do(StartProgram(Program(NAME, argv, env="ranks", spec=state.spec)))
+    ctx.do(do.StartProgram(do.Program(NAME, argv, env="ranks", spec=state.spec)))
 
 
 def on_started(ctx: HostContext, pid: int) -> None:
     ctx.state.fork_server.pid = pid
-    ctx.do(RecordForkServer(pid))
+    ctx.do(do.RecordForkServer(pid))
 
 
-def on_ended(ctx: HostContext, event: ProgramEnded) -> None:
+def on_ended(ctx: HostContext, event: ev.ProgramEnded) -> None:
     """Start another one. Without a code it was a dead agent's."""
     server, code = ctx.state.fork_server, event.code
     if event.failure is not None:
@@ -93,17 +86,17 @@ def tick(ctx: HostContext) -> None:
         start(ctx)
 
 
-def on_memory(ctx: HostContext, checked: MemoryChecked) -> None:
+def on_memory(ctx: HostContext, checked: ev.MemoryChecked) -> None:
     """The host's folder in memory was made again. Under another name a fork server that knows it takes over."""
     server = ctx.state.fork_server
     if server.pid is not None:
-        ctx.do(RecordForkServer(server.pid))
+        ctx.do(do.RecordForkServer(server.pid))
         if server.socket != checked.socket:
-            ctx.do(StopProgram(NAME))
+            ctx.do(do.StopProgram(NAME))
     server.socket = checked.socket
 
 
-def on_hello(ctx: HostContext, peer: PeerId, hello: ForkServerHello) -> None:
+def on_hello(ctx: HostContext, peer: ev.PeerId, hello: ForkServerHello) -> None:
     """It has imported everything, or has found this agent after the death of another one."""
     server = ctx.state.fork_server
     server.peer, server.pid, server.store = peer, hello.pid, hello.store
@@ -138,7 +131,7 @@ def _renew_store(ctx: HostContext) -> None:
     assert server.peer is not None
     server.store, server.may_miss_start = None, False
     ctx.report(StoreLost())
-    ctx.do(SendTo(server.peer, NewStore()))
+    ctx.do(do.SendTo(server.peer, NewStore()))
 
 
 def on_lost(ctx: HostContext) -> None:

@@ -8,16 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from muster.agent.values.actions import (
-    DropCopies,
-    Look,
-    Program,
-    StartProgram,
-    StopProgram,
-    WriteProgram,
-    WriteReplicatorRecord,
-)
-from muster.agent.values.events import ProgramEnded, StatePrepared
+from muster.agent.values import actions as do
+from muster.agent.values import events as ev
 from muster.agent.values.state import NEVER, FlushAnswer, HostContext, HostState
 from muster.core.heartbeat_timing import CONFIRM_SHARE, LOOK_SHARE
 from muster.core.typed_json import Unreadable
@@ -59,7 +51,7 @@ def _start(ctx: HostContext) -> None:
         "muster.agent.replicator.main", "--run-dir", str(identity.run_dir), "--memory", str(identity.memory.folder),
         "--bind", identity.bind, "--port", str(replicator.port),
     )  # fmt: skip
-    ctx.do(StartProgram(Program(NAME, argv, reads="lines", writes=True)))
+    ctx.do(do.StartProgram(do.Program(NAME, argv, reads="lines", writes=True)))
 
 
 def on_started(ctx: HostContext, pid: int) -> None:
@@ -71,10 +63,10 @@ def restart(ctx: HostContext) -> None:
     replicator = ctx.state.replicator
     if replicator.pid is not None and replicator.listening:
         replicator.is_replaced, replicator.listening = True, False
-        ctx.do(StopProgram(NAME))
+        ctx.do(do.StopProgram(NAME))
 
 
-def on_ended(ctx: HostContext, event: ProgramEnded) -> None:
+def on_ended(ctx: HostContext, event: ev.ProgramEnded) -> None:
     """Start the next one; training continued meanwhile."""
     state, replicator = ctx.state, ctx.state.replicator
     if event.failure is not None:
@@ -101,7 +93,7 @@ def on_ended(ctx: HostContext, event: ProgramEnded) -> None:
 # ---------------------------------------------------------------- orders
 
 
-def begin_attempt(ctx: HostContext, prepared: StatePrepared) -> None:
+def begin_attempt(ctx: HostContext, prepared: ev.StatePrepared) -> None:
     """The attempt's ranks' snapshots are copied to its peer; earlier fetches are forgotten."""
     replicator = ctx.state.replicator
     if prepared.copies is not None:
@@ -144,12 +136,12 @@ def _set_copies(ctx: HostContext, order: CopyTo) -> None:
 
 def _send(ctx: HostContext, order: ToReplicator, *, droppable: bool = False) -> None:
     if ctx.state.replicator.pid is not None:
-        ctx.do(WriteProgram(NAME, order, droppable))
+        ctx.do(do.WriteProgram(NAME, order, droppable))
 
 
 def _save_record(ctx: HostContext) -> None:
     replicator = ctx.state.replicator
-    ctx.do(WriteReplicatorRecord(ReplicatorRecord(port=replicator.port, peers=replicator.copies)))
+    ctx.do(do.WriteReplicatorRecord(ReplicatorRecord(port=replicator.port, peers=replicator.copies)))
 
 
 # ---------------------------------------------------------------- answers
@@ -168,7 +160,7 @@ def on_line(ctx: HostContext, line: bytes) -> None:
             ctx.note(message.text)
         case SnapshotsRejected():
             copies = tuple(replace(copy, host=ctx.state.host) for copy in message.copies)
-            ctx.do(DropCopies(copies))
+            ctx.do(do.DropCopies(copies))
             ctx.report(replace(message, copies=copies))
         case _:
             _on_answer(ctx, message)
@@ -184,7 +176,7 @@ def _on_address(ctx: HostContext, address: Address) -> None:
         return
     if replicator.copies is not None:
         _send(ctx, replicator.copies)
-    ctx.do(*(WriteProgram(NAME, fetch, unless=fetch.target) for fetch in replicator.fetches))
+    ctx.do(*(do.WriteProgram(NAME, fetch, unless=fetch.target) for fetch in replicator.fetches))
     for order in replicator.flushes:
         _send(ctx, order)
     if ctx.state.takes_snapshots:
@@ -229,7 +221,7 @@ def tick(ctx: HostContext) -> None:
     limit_s = ctx.state.spec.recovery.timing.replicator_stopped_after_s
     if replicator.pid is not None and ctx.now_s - replicator.looked_s >= CONFIRM_SHARE * limit_s:
         replicator.looked_s = ctx.now_s
-        ctx.do(Look(replicator.pid))
+        ctx.do(do.Look(replicator.pid))
 
 
 def on_looked(ctx: HostContext, *, is_stopped: bool) -> None:
@@ -240,4 +232,4 @@ def on_looked(ctx: HostContext, *, is_stopped: bool) -> None:
     elif replicator.stopped_s is None:
         replicator.stopped_s = ctx.now_s
     else:
-        ctx.do(StopProgram(NAME))
+        ctx.do(do.StopProgram(NAME))

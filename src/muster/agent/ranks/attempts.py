@@ -8,17 +8,8 @@ from dataclasses import replace
 from muster.agent.evidence import gathering
 from muster.agent.programs import fork_server, replicator_child
 from muster.agent.ranks import exits, standbys
-from muster.agent.values.actions import (
-    Kill,
-    LogRankEvent,
-    OpenLog,
-    PrepareState,
-    Release,
-    SendTo,
-    StateStepped,
-    WatchProcess,
-)
-from muster.agent.values.events import EventRefused, PeerId, StateNotPrepared, StatePrepared
+from muster.agent.values import actions as do
+from muster.agent.values import events as ev
 from muster.agent.values.rank import UNENDED, Rank, RankState
 from muster.agent.values.state import HostContext
 from muster.protocol.rank_agent import (
@@ -50,11 +41,13 @@ def begin(ctx: HostContext, order: StartAttempt) -> None:
     _kill(ctx, order.attempt - 1, spared=retained)
     ranks.attempt, ranks.ending = order.attempt, None
     ranks.exits.clear()
-    ctx.do(PrepareState(order, ctx.state.spec))  # its ranks are given to processes in answer to that, before the store
+    ctx.do(
+        do.PrepareState(order, ctx.state.spec)
+    )  # its ranks are given to processes in answer to that, before the store
     fork_server.on_stores_given(ctx, {(context.master_addr, context.master_port) for context in order.contexts})
 
 
-def place(ctx: HostContext, prepared: StatePrepared) -> None:
+def place(ctx: HostContext, prepared: ev.StatePrepared) -> None:
     """The attempt's ranks, fresh or retained, with the shards they start from."""
     replicator_child.begin_attempt(ctx, prepared)
     ranks = ctx.state.ranks
@@ -69,13 +62,13 @@ def place(ctx: HostContext, prepared: StatePrepared) -> None:
     for rank, context in moves:  # only now: a rank's new number may be another's old one
         assert rank.peer is not None
         rank.begin(context.rank, context.attempt, ctx.now_s)
-        ctx.do(SendTo(rank.peer, TakePlace(context=context)))
-        ctx.do(WatchProcess(rank.pid, standbys.log_path(ctx.state, rank.rank, rank.attempt)))
+        ctx.do(do.SendTo(rank.peer, TakePlace(context=context)))
+        ctx.do(do.WatchProcess(rank.pid, standbys.log_path(ctx.state, rank.rank, rank.attempt)))
         ctx.log("rank.started", {"pid": rank.pid, "kept": True}, rank=rank.rank)
     standbys.assign(ctx)
 
 
-def cannot_start(ctx: HostContext, event: StateNotPrepared) -> None:
+def cannot_start(ctx: HostContext, event: ev.StateNotPrepared) -> None:
     """The supervisor then starts another attempt; otherwise it would wait for this one's first step."""
     _drop_queue(ctx, event.attempt)
     ctx.report(StartFailed(reason=f"{ctx.state.host} cannot start attempt {event.attempt}: {event.reason}"))
@@ -99,32 +92,32 @@ def end(ctx: HostContext, order: EndAttempt) -> None:
     for rank in kept:
         assert rank.peer is not None
         rank.keep()
-        ctx.do(SendTo(rank.peer, Pause()))
+        ctx.do(do.SendTo(rank.peer, Pause()))
     exits.report_drained(ctx)
 
 
 def end_all(ctx: HostContext) -> None:
     """The host ends."""
     _kill(ctx, ctx.state.ranks.attempt)
-    ctx.do(*(Kill(pid) for pid in ctx.state.ranks.standbys))
+    ctx.do(*(do.Kill(pid) for pid in ctx.state.ranks.standbys))
 
 
 def command(ctx: HostContext, order: CommandRanks) -> None:
-    ctx.do(*(SendTo(rank.peer, order) for rank in ctx.state.ranks.living() if rank.peer is not None))
+    ctx.do(*(do.SendTo(rank.peer, order) for rank in ctx.state.ranks.living() if rank.peer is not None))
 
 
 # ---------------------------------------------------------------- registration
 
 
-def adopt(ctx: HostContext, peer: PeerId, hello: RankHello) -> None:
+def adopt(ctx: HostContext, peer: ev.PeerId, hello: RankHello) -> None:
     """A rank of a previous agent reconnects. It is killed if its attempt was ended in the meantime."""
     ranks = ctx.state.ranks
     mark_registered(ctx, hello.pid)
     if hello.attempt <= ranks.ended or hello.attempt < ranks.attempt:
-        ctx.do(Kill(hello.pid))
+        ctx.do(do.Kill(hello.pid))
         return
     ranks.attempt = max(ranks.attempt, hello.attempt)
-    ctx.do(OpenLog(ranks.attempt))
+    ctx.do(do.OpenLog(ranks.attempt))
     standbys.register(ctx, hello.pid, hello.rank, hello.attempt, peer, was_warm=False)
 
 
@@ -133,14 +126,14 @@ def add_unregistered(ctx: HostContext, pids: Iterable[int]) -> None:
     ranks = ctx.state.ranks
     for pid in sorted(set(pids) - ranks.silent - ranks.ending_unregistered):
         ranks.silent.add(pid)
-        ctx.do(WatchProcess(pid, None))
+        ctx.do(do.WatchProcess(pid, None))
 
 
 def mark_registered(ctx: HostContext, pid: int) -> None:
     """It is a standby or a rank of this agent, or it is gone."""
     if pid in ctx.state.ranks.silent:
         ctx.state.ranks.silent.discard(pid)
-        ctx.do(Release(pid))
+        ctx.do(do.Release(pid))
 
 
 # ---------------------------------------------------------------- what a rank sends
@@ -167,10 +160,10 @@ def on_message(ctx: HostContext, rank: Rank, message: FromRank) -> None:
             rank.watch.progress_s = ctx.now_s
             if message.kind == "step":
                 ctx.state.ranks.newest_step = max(ctx.state.ranks.newest_step, message.step or 0)
-            ctx.do(LogRankEvent(message, rank.peer))
+            ctx.do(do.LogRankEvent(message, rank.peer))
 
 
-def on_refused(ctx: HostContext, event: EventRefused) -> None:
+def on_refused(ctx: HostContext, event: ev.EventRefused) -> None:
     """Another version's: like any message that cannot be read, it ends the connection."""
     if (rank := ctx.state.ranks.of_peer(event.peer)) is not None:
         ctx.note(f"rank {rank.rank} reported what is no event: {event.reason}")
@@ -189,7 +182,7 @@ def _on_beat(ctx: HostContext, rank: Rank, beat: RankBeat) -> None:
         ranks.clock.on_step(ctx.now_s)
         standbys.replenish(ctx)
         ctx.state.replicator.fetches.clear()  # what was fetched for the start is not needed again
-        ctx.do(StateStepped(rank.attempt))
+        ctx.do(do.StateStepped(rank.attempt))
     replicator_child.copy_next(ctx)
 
 
@@ -199,7 +192,7 @@ def _kill(ctx: HostContext, attempt: int, *, spared: Collection[Rank] = ()) -> N
     for rank in ranks.living():
         if rank.attempt <= attempt and rank not in spared:
             exits.kill(ctx, rank)
-    ctx.do(*(Kill(pid) for pid in sorted(ranks.silent)))
+    ctx.do(*(do.Kill(pid) for pid in sorted(ranks.silent)))
     ranks.ending_unregistered |= ranks.silent
     ranks.silent.clear()
 

@@ -35,15 +35,15 @@ class Decisions:
     machine: RecoveryStateMachine
     world: World
     clock: Clock
-    trouble: str | None = None
+    trouble: str | None = field(default=None, init=False)
     """Why effects wait; None: none does."""
-    _decided: bool = False
+    _decided: bool = field(default=False, init=False)
     """A decision was logged that is not durable yet."""
-    _effects: deque[Send | End] = field(default_factory=deque)
-    _inputs: deque[Input] = field(default_factory=deque)
-    _most: int = MOST_WAITING
-    _since_ns: int = 0
-    _retry_ns: int = 0
+    _effects: deque[Send | End] = field(default_factory=deque, init=False)
+    _inputs: deque[Input] = field(default_factory=deque, init=False)
+    _most: int = field(default=MOST_WAITING, init=False)
+    _since_ns: int = field(default=0, init=False)
+    _retry_ns: int = field(default=0, init=False)
 
     @property
     def deadline_ns(self) -> int | None:

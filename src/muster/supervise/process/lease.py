@@ -43,16 +43,16 @@ class LeaseKeeper:
     store: Store
     uri: str
     clock: Clock = field(default_factory=SystemClock)
-    term: int = 0
-    _generation: str = ""
-    _until_ns: tuple[int, int] = (0, 0)
+    term: int = field(default=0, init=False)
+    _generation: str = field(default="", init=False)
+    _until_ns: tuple[int, int] = field(default=(0, 0), init=False)
     """When it expires, by the monotonic clock (which may pause with the machine) and by the wall clock."""
-    repairs: list[str] = field(default_factory=list)
+    repairs: list[str] = field(default_factory=list, init=False)
     """What was found gone or damaged, and written again: a sentence each, to be logged."""
-    _doubt: str | None = None
+    _doubt: str | None = field(default=None, init=False)
     """It has expired, and nothing shows that it is still ours."""
-    _address: tuple[str, int] | None = None
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _address: tuple[str, int] | None = field(default=None, init=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def take(self, address: tuple[str, int]) -> int:
         """Become the holder; return the new term.

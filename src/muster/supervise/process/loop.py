@@ -85,12 +85,12 @@ class SupervisorLoop:
     pending: deque[Input]
     """Inputs that wait until liveness is checked; signal handlers append, too."""
     own_limits: OwnLimits
-    clocks: ClockOffsets = field(default_factory=ClockOffsets)
-    requests: ClientRequests = field(default_factory=ClientRequests)
-    refusals: Refusals = field(default_factory=Refusals)
-    _renew_ns: int = 0
-    _ping_ns: int = 0
-    _warned_timeout_s: float = 0.0
+    clocks: ClockOffsets = field(default_factory=ClockOffsets, init=False)
+    requests: ClientRequests = field(default_factory=ClientRequests, init=False)
+    refusals: Refusals = field(default_factory=Refusals, init=False)
+    _renew_ns: int = field(default=0, init=False)
+    _ping_ns: int = field(default=0, init=False)
+    _warned_timeout_s: float = field(default=0.0, init=False)
     """The shortest possible heartbeat timeout that was last logged."""
 
     def run(self) -> End:

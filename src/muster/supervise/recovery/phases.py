@@ -160,21 +160,21 @@ class Flushing(Phase):
     by_user: bool = False
     waiting: dict[str, int] = field(default_factory=dict)
     """Host -> answers still due; only the last one counts."""
-    answered: set[str] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set, init=False)
     """Hosts that have listed their snapshots."""
-    choice: Choice | None = None
+    choice: Choice | None = field(default=None, init=False)
     """The version being written; None: the hosts' lists are awaited."""
-    files: list[FlushedFile] = field(default_factory=list)
+    files: list[FlushedFile] = field(default_factory=list, init=False)
     """What was written, as the hosts report it."""
-    writers: list[str] = field(default_factory=list)
-    committing: bool = False
-    newest: int = 0
+    writers: list[str] = field(default_factory=list, init=False)
+    committing: bool = field(default=False, init=False)
+    newest: int = field(default=0, init=False)
     """Newest step that was to be written."""
-    given_up: set[tuple[int, int]] = field(default_factory=set)
+    given_up: set[tuple[int, int]] = field(default_factory=set, init=False)
     """(step, attempt) of versions that could not be written."""
-    retrying: bool = False
+    retrying: bool = field(default=False, init=False)
     """The version could not be written (a full disk), and is written again at the phase's deadline."""
-    problem: str = ""
+    problem: str = field(default="", init=False)
     """What last went wrong with it."""
 
 

@@ -85,10 +85,10 @@ class VirtualHost:
             return list(self.answers[type(action)](action))
         state = self.state
         match action:
+            case do.SendTo() if action.peer == state.link.peer:
+                self.sent.append(action.message)
             case do.SendTo():
                 self.to.append((action.peer, action.message))
-            case do.Report():
-                self.sent.append(action.message)
             case do.Greet():
                 self.sent.append(AgentHello(version=MINE, pid=1, snapshots=self.held, **action.fields))
             case do.ReportEnded() if state.is_supervised:
@@ -202,7 +202,6 @@ class RealProcesses:
         host.answers |= {
             do.Kill: lambda action: (host.killed.append(action.pid), *self.part.kill(action.pid))[1:],
             do.WatchProcess: lambda action: self.part.watch(action.pid, action.log),
-            do.Release: lambda action: self.part.release(action.pid) or (),
         }
 
     def turn(self, timeout_s: float = 0.1) -> None:

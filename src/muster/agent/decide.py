@@ -137,8 +137,8 @@ def _on_run_file(ctx: HostContext, event: ev.RunFileRead) -> None:
     preparation.prepare(ctx)
 
 
-def _on_run_file_waits(ctx: HostContext, event: ev.RunFileWaits) -> None:
-    ctx.note(f"this host waits for its run file: {event.reason}")
+def _on_noted(ctx: HostContext, event: ev.Noted) -> None:
+    ctx.note(event.text)
 
 
 def _on_unreachable(ctx: HostContext, _event: ev.SupervisorUnreachable) -> None:
@@ -165,16 +165,6 @@ def _on_notice(ctx: HostContext, event: ev.Noticed) -> None:
 
 def _on_watchdog_gone(ctx: HostContext, _event: ev.WatchdogGone) -> None:
     ctx.exit("the watchdog is gone")
-
-
-def _on_home_trouble(ctx: HostContext, event: ev.HomeTroubleChanged) -> None:
-    """A home that cannot be reached is noted once, and its return too."""
-    reason, before = event.reason, ctx.state.home_trouble
-    ctx.state.home_trouble = reason
-    if reason is not None and before is None:
-        ctx.note(f"events wait on this host: its run's home cannot be written ({reason})")
-    elif reason is None and before is not None:
-        ctx.note("the run's home can be written again; nothing that waited was lost")
 
 
 def _on_flush(ctx: HostContext, answer: FlushAnswer, order: FlushOrder) -> None:
@@ -432,8 +422,7 @@ HANDLERS: Mapping[type[ev.Event], Callable[[HostContext, Any], None]] = {
     ev.LeaseRead: _on_lease,
     ev.SnapshotsListed: _on_snapshots,
     ev.RunFileRead: _on_run_file,
-    ev.RunFileWaits: _on_run_file_waits,
-    ev.HomeTroubleChanged: _on_home_trouble,
+    ev.Noted: _on_noted,
     ev.Noticed: _on_notice,
     ev.WatchdogGone: _on_watchdog_gone,
     ev.ProgramStarted: _on_program_started,

@@ -11,7 +11,7 @@ from muster.agent.edge import home as home_module
 from muster.agent.edge.background import Background
 from muster.agent.edge.home import HostHome, ship_rest
 from muster.agent.edge.host_event_log import HostLog, writer_of
-from muster.agent.values.events import HomeTroubleChanged, RunFileWaits
+from muster.agent.values.events import Noted
 from muster.core.errors import BusyError
 from muster.core.event_log import read
 from muster.storage.home import HOME_FILE, BucketHome, FolderHome
@@ -58,7 +58,9 @@ def test_a_corrected_run_file_is_waited_for_without_blocking(tmp_path, pool, mon
 
     home.fetch = fetch
     posted = fetched(HostHome(home), pool)
-    assert posted == [RunFileWaits("BusyError: 503"), "here"] and set(calls) == {"home-fetch"}
+    assert posted == [Noted("this host waits for its run file: BusyError: 503"), "here"] and set(calls) == {
+        "home-fetch"
+    }
     assert len(calls) == 5, "an old file is not taken for the new one"
 
 
@@ -70,10 +72,11 @@ def test_a_home_that_cannot_be_written_is_told_when_that_changes(tmp_path):
     events, lonely = [], []
     part = HostHome(bucket_home(tmp_path))
     part._sync = sync = SimpleNamespace(trouble=None, lonely=lonely.append)
-    for trouble in (None, "503", "503", None, None):
+    for trouble in (None, "503", "504", None, None):
         sync.trouble = trouble
         events += part.watch(supervised=trouble is None)
-    assert events == [HomeTroubleChanged("503"), HomeTroubleChanged(None)]
+    went, came = (event.text for event in events)
+    assert "503" in went and "can be written again" in came
     assert lonely == [False, True, True, False, False]
 
 

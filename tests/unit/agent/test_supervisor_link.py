@@ -14,12 +14,10 @@ from muster.agent.values.events import (
     ForkServerFound,
     ForkServerMessage,
     Greeted,
-    HomeTroubleChanged,
     LeaseRead,
     PeerLost,
     ProgramLine,
     RankMessage,
-    RunFileWaits,
     Started,
     SupervisorConnected,
     SupervisorMessage,
@@ -298,13 +296,3 @@ def test_a_committed_checkpoint_is_logged_before_its_answer_goes_on():
     logged, answer = host.sent[-2:]
     assert answer == committed and (logged.kind, logged.step) == ("checkpoint.committed", 8)
     assert logged.detail == {"tier": "disk", "uri": "there/step-8", "bytes": 3}
-
-
-# ---------------------------------------------------------------- the run's home
-
-
-def test_a_home_that_cannot_be_written_is_noted_once_and_so_is_its_return(host):
-    host.give(HomeTroubleChanged("503"), HomeTroubleChanged("504"), HomeTroubleChanged(None))
-    assert len(host.notes) == 2 and "503" in host.notes[0] and "again" in host.notes[1]
-    host.give(RunFileWaits("ValueError: a library's own"))
-    assert "waits for its run file: ValueError: a library's own" in host.notes[2]

@@ -196,8 +196,6 @@ class Edge:
             case do.SendTo():
                 if (peer := self._peers.get(action.peer)) is not None:
                     self.pool.send(peer, action.message)
-            case do.Report():
-                self._report(action.message)
             case do.Greet():
                 held = self.snapshots.held()
                 self._report(AgentHello(version=MINE, pid=os.getpid(), snapshots=held, **action.fields))
@@ -215,8 +213,6 @@ class Edge:
         match action:
             case do.WatchProcess():
                 yield from self.processes.watch(action.pid, action.log)
-            case do.Release():
-                self.processes.release(action.pid)
             case do.Kill():
                 yield from self.processes.kill(action.pid)
             case do.Look():

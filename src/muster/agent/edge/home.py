@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from muster.agent.edge.background import Background
-from muster.agent.values.events import Event, HomeTroubleChanged, RunFileWaits
+from muster.agent.values.events import Event, Noted
 from muster.storage.home import Home, HomeSync
 
 #: How soon a run file that could not be had is asked for again.
@@ -38,9 +38,11 @@ class HostHome:
         if self._sync is None:
             return
         self._sync.lonely(not supervised)
-        if self._sync.trouble != self._trouble:
-            self._trouble = self._sync.trouble
-            yield HomeTroubleChanged(self._trouble)
+        before, self._trouble = self._trouble, self._sync.trouble
+        if before is None and self._trouble is not None:
+            yield Noted(f"events wait on this host: its run's home cannot be written ({self._trouble})")
+        elif before is not None and self._trouble is None:
+            yield Noted("the run's home can be written again; nothing that waited was lost")
 
     def fetch(self, background: Background) -> None:
         """Bring the newest run file, in a thread of ``background``: it ends once the file is here, however long that
@@ -52,7 +54,8 @@ class HostHome:
                 return
             except Exception as error:  # noqa: BLE001 (whatever it is: a host that ends this thread waits without end)
                 if not noted:
-                    background.post(RunFileWaits(f"{type(error).__name__}: {error}"[:500]))
+                    reason = f"{type(error).__name__}: {error}"[:500]
+                    background.post(Noted(f"this host waits for its run file: {reason}"))
                 noted = True
                 time.sleep(AGAIN_S)
 

@@ -131,9 +131,7 @@ def add_unregistered(ctx: HostContext, pids: Iterable[int]) -> None:
 
 def mark_registered(ctx: HostContext, pid: int) -> None:
     """It is a standby or a rank of this agent, or it is gone."""
-    if pid in ctx.state.ranks.silent:
-        ctx.state.ranks.silent.discard(pid)
-        ctx.do(do.Release(pid))
+    ctx.state.ranks.silent.discard(pid)
 
 
 # ---------------------------------------------------------------- what a rank sends

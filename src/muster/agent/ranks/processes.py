@@ -78,15 +78,6 @@ class RankProcesses:
         if log is not None:
             yield RankWatched(pid, parent_of(pid), is_stopped(pid))
 
-    def release(self, pid: int) -> None:
-        """It is no longer watched."""
-        fd = self._pidfds.pop(pid, None)
-        if fd is not None:
-            self._pool.unwatch(fd)
-            os.close(fd)
-        self._logs.pop(pid, None)
-        self._locked.discard(pid)
-
     def kill(self, pid: int) -> Iterator[Event]:
         """SIGKILL; gone is success. It looks immediately before: an exit that began earlier is reported."""
         was_exiting = is_exiting(pid)
@@ -129,7 +120,11 @@ class RankProcesses:
         self._pool.watch(woken, Lock(pid, woken))
 
     def gone(self, token: Gone) -> Iterator[Event]:
-        self.release(token.pid)
+        fd = self._pidfds.pop(token.pid)
+        self._pool.unwatch(fd)
+        os.close(fd)
+        self._logs.pop(token.pid, None)
+        self._locked.discard(token.pid)
         yield ProcessGone(token.pid)
 
     def woken(self, lock: Lock) -> Iterator[Event]:

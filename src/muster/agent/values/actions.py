@@ -15,7 +15,7 @@ from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import Record
 from muster.health.verdicts import Finding
 from muster.protocol.to_agent import StartAttempt
-from muster.protocol.to_supervisor import FromAgent, RankExit, ResetResult
+from muster.protocol.to_supervisor import RankExit, ResetResult
 from muster.protocol.values import Address, RankEvent
 
 # ---------------------------------------------------------------- connections
@@ -27,13 +27,6 @@ class SendTo:
 
     peer: PeerId
     message: Record
-
-
-@dataclass(frozen=True)
-class Report:
-    """To the supervisor, where one is connected."""
-
-    message: FromAgent
 
 
 @dataclass(frozen=True)
@@ -73,13 +66,6 @@ class WatchProcess:
 
     pid: int
     log: str | None
-
-
-@dataclass(frozen=True)
-class Release:
-    """A process that was watched, and has registered."""
-
-    pid: int
 
 
 @dataclass(frozen=True)
@@ -278,9 +264,9 @@ class FinishTrackers:
     outcome: Outcome
 
 
-ConnectionAction: TypeAlias = SendTo | Report | Greet | ReportEnded | Connect | Disconnect
+ConnectionAction: TypeAlias = SendTo | Greet | ReportEnded | Connect | Disconnect
 ProcessAction: TypeAlias = (
-    WatchProcess | Release | Kill | Look | FindForkServer | RecordForkServer
+    WatchProcess | Kill | Look | FindForkServer | RecordForkServer
 )  # fmt: skip
 ProgramAction: TypeAlias = StartProgram | StopProgram | WriteProgram | FinishTrackers
 FileAction: TypeAlias = (

@@ -133,8 +133,10 @@ class RunFileRead:
 
 
 @dataclass(frozen=True)
-class RunFileWaits:
-    reason: str
+class Noted:
+    """For the run's log."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,6 @@ class SupervisorConnected:
 @dataclass(frozen=True)
 class SupervisorUnreachable:
     pass
-
-
-@dataclass(frozen=True)
-class HomeTroubleChanged:
-    reason: str | None
 
 
 @dataclass(frozen=True)
@@ -310,7 +307,7 @@ class EventRefused:
 Event: TypeAlias = (
     Started | Tick | Greeted | RankMessage | ForkServerMessage | SupervisorMessage | PeerLost | RankExiting
     | RankThreadsEnded | ProcessGone | ProgramLine | ProgramEnded | KernelLine | KernelLogLost | RasAnswered
-    | RunFileRead | RunFileWaits | SupervisorConnected | SupervisorUnreachable | HomeTroubleChanged | Noticed
+    | RunFileRead | Noted | SupervisorConnected | SupervisorUnreachable | Noticed
     | WatchdogGone | Killed | RankWatched | Looked | StatePrepared | StateNotPrepared | SnapshotsListed
     | ForkServerFound | ProgramStarted | SetupFound | LeaseRead | MemoryChecked | CountersRead | OomKills
     | HardwareListed | EventLogged | EventRefused

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from muster.agent.values.actions import Action, Log, LogRankEvent, Report
+from muster.agent.values.actions import Action, Log, LogRankEvent, SendTo
 from muster.agent.values.events import Counters, PeerId
 from muster.agent.values.host_identity import HostIdentity
 from muster.agent.values.kernel_faults import KernelFaults
@@ -311,7 +311,6 @@ class HostState:
     is_ready: bool = False
     warm_by_s: float | None = None
     """When a host that joins a run is ready, warm or not; None: it is not yet warming up."""
-    home_trouble: str | None = None
     ranks: Ranks = field(default_factory=Ranks)
     fork_server: ForkServer = field(default_factory=ForkServer)
     link: Link = field(default_factory=Link)
@@ -380,8 +379,8 @@ class HostContext:
 
     def report(self, message: FromAgent) -> None:
         """To a connected supervisor."""
-        if self.state.is_supervised:
-            self.do(Report(message))
+        if (peer := self.state.link.peer) is not None:
+            self.do(SendTo(peer, message))
 
     def log(self, kind: str, detail: Mapping[str, Any], *, rank: int | None = None) -> None:
         self.do(Log(kind, detail, rank))

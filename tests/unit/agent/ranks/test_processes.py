@@ -220,16 +220,6 @@ def test_a_process_that_has_gone_before_it_is_watched_is_told_at_once(watch, sta
     assert watch(rank.pid).events == [ProcessGone(rank.pid)]
 
 
-def test_one_that_was_released_is_heard_of_no_more(watch, start):
-    rank = start()
-    watched = watch(rank.pid, heard=False)
-    watched.part.release(rank.pid)
-    rank.kill()
-    rank.wait()
-    watched.turn(0.2)
-    assert not watched.of(ProcessGone)
-
-
 def test_all_threads_exit_once_the_last_one_does(start, tmp_path):
     alone = start(OTHERWISE["its main thread has gone alone"])
     lock = lock_of(tmp_path, alone.pid)

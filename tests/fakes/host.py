@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,8 @@ from muster.agent.values.rank import Rank, Steps, Watch
 from muster.agent.values.state import HostState
 from muster.config.spec import RunSpec
 from muster.protocol.fork_server import ForkServerHello
-from muster.protocol.hello import AgentHello
 from muster.protocol.rank_agent import StandbyHello
-from muster.protocol.to_supervisor import RanksEnded, StartFailed
-from muster.protocol.version import MINE
+from muster.protocol.to_supervisor import StartFailed
 
 FORK_SERVER, SUPERVISOR = 1000, 2000
 """Peers; the fork server's pid is 7."""
@@ -89,12 +88,8 @@ class VirtualHost:
                 self.sent.append(action.message)
             case do.SendTo():
                 self.to.append((action.peer, action.message))
-            case do.Greet():
-                self.sent.append(AgentHello(version=MINE, pid=1, snapshots=self.held, **action.fields))
-            case do.ReportEnded() if state.is_supervised:
-                self.sent.append(
-                    RanksEnded(attempt=action.attempt, snapshots=self.held, kept=action.kept, reset=action.reset)
-                )
+            case do.ReportSnapshots() if state.is_supervised:
+                self.sent.append(replace(action.message, snapshots=self.held))
             case do.Log():
                 self.logged.append((action.kind, action.detail, action.rank))
             case do.LogRankEvent():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from muster.agent.ranks import hangs
-from muster.agent.values.actions import Connect, Disconnect, Greet, ListSnapshots, ReadLease
+from muster.agent.values.actions import Connect, Disconnect, ListSnapshots, ReadLease, ReportSnapshots
 from muster.agent.values.events import EventLogged, LeaseRead, SupervisorConnected
 from muster.agent.values.state import NEVER, HostContext, HostState
-from muster.protocol.version import OtherVersion
+from muster.protocol.hello import AgentHello
+from muster.protocol.version import MINE, OtherVersion
 
 #: A restarted agent listens for this long to its predecessor's ranks before it answers a supervisor (they try to
 #: reconnect every 0.1 s), and while some that live are missing, which a busy host delays, for so much longer at most.
@@ -80,18 +81,20 @@ def greet(ctx: HostContext) -> None:
     if not state.is_supervised:
         return
     ctx.do(
-        Greet(
-            {
-                "host": state.host,
-                "attempt": state.ranks.attempt,
-                "alive": {rank.rank: rank.pid for rank in state.ranks.living()},
-                "step": state.ranks.newest_step,
-                "exited": tuple(sorted(state.ranks.exits)),
-                "ready": state.is_ready,
-                "store": state.fork_server.store,
-                "memory": state.memory_address,
-                "place": state.identity.place,
-            }
+        ReportSnapshots(
+            AgentHello(
+                version=MINE,
+                host=state.host,
+                pid=state.identity.pid,
+                attempt=state.ranks.attempt,
+                alive={rank.rank: rank.pid for rank in state.ranks.living()},
+                step=state.ranks.newest_step,
+                exited=tuple(sorted(state.ranks.exits)),
+                ready=state.is_ready,
+                store=state.fork_server.store,
+                memory=state.memory_address,
+                place=state.identity.place,
+            )
         )
     )
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ from muster.protocol.pipes import RunOver
 from muster.protocol.rank_agent import FROM_RANK, HOST_GREETING, RankHello, StandbyHello
 from muster.protocol.replicator_orders import ReplicatorRecord
 from muster.protocol.to_agent import TO_AGENT
-from muster.protocol.to_supervisor import FromAgent, RanksEnded
-from muster.protocol.version import MINE, OtherVersion
+from muster.protocol.to_supervisor import FromAgent
+from muster.protocol.version import OtherVersion
 from muster.storage.home import open_home
 from muster.transport.connections import Connection, ConnectionPool, Lost, PeerEvent, Ready, Received
 from muster.transport.secure_session import run_token
@@ -196,12 +197,8 @@ class Edge:
             case do.SendTo():
                 if (peer := self._peers.get(action.peer)) is not None:
                     self.pool.send(peer, action.message)
-            case do.Greet():
-                held = self.snapshots.held()
-                self._report(AgentHello(version=MINE, pid=os.getpid(), snapshots=held, **action.fields))
-            case do.ReportEnded():
-                held, kept = self.snapshots.held(), action.kept
-                self._report(RanksEnded(attempt=action.attempt, snapshots=held, kept=kept, reset=action.reset))
+            case do.ReportSnapshots():
+                self._report(replace(action.message, snapshots=self.snapshots.held()))
             case do.Connect():
                 self.background.connect(action.address)
             case do.Disconnect():
@@ -285,7 +282,7 @@ class Edge:
             case do.ReportEvidence():
                 self._report(assemble(action, self.identity.host))
 
-    def _report(self, message: FromAgent) -> None:
+    def _report(self, message: FromAgent | AgentHello) -> None:
         if self._supervisor is not None:
             self.pool.send(self._supervisor, message)
 

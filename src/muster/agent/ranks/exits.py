@@ -12,11 +12,11 @@ import signal
 from muster.agent.evidence import gathering
 from muster.agent.programs import preparation
 from muster.agent.ranks import standbys
-from muster.agent.values.actions import DropCopies, Kill, ReportEnded
+from muster.agent.values.actions import DropCopies, Kill, ReportSnapshots
 from muster.agent.values.events import Killed, ProcessGone, RankExiting, RankThreadsEnded
 from muster.agent.values.rank import UNENDED, Rank, RankState
 from muster.agent.values.state import HostContext
-from muster.protocol.to_supervisor import RankExit
+from muster.protocol.to_supervisor import RankExit, RanksEnded
 from muster.protocol.values import LastWords
 
 #: Lines of the GPU's and the network's libraries: torch's watchdog of NCCL, a C++ exception that nothing caught.
@@ -125,7 +125,7 @@ def report_drained(ctx: HostContext) -> None:
         for rank in ranks.living()
         if rank.attempt <= ending and rank.paused_step is not None
     }
-    ctx.do(ReportEnded(ending, kept, state.reset.result))
+    ctx.do(ReportSnapshots(RanksEnded(attempt=ending, kept=kept, reset=state.reset.result)))
     ranks.ending = state.reset.result = None
     standbys.replenish(ctx)
 

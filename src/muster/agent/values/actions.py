@@ -14,8 +14,9 @@ from muster.core.event_details.run import Outcome
 from muster.core.snapshots import SnapshotCopy
 from muster.core.typed_json import Record
 from muster.health.verdicts import Finding
+from muster.protocol.hello import AgentHello
 from muster.protocol.to_agent import StartAttempt
-from muster.protocol.to_supervisor import RankExit, ResetResult
+from muster.protocol.to_supervisor import RankExit, RanksEnded
 from muster.protocol.values import Address, RankEvent
 
 # ---------------------------------------------------------------- connections
@@ -30,19 +31,10 @@ class SendTo:
 
 
 @dataclass(frozen=True)
-class Greet:
-    """The hello to the supervisor; the snapshots that are held are listed as it is sent."""
+class ReportSnapshots:
+    """To the supervisor, where one is connected, with the snapshots that are held as it is sent."""
 
-    fields: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ReportEnded:
-    """``RanksEnded``, with the snapshots that are held now that the last rank is gone."""
-
-    attempt: int
-    kept: Mapping[int, int]
-    reset: ResetResult | None
+    message: AgentHello | RanksEnded
 
 
 @dataclass(frozen=True)
@@ -264,7 +256,7 @@ class FinishTrackers:
     outcome: Outcome
 
 
-ConnectionAction: TypeAlias = SendTo | Greet | ReportEnded | Connect | Disconnect
+ConnectionAction: TypeAlias = SendTo | ReportSnapshots | Connect | Disconnect
 ProcessAction: TypeAlias = (
     WatchProcess | Kill | Look | FindForkServer | RecordForkServer
 )  # fmt: skip

@@ -43,6 +43,8 @@ class HostIdentity:
     pod: str = ""
     """What names this machine's share of the run alone, where a back end gives such a name."""
     place: Topology = field(default_factory=Topology)
+    pid: int = field(default_factory=os.getpid)
+    """Of its agent."""
     limits: Mapping[int, tuple[int, int]] = field(default_factory=processes.limits)
     """This process's resource limits when it began."""
     metadata_url: str | None = None

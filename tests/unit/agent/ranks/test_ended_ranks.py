@@ -6,7 +6,7 @@ import pytest
 from fakes.host import FORK_SERVER, SUPERVISOR, VirtualHost
 from test_rank_states import context
 
-from muster.agent.values.actions import DropCopies, Log, ReportEnded, SendTo
+from muster.agent.values.actions import DropCopies, Log, ReportSnapshots, SendTo
 from muster.agent.values.events import (
     ForkServerMessage,
     PeerLost,
@@ -383,4 +383,4 @@ def test_a_start_looks_at_the_memory_first_then_kills_then_prepares_the_state(ho
     host.done.clear()
     host.give(SupervisorMessage(StartAttempt(attempt=2, contexts=(context(0, attempt=2),))))
     assert [type(action).__name__ for action in host.done][:3] == ["CheckMemory", "Kill", "PrepareState"]
-    assert not host.did(ReportEnded)
+    assert not host.did(ReportSnapshots)

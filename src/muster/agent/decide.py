@@ -141,26 +141,11 @@ def _on_noted(ctx: HostContext, event: ev.Noted) -> None:
     ctx.note(event.text)
 
 
-def _on_unreachable(ctx: HostContext, _event: ev.SupervisorUnreachable) -> None:
-    ctx.state.link.connecting = False
-    unsupervised.watch(ctx)
-
-
-def _on_lease(ctx: HostContext, event: ev.LeaseRead) -> None:
-    link.on_lease(ctx, event)
-    if not ctx.state.is_supervised and not ctx.state.link.connecting:
-        unsupervised.watch(ctx)
-
-
 def _on_snapshots(ctx: HostContext, event: ev.SnapshotsListed) -> None:
     if event.refusal:
         link.on_refused(ctx, event.refusal, has_snapshots=bool(event.held))
     else:
         unsupervised.save(ctx, event.held)
-
-
-def _on_notice(ctx: HostContext, event: ev.Noticed) -> None:
-    notice.on_notice(ctx, event.source)
 
 
 def _on_watchdog_gone(ctx: HostContext, _event: ev.WatchdogGone) -> None:
@@ -275,7 +260,7 @@ def _on_line(ctx: HostContext, event: ev.ProgramLine) -> None:
             preparation.on_prepare_line(ctx, line)
         case preparation.NOTICES:
             if (source := preparation.on_notice_line(ctx, line)) is not None:
-                notice.on_notice(ctx, source)
+                notice.on_notice(ctx, ev.Noticed(source))
         case trackers.NAME:
             trackers.on_line(ctx, line)
         case kernel_lines.DMESG:
@@ -418,12 +403,12 @@ HANDLERS: Mapping[type[ev.Event], Callable[[HostContext, Any], None]] = {
     ev.EventRefused: attempts.on_refused,
     ev.ForkServerFound: _on_fork_server_found,
     ev.SupervisorConnected: link.on_connected,
-    ev.SupervisorUnreachable: _on_unreachable,
-    ev.LeaseRead: _on_lease,
+    ev.SupervisorUnreachable: link.on_unreachable,
+    ev.LeaseRead: link.on_lease,
     ev.SnapshotsListed: _on_snapshots,
     ev.RunFileRead: _on_run_file,
     ev.Noted: _on_noted,
-    ev.Noticed: _on_notice,
+    ev.Noticed: notice.on_notice,
     ev.WatchdogGone: _on_watchdog_gone,
     ev.ProgramStarted: _on_program_started,
     ev.ProgramLine: _on_line,

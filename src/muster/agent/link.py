@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from muster.agent import unsupervised
 from muster.agent.ranks import hangs
 from muster.agent.values.actions import Connect, Disconnect, ListSnapshots, ReadLease, ReportSnapshots
-from muster.agent.values.events import EventLogged, LeaseRead, SupervisorConnected
+from muster.agent.values.events import EventLogged, LeaseRead, SupervisorConnected, SupervisorUnreachable
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.protocol.hello import AgentHello
 from muster.protocol.version import MINE, OtherVersion
@@ -56,6 +57,13 @@ def on_lease(ctx: HostContext, lease: LeaseRead) -> None:
     elif lease.address is not None:
         link.address, link.connecting = lease.address, True
         ctx.do(Connect(lease.address))
+    if not ctx.state.is_supervised and not link.connecting:
+        unsupervised.watch(ctx)
+
+
+def on_unreachable(ctx: HostContext, _event: SupervisorUnreachable) -> None:
+    ctx.state.link.connecting = False
+    unsupervised.watch(ctx)
 
 
 def on_connected(ctx: HostContext, event: SupervisorConnected) -> None:

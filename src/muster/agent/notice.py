@@ -6,6 +6,7 @@ A supervisor decides for a run of several hosts; without one the run is saved an
 from __future__ import annotations
 
 from muster.agent.ranks import attempts
+from muster.agent.values.events import Noticed
 from muster.agent.values.state import NEVER, HostContext, HostState
 from muster.protocol.to_supervisor import HostNotice
 from muster.protocol.values import CommandRanks
@@ -15,9 +16,8 @@ from muster.protocol.values import CommandRanks
 WAIT_SHARE = 0.5
 
 
-def on_notice(ctx: HostContext, source: str) -> None:
-    """``source``: who says so."""
-    state, leaving = ctx.state, ctx.state.leaving
+def on_notice(ctx: HostContext, event: Noticed) -> None:
+    state, leaving, source = ctx.state, ctx.state.leaving, event.source
     leaving.gone_s = ctx.now_s + state.spec.recovery.grace_s
     if not state.ranks.table:
         ctx.exit(f"got {source}")

@@ -301,7 +301,9 @@ class Edge:
         attempt = action.order.attempt
         try:
             self.log.open(attempt)
-            return self.snapshots.prepare(action.order, action.spec)
+            # Without a shared folder the supervisor's run folder may have another path than this host's.
+            here = tuple(replace(one, run_dir=str(self.identity.run_dir)) for one in action.order.contexts)
+            return self.snapshots.prepare(replace(action.order, contexts=here), action.spec)
         except (OSError, MusterError) as error:
             return ev.StateNotPrepared(attempt, str(error) or type(error).__name__)
 

@@ -1,4 +1,4 @@
-"""What every ``Store`` does, whichever scheme: the same suite on files, on memory:// and on a GCS over HTTP."""
+"""What every ``Store`` does: on files, on memory://, on a GCS over HTTP, on ssh:// with a run's server over TCP."""
 
 import itertools
 import multiprocessing
@@ -6,11 +6,15 @@ import os
 import queue
 import random
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
 
 import pytest
+from waiting import eventually, listens
 
 from muster.core.errors import AccessError, BackendError, ConflictError
 from muster.core.protocols import Stored
@@ -33,9 +37,31 @@ def gcs():
         yield fake
 
 
-@pytest.fixture(params=["file", "url", "memory", "gs"])
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory):
+    """The server of a host, in a process of its own as there; what a host's programs have in their environment."""
+    folder = tmp_path_factory.mktemp("homes")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (folder / "token").write_text("t" * 64)
+    (folder / "token").chmod(0o600)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MUSTER_STORE", f"127.0.0.1 {port}")
+        patch.setenv("MUSTER_TOKEN_FILE", str(folder / "token"))
+        argv = [sys.executable, "-m", "muster.backends.ssh.store_server", str(folder), "run", "127.0.0.1", str(port)]
+        server = subprocess.Popen(argv, start_new_session=True)
+        eventually(lambda: listens("127.0.0.1", port))
+        yield
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.fixture(params=["file", "url", "memory", "gs", "ssh"])
 def root(request, tmp_path):
     """A fresh folder of each scheme."""
+    if request.param == "ssh":
+        request.getfixturevalue("homes")
+        return f"ssh://gpu1/run/{uuid.uuid4().hex}"
     if request.param == "gs":
         request.getfixturevalue("gcs")
         return f"gs://bucket/{uuid.uuid4().hex}"

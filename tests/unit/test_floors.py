@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "muster"
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "protocol": {"core"},
-    "storage": {"core"},
+    "storage": {"core", "transport", "protocol"},
     "transport": {"core", "protocol"},
     "catalog": {"core"},
     "policy": {"core"},

@@ -59,7 +59,10 @@ VARIABLES = (
     Variable("MUSTER_NICE", "Niceness that ranks and data programs go back to.", "the watchdog", "0"),
     Variable("MUSTER_ATTEMPT", "Number of the attempt of a rank.", "the fork server"),
     Variable("MUSTER_DRILL", "`1`: ranks accept injected faults.", "`muster drill`"),
-    Variable("MUSTER_TOKEN_FILE", "File with the run's token.", GKE, "`token` in the run's folder"),
+    Variable("MUSTER_STORE", "`ADDRESS PORT` of the host with the run's home on its disk.", "the SSH back end"),
+    Variable(
+        "MUSTER_TOKEN_FILE", "File with the run's token.", f"{GKE}; the SSH back end", "`token` in the run's folder"
+    ),
     Variable("MUSTER_MODEL_COPIES", "Folder of models copied from the hub (`model.weights: bucket`).", GKE),
     Variable("MUSTER_NAMESPACE", "Namespace of the pod.", GKE),
     Variable("MUSTER_JOBSET", "JobSet of the pod; mark of the custom job's request.", HOSTED),
@@ -90,6 +93,8 @@ class Environment:
     """A folder of complete copies of models from the hub (``storage.model_copies``)."""
     token_file: Path | None
     """A Secret's file: the token is in no folder of the run."""
+    store: tuple[str, int] | None
+    """Address of the host that has the run's home (``storage.store.ssh``)."""
     storage_emulator: bool
     """Google's own variable STORAGE_EMULATOR_HOST: the bucket is an emulator's, without credentials."""
 
@@ -108,6 +113,7 @@ def read(environ: Mapping[str, str]) -> Environment:
     """The variables of ``environ``; empty ones count as unset. Raises ValueError for a number that is none."""
     memory = environ.get("MUSTER_MEMORY_DIR") or ("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp")
     watchdog = environ.get("MUSTER_WATCHDOG")
+    store = environ.get("MUSTER_STORE", "").split()
     return Environment(
         home=Path(environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute(),
         memory_root=Path(memory).absolute(),
@@ -123,6 +129,7 @@ def read(environ: Mapping[str, str]) -> Environment:
         jobset=environ.get("MUSTER_JOBSET", ""),
         model_copies=Path(environ["MUSTER_MODEL_COPIES"]) if environ.get("MUSTER_MODEL_COPIES") else None,
         token_file=Path(environ["MUSTER_TOKEN_FILE"]) if environ.get("MUSTER_TOKEN_FILE") else None,
+        store=(store[0], int(store[1])) if len(store) == 2 else None,
         storage_emulator=bool(environ.get("STORAGE_EMULATOR_HOST")),
     )
 

@@ -12,9 +12,12 @@ import resource
 import secrets
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +90,23 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) 
         raise BackendError(f"cannot start {argv[0]}: {error.strerror}", hint=f"see {log}") from error
     # Gone already: no running process has the recorded start time.
     return look(child.pid) or Process(pid=child.pid, start_ticks=-1, argv=tuple(argv))
+
+
+def connect(argv: Sequence[str]) -> tuple[socket.socket, BinaryIO]:
+    """Start ``argv``, whose input and output is the socket that is returned, and what it writes on standard error. It
+    ends with the socket, and is collected then.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    mine, its = socket.socketpair()
+    said = tempfile.TemporaryFile()  # noqa: SIM115 (the caller's)
+    with its:
+        child = subprocess.Popen(
+            list(argv), stdin=its.fileno(), stdout=its.fileno(), stderr=said, start_new_session=True
+        )  # fmt: skip
+    threading.Thread(target=child.wait, daemon=True).start()
+    return mine, said
 
 
 def replace_text(path: Path, text: str) -> None:

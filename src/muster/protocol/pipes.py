@@ -1,4 +1,4 @@
-"""What programs print for the process that started them: one message on one line."""
+"""What programs print for the process that started them, one message on one line; and what is said over ssh."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from muster.core.event_details.run import Outcome
-from muster.core.typed_json import Count, Int64, JsonObject, Record, Seconds
+from muster.core.typed_json import Count, Int64, JsonObject, Name, Port, Record, Seconds
 from muster.protocol.channel import Channel
 from muster.protocol.client import SupervisorStatus
+
+StoreVerb: TypeAlias = Literal["get", "put", "list", "delete", "size", "folders", "remove_tree", "read", "write"]
+STORE_BYTES = 4 * 1024 * 1024
+"""Of a file's bytes in one message: in base64 they are well below a frame's limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,4 +153,100 @@ PREPARATION: Channel[FromPreparation] = Channel(
     receiver="agent",
     over="pipe",
     messages=get_args(FromPreparation),
+)
+
+# ---------------------------------------------------------------- hosts that are reached by SSH
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarStart(Record):
+    """Begin to work for a run; kept in a file that its owner alone reads."""
+
+    run_id: Name
+    index: Count
+    submission: Name
+    home: Name
+    files_sha256: Name
+    addresses: Annotated[tuple[Name, ...], "of all hosts, by index"]
+    port: Port
+    token: Name
+    secrets: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarLook(Record):
+    """How is the host?"""
+
+    run_id: Annotated[str, "the run whose traces are asked for; empty: none"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarEnd(Record):
+    """End what works for the run."""
+
+    run_id: Name
+    grace_s: Seconds = 10.0
+    forget: Annotated[bool, "remove its home too"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarFacts(Record):
+    """One host as it is now."""
+
+    hostname: str
+    boot: Annotated[str, "the same under each of a machine's names"]
+    home: Annotated[str, "the user's home directory"]
+    address: Annotated[str, "by which ssh reached it"]
+    gpus: Annotated[tuple[str, ...], "their names"] = ()
+    gpu_memory_bytes: Count = 0
+    disk_bytes: Count = 0
+    held_by: Annotated[str, "the run that it works for"] = ""
+    left: Annotated[tuple[str, ...], "what exists of the run: processes, memory, secrets"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreCall(Record):
+    """One call to a run's home on the first host's disk: over TCP from other hosts, over ssh from a terminal."""
+
+    verb: StoreVerb
+    key: Annotated[str, "below the folder of homes: RUN/checkpoints/..."]
+    data: Annotated[str, "base64"] = ""
+    generation: Annotated[str | None, "of put: what it replaces; empty: nothing; None: anything"] = None
+    start: Annotated[Count, "first byte of get, read and write; a write of nothing at 0 makes the file"] = 0
+    stop: Annotated[Count, "of read: the first byte that is not wanted"] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAnswer(Record):
+    """What came of it."""
+
+    data: Annotated[str, "base64"] = ""
+    generation: str = ""
+    size: Count = 0
+    sizes: Annotated[Mapping[str, int], "key -> bytes, of list; folder -> 0, of folders"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarRefused(Record):
+    """An order or a call was not carried out."""
+
+    kind: Annotated[Literal["absent", "conflict", "access", "failed"], "conflict: the host works for another run, too"]
+    text: str
+    hint: str = ""
+
+
+ToFar: TypeAlias = FarStart | FarLook | FarEnd
+FromFar: TypeAlias = FarFacts | FarRefused
+FromStore: TypeAlias = StoreAnswer | FarRefused
+TO_FAR: Channel[ToFar] = Channel(
+    name="terminal to host", sender="terminal", receiver="far program", over="ssh", messages=get_args(ToFar)
+)
+FROM_FAR: Channel[FromFar] = Channel(
+    name="host to terminal", sender="far program", receiver="terminal", over="ssh", messages=get_args(FromFar)
+)
+TO_STORE: Channel[StoreCall] = Channel(
+    name="host to home", sender="host, terminal", receiver="first host", over="TCP, ssh", messages=(StoreCall,)
+)
+FROM_STORE: Channel[FromStore] = Channel(
+    name="home to host", sender="first host", receiver="host, terminal", over="TCP, ssh", messages=get_args(FromStore)
 )

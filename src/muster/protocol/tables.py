@@ -12,12 +12,16 @@ from muster.protocol.handover import FROM_WRITER, TO_WRITER
 from muster.protocol.hello import MEETING, MET
 from muster.protocol.lease import EndRecord, HomeStatus, LeaseRecord
 from muster.protocol.pipes import (
+    FROM_FAR,
     FROM_POD,
+    FROM_STORE,
     NODE_CONDITIONS,
     PREEMPTION_NOTICES,
     PREPARATION,
     RUN_OVER,
+    TO_FAR,
     TO_POD,
+    TO_STORE,
     TRACKER_NOTES,
 )
 from muster.protocol.rank_agent import FROM_RANK, HOST_GREETING, TO_RANK
@@ -54,6 +58,10 @@ CHANNELS: tuple[AnyChannel, ...] = (
     FROM_POD,
     MEETING,
     MET,
+    TO_STORE,
+    FROM_STORE,
+    TO_FAR,
+    FROM_FAR,
 )
 FILES: tuple[tuple[str, type[Record]], ...] = (
     ("lease.json in the run's folder", LeaseRecord),

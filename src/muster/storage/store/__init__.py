@@ -10,6 +10,7 @@ plain, file://    ``link(2)``; ``flock`` and an atomic replace        modificati
 memory://         a lock in this process                              a counter
 gs://             ``ifGenerationMatch``                               the object's generation
 s3://             ``If-None-Match: *`` and ``If-Match``               ETag (never run here, see ``s3``)
+ssh://            as plain paths, on the run's first host             as plain paths
 ================  ==================================================  =====================================
 
 Where a service is busy (429, 503, a connection that was reset), it is asked again for ``patience_s`` (see ``Patient``).
@@ -82,4 +83,8 @@ def _open(scheme: str, uri: str, timeout_s: float) -> Store:
         from muster.storage.store.s3 import S3Store
 
         return S3Store()
+    if scheme == "ssh":
+        from muster.storage.store.ssh import opened
+
+        return opened()
     raise UsageError(f"{uri!r}: no store for the scheme {scheme!r}", hint="use a path, gs://, s3:// or memory://")

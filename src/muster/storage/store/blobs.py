@@ -123,11 +123,15 @@ class FileSystem(Protocol):
 
 def filesystem(uri: str) -> FileSystem:
     """fsspec's file system for ``uri``. Raises BackendError where its library is missing."""
+    scheme = uris.scheme(uri)
+    if scheme == "ssh":
+        from muster.storage.store.ssh import SshFiles
+
+        return SshFiles()
     # Without this each new bucket costs gcsfs about a minute of gRPC attempts against an emulator.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import fsspec
 
-    scheme = uris.scheme(uri)
     extra = {"gs": "gcs", "s3": "s3"}.get(scheme)
     try:
         anonymous = {"token": "anon"} if scheme == "gs" and environment.current().storage_emulator else {}

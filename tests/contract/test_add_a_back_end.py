@@ -131,4 +131,4 @@ def test_submit_status_logs_and_down_through_a_back_end_of_another_package(muste
 def test_its_own_rules_and_the_names_there_are(muster):
     assert "resources.hosts: mytest has one host" in muster("submit", "run.yaml", "resources.hosts=2", code=2).stderr
     refused = muster("submit", "run.yaml", "backend=nomad", code=2).stderr
-    assert "backend: must be one of local, slurm, gke, vertex, gce, mytest" in refused
+    assert "backend: must be one of local, ssh, slurm, gke, vertex, gce, mytest" in refused

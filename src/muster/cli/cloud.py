@@ -13,7 +13,10 @@ from muster.cli import output
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(None, metavar="[KEY.PATH=VALUE]...", help="Values that replace the file's.")
 MANIFESTS = typer.Option(
-    None, "--manifests", help="Folder with the released kueue.yaml, jobset.yaml and installers; default: fetched."
+    None,
+    "--manifests",
+    "--wheels",
+    help="Folder with the released kueue.yaml, jobset.yaml and installers, or (SSH) wheels; default: fetched.",
 )
 ZONE = typer.Option(None, "--zone", help="Zone; default: the first of resources.locations.")
 JSON = typer.Option(False, "--json", help="The outcome as JSON on stdout; a line for each change on stderr.")

@@ -15,5 +15,5 @@ from muster.core.registry import Registry
 BACKENDS: Registry[Any] = Registry(
     family="back end",
     group="muster.backends",
-    shipped={name: f"muster.backends.{name}:BACKEND" for name in ("local", "slurm", "gke", "vertex", "gce")},
+    shipped={name: f"muster.backends.{name}:BACKEND" for name in ("local", "ssh", "slurm", "gke", "vertex", "gce")},
 )

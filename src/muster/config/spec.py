@@ -20,6 +20,7 @@ from muster.config.sections.resources import Resources
 from muster.config.sections.section import Fraction, MemberOf, NotNegative, Positive, Section, SectionOf
 from muster.config.sections.slurm import Slurm
 from muster.config.sections.sources import SOURCE_TYPES, Source
+from muster.config.sections.ssh import Ssh
 from muster.config.sections.vertex import Vertex
 from muster.core.heartbeat_timing import HeartbeatTiming
 from muster.core.optimizers import OPTIMIZERS, OptimizerTraits
@@ -368,6 +369,7 @@ class RunSpec(Section):
     output: Output = Output()
     metrics: Metrics = Metrics()
     notify: Notify = Notify()
+    ssh: Ssh = Ssh()
     slurm: Slurm = Slurm()
     vertex: Vertex = Vertex()
     gce: Gce = Gce()

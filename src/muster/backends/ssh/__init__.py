@@ -1,0 +1,30 @@
+"""Machines that are reached by SSH: their programs are started there, nothing is rented."""
+
+from __future__ import annotations
+
+from muster.backends.backend import Backend, Capabilities, Checks, Provisioning
+from muster.backends.cluster import Cluster
+from muster.backends.protocols import Launcher
+from muster.backends.ssh.placement import rules
+from muster.config.spec import RunSpec
+
+
+def _launcher() -> Launcher:
+    from muster.backends.ssh.launcher import SshLauncher
+
+    return SshLauncher()
+
+
+def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:
+    from muster.backends.ssh.provision import SshCluster
+
+    return SshCluster(spec=spec)
+
+
+BACKEND = Backend(
+    name="ssh",
+    launcher=_launcher,
+    capabilities=Capabilities(ships_code=True),
+    checks=Checks(rules=rules, fixed_keys=("ssh",)),
+    provisioning=Provisioning(cluster=_cluster),
+)

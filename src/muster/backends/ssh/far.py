@@ -1,0 +1,260 @@
+"""The one program that a terminal starts on a host (``storage.store.ssh.FAR``), an order on its standard input.
+
+The answer begins after the line ``MARK``, since a login shell may have printed something before. Nothing from an order
+becomes part of a command line. With the argument ``store`` it speaks the frames of ``ssh://`` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from muster.backends.ssh.store_server import Homes, refusal
+from muster.core import environment, processes, typed_json
+from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
+from muster.core.typed_json import Unreadable
+from muster.protocol.codec import encode, reader_of
+from muster.protocol.pipes import TO_FAR, TO_STORE, FarEnd, FarFacts, FarLook, FarRefused, FarStart, FromFar, ToFar
+from muster.storage import memory_dir
+from muster.storage.store.ssh import MARK, OVER_SSH
+from muster.transport.stream import Stream
+
+HOST, STORE = "muster.backends.ssh.host", "muster.backends.ssh.store_server"
+CONNECT_S = 20.0
+"""For a host to reach the run's home on the first one, whose server is being started."""
+LEAVE_S = 60.0
+"""For the host program of an earlier submission to leave."""
+KILL_S = 20.0
+
+
+def root() -> Path:
+    """What is kept for this user on this host."""
+    return Path.home() / ".muster" / "ssh"
+
+
+def folder_of(run_id: str) -> Path:
+    """Of one run on this host. Raises UsageError for an id that is no folder's name."""
+    if run_id in (".", "..") or "/" in run_id or "\0" in run_id:
+        raise UsageError(f"{run_id!r} is no run id")
+    return root() / "runs" / run_id
+
+
+def secrets_of(folder: Path) -> Iterator[Path]:
+    """The files of a run that hold a secret."""
+    for name in ("token", "secrets.json", "start.json"):
+        yield from folder.rglob(name)
+
+
+def look(order: FarLook) -> FarFacts:
+    """Looks, changes nothing."""
+    argv = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    gpus: list[tuple[str, str, str]] = []
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=True)
+        gpus = [line.rpartition(",") for line in done.stdout.splitlines()]
+    reached = (environment.inherited().get("SSH_CONNECTION", "").split() + [""] * 3)[2]
+    return FarFacts(
+        hostname=socket.gethostname(),
+        boot=processes.boot_id(),
+        home=str(Path.home()),
+        address=reached,
+        gpus=tuple(name for name, _, _ in gpus),
+        gpu_memory_bytes=min((int(megabytes) << 20 for _, _, megabytes in gpus), default=0),
+        disk_bytes=shutil.disk_usage(Path.home()).free,
+        held_by=_holder()[0],
+        left=tuple(_left(order.run_id)) if order.run_id else (),
+    )
+
+
+def _left(run_id: str) -> Iterator[str]:
+    folder = folder_of(run_id)
+    yield from (f"process {one.pid}: {' '.join(one.argv)[:80]}" for one in _living(run_id))
+    yield from (f"memory {path}" for path in memory_dir.left_over(folder / "host", run_id)[0])
+    yield from (f"secret {path}" for path in secrets_of(folder))
+
+
+def _living(run_id: str) -> list[processes.Process]:
+    spared = processes.ancestors()
+    return [one for one in processes.labelled(run_id) if one.pid not in spared]
+
+
+def start(order: FarStart) -> None:
+    """Start the host program, detached; the same order twice starts one.
+
+    Raises:
+        ConflictError: this host works for another run.
+        BackendError: the run's home cannot be reached from here.
+    """
+    folder, on_first_host = folder_of(order.run_id), order.home.startswith("ssh://")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _lease(order) as lease:
+        if lease is None:
+            return
+        end(FarEnd(run_id=order.run_id, grace_s=0.0))  # a host program that was killed leaves an agent behind
+        if order.index and on_first_host:
+            _reach(order.addresses[0], order.port)
+        processes.replace_text(folder / "start.json", typed_json.encode(order).decode())
+        processes.replace_text(folder / "token", order.token)
+        lease.truncate(0)
+        lease.write(f"{order.run_id} {order.submission}".encode())
+        lease.flush()
+        extra = {"MUSTER_BIND": order.addresses[order.index], "MUSTER_TOKEN_FILE": str(folder / "token")}
+        if on_first_host:
+            extra["MUSTER_STORE"] = f"{order.addresses[0]} {order.port}"
+        given = environment.inherited()
+        env = processes.environment(given, run_id=order.run_id, run_dir=str(folder), extra=extra)
+        python = [sys.executable, "-I", "-m"]
+        if on_first_host and not order.index:
+            server = [*python, STORE, str(root() / "homes"), order.run_id, order.addresses[0], str(order.port)]
+            processes.start(server, env=env, log=folder / "store.log", cwd=folder)
+            _reach(order.addresses[0], order.port)
+        with processes.open_log(folder / "host.log") as log:
+            subprocess.Popen(
+                [*python, HOST, str(folder)], env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, pass_fds=[lease.fileno()],
+            )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _lease(order: FarStart) -> Iterator[BinaryIO | None]:
+    """This host's lock, which the host program inherits and holds until it ends; None: that of this order holds it.
+
+    Raises:
+        ConflictError: another run has the host, by its program or by processes that a killed one left.
+    """
+    until = time.monotonic() + LEAVE_S
+    descriptor = os.open(root() / "lease", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "r+b") as file:
+        while True:
+            taken = False
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken = True
+            run_id, submission = _holder()
+            if run_id not in ("", order.run_id):
+                what = f"{socket.gethostname()} works for the run {run_id}"
+                raise ConflictError(what, hint=f"muster down {run_id} ends that one")
+            if taken or submission == order.submission:
+                yield file if taken else None
+                return
+            if time.monotonic() > until:
+                raise ConflictError(f"an earlier submission is still at work on {socket.gethostname()}")
+            time.sleep(0.2)
+
+
+def _holder() -> tuple[str, str]:
+    """(run, submission) that this host works for; empty where nothing of it runs."""
+    with contextlib.suppress(OSError):
+        run_id, _, submission = (root() / "lease").read_text().partition(" ")
+        if run_id and _living(run_id):
+            return run_id, submission
+    return "", ""
+
+
+def _reach(address: str, port: int) -> None:
+    until, last = time.monotonic() + CONNECT_S, ""
+    while time.monotonic() < until:
+        try:
+            socket.create_connection((address, port), timeout=2.0).close()
+            return
+        except OSError as error:
+            last = error.strerror or str(error)
+        time.sleep(0.1)
+    raise BackendError(
+        f"{socket.gethostname()} does not reach the first host at {address} port {port}: {last}",
+        hint="hosts need every TCP port of each other, at the addresses by which ssh reaches them",
+    )
+
+
+def end(order: FarEnd) -> None:
+    """End everything of the run on this host and remove memory and secrets; absent is success.
+
+    Raises:
+        BackendError: processes do not end.
+    """
+    folder, began_s = folder_of(order.run_id), time.monotonic()
+    # The host program first and at once, since it would start again what ends; the home's server last.
+    processes.send([one for one in _living(order.run_id) if HOST in one.argv], signal.SIGKILL)
+    if order.grace_s:
+        processes.send([one for one in _living(order.run_id) if STORE not in one.argv], signal.SIGTERM)
+    while found := _living(order.run_id):
+        waited_s = time.monotonic() - began_s
+        if waited_s > order.grace_s + KILL_S:
+            pids = ", ".join(str(one.pid) for one in found[:5])
+            raise BackendError(f"{len(found)} processes do not end: {pids}", hint="muster down again")
+        if waited_s > order.grace_s or all(STORE in one.argv for one in found):
+            processes.send(found, signal.SIGKILL)
+        time.sleep(0.05)
+    for path in memory_dir.left_over(folder / "host", order.run_id)[0]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in secrets_of(folder):
+        path.unlink(missing_ok=True)
+    if order.forget:
+        for gone in (folder, root() / "homes" / order.run_id):
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def store() -> None:
+    """Speak the store's frames on standard input and output until they end."""
+    mine, its = socket.socketpair()
+
+    def feed() -> None:
+        while data := os.read(0, 1 << 16):
+            its.sendall(data)
+        its.shutdown(socket.SHUT_WR)
+
+    def drain() -> None:
+        with open(1, "wb", buffering=0, closefd=False) as out:
+            while data := its.recv(1 << 16):
+                while data := data[out.write(data) :]:
+                    pass
+
+    for pump in (feed, drain):
+        threading.Thread(target=pump, daemon=True).start()
+    with contextlib.suppress(ConnectionError):
+        stream = Stream(mine, OVER_SSH, server=True, decode=reader_of(TO_STORE), handshake_s=30.0)
+        Homes(root() / "homes").serve(stream)
+
+
+def answer(order: ToFar) -> FromFar:
+    """What becomes of one order: how the host is then."""
+    try:
+        match order:
+            case FarStart():
+                start(order)
+            case FarEnd():
+                end(order)
+            case FarLook():
+                return look(order)
+        return look(FarLook(run_id=order.run_id))
+    except (MusterError, OSError) as error:
+        return refusal(error)
+
+
+def main() -> None:
+    os.umask(0o077)
+    root().mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.write(1, f"\n{MARK}\n".encode())
+    if sys.argv[1:] == ["store"]:
+        store()
+        return
+    try:
+        told = answer(reader_of(TO_FAR)(sys.stdin.buffer.read()))
+    except Unreadable as error:
+        told = FarRefused(kind="failed", text=str(error), hint="muster up RUN.yaml: one version everywhere")
+    os.write(1, encode(told) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The ``Launcher`` for machines that are reached by SSH: each has a program of its own, found by its lease.
+
+This machine holds the run's intent and speaks with hosts by the user's own ``ssh``; it may go away while the run is on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from muster.backends import code_bundle, run_folder, run_home
+from muster.backends.google.bucket_launcher import BucketLauncher, ended_with
+from muster.backends.run_folder import RunFiles
+from muster.backends.run_home import SUBMISSION
+from muster.backends.ssh.openssh import OpenSsh, everywhere, refuse
+from muster.backends.ssh.placement import Placement, place
+from muster.config.spec import RunSpec
+from muster.core.errors import BackendError, CapacityError, MusterError, UsageError
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
+from muster.protocol.client import FromClient, SupervisorStatus
+from muster.protocol.pipes import FarEnd, FarFacts, FarLook, FarStart
+from muster.storage import run_secrets
+from muster.storage.home import HOME_FILE
+from muster.transport.secure_session import read_token
+
+RESOLVED = "resolved.json"
+DOWN = "down"
+"""File in the run's folder on this machine: ended from here since it was submitted."""
+
+
+@dataclass(kw_only=True)
+class SshLauncher(BucketLauncher[Placement]):
+    """Runs jobs on the machines of ``ssh.hosts``."""
+
+    name: str = "ssh"
+    ssh: OpenSsh = field(default_factory=OpenSsh)
+    follow = None
+
+    def placed(self, spec: RunSpec, run_id: str, run_dir: str | None) -> Placement:
+        return place(spec, run_id)
+
+    def offers(self, spec: RunSpec) -> list[Offer]:
+        """The least of the hosts that answer."""
+        found = list(self._there(spec, least=1).values())
+        gpus = min(len(one.gpus) for one in found)
+        return [
+            Offer(
+                backend=self.name,
+                machine="ssh",
+                location="here",
+                accelerator=found[0].gpus[0] if gpus else "cpu",
+                gpus_per_node=gpus,
+                gpu_memory_bytes=min(one.gpu_memory_bytes for one in found),
+                usd_per_node_hour=spec.resources.usd_per_host_hour,
+                peak_flops_per_gpu=None,
+                max_nodes=len(found),
+                mode="owned",
+            )
+        ]
+
+    def resolve(self, spec: RunSpec) -> RunSpec:
+        """Device and ranks a host as the hosts have them, where the run file leaves that open; spares."""
+        asked, device = spec.resources, spec.resources.device
+        gpus = 0
+        if device == "auto" or (device == "cuda" and asked.ranks_per_host is None):
+            gpus = self.offers(spec)[0].gpus_per_node
+        update = {
+            "spare_hosts": len(spec.ssh.hosts) - asked.hosts,
+            "device": ("cuda" if gpus else "cpu") if device == "auto" else device,
+            "ranks_per_host": asked.ranks_per_host or gpus or 1,
+        }
+        return spec.model_copy(update={"resources": asked.model_copy(update=update)})
+
+    def render(self, spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
+        """The run file as hosts get it. Pure: no name is resolved."""
+        programs = ("muster.app.supervisor", "muster.agent.watchdog")
+        supervisor, agent = (("python", "-m", program, "--run-id", run_id) for program in programs)
+        hosts = spec.resources.hosts + spec.resources.spare_hosts
+        return JobRequest(
+            run_id=run_id,
+            backend=self.name,
+            run_dir=run_dir,
+            tasks=(TaskSpec(name="supervisor", argv=supervisor), TaskSpec(name="agent", argv=agent, count=hosts)),
+            labels={"muster-run": run_id, SUBMISSION: "1"},
+            files={RESOLVED: spec.model_dump_json(indent=1) + "\n"},
+        )
+
+    def submit(self, request: JobRequest) -> JobHandle:
+        """Put the run's files into its home and start the host programs, the first host's first; the same request
+        twice starts each once.
+
+        Raises:
+            CapacityError: fewer hosts answer than the run needs.
+            ConflictError: a host works for another run.
+            AccessError, BackendError: a host's refusal. What this submission started is ended.
+        """
+        local, run_id = Path(request.run_dir), request.run_id
+        spec = RunSpec.model_validate_json(request.files[RESOLVED])
+        placement, number = place(spec, run_id), request.labels.get(SUBMISSION, "1")
+        facts, begun = self._there(spec, least=spec.resources.hosts), (local / HOME_FILE).exists()
+        if placement.is_on_first_host and placement.hosts[0] not in facts:
+            raise CapacityError(f"{placement.hosts[0]} does not answer, and the run's home is to be on its disk")
+        self.begin(local, run_id, placement.home)
+        try:
+            first, *others = orders = self._orders(placement, facts, local, run_id, number)
+            self.ssh.order(first, orders[first])
+            answers = everywhere(others, lambda host: self.ssh.order(host, orders[host]))
+            refuse(answers, most=len(orders) - spec.resources.hosts)
+        except MusterError:
+            undo = FarEnd(run_id=run_id, grace_s=0.0, forget=not begun)
+            idle = [host for host, one in facts.items() if one.held_by != run_id]
+            everywhere(idle, lambda host: self.ssh.order(host, undo))
+            raise
+        (local / DOWN).unlink(missing_ok=True)
+        self.record(local, run_id, int(number))
+        return self.handle(run_id, local, placement.hosts[0], _doubts(placement, answers))
+
+    def _orders(
+        self, placement: Placement, facts: Mapping[str, FarFacts], local: Path, run_id: str, number: str
+    ) -> dict[str, FarStart]:
+        """What each host is told; the run's files are in its home then."""
+        spec = placement.spec
+        if len({one.boot for one in facts.values()}) < len(facts):
+            names = ", ".join(f"{host} ({one.hostname})" for host, one in facts.items())
+            raise BackendError(f"two of ssh.hosts are one machine: {names}", hint="one name of each")
+        if len(homes := {one.home for one in facts.values()}) > 1:
+            raise BackendError(f"home directories differ: {', '.join(sorted(homes))}", hint="one user name")
+        spares = len(facts) - spec.resources.hosts
+        spec = spec.model_copy(update={"resources": spec.resources.model_copy(update={"spare_hosts": spares})})
+        shipped, code = code_bundle.pack(spec, _code_dir(homes.pop(), run_id))
+        text = json.dumps(shipped.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"  # JSON is YAML
+        resolved = placement.filled_in(shipped).model_dump_json(indent=1) + "\n"
+        files = RunFiles(resolved=resolved, run_yaml=text, code=code).encoded()
+        sha256 = run_folder.put(self.opened(), placement.home, files)
+        token, secrets = read_token(str(local / "token")).decode(), run_secrets.read(local)
+        addresses = tuple(one.address for one in facts.values())
+        return {
+            host: FarStart(
+                run_id=run_id, index=index, submission=number, home=placement.home, files_sha256=sha256,
+                addresses=addresses, port=spec.ssh.port, token=token, secrets=secrets,
+            )
+            for index, host in enumerate(facts)
+        }  # fmt: skip
+
+    def ask(
+        self, run_id: str, message: FromClient, *, timeout_s: float = 5.0, resolved: str | None = None
+    ) -> SupervisorStatus:
+        """As ``BucketLauncher``; a corrected run file is completed as a submitted one."""
+        if resolved is not None and (known := self.known(run_id)) is not None:
+            resolved = known[1].filled_in(RunSpec.model_validate_json(resolved)).model_dump_json(indent=1) + "\n"
+        return super().ask(run_id, message, timeout_s=timeout_s, resolved=resolved)
+
+    def code_dir(self, run_id: str) -> str:
+        known = self.known(run_id)
+        assert known is not None  # it was submitted
+        return _code_dir(next(iter(self._there(known[1].spec, least=1).values())).home, run_id)
+
+    def box_of_host(self, run_id: str, placement: Placement, host: int) -> str:
+        if host >= len(placement.hosts):
+            raise UsageError(f"{run_id} has no host {host}: it has {len(placement.hosts)}, counted from 0")
+        return str(host)
+
+    def find(self, run_id: str) -> JobHandle | None:
+        """By the run's folder on this machine, until it was ended from here."""
+        known = self.known(run_id)
+        if known is None or (known[0] / DOWN).exists():
+            return None
+        return self.handle(run_id, known[0], known[1].hosts[0])
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        """Look once, at all hosts: one that does not answer is unreachable, which is no end."""
+        known, home = self.known(handle.run_id), self.home(handle.run_id)
+        if known is None or home is None:
+            return JobStatus(state=JobState.ABSENT, reason="no such run, or it was never submitted")
+        tasks = {
+            host: f"unreachable: {one}" if isinstance(one, MusterError) else _task(one)
+            for host, one in self._look(known[1].spec, handle.run_id).items()
+        }
+        if (end := run_home.end_of(home, again=True)) is not None:
+            return ended_with(end, tasks)
+        count = list(tasks.values()).count("running")
+        silent = [host for host, task in tasks.items() if task.startswith("unreachable")]
+        if count or silent:
+            reason = f"{count} of {len(tasks)} hosts work" + (f"; no answer from {', '.join(silent)}" if silent else "")
+            return JobStatus(state=JobState.RUNNING, reason=reason, tasks=tasks)
+        if (known[0] / DOWN).exists():
+            return JobStatus(state=JobState.STOPPED, reason="muster down ended it", tasks=tasks)
+        return JobStatus(state=JobState.FAILED, reason="no host works for it; see the logs", tasks=tasks)
+
+    def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
+        """What the run's programs wrote, from its home."""
+        if (home := self.home(handle.run_id)) is not None:
+            yield from run_home.logs(home, after or {})
+
+    def cancel(self, handle: JobHandle) -> None:
+        """End everything of the run on every host and spare; absent is success.
+
+        Raises:
+            BackendError: a host does not answer, or a process does not end.
+        """
+        if (known := self.known(handle.run_id)) is None:
+            return
+        order = FarEnd(run_id=handle.run_id)
+        refuse(everywhere(known[1].hosts, lambda host: self.ssh.order(host, order)))
+        (known[0] / DOWN).touch()
+
+    def remaining(self, handle: JobHandle) -> list[str]:
+        """Processes, memory and secrets on every host: the proof of a tear-down. A silent host is named."""
+        if (known := self.known(handle.run_id)) is None:
+            return []
+        found: list[str] = []
+        for host, one in self._look(known[1].spec, handle.run_id).items():
+            found += [f"{host}: {what}" for what in one.left] if isinstance(one, FarFacts) else [str(one)]
+        return found
+
+    def _look(self, spec: RunSpec, run_id: str = "") -> dict[str, FarFacts | MusterError]:
+        order = FarLook(run_id=run_id)
+        return everywhere(spec.ssh.hosts, lambda host: self.ssh.order(host, order))
+
+    def _there(self, spec: RunSpec, *, least: int) -> dict[str, FarFacts]:
+        """Hosts that answer. Raises what the others said where those are fewer than ``least``."""
+        return refuse(self._look(spec), most=len(spec.ssh.hosts) - least)
+
+
+def _task(one: FarFacts) -> str:
+    """How a host stands to the run that was asked for."""
+    return "running" if any(what.startswith("process") for what in one.left) else "idle"
+
+
+def _code_dir(home: str, run_id: str) -> str:
+    return f"{home}/.muster/ssh/runs/{run_id}"
+
+
+def _doubts(placement: Placement, answers: Mapping[str, object]) -> Sequence[str]:
+    """What a person who submits should know."""
+    silent = [host for host in placement.hosts[1:] if host not in answers]
+    found = [f"{host} does not answer and is left out" for host in silent]
+    found += [f"left out: {answer}" for answer in answers.values() if isinstance(answer, MusterError)]
+    if placement.is_on_first_host:
+        first = placement.hosts[0]
+        found.append(
+            f"the run's home is on {first}: if it is lost the run stops (run_dir: gs://BUCKET/RUN outlives it)"
+        )
+    return found

@@ -1,0 +1,118 @@
+"""Orders to hosts through the user's own OpenSSH client, with its configuration, keys, agents and jump hosts."""
+
+from __future__ import annotations
+
+import re
+import socket
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from muster.core import processes
+from muster.core.clock import SystemShell
+from muster.core.errors import AccessError, BackendError, BusyError, ConflictError, MusterError
+from muster.core.protocols import Shell
+from muster.core.typed_json import Unreadable
+from muster.protocol.codec import encode, reader_of
+from muster.protocol.pipes import FROM_FAR, FarFacts, ToFar
+from muster.storage.store.ssh import FAR, MARK, client, split
+
+NOT_CONNECTED = 255
+"""ssh's own exit code."""
+TIMEOUT_S = 120.0
+AT_ONCE = 16
+_Result = TypeVar("_Result")
+
+
+class Unreachable(BackendError):
+    """No connection: nothing is known of the host."""
+
+
+@dataclass(frozen=True)
+class OpenSsh:
+    """Runs ``ssh``."""
+
+    shell: Shell = field(default_factory=lambda: SystemShell(own_group=True))
+
+    def order(self, host: str, message: ToFar) -> FarFacts:
+        """Have the far program carry out an order; how the host is then.
+
+        Raises:
+            Unreachable: no connection, or no answer in time.
+            AccessError: the host's key is unknown or another one, or no key of ours is accepted.
+            ConflictError: the host works for another run.
+            BackendError: anything else; the far side's own words.
+        """
+        printed = self.run(host, FAR, encode(message).decode())
+        try:
+            answer = reader_of(FROM_FAR)(printed.rpartition(f"\n{MARK}\n")[2].strip().encode())
+        except Unreadable as error:
+            raise BackendError(f"{host}: {error}", hint="muster up RUN.yaml: one version everywhere") from error
+        if isinstance(answer, FarFacts):
+            return answer
+        kind = {"conflict": ConflictError, "access": AccessError}.get(answer.kind, BackendError)
+        raise kind(f"{host}: {answer.text}", hint=answer.hint or None)
+
+    def run(self, host: str, words: Sequence[str], text: str = "", timeout_s: float = TIMEOUT_S) -> str:
+        """What a program on the host printed, with ``text`` as its input. Raises as ``order``, and for an exit code."""
+        try:
+            done = self.shell.run([*client(host), *words], stdin=text, timeout_s=timeout_s)
+        except BusyError as error:
+            raise Unreachable(f"{host} does not answer: {error}") from error
+        if done.returncode:
+            raise _trouble(host, done.returncode, done.stderr)
+        return done.stdout
+
+    def send(self, host: str, folder: Path, to: str) -> None:
+        """The folder's files to a folder there, by a stream. Raises as ``run``."""
+        self.run(host, ["mkdir", "-p", to])
+        sock, stderr = processes.connect([*client(host), "tar", "-x", "-f", "-", "-C", to])
+        with sock, stderr:
+            try:
+                with sock.makefile("wb") as pipe, tarfile.open(fileobj=pipe, mode="w|") as packed:
+                    packed.add(folder, ".")
+                sock.shutdown(socket.SHUT_WR)
+                sock.recv(1)  # its end
+            except OSError as error:
+                raise BackendError(f"{host}: {folder} cannot be sent: {error}") from error
+
+
+def everywhere(hosts: Sequence[str], act: Callable[[str], _Result]) -> dict[str, _Result | MusterError]:
+    """``act`` on all hosts at once; its result, or what it raised."""
+
+    def caught(host: str) -> _Result | MusterError:
+        try:
+            return act(host)
+        except MusterError as error:
+            return error
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip(hosts, pool.map(caught, hosts), strict=True))
+
+
+def refuse(answers: Mapping[str, _Result | MusterError], *, most: int = 0) -> dict[str, _Result]:
+    """The results; one error with everything that went wrong, where that is more than ``most``."""
+    errors = [answer for answer in answers.values() if isinstance(answer, MusterError)]
+    if len(errors) > most:
+        hints = dict.fromkeys(error.hint for error in errors if error.hint)
+        raise type(errors[0])("; ".join(map(str, errors)), hint="; ".join(hints) or None)
+    return {host: answer for host, answer in answers.items() if not isinstance(answer, MusterError)}
+
+
+def _trouble(host: str, code: int, stderr: str) -> MusterError:
+    """What ssh or the far side's shell said, and what repairs it."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()] or [f"exit code {code}"]
+    destination, port = split(host)
+    if code != NOT_CONNECTED:
+        return BackendError(f"{host}: {lines[-1]}", hint="muster up RUN.yaml prepares hosts")
+    if re.search("HAS CHANGED", stderr):
+        return AccessError(f"{host}: its key is another one than before", hint="ask who runs it, then: ssh-keygen -R")
+    if "Host key verification failed" in stderr:
+        by_hand = f"ssh {f'-p {port} ' if port else ''}{destination}"
+        return AccessError(f"{host}: its key is unknown: {lines[0]}", hint=f"{by_hand} shows its fingerprint and asks")
+    if "Permission denied" in stderr:
+        return AccessError(f"{host}: {lines[-1]}", hint=f"ssh-copy-id {destination}, or an IdentityFile")
+    return Unreachable(f"{host}: {lines[-1]}")

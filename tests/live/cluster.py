@@ -297,6 +297,27 @@ class Network:
     def heal(self, name):
         ip("link", "set", f"{self.tag}v{self.names.index(name)}", "up")
 
+    def pids(self, name):
+        """Every process in the host's namespace."""
+        argv = ["ip", "netns", "pids", self.namespace(name)]
+        return [int(word) for word in subprocess.run(argv, capture_output=True, check=False).stdout.split()]
+
+    def processes(self, name, word):
+        """Living processes of a host whose command line holds ``word``."""
+        found = []
+        for pid in self.pids(name):
+            with contextlib.suppress(OSError):
+                if word in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):  # a zombie's is empty
+                    found.append(pid)
+        return found
+
+    def kill_processes(self, name):
+        for _ in range(20):
+            for pid in self.pids(name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
     def down(self):
         for name in self.names:
             subprocess.run(["ip", "netns", "del", self.namespace(name)], check=False, capture_output=True)

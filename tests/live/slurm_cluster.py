@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
+from cluster import Network, namespaces_work
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
 
@@ -53,7 +53,7 @@ GresTypes=gpu
 """
 
 
-class SlurmCluster:
+class SlurmCluster(Network):
     """A context manager: started on entry, removed on exit. ``env`` is what a user's shell needs."""
 
     def __init__(
@@ -64,10 +64,7 @@ class SlurmCluster:
         machine -> folder that nodes show there."""
         self.dir, self.gpus, self.slurmd_timeout_s = Path(directory), gpus, slurmd_timeout_s
         self.cpus, self.task, self.more, self.shown = cpus, task, more, dict(shown or {})
-        self.names = [f"node{number}" for number in range(1, nodes + 1)]
-        # A deleted namespace's links go away later: a name is never used twice.
-        self.tag = f"ms{secrets.token_hex(3)}"
-        self.subnet = f"10.78.{secrets.randbelow(250)}"
+        super().__init__([f"node{number}" for number in range(1, nodes + 1)])
         self.port = 20000 + secrets.randbelow(10000)
         self.env = {**os.environ, "SLURM_CONF": str(self.dir / "slurm.conf")}
         self.made: list[Path] = []
@@ -89,7 +86,7 @@ class SlurmCluster:
                 self.made.append(missing)
         try:
             self._munge()
-            self._network()
+            self.up()
             self._configure()
             run("slurmctld", "-c", "-f", self.env["SLURM_CONF"])
             for name in self.names:
@@ -106,9 +103,7 @@ class SlurmCluster:
         for file in (self.dir / "slurmctld.pid", self.dir / "munge" / "munged.pid"):
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", self.space(name)], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", f"{self.tag}br"], check=False, capture_output=True)
+        self.down()
         for folder in reversed(self.made):
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -128,26 +123,13 @@ class SlurmCluster:
             f"--log-file={folder}/log", f"--seed-file={folder}/seed",
         )  # fmt: skip
 
-    def _network(self) -> None:
-        run("ip", "link", "add", f"{self.tag}br", "type", "bridge")
-        run("ip", "addr", "add", f"{self.subnet}.1/24", "dev", f"{self.tag}br")
-        run("ip", "link", "set", f"{self.tag}br", "up")
-        hosts = ["127.0.0.1 localhost", f"{self.subnet}.1 {os.uname().nodename}"]
-        for name in self.names:
-            space, link = self.space(name), self.link(name)
-            run("ip", "netns", "add", space)
-            run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
-            run("ip", "link", "set", link, "master", f"{self.tag}br", "up")
-            run("ip", "-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
-            run("ip", "-n", space, "link", "set", "eth0", "up")
-            run("ip", "-n", space, "link", "set", "lo", "up")
-            hosts.append(f"{self.address(name)} {name}")
-        (self.dir / "hosts").write_text("\n".join(hosts) + "\n")
-
     def _configure(self) -> None:
+        named = {name: self.address(name) for name in self.names}
+        named |= {"localhost": "127.0.0.1", os.uname().nodename: self.bridge}
+        (self.dir / "hosts").write_text("".join(f"{address} {name}\n" for name, address in named.items()))
         lines = [
             CONFIGURATION.format(
-                tag=self.tag, host=os.uname().nodename, bridge=f"{self.subnet}.1", port=self.port, dir=self.dir,
+                tag=self.tag, host=os.uname().nodename, bridge=self.bridge, port=self.port, dir=self.dir,
                 timeout_s=self.slurmd_timeout_s, task=self.task,
             ),
             self.more,
@@ -169,15 +151,6 @@ class SlurmCluster:
 
     # ------------------------------------------------------------ nodes and their faults
 
-    def space(self, name: str) -> str:
-        return f"{self.tag}{name}"
-
-    def link(self, name: str) -> str:
-        return f"{self.tag}v{self.names.index(name)}"
-
-    def address(self, name: str) -> str:
-        return f"{self.subnet}.{11 + self.names.index(name)}"
-
     def start_node(self, name: str) -> None:
         """(Re)start a node's daemon: the node boots."""
         # Not ip netns exec: it remounts /sys, and without /sys/fs/cgroup slurmd does not start.
@@ -189,45 +162,14 @@ class SlurmCluster:
         )
         shown = [word for path, folder in self.shown.items() for word in (str(folder), path)]
         run(
-            "nsenter", f"--net=/run/netns/{self.space(name)}", "unshare", "--uts", "--mount", "sh", "-c", script, name,
-            str(self.dir / "hosts"), self.env["SLURM_CONF"], *shown,
+            "nsenter", f"--net=/run/netns/{self.namespace(name)}", "unshare", "--uts", "--mount", "sh", "-c", script,
+            name, str(self.dir / "hosts"), self.env["SLURM_CONF"], *shown,
         )  # fmt: skip
-
-    def cut(self, name: str) -> None:
-        run("ip", "link", "set", self.link(name), "down")
-
-    def heal(self, name: str) -> None:
-        run("ip", "link", "set", self.link(name), "up")
 
     def power_off(self, name: str) -> None:
         """The node loses power: all its processes end at once, silently."""
         self.cut(name)
         self.kill_processes(name)
-
-    def pids(self, name: str) -> list[int]:
-        """Every process in the node's network namespace."""
-        done = subprocess.run(["ip", "netns", "pids", self.space(name)], capture_output=True, text=True, check=False)
-        return [int(word) for word in done.stdout.split()]
-
-    def processes(self, name: str, word: str) -> list[int]:
-        """Living processes of a node whose command line holds ``word``."""
-        found = []
-        for pid in self.pids(name):
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE and word in " ".join(process.cmdline()):
-                    found.append(pid)
-        return found
-
-    def kill_processes(self, name: str) -> None:
-        for _ in range(20):
-            found = self.pids(name)
-            if not found:
-                return
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
 
     # ------------------------------------------------------------ Slurm's own words
 
@@ -272,14 +214,15 @@ def slurm_is_missing() -> str:
         return f"needs {', '.join(missing)} (apt-get install slurm-wlm munge iproute2)"
     if not Path("/sys/fs/cgroup").exists():
         return "needs /sys/fs/cgroup, without which slurmd does not start"
-    name = f"msprobe{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    if not made:
-        return "cannot make network namespaces here"
-    mount = ["unshare", "--uts", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
-    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    return "" if mounted else "cannot mount in a namespace of its own here"
+    return namespaces_are_missing()
+
+
+def namespaces_are_missing() -> str:
+    """Why no host of its own can be made here; empty when it can."""
+    mount = ["unshare", "--uts", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    if namespaces_work() and subprocess.run(mount, capture_output=True, check=False).returncode == 0:
+        return ""
+    return "cannot make network and mount namespaces here"
 
 
 def main(arguments: Sequence[str]) -> None:

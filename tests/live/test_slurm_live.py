@@ -117,7 +117,7 @@ def _cannot_commit(cluster: SlurmCluster, run: Run, node: str) -> None:
         "import sys; from muster.checkpoint_format import fences; from muster.storage.store import open_store\n"
         "fences.check(open_store(), sys.argv[1], run_id=sys.argv[2], attempt=1)"
     )
-    space = f"/run/netns/{cluster.space(node)}"
+    space = f"/run/netns/{cluster.namespace(node)}"
     done = subprocess.run(
         ["nsenter", f"--net={space}", sys.executable, "-c", code, str(run.dir / "checkpoints"), run.id],
         capture_output=True, text=True, check=False,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -123,6 +125,35 @@ def _cannot_commit(cluster: SlurmCluster, run: Run, node: str) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode and "is held by run" in done.stderr and "attempt 2" in done.stderr, done.stderr
+
+
+@pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit
+def test_the_supervisor_and_host_programs_are_killed(cluster, user):
+    """kill -9 in turn: the supervisor, the program of a node with ranks, the one beside the supervisor."""
+    run = user.submit(run_file(resources__hosts=2, resources__ranks_per_host=1, resources__spare_hosts=1))
+    run.wait_until(run.spares, "a spare")
+    run.wait_for_step(8)
+    _kill(cluster, run, run.supervisor_host(), "muster.app.supervisor")
+    assert len(run.events("attempt.started")) == 1, "ranks went on meanwhile"
+    nodes, program = [run.nodes()[host] for _, (_, host) in run.ranks().items()], "muster.backends.slurm.node"
+    for node in (next(one for one in nodes if one != run.supervisor_host()), run.supervisor_host()):
+        _kill(cluster, run, node, program)
+        run.wait_until(lambda node=node: _programs(cluster, node, program), "its step again")
+        run.wait_until(lambda node=node: len(_programs(cluster, node, "muster.agent.host_agent")) == 1, "one agent")
+        run.wait_for_step(run.step() + 5)
+
+
+def _programs(cluster: SlurmCluster, node: str, module: str) -> set[int]:
+    """Without the srun that starts it, whose words name it too."""
+    return set(cluster.processes(node, module)) - set(cluster.processes(node, "srun --overlap"))
+
+
+def _kill(cluster: SlurmCluster, run: Run, node: str, module: str) -> None:
+    step, pids = run.step(), _programs(cluster, node, module)
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    run.wait_for_step(step + 15)
 
 
 @pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit

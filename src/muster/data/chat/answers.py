@@ -143,7 +143,7 @@ class AnswerFinder:
         asked = self.template.render(question, tools, options, prompt=True)
         header = asked.removeprefix(self.template.render(question, tools, options, prompt=False))
         place = full.find(header)
-        if len(header) == len(asked) or place < 0:
+        if not header or len(header) == len(asked) or place < 0:
             raise RowRefusal("the assistant's turn comes first, and the chat template has no prompt for that")
         return full[: place + len(header)]
 

@@ -144,6 +144,8 @@ class ChatEngine:
         turns = found.messages
         special = sum(self._control.search(str(turn.get("content"))) is not None for turn in turns)
         changes["texts with special tokens of the tokenizer, which stay what they are"] += special
+        for role in [str(turn["role"]) for turn in turns if not self.template.writes(str(turn["role"]))]:
+            changes[f"turns of role {role!r}, which the chat template does not write"] += 1
         if self.template.needs_content:
             turns = with_content(turns)
         if self._rules.thinking == "off":
@@ -176,7 +178,7 @@ class ChatEngine:
             return [{}]
         if self._rules.thinking != "auto":
             return [dict.fromkeys(names, self._rules.thinking == "on")]
-        return [dict.fromkeys(names, bool(reasoning_of(answer))), {}]
+        return [dict.fromkeys(names, bool(reasoning_of(answer).strip())), {}]
 
     def _texts_or_refusal(self, row: Row, report: ChatReport, index: int) -> list[ChatText]:
         changes: Counter[str] = Counter()

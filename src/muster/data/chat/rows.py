@@ -195,7 +195,7 @@ def _role(message: Row, changes: Counter[str], *, is_sharegpt: bool) -> str:
         return known
     if is_sharegpt:
         raise RowRefusal(f"unknown role {given[:40]!r}")
-    changes[f"turns of role {given[:40]!r}, which is not known, kept as context"] += 1
+    changes[f"turns of role {given[:40]!r}, which is not known"] += 1
     return given
 
 

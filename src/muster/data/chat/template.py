@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -43,6 +44,7 @@ class Template:
         except ImportError as error:
             raise UsageError("chat templates need jinja2", hint=install_command("train")) from error
         self.text, self._variables, self.today = text, dict(variables), today
+        self._written = dict.fromkeys(("user", "assistant", "tool"), True)
         try:
             self._plain = _compiled(text, today, marks=False)
         except TemplateError as error:
@@ -100,6 +102,18 @@ class Template:
                 if other.op in ("in", "notin")
             ]
         return not any(lost)
+
+    def writes(self, role: str) -> bool:
+        """Whether a turn of ``role`` that is not the assistant's is in the text; True where the template refuses it."""
+        if role not in self._written:
+            turn: Row = {"role": role, "content": "8675309"}
+            question: Row = {"role": "user", "content": "Q"}
+            texts = []
+            for turns in ([turn, question], [question, turn]):
+                with suppress(TemplateRefusal):
+                    texts.append(self.render(turns, [], {}, prompt=False))
+            self._written[role] = not texts or any("8675309" in text for text in texts)
+        return self._written[role]
 
     @cached_property
     def has_marks(self) -> bool:

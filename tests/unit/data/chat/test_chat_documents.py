@@ -382,3 +382,20 @@ def test_an_answer_that_cannot_be_asked_for_leaves_the_others(opened, recipe):
     (reason,) = (change for change in tokens.report.changes if change.startswith("answers left out"))
     assert "does not write calls" in reason and tokens.report.changes[reason] == 1
     assert tokens.supervised.sum() == len(recipe(opened("phi4")[1]).encoder.encode(["1.<|im_end|>"])[0])
+
+
+def test_turns_that_the_template_does_not_write_are_named(opened, recipe):
+    found = recipe(opened("qwen3")[1])
+    tokens = tokenise_rows([{"messages": [{"role": "developer", "content": "d"}, user(), said("A")]}], found)
+    assert "turns of role 'developer', which the chat template does not write" in tokens.report.changes
+    tokens = tokenise_rows([{"messages": [{"role": "system", "content": "d"}, user(), said("A")]}], found)
+    assert not any("does not write" in change for change in tokens.report.changes)
+
+
+def test_an_empty_think_block_of_the_row_is_the_prompts(opened, recipe):
+    assert of(recipe(opened("qwen3")[1]), user(), said("<think>\n\n</think>\n\nA")) == ["A<|im_end|>"]
+
+
+def test_the_mark_of_a_texts_beginning_is_never_learned(opened, recipe):
+    """Mistral's template has no header for the assistant."""
+    assert of(recipe(opened("mistral")[1]), said("Hello"), user(), said("A")) == [" A</s>"]

@@ -58,7 +58,7 @@ def test_unknown_roles_are_named():
         ordered({"from": "narrator", "value": "x"})
     found, changes = ordered({"role": "narrator", "content": "x"})
     assert found.messages[0]["role"] == "narrator"
-    assert list(changes) == ["turns of role 'narrator', which is not known, kept as context"]
+    assert list(changes) == ["turns of role 'narrator', which is not known"]
 
 
 def test_arguments_of_calls_in_the_form_the_template_takes():

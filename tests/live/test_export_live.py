@@ -123,7 +123,29 @@ def test_a_whole_model(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_lora_merged_and_as_an_adapter(tmp_path, monkeypatch):
+def test_a_mixture_whose_buffer_follows_the_load_of_its_experts(tmp_path):
+    keys = {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    config = {**TINY, "model_type": "deepseek_v3", **keys, **heads, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    state = make_run(tmp_path / "run", {"config": config, "dtype": "float32"})
+    state[f"model.{bias}"] = torch.tensor([0.1, -0.1, 0.3, -0.3])
+    save(tmp_path / "run", 4, state)
+    code, found = program("--run-dir", tmp_path / "run", "--out", tmp_path / "out")
+    assert code == 0, found
+    from safetensors.torch import load_file
+
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[bias], state[f"model.{bias}"])
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_lora_merged_and_as_an_adapter(tmp_path, monkeypatch, dora):
     pytest.importorskip("peft")
     if STORIES.is_dir():
         base = STORIES

@@ -200,7 +200,7 @@ def reference_model(sources: ExportSources) -> PreTrainedModel:
     else:
         weights.initialise(model, seed=sources.spec.training.seed, device=torch.device("cpu"))
     weights.recompute_buffers(model, persistent=sources.folder is None)
-    named = dict(model.named_parameters())
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # one follows the experts' load
     for name in sorted(sources.trained):
         if name not in named:
             raise CheckpointError(f"the checkpoint holds {name!r}, which the run's model does not")

@@ -108,6 +108,14 @@ def fetch_model_files(name: str, revision: str | None, requested: Sequence[str],
         raise translated from error
 
 
+def tensor_names(name: str, revision: str | None, file: str, *, api: Any = None) -> list[str]:
+    """The names in the header of a safetensors file, of which nothing else is read. Raises as ``fetch_model_files``."""
+    try:
+        return list((api or _api()).parse_safetensors_file_metadata(name, file, revision=revision).tensors)
+    except Exception as error:
+        raise translate(error, f"model {name!r}") from error
+
+
 def _cached_model_files(name: str, revision: str | None, requested: Sequence[str]) -> dict[str, Path]:
     """Files that an earlier run with a connection left in the hub's own cache."""
     from huggingface_hub import try_to_load_from_cache

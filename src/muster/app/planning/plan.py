@@ -19,6 +19,7 @@ from muster import backends
 from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.hardware import Hardware, hardware
 from muster.app.planning.model_shape import shape_of, unfit
+from muster.app.planning.weights_fit import weights_problems
 from muster.catalog import rows
 from muster.config import load
 from muster.config.load import Loaded
@@ -101,7 +102,8 @@ def plan(
     loaded, impossible = _load(run_file, overrides, environment)
     loaded = loaded if device is None else on_device(loaded, device)
     spec = loaded.spec
-    if wrong := unfit(spec) or _chips(spec):  # nothing is planned that cannot be started
+    here = backends.get(spec.backend).capabilities.uses_this_machine
+    if wrong := unfit(spec) or _chips(spec) or ([] if here else weights_problems(spec)):
         raise loaded.placed(RunFileError(wrong))
     work = workload(spec, shape_of(spec))
     found = hardware(spec, home)
@@ -112,7 +114,7 @@ def plan(
         raise NoPlanError(impossible or message, hint=hint if outcome.cheapest is None else _works(outcome.cheapest))
     chosen = outcome.fastest if fastest else outcome.cheapest
     frontier, rejected = plan_file.ways(work, outcome)
-    here = backends.get(spec.backend).capabilities.uses_this_machine and not problem.tpus
+    here = here and not problem.tpus
     return Planned(
         spec=spec, work=work, outcome=outcome, chosen=chosen, here=here,
         limits={"max_usd": problem.limits.max_usd, "max_hours": problem.limits.max_hours},

@@ -155,7 +155,9 @@ def test_lora_merged_and_as_an_adapter(tmp_path, monkeypatch, dora):
         base = tmp_path / "base"
         keys = dict(TINY)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).save_pretrained(base)
-    make_run(tmp_path / "run", {"source": str(base), "dtype": "float32", "lora": {"rank": 4, "alpha": 8.0}})
+    make_run(
+        tmp_path / "run", {"source": str(base), "dtype": "float32", "lora": {"rank": 4, "alpha": 8.0, "dora": dora}}
+    )
     found = exporting.export(tmp_path / "run", tmp_path / "merged")
     assert found.kind == "merged"
     assert found.checked["relative_difference"] < 1e-4
@@ -167,7 +169,7 @@ def test_lora_merged_and_as_an_adapter(tmp_path, monkeypatch, dora):
     assert adapter.checked["effect"] > 0.01  # without the adapter the logits are others
     assert adapter.bytes < found.bytes
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(base)
+    assert settings["base_model_name_or_path"] == str(base) and settings["use_dora"] == dora
     targets = settings["target_modules"]
     assert isinstance(targets, list) and targets == sorted(targets) and any("q_proj" in name for name in targets)
 

@@ -38,6 +38,8 @@ class Lora(Section):
     """Names of the linear modules that get an adapter, or all of the decoder layers: experts too, never routers."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` in place of ``alpha / rank``: for high ranks."""
+    dora: bool = False
+    """Train the length of each row of an adapted matrix apart from its direction: of linear modules, not of experts."""
     train_embeddings: bool | None = None
     """Train the whole input embedding and output head too: tokens that the base never saw need it. Default: where
     ``data.chat_template`` is set. Each of their parameters takes 4 bytes and its optimizer state."""

@@ -47,6 +47,8 @@ def tpu_rules(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("model.attention", f"{model.attention} is a kernel of the torch trainer", hint="auto")
     if model is not None and model.lora is not None and model.lora.dropout:
         yield Problem("model.lora.dropout", "is not computed on device tpu", hint="dropout: 0")
+    if model is not None and model.lora is not None and model.lora.dora:
+        yield Problem("model.lora.dora", "is not computed on device tpu", hint="dora: false")
     for axis, size in spec.parallelism.axes.items():
         if axis not in ("dp_shard", "dp_replicate", "tp") and size > 1:
             yield Problem(

@@ -102,6 +102,8 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
         )
     if model.lora is not None and model.lora.targets == []:
         yield Problem("model.lora.targets", "is empty: nothing would train", hint="all-linear")
+    if model.lora is not None and model.lora.dora and spec.parallelism.tp > 1:
+        yield Problem("model.lora.dora", "needs whole rows of weights, which parallelism.tp splits", hint="tp: 1")
     if model.lora is not None and spec.trains_embeddings and {"embed_tokens", "lm_head", "wte"} & {*model.lora.targets}:
         yield Problem(
             "model.lora.targets",

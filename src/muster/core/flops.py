@@ -307,21 +307,23 @@ class ModelShape:
         """The same model with another vocabulary (a tokenizer trained on the run's data)."""
         return replace(self, vocab=vocab)
 
-    def lora_parameters(self, rank: int, targets: Iterable[str] | str = "all-linear", *, active: bool = False) -> int:
+    def lora_parameters(
+        self, rank: int, targets: Iterable[str] | str = "all-linear", *, active: bool = False, dora: bool = False
+    ) -> int:
         """Adapter parameters of rank ``rank`` on ``targets`` (names of ``linears()``; the head and routers get none).
-        ``active``: those that a token is multiplied with."""
+        ``active``: those that a token is multiplied with. ``dora``: with a length for each row."""
         requested = None if targets == "all-linear" else set(targets)
         names = [linear for linear in self.linears() if requested is None or linear.name in requested]
         if self.experts is None:
-            return self.layers * sum(rank * (linear.inputs + linear.outputs) for linear in names)
+            return self.layers * sum(rank * (each.inputs + each.outputs) + dora * each.outputs for each in names)
         attention = {name for name, *_ in self._attention()}
-        each: float = sum(linear.inputs + linear.outputs for linear in names if linear.name in attention)
+        adapted: float = sum(linear.inputs + linear.outputs for linear in names if linear.name in attention)
         mlp = {linear.name for linear in names} - attention
         if mlp - {"down_proj"}:
-            each += self.experts.adapted(lambda width: 2 * (self.hidden + width), self.hidden, active=active)
+            adapted += self.experts.adapted(lambda width: 2 * (self.hidden + width), self.hidden, active=active)
         if "down_proj" in mlp:
-            each += self.experts.adapted(lambda width: self.hidden + width, 0, active=active)
-        return round(self.layers * rank * each)
+            adapted += self.experts.adapted(lambda width: self.hidden + width, 0, active=active)
+        return round(self.layers * rank * adapted)
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int, convention: Convention | str = Convention.CAUSAL) -> float:

@@ -34,6 +34,7 @@ class Workload:
     lora_rank: int = 0
     """0: every parameter is trained."""
     lora_targets: tuple[str, ...] | str = "all-linear"
+    dora: bool = False
     lora_embeddings: bool = False
     """Embedding and head are trained as a whole beside the adapters."""
     optimizer: OptimizerTraits = ADAMW
@@ -86,7 +87,9 @@ class Workload:
 
     @property
     def adapter_parameters(self) -> int:
-        return self.shape.lora_parameters(self.lora_rank, self.lora_targets) if self.lora_rank else 0
+        if not self.lora_rank:
+            return 0
+        return self.shape.lora_parameters(self.lora_rank, self.lora_targets, dora=self.dora)
 
     @property
     def active_adapters(self) -> int:
@@ -179,6 +182,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         master_bytes=DTYPE_BYTES[spec.model.trained_dtype],
         lora_rank=lora.rank if lora else 0,
         lora_targets="all-linear" if lora is None or isinstance(lora.targets, str) else tuple(lora.targets),
+        dora=lora is not None and lora.dora,
         lora_embeddings=spec.trains_embeddings,
         optimizer=training.optimizer.traits,
         loss_chunk_tokens=training.loss_chunk_tokens,

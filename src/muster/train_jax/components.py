@@ -170,14 +170,14 @@ def model_of(spec: RunSpec, host: HostModel, mesh: Mesh) -> Model:
     assert spec.model is not None
     frequencies, factor = rotary_of(host)
     rule = logit_rule(host.config)
-    adapters, architecture, tp = host.lora_config, architecture_of(host.config), mesh.shape[TP]
+    architecture, tp = architecture_of(host.config), mesh.shape[TP]
     check_tp(architecture, tp)
     return Model(
         architecture=architecture,
         inverse_frequencies=frequencies,
         rotary_factor=factor,
         dtype=jnp.dtype(spec.model.dtype),
-        lora_scale=1.0 if adapters is None else adapters.lora_alpha / adapters.r,
+        lora_scale=1.0 if spec.model.lora is None else lora.scale_of(spec.model.lora),
         recompute=spec.training.activation_checkpointing,
         logit_factor=rule.factor,
         logit_cap=rule.cap,

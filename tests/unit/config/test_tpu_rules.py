@@ -43,7 +43,7 @@ def test_a_run_without_any_of_it_is_taken(backend):
         ("training__compile", True),
         ("training__optimizer__name", "adamw_8bit"),
         ("model__attention", "sdpa"),
-        ("model__lora", {"rank": 4, "dropout": 0.1}),
+        ("model__lora", {"rank": 4, "dropout": 0.1, "dora": True}),
         ("resources__ranks_per_host", 2),
         ("parallelism__pp", 2),
         ("training__local_steps", 4),
@@ -53,5 +53,6 @@ def test_a_run_without_any_of_it_is_taken(backend):
 def test_what_it_does_not_do_is_refused(key, value):
     named = {"model__lora": "model.lora.dropout", "backend": "resources.device"}.get(key, key.replace("__", "."))
     assert named in refused(**{key: value})
+    assert ("model.lora.dora" in refused(**{key: value})) == (key == "model__lora")
     elsewhere = ("parallelism__pp", "training__local_steps")
     assert named not in refused(**{key: value}, resources__device="cpu") or key in elsewhere

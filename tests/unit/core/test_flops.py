@@ -70,6 +70,7 @@ def test_lora_needs_two_thirds():
     assert adapters == 41_943_040  # PEFT prints the same for rank 16 on all linear layers
     assert lora_factor(LLAMA["8B"], adapters) == pytest.approx((2 + adapters / 7.5047e9) / 3, rel=1e-4)
     assert LLAMA["8B"].lora_parameters(16, ["q_proj", "v_proj"]) == 6_815_744
+    assert LLAMA["8B"].lora_parameters(16, ["q_proj", "v_proj"], dora=True) == 6_815_744 + 32 * (4096 + 1024)
 
 
 def test_packed_documents_cost_less_attention_than_one_long_one():

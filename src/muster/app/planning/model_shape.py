@@ -15,7 +15,7 @@ from muster.config.validation import heads_problems
 from muster.core.errors import Problem, UsageError
 from muster.core.flops import ModelShape
 from muster.core.typed_json import JsonObject, parse_object
-from muster.data.weights.model_types import untrained
+from muster.data.weights.model_types import not_for_dora, untrained
 
 
 def unfit(spec: RunSpec) -> list[Problem]:
@@ -28,10 +28,13 @@ def unfit(spec: RunSpec) -> list[Problem]:
 def _type_problem(spec: RunSpec) -> Problem | None:
     """What its config says against the model, where that is known here."""
     config = _config_here(spec.model) if spec.model is not None else None
-    reason = untrained(config) if config is not None else None
-    if reason is None:
+    if spec.model is None or config is None:
         return None
-    key = "model.source" if spec.model is not None and spec.model.source else "model.config"
+    if (reason := untrained(config)) is None:
+        lora = spec.model.lora
+        why = not_for_dora(config) if lora is not None and lora.dora else None
+        return None if why is None else Problem("model.lora.dora", why, hint="dora: false")
+    key = "model.source" if spec.model.source else "model.config"
     return Problem(key, reason[0].removeprefix("model: "), hint=reason[1])
 
 

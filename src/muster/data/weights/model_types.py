@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from muster.core.typed_json import JsonObject, at
 
 #: What ``muster.train.model.conversion`` undoes while weights are read.
@@ -13,6 +15,20 @@ _NOT_TRAINED = {
     **dict.fromkeys(("mllama", "emu3"), "has a text model that transformers does not load again by itself"),
     "blt": "reads bytes in patches that a second model finds",
 }
+
+
+#: Keys of configs that count experts.
+_EXPERTS = re.compile(r"(n|num)_(routed_|local_)?experts|moe_num_experts")
+
+
+def not_for_dora(config: JsonObject) -> str | None:
+    """Why ``model.lora.dora`` is not possible with this ``config.json``; None: nothing is against it."""
+    if (method := at(config, "quantization_config", "quant_method")) is not None:
+        return f"is not computed for weights quantised by {method}"
+    text = config.get("text_config")
+    keys = {**config, **(text if isinstance(text, dict) else {})}
+    experts = next((name for name, value in keys.items() if value and _EXPERTS.fullmatch(name)), None)
+    return experts and f"is for dense linear layers, and the model has {experts} = {keys[experts]}"
 
 
 def untrained(config: JsonObject) -> tuple[str, str] | None:

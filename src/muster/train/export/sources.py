@@ -153,7 +153,7 @@ def maker_of(name: str, sources: ExportSources) -> Make:
 
 
 def merged(owner: str, base: Tensor, a: str, b: str, sources: ExportSources) -> Tensor:
-    """``W + scale * B A``, in float32."""
+    """``W + scale * B A``, in float32; with DoRA each row in its trained length."""
     settings = sources.spec.model.lora if sources.spec.model else None
     assert settings is not None
     scale, module = lora.scale_of(settings), sources.model.get_submodule(owner)
@@ -165,7 +165,11 @@ def merged(owner: str, base: Tensor, a: str, b: str, sources: ExportSources) -> 
         if type(module).__name__ != "Conv1D":
             raise UsageError(f"cannot merge into {owner}, a {type(module).__name__}", hint="export it with --adapter")
         delta = delta.T
-    return base.float() + delta * scale
+    result = base.float() + delta * scale
+    if settings.dora:
+        length = read_tensor(sources.reader, f"model.{owner}.lora_magnitude_vector.default.weight")
+        result *= (length.float() / result.norm(dim=1))[:, None]
+    return result
 
 
 def stored(name: str, sources: ExportSources) -> Make:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-MARKS = (".lora_A.", ".lora_B.")
+MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
 #: Types whose mixers read weights past an adapter: peft refuses ``out_proj`` (its tuners_utils.py), and Mamba's forward
 #: pass multiplies by ``dt_proj.weight`` itself.
 MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -46,6 +46,8 @@ def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype, *, 
     from peft import LoraConfig, inject_adapter_in_model
 
     mixture = experts.of(model) or experts.prepare(model)
+    if settings.dora and mixture is not None:
+        raise UsageError("model.lora.dora is for dense linear layers, and the model has experts", hint="dora: false")
     is_all = settings.targets == "all-linear"
     config = LoraConfig(
         r=settings.rank,
@@ -55,6 +57,7 @@ def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype, *, 
         exclude_modules=["out_proj", "dt_proj"] if is_all and model.config.model_type in MAMBA_TYPES else None,
         task_type="CAUSAL_LM",
         use_rslora=settings.rslora,
+        use_dora=settings.dora,
         modules_to_save=[name.rpartition(".")[2] for name in embedding_modules(model)] if embeddings else None,
     )
     injected = replace(config, modules_to_save=None)
@@ -69,6 +72,12 @@ def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype, *, 
         raise UsageError(f"model.lora: {first_line}", hint="targets: all-linear, or names such as q_proj") from error
     if mixture is None and isinstance(injected.target_modules, set):  # what peft made of all-linear
         config.target_modules = sorted(injected.target_modules)  # readers expect a list of names
+    for part in model.modules() if settings.dora else ():
+        base = getattr(part, "base_layer", None)
+        if base is not None and not isinstance(base, nn.Linear):
+            raise UsageError(
+                f"model.lora.dora is for linear layers, and the model has a {type(base).__name__}", hint="dora: false"
+            )
     whole = set(embedding_modules(model).values()) if embeddings else set()
     for name, parameter in model.named_parameters():
         trained = is_adapter_name(name) or name in whole
@@ -124,6 +133,8 @@ def stored_name(name: str, names: Collection[str]) -> str:
     of its adapted tensors, the first innermost."""
     owner, mark, rest = name.partition(".lora_")
     kind, _, leaf = rest.partition(".")
+    if kind == "magnitude_vector":
+        return f"{owner}{mark}{kind}"
     if leaf not in experts.ADAPTED:
         return name.replace(".default.", ".")
     held = [each for each in experts.ADAPTED if f"{owner}{mark}{kind}.{each}" in names]
@@ -160,12 +171,17 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 
 def initialise(model: nn.Module, names: list[str], *, seed: int, device: torch.device) -> None:
-    """A: uniform, as torch initialises linear modules (Kaiming, a=sqrt(5)). B: zero; the model starts as its base."""
+    """A: uniform, as torch initialises linear modules (Kaiming, a=sqrt(5)). B: zero, and lengths of rows (DoRA) as the
+    weights have them; the model starts as its base."""
     parameters = dict(model.named_parameters())
     for name in names:
         parameter = parameters[name]
         if ".lora_B." in name:
             fill(parameter, torch.zeros_like(local(parameter)))
+            continue
+        owner, is_length, _ = name.partition(".lora_magnitude_vector.")
+        if is_length:  # cut over ranks as the weight's rows are
+            fill(parameter, local(parameters[f"{owner}.base_layer.weight"]).detach().float().norm(dim=1))
             continue
         bound = 1.0 / math.sqrt(parameter.shape[1])
         values: Tensor = uniform(name, parameter.shape, local_ranges(parameter), bound, seed=seed, device=device)

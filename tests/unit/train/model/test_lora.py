@@ -7,6 +7,7 @@ import torch
 from fakes.small_model import CPU, LLAMA, build, spec_of, whole
 from torch.distributed.tensor import DTensor
 
+from muster.app.planning.model_shape import unfit
 from muster.core.errors import UsageError
 from muster.core.types import Layout
 from muster.train.data_feed.batch import make_batch
@@ -96,3 +97,37 @@ def test_only_frozen_weights_that_nobody_shares_stay_outside(monkeypatch):
         ({"tp": 2}, set()),
     ]:
         assert sharding.kept_outside(root, SimpleNamespace(layout=Layout(**layout))) == outside
+
+
+def test_dora_starts_as_the_base_and_trains_the_length_of_each_row():
+    plain, adapted = build(spec_of()), build(spec_of(lora={"rank": 4, "dora": True}))
+    losses = [loss_sum(built.module, batch(), chunk_tokens=8, scale=1.0) for built in (plain, adapted)]
+    torch.testing.assert_close(*losses)
+    losses[1].backward()
+    weights = {name: whole(parameter) for name, parameter in plain.named_trainable().items()}
+    lengths = {name: p for name, p in adapted.named_trainable().items() if ".lora_magnitude_vector." in name}
+    assert len(lengths) == 2 * 7
+    for name, length in lengths.items():
+        weight = weights[name.partition(".lora_")[0] + ".weight"]
+        torch.testing.assert_close(whole(length), weight.norm(dim=1))
+        assert length.dtype == torch.float32 and whole(length.grad).abs().max() > 0
+    shape = adapted.shape
+    assert adapted.num_trainable == shape.lora_parameters(4, dora=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
+            "dense linear layers, and the model has num_local",
+        ),
+        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}, "linear layers, and the model has a Conv1D"),
+    ],
+)
+def test_dora_is_refused_for_what_it_does_not_compute(config, words):
+    with pytest.raises(UsageError, match=words):
+        build(spec_of(config, lora={"dora": True}))
+    problems = [(problem.key, problem.message) for problem in unfit(spec_of(config, lora={"dora": True}))]
+    assert [key for key, _ in problems] == (["model.lora.dora"] if "mixtral" in config["model_type"] else [])
+    assert not unfit(spec_of(config, lora={}))

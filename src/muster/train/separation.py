@@ -37,7 +37,7 @@ def separate(spec: RunSpec, prepared: Prepared, built: BuiltModel) -> Separated:
     packed, rotary = spec.data.packing, rotary_border(built.config.get_text_config(), spec.training.sequence_length)
     stores = [store for store in (prepared.train, prepared.heldout) if store is not None]
     longest = max(store.longest_document for store in stores) if rotary is not None else 0
-    alone = None if rotary is None or longest <= rotary.length else _alone(rotary, longest)
+    alone = built.proof.alone if rotary is None or longest <= rotary.length else _alone(rotary, longest)
     if alone is not None and built.module.context is not None:
         raise UsageError(f"parallelism.cp is not possible: {alone}", hint="parallelism.cp: 1")
     reason = alone or (built.proof.unpacked if packed else None)

@@ -44,7 +44,7 @@ def test_a_model_that_keeps_documents_apart_gets_what_was_prepared(made):
 
 
 def test_another_gets_a_document_a_row_and_is_told_of_the_fill(made):
-    spec, prepared, built = made({"model_type": "falcon", **{k: v for k, v in LLAMA.items() if k != "model_type"}})
+    spec, prepared, built = made({**LLAMA, "model_type": "falcon", "alibi": True})
     separated = separate(spec, prepared, built)
     train, heldout = separated.prepared.train, separated.prepared.heldout
     assert len(train) == prepared.train.counts["documents"] > len(prepared.train)

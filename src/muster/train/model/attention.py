@@ -53,6 +53,8 @@ MODULES = {
     "flash_attention_2": "flash_attn",
     "varlen": "torch.nn.attention.varlen",
 }
+#: Packages with kernels that keep documents of a row apart in state-space layers, delta rules and convolutions.
+SEGMENT_KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 #: Head dimensions up to which flash attention kernels work.
 FLASH_HEAD_DIM = 256
 FA4_HEAD_DIM = 128
@@ -66,6 +68,8 @@ class Attention:
     reason: str
     flash: str | None = None
     """What torch's own switch puts in the place of its flash attention, under ``varlen`` (``FA3``, ``FA4``)."""
+    way: str = "positions"
+    """How the model learns where documents end (``ways``)."""
 
     @property
     def implementation(self) -> str:
@@ -176,29 +180,68 @@ def objection(kernel: str, needs: Needs, device: torch.device, dtype: torch.dtyp
     return next((reason for applies, reason in conditions if applies), None)
 
 
-def attention_arguments(batch: Batch, attention: Attention, config: PreTrainedConfig) -> dict[str, Any]:
-    """Keyword arguments that carry the documents' bounds through the model of ``config`` to its kernel."""
-    if attention.kernel == "flex":
-        masks = block_masks(batch, config)
-        return {} if masks is None else {"attention_mask": masks}
+def ways(attention: Attention, device: torch.device) -> list[str]:
+    """How a model may learn where documents end, in the order in which the self-test tries them.
+
+    ``positions``: from these, and the bounds that our kernels take. ``masks``: models that make their own masks without
+    looking at positions take them as attention masks. ``segments``: state-space layers and convolutions mix documents
+    in silence unless their kernels get each token's document, by names that differ between families.
+    """
+    result = ["positions"]
     if attention.kernel in ("sdpa", "eager"):
-        return {}
-    return {
+        result.append("masks")
+    if device.type == "cuda" and any(map(installed, SEGMENT_KERNELS)):
+        result.append("segments")
+    return result
+
+
+def attention_arguments(
+    batch: Batch, attention: Attention, config: PreTrainedConfig, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Keyword arguments that carry the documents' bounds through the model of ``config`` to its kernels."""
+    bounds = {
         "cu_seq_lens_q": batch.cu_seqlens,
         "cu_seq_lens_k": batch.cu_seqlens,
         "max_length_q": batch.max_seqlen,
         "max_length_k": batch.max_seqlen,
     }
+    if attention.way == "segments":  # Kimi's delta rule knows the bounds by another name
+        return {**bounds, "seq_idx": _documents(batch).to(torch.int32).view(1, -1), "cu_seqlens": batch.cu_seqlens}
+    if attention.way == "masks":
+        return {"attention_mask": dense_masks(batch, config, dtype)}
+    if attention.kernel == "flex":
+        masks = block_masks(batch, config)
+        return {} if masks is None else {"attention_mask": masks}
+    return {} if attention.kernel in ("sdpa", "eager") else bounds
 
 
-# ---------------------------------------------------------------- flex attention's masks
+# ---------------------------------------------------------------- masks of documents
 
 #: Kinds of layers, as transformers calls them, whose masks are known here.
 KINDS = ("full_attention", "sliding_attention")
 
 
+def dense_masks(batch: Batch, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """What is added to attention scores: [B, 1, S, S], or one for each kind of layer that the model has."""
+    document_BS = _documents(batch)
+    at = torch.arange(document_BS.shape[1], device=document_BS.device)
+    distance = at[:, None] - at
+    same = (distance >= 0) & (document_BS[:, :, None] == document_BS[:, None])
+
+    def mask(window: int | None) -> Tensor:
+        seen = same if window is None else same & (distance < window)
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)[
+            :, None
+        ]
+
+    window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    if kinds and kinds <= set(KINDS):
+        return {kind: mask(window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
+    return mask(None if kinds else window)
+
+
 def block_masks(batch: Batch, config: PreTrainedConfig) -> BlockMask | dict[str, BlockMask] | None:
-    """One mask, or one for each kind of layer that the model has; None: transformers makes them. Made once a batch.
+    """Flex attention's: one mask, or one for each kind of layer; None: transformers makes them. Made once a batch.
 
     transformers makes its own from new functions in each forward pass, which torch takes for new code: after eight
     compilations (three batches of Gemma 2) attention runs uncompiled. The host waits for nothing. While a mask is made
@@ -213,19 +256,25 @@ def block_masks(batch: Batch, config: PreTrainedConfig) -> BlockMask | dict[str,
     return {kind: _mask(batch, window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
 
 
+def _documents(batch: Batch) -> Tensor:
+    """[B, S]: the number of each token's document in the batch."""
+    sequences, length = batch.input_ids.shape
+    at = torch.arange(sequences * length, dtype=batch.cu_seqlens.dtype, device=batch.cu_seqlens.device)
+    return torch.searchsorted(batch.cu_seqlens[1:].contiguous(), at, right=True).view(sequences, length)
+
+
 def _mask(batch: Batch, window: int | None) -> BlockMask:
     """``window``: positions that each one sees, itself included."""
     from torch.nn.attention.flex_attention import create_block_mask  # slow to import
 
     sequences, length = batch.input_ids.shape
-    at = torch.arange(sequences * length, dtype=batch.cu_seqlens.dtype, device=batch.cu_seqlens.device)
-    document_BS = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), at, right=True).view(sequences, length)
+    document_BS = _documents(batch)
 
     def seen(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = (query >= key) & (document_BS[sequence, query] == document_BS[sequence, key])
         return same if window is None else same & (query - key < window)
 
-    return create_block_mask(seen, sequences, None, length, length, device=str(at.device))
+    return create_block_mask(seen, sequences, None, length, length, device=str(document_BS.device))
 
 
 # ---------------------------------------------------------------- our kernels, as transformers calls them

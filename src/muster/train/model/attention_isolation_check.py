@@ -1,19 +1,26 @@
-"""The self-test at start: a document's logits do not depend on its neighbours, with the kernel that will run.
+"""The self-test at start: documents that share a row are computed as each alone by the model's own attention.
 
-Three short documents share a sequence. New tokens in the outer two must leave the logits of the middle one as
-they are; new tokens in the middle one must change the logits at its other tokens: otherwise the test could not fail.
-A model that fails is trained one document a row: what is behind a document cannot reach a causal model's logits, which
-the same test shows for a document at the row's start.
+Documents of three lengths share a row, with the kernel that will run. Their logits in training, and the gradients, are
+compared with those of each document alone through transformers' ``eager`` attention: positions that count from the
+row's start, another scale or window, or a mask that the kernel drops would all differ. Rounding hides small
+differences, so it is also measured whether new tokens in the outer documents change logits of the middle one (by
+nothing at all), and whether its own do: otherwise the test could not fail.
+
+What fails is tried with the next of ``attention.ways`` to tell the model where documents end, and trained one document
+a row if none is right: what is behind a document cannot reach a causal model's logits, which the same test shows for a
+document at the row's start.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import re
 import secrets
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,19 +30,28 @@ from torch import Tensor
 
 from muster.core.errors import RunFailed, UsageError
 from muster.train.data_feed.batch import Batch, make_batch
+from muster.train.distributed.reduce import local
+from muster.train.model.attention import Attention, ways
 from muster.train.model.model_with_loss import ModelWithLoss, forward_pass
-from muster.train.model.sharding import evaluating
+from muster.train.model.sharding import evaluating, forget_gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-LENGTHS = (5, 9, 6)
-#: Of rows with one document: nothing is before it.
-ALONE = (0, 9, 11)
+#: Lengths of the outer documents. A token alone predicts nothing, and is what a row's padding may be.
+BEFORE, BEHIND = 7, 1
+#: Of the middle one, unless something limits documents or rows, or a sliding window is longer, up to the last.
+SHORTEST, MIDDLE, LONGEST = 9, 40, 1024
 #: Largest leak, as a share of the control's change. Kernels that separate documents leak exactly 0.
 LEAK_SHARE = 1e-3
 #: Largest difference between the chunked head and the model's own, as a share of the largest logit.
 HEAD_SHARE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+
+#: Largest differences from the model's own attention: of logits, as a share of the largest, and of gradients, as a
+#: share of their norm. In float32 on CPU, and where products are rounded to bfloat16 or TF32.
+EXACT, ROUNDED = (1e-4, 1e-3), (0.1, 0.2)
+#: Names of attributes of modules that draw at random in training.
+_DRAWS = re.compile(r"\w*(?:drop|jitter)\w*|p")
 
 #: Tokens of the document that the control changes, and those where it looks: next to each other, because a chunk of
 #: attention (Llama 4) may end between any two.
@@ -84,6 +100,10 @@ class Proof:
     """The chunked head gives the model's own logits; otherwise the model's own is used, on all tokens at once."""
     unpacked: str | None = None
     """Why documents must not share a row; None: they may."""
+    alone: str | None = None
+    """Why each must be in a micro-batch of its own, without padding (an untrained Doge chooses among equal keys)."""
+    way: str = "positions"
+    """How the model learns where documents end (``attention.ways``)."""
 
     def __str__(self) -> str:
         head = "" if self.own_head else "; the model's own head is used, so logits of a whole micro-batch are held"
@@ -91,58 +111,113 @@ class Proof:
         return f"documents separated: {changes}{head}"
 
 
-@torch.no_grad()
-def prove_isolation(module: ModelWithLoss, device: torch.device, *, static_shapes: bool = False) -> Proof:
-    """Run the self-test; collective, a few forward passes of 20 tokens.
+@dataclass(frozen=True)
+class _Measured:
+    """Of one way, the largest over all ranks."""
 
-    If the chunked head does not give the model's own logits, ``module`` is switched to the model's head.
-    Compiled layers run eagerly here, because these shapes occur nowhere else; the kernel is the same.
+    leak: float
+    control: float
+    head: float
+    logits: float
+    """From the model's own attention."""
+    gradients: float
+
+    def wrong(self, module: ModelWithLoss, device: torch.device) -> str | None:
+        """What a document's logits depend on that they should not; None: nothing."""
+        if not self.leak <= LEAK_SHARE * self.control:
+            return f"new neighbours change a document's logits by {self.leak:.3g}, its own tokens by {self.control:.3g}"
+        exact = device.type == "cpu" and module.compute_dtype is torch.float32
+        largest = EXACT if exact else ROUNDED
+        for what, found, limit in zip(("logits", "gradients"), (self.logits, self.gradients), largest, strict=True):
+            if not found <= limit:
+                return f"{what} differ by {found:.2g} from those of each document alone by the model's own attention"
+        return None
+
+
+def prove_isolation(
+    module: ModelWithLoss, device: torch.device, *, sequence_length: int, gradients: bool = True
+) -> Proof:
+    """Run the self-test; collective, some passes over three short documents.
+
+    If the chunked head does not give the model's own logits, ``module`` is switched to the model's head. It stays with
+    the way that was found right. Compiled layers run eagerly here, because these shapes occur nowhere else; the kernel
+    is the same. ``gradients``: compare them, too (float8 products want tokens in blocks).
 
     Raises:
         UsageError: the model is not causal.
-        RunFailed: the test is inconclusive.
+        RunFailed: the test is inconclusive, or the kernel computes something else than the model's own attention.
     """
-    unpacked = module.unpacked
-    leak, control, head_difference = _changes(module, device, LENGTHS if unpacked is None else ALONE, static_shapes)
-    if unpacked is None and not leak <= LEAK_SHARE * control:
-        family, kernel = module.model.config.get_text_config().model_type, module.attention.kernel
-        unpacked = (
-            f"{family} does not keep documents in a row apart with attention {kernel}: new neighbours change "
-            f"a document's logits by {leak:.3g}, its own tokens by {control:.3g}"
+    family, kernel = module.model.config.get_text_config().model_type, module.attention.kernel
+    middle = _middle(module, sequence_length)
+    reasons = []
+    if module.unpacked is None:
+        for way in ways(module.attention, device):
+            module.attention = replace(module.attention, way=way)
+            try:
+                measured = _measured(module, device, (BEFORE, middle, BEHIND), gradients)
+            except Exception:
+                if way == "positions":
+                    raise
+                continue  # packages are missing, or the model takes no such arguments
+            if not measured.control > 0 or measured.wrong(module, device) is None:
+                return _proof(module, measured, None)
+            reasons.append(str(measured.wrong(module, device)))
+        module.attention = replace(module.attention, way="positions")
+    measured = _measured(module, device, (0, middle, BEFORE), gradients)
+    if not measured.leak <= LEAK_SHARE * measured.control:
+        raise UsageError(
+            f"model: {type(module.model).__name__} is not causal: tokens behind a document change its logits "
+            f"by {measured.leak:.3g}, its own by {measured.control:.3g}",
+            hint="choose a causal language model",
         )
-        leak, control, head_difference = _changes(module, device, ALONE, static_shapes)
-    if not control > 0:
+    wrong, alone = measured.wrong(module, device) if measured.control > 0 else None, None
+    if wrong is not None:
+        with _own_attention(module):
+            itself = _measured(module, device, (0, middle, BEFORE), gradients).wrong(module, device)
+        if itself is None:
+            raise RunFailed(f"attention {kernel} is not right for {family}: {wrong}", hint="set model.attention: eager")
+        alone = f"padding behind a document changes what {family} computes: {itself}"
+    apart = f"{family} does not keep documents in a row apart with attention {kernel}: "
+    return _proof(module, measured, module.unpacked or apart + reasons[0], alone)
+
+
+def _proof(module: ModelWithLoss, measured: _Measured, unpacked: str | None, alone: str | None = None) -> Proof:
+    if not measured.control > 0:
         raise RunFailed(
             "the self-test of packed attention is inconclusive: a document's own tokens do not change its logits",
             hint="check that the model's weights are finite and not all zero",
         )
-    if not leak <= LEAK_SHARE * control:
-        raise UsageError(
-            f"model: {type(module.model).__name__} is not causal: tokens behind a document change its logits "
-            f"by {leak:.3g}, its own by {control:.3g}",
-            hint="choose a causal language model",
-        )
-    if module.own_head and not head_difference <= HEAD_SHARE[module.compute_dtype]:
+    if module.own_head and not measured.head <= HEAD_SHARE[module.compute_dtype]:
         module.own_head = False
-    return Proof(leak, control, module.own_head, unpacked)
+    return Proof(measured.leak, measured.control, module.own_head, unpacked, alone, module.attention.way)
 
 
-def _changes(
-    module: ModelWithLoss, device: torch.device, lengths: tuple[int, int, int], static_shapes: bool
-) -> tuple[float, float, float]:
-    """Leak, control, and the head's error, the largest over all ranks."""
-    batches = probes(module, device, static_shapes, lengths)
-    with evaluating(module), torch.compiler.set_stance("force_eager"):
+def _middle(module: ModelWithLoss, sequence_length: int) -> int:
+    """Length of the middle document: longer than the model's window where rows may be."""
+    window = module.needs.window if module.needs is not None else None
+    middle = MIDDLE if window is None or window >= LONGEST else max(MIDDLE, window + SHORTEST)
+    rotary = rotary_border(module.model.config.get_text_config(), sequence_length)  # such have rows of their own
+    return max(SHORTEST, min(middle, sequence_length - BEFORE - BEHIND, rotary.length if rotary else middle))
+
+
+def _measured(module: ModelWithLoss, device: torch.device, lengths: tuple[int, int, int], gradients: bool) -> _Measured:
+    batches = probes(module, device, lengths)
+    with evaluating(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         logits = [forward_pass(module, batch, want="logits") for batch in batches]
         reference = forward_pass(module, batches[0], want="model_logits") if module.own_head else logits[0]
     changes = measured_changes([output for output in logits if output is not None], reference, device, lengths)
+    difference = _from_own(module, batches[0], lengths, gradients and module.stage is None)
+    changes = torch.cat([changes, difference[:1]])
     if dist.is_initialized():
         dist.all_reduce(changes, op=dist.ReduceOp.MAX)
-    return float(changes[0]), -float(changes[1]), float(changes[2])
+        dist.all_reduce(difference[1:])  # of parts of the gradients
+    squares = difference[1:].tolist()
+    leak, control, head, apart = changes.tolist()
+    return _Measured(leak, -control, head, apart, (squares[0] / squares[1]) ** 0.5 if squares[1] else squares[0])
 
 
 def measured_changes(
-    logits: Sequence[Tensor], reference: Tensor | None, device: torch.device, lengths: tuple[int, int, int] = LENGTHS
+    logits: Sequence[Tensor], reference: Tensor | None, device: torch.device, lengths: tuple[int, int, int]
 ) -> Tensor:
     """Leak, minus the control, and the head's error; from a stage that has no logits what leaves other ranks' maxima as
     they are."""
@@ -152,6 +227,86 @@ def measured_changes(
     base, neighbours, own = (output[0, start:end] for output in logits)
     head_error = (reference - logits[0]).abs().max() / reference.abs().max().clamp(min=1e-30)
     return torch.stack([_largest(neighbours - base), -_largest((own - base)[_KEPT]), head_error.double()])
+
+
+def _from_own(module: ModelWithLoss, packed: Batch, lengths: tuple[int, int, int], gradients: bool) -> Tensor:
+    """How far ``packed`` is from its documents alone by the model's own attention, both in training: of logits, as a
+    share of the largest; and, squared and summed over this rank's part, the gradients' difference and the gradients.
+
+    Of documents behind an empty one, which see it where a row has one document, only the one in the middle counts.
+    """
+    bounds = [0, lengths[0], lengths[0] + lengths[1], sum(lengths)]
+    spans = [(bounds[1], bounds[2])] if not lengths[0] else list(itertools.pairwise(bounds))
+    alone = [
+        make_batch(
+            packed.input_ids[:, a:b].cpu(), packed.labels[:, a:b].cpu(), torch.arange(b - a)[None], [b - a],
+            packed.input_ids.device,
+        )
+        for a, b in spans
+    ]  # fmt: skip
+    with _without_draws(module), torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(gradients):
+        ours, our_gradients = _trained(module, [packed], [spans])
+        with _own_attention(module):
+            own, own_gradients = _trained(module, alone, [[(0, b - a)] for a, b in spans])
+    result = torch.zeros(3, dtype=torch.float64, device=packed.input_ids.device)
+    if own:
+        largest = max(float(part.abs().max()) for part in own)
+        result[0] = max(float((x - y).abs().max()) for x, y in zip(ours, own, strict=True)) / max(largest, 1e-30)
+    for name, gradient in own_gradients.items():
+        result[1] += (our_gradients.get(name, torch.zeros_like(gradient)) - gradient).double().square().sum()
+        result[2] += gradient.double().square().sum()
+    return result
+
+
+def _trained(
+    module: ModelWithLoss, batches: Sequence[Batch], spans: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Logits of these spans of ``batches``, and this rank's part of the gradients of their squares."""
+    parts: list[Tensor] = []
+    for batch, inside in zip(batches, spans, strict=True):
+        logits = forward_pass(module, batch, want="logits")
+        if logits is None:
+            continue
+        chosen = [logits[0, a:b] for a, b in inside]
+        if torch.is_grad_enabled():
+            torch.autograd.backward([part.square().sum() for part in chosen])
+        parts += [part.detach() for part in chosen]
+    named = {name: local(p.grad).detach() for name, p in module.named_parameters() if p.grad is not None}
+    forget_gradients(module)
+    return parts, named
+
+
+@contextmanager
+def _own_attention(module: ModelWithLoss) -> Iterator[None]:
+    chosen = module.attention
+    if chosen.kernel == "eager" or not (module.needs is None or module.needs.own_kernels):  # it has no other
+        yield
+        return
+    module.attention = Attention("eager", "the model's own")
+    module.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        module.attention = chosen
+        module.model.set_attn_implementation(chosen.implementation)
+
+
+@contextmanager
+def _without_draws(module: ModelWithLoss) -> Iterator[None]:
+    """Training mode without dropout and routers' noise."""
+    was_training = module.training
+    held = [
+        (part, name, value) for part in module.train().modules() for name, value in vars(part).items()
+        if isinstance(value, float) and _DRAWS.fullmatch(name)
+    ]  # fmt: skip
+    for part, name, _ in held:
+        setattr(part, name, 0.0)
+    try:
+        yield
+    finally:
+        for part, name, value in held:
+            setattr(part, name, value)
+        module.train(was_training)
 
 
 def proven_before(module: ModelWithLoss, device: torch.device, file: Path) -> Proof | None:
@@ -169,7 +324,7 @@ def proven_before(module: ModelWithLoss, device: torch.device, file: Path) -> Pr
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
     if proof is None or not everywhere.item():
         return None
-    module.own_head = proof.own_head
+    module.own_head, module.attention = proof.own_head, replace(module.attention, way=proof.way)
     return proof
 
 
@@ -190,9 +345,7 @@ def subject(module: ModelWithLoss, device: torch.device) -> str:
     return " ".join(str(part) for part in parts)
 
 
-def probes(
-    module: ModelWithLoss, device: torch.device, static_shapes: bool, lengths: tuple[int, int, int] = LENGTHS
-) -> list[Batch]:
+def probes(module: ModelWithLoss, device: torch.device, lengths: tuple[int, int, int]) -> list[Batch]:
     """The same sequence three times: unchanged, with other neighbours, with another middle document."""
     vocabulary = module.model.config.get_text_config().vocab_size
     tokens = torch.arange(3, 3 + sum(lengths)) * 7 % vocabulary
@@ -205,7 +358,7 @@ def probes(
     positions = torch.cat([torch.arange(length) for length in lengths])
     documents = [length for length in lengths if length]
     return [
-        make_batch(row[None], row.roll(-1)[None], positions[None], documents, device, static_shapes=static_shapes)
+        make_batch(row[None], row.roll(-1)[None], positions[None], documents, device, static_shapes=module.compiled)
         for row in (tokens, others, own)
     ]
 

@@ -108,7 +108,7 @@ def build_model(
     folder = pretrained.open_source(spec.model)
     config = read_config(spec, folder.path if folder else None, vocab_size)
     module, lora_config, counted = laid_out(spec, config, mesh, device, whole_below)
-    model, attention, stage = module.model, module.attention, module.stage
+    model, stage = module.model, module.stage
     module.to_empty(device=device)
     if stage is None or (stage.tied is not None and stage.has_head):
         model.tie_weights()
@@ -129,7 +129,7 @@ def build_model(
     return BuiltModel(
         module=module,
         config=config,
-        attention=replace(attention, reason=f"{attention.reason}; {separation(isolation)}"),
+        attention=replace(module.attention, reason=f"{module.attention.reason}; {separation(isolation)}"),
         proof=isolation,
         num_parameters=counted.parameters,
         num_trainable=counted.trainable,
@@ -245,12 +245,15 @@ def all_in_state(model: PreTrainedModel) -> bool:
 
 def separation(proof: Proof) -> str:
     """How documents are kept apart."""
-    return "tested to separate documents" if proof.unpacked is None else "one document a row"
+    if proof.unpacked is not None:
+        return "one document a row"
+    return "tested to separate documents" + ("" if proof.way == "positions" else f" by {proof.way}")
 
 
 def prove(module: ModelWithLoss, device: torch.device, spec: RunSpec, file: Path | None) -> Proof:
     """Run the self-test; rank 0 writes the result to ``file``."""
-    proof = prove_isolation(module, device, static_shapes=module.compiled)
+    length, gradients = spec.training.sequence_length, spec.training.precision == "bf16"
+    proof = prove_isolation(module, device, sequence_length=length, gradients=gradients)
     if file is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         keep_proof(module, device, proof, file)
     return proof

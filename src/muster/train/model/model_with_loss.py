@@ -134,7 +134,7 @@ class ModelWithLoss(nn.Module):
             output, extra = self._run(self.model, given, hidden, scale, trains=trains)
             logits: Tensor = output.logits
             if want != "loss":
-                return logits.float()
+                return logits.float().view(*given.input_ids.shape, -1)
             return _loss_of(logits, given, scale) + extra
         head = self.model.get_output_embeddings()
         output, extra = self._run(self.model.base_model, given, hidden, scale, trains=trains)
@@ -183,15 +183,19 @@ class ModelWithLoss(nn.Module):
                 "use_cache": True,
             }
         # No attention mask but flex attention's own: one of ones would disable the separation of documents silently.
+        tokens, positions = batch.input_ids, batch.position_ids
+        if self.attention.way == "segments":  # kernels take cumulative lengths of one row
+            tokens, positions = tokens.view(1, -1), positions.view(1, -1)
         return {
-            **_input(batch.input_ids, hidden),
-            "position_ids": batch.position_ids,
+            **_input(tokens, hidden),
+            "position_ids": positions,
             "use_cache": False,
             **(self._bounds(batch) if self.context is None else self._shared(batch)),
         }
 
     def _bounds(self, batch: Batch) -> dict[str, Any]:
-        return attention_arguments(batch, self.attention, self.model.config.get_text_config())
+        config = self.model.config.get_text_config()
+        return attention_arguments(batch, self.attention, config, self.compute_dtype)
 
     def _shared(self, batch: Batch) -> dict[str, Tensor | Context | None]:
         return {"cu_seq_lens_q": batch.cu_seqlens, "context": self.context}

@@ -145,7 +145,15 @@ def test_one_value_changes_the_number_of_nodes(helm, tmp_path):
 def test_one_value_makes_it_lora(helm, tmp_path):
     found = installed(helm, written(tmp_path / "chart", B200), {"tuning": "lora"})
     resolved = json.loads(found["ConfigMap", f"{RUN_ID}-run"]["data"]["resolved.json"])
-    wanted = {"alpha": 32, "dora": False, "dropout": 0, "rank": 16, "rslora": False, "targets": "all-linear", "train_embeddings": None}
+    wanted = {
+        "alpha": 32,
+        "dora": False,
+        "dropout": 0,
+        "rank": 16,
+        "rslora": False,
+        "targets": "all-linear",
+        "train_embeddings": None,
+    }
     assert resolved["model"]["lora"] == wanted
 
 

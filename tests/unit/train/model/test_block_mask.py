@@ -8,7 +8,7 @@ import torch.nn.attention.flex_attention
 from fakes.small_model import LLAMA, build, spec_of
 from test_micro_batch import batch
 
-from muster.train.model import attention
+from muster.train.model import attention, causal_lm
 from muster.train.model.loss import loss_sum
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -21,7 +21,10 @@ DOCUMENTS = ([20, 12], [32], [1] * 32, [2, 3, 4, 5, 18])
 def on_cpu(monkeypatch):
     """Flex attention without a GPU, and every mask that is made."""
     made = []
-    real = attention._mask
+    real, proof = attention._mask, causal_lm.prove_isolation
+    monkeypatch.setattr(
+        causal_lm, "prove_isolation", lambda *given, **how: proof(*given, **{**how, "gradients": False})
+    )
     monkeypatch.setitem(attention.CONDITIONS, "flex", "flex")
     monkeypatch.setattr(attention, "_mask", lambda *given: made.append(1) or real(*given))
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)

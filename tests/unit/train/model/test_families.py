@@ -28,7 +28,7 @@ FAMILIES = {
     "qwen3_next": ({**LINEAR, **MIXTURE, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}, False),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, False),
     "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}, False),
-    "gpt_oss": ({**MIXTURE, "head_dim": 8, "sliding_window": 4}, False),
+    "gpt_oss": ({**MIXTURE, "head_dim": 8, "sliding_window": 4}, True),
     "falcon": ({"alibi": True}, False),
     "llama4_text": ({**MIXTURE, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 8}, False),
     "apertus": ({}, True),

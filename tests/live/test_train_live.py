@@ -62,7 +62,7 @@ def test_a_trace_and_the_phases_of_a_life(tmp_path: Path) -> None:
         assert any("backward" in str(event.get("name", "")).lower() for event in trace["traceEvents"])
     assert {event.step for event in done.of("checkpoint.committed")} == {2, 4}
     for event in done.of("step"):
-        assert event.detail["data_wait_ns"] >= 0 and event.detail["mfu"] > 0
+        assert event.detail["data_wait_ns"] >= 0 and event.detail["tflops_per_rank"] > 0
 
 
 def torchrun(run_dir: Path) -> subprocess.Popen[Any]:

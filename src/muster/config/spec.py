@@ -333,7 +333,7 @@ class Output(Section):
     json_logs: bool = False
     """On GKE: each line of a pod's output as JSON, with its severity, run and process as Cloud Logging reads them."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Peak per GPU that MFU divides by; default: the catalogue's, or on CPU a measured matmul."""
+    """Peak per GPU that MFU divides by; default: the data sheet's; on a CPU there is no MFU without it."""
 
 
 class Metrics(Section):

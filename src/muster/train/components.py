@@ -164,9 +164,7 @@ def assemble(
     saves = open_saves(spec, context, state, world, extra=extra, agent=agent)
     phases.enter("restore")
     restore(spec, context, state, saves, world, agent)
-    flops, source = components.peak or peak_flops(
-        spec, device=device, run_dir=run_dir, probe=context.restore is None, keep=world.rank == 0
-    )
+    flops, source = components.peak or peak_flops(spec, device)
     announce(agent, world, prepared, components.built, flops, source, components.reports)
     peak = Peak(flops=flops, ranks=context.world_size)
     evaluator = Evaluator(

@@ -252,7 +252,7 @@ def on_tpu(mesh: Mesh) -> bool:
 
 
 def peak_of(mesh: Mesh) -> tuple[float | None, str] | None:
-    """Peak FLOP/s of a host's chips and the figure's source; None on CPUs, where it is measured."""
+    """Peak FLOP/s of a host's chips and the figure's source; None on CPUs."""
     if not on_tpu(mesh):
         return None
     kind, chips = mesh.devices.flat[0].device_kind, mesh.local_mesh.size

@@ -7,12 +7,12 @@ from muster.config.spec import RunSpec
 from muster.train.measurement.profiling import peak_flops
 
 
-def peak(tmp_path, **output):
+def peak(device="cuda", **output):
     spec = RunSpec.model_validate({
         "name": "x", "backend": "slurm", "output": output, "training": {"steps": 1},
         "model": {"config": {"model_type": "llama"}}, "data": {"sources": [{"type": "random"}]},
     })  # fmt: skip
-    return peak_flops(spec, device=torch.device("cuda"), run_dir=tmp_path, probe=True, keep=True)
+    return peak_flops(spec, torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,17 @@ def peak(tmp_path, **output):
         ("NVIDIA GB300", None, "set output.peak_tflops"),
     ],
 )
-def test_by_the_devices_name(tmp_path, monkeypatch, name, flops, words):
+def test_by_the_devices_name(monkeypatch, name, flops, words):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    found, source = peak(tmp_path)
+    found, source = peak()
     assert found == flops and words in source
-    assert not list(tmp_path.iterdir()), "nothing was measured"
 
 
-def test_the_run_file_wins(tmp_path, monkeypatch):
+def test_the_run_file_wins(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 PCIe")
-    assert peak(tmp_path, peak_tflops=700.0) == (700e12, "output.peak_tflops of the run file")
+    assert peak(peak_tflops=700.0) == (700e12, "output.peak_tflops of the run file")
+
+
+def test_a_cpu_has_none_but_that_of_the_run_file():
+    assert peak("cpu") == (None, "no peak is known for a CPU: set output.peak_tflops")
+    assert peak("cpu", peak_tflops=0.1)[0] == 1e11

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from muster.config.spec import Profile, RunSpec
 from muster.protocol.ranks import AgentClient
 from muster.protocol.values import TraceSteps
 from muster.train.measurement.live_trace import LiveTrace, Recorder, torch_profiler
-
-PROBE_S = 0.3
-PROBE_SIZE = 768
 
 
 class Profiler:
@@ -99,41 +95,16 @@ def memory_room_bytes(device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def peak_flops(
-    spec: RunSpec, *, device: torch.device, run_dir: Path, probe: bool, keep: bool
-) -> tuple[float | None, str]:
+def peak_flops(spec: RunSpec, device: torch.device) -> tuple[float | None, str]:
     """Peak FLOP/s of one rank, for MFU, and the source of the figure. None: unknown, so no MFU.
 
-    On a GPU it is the data sheet's dense bf16 rate, whatever the run computes in, so that MFU compares between runs. On
-    CPU a matmul of the compute type is timed once per run, on all ranks at once; the result is in the run's folder
-    (written by the rank with ``keep``), so that a restarted rank (``probe`` false) need not measure.
+    On a GPU it is the data sheet's dense bf16 rate, whatever the run computes in, so that MFU compares between runs. A
+    CPU has none: a timed matmul gave 22, 64 and 131 GFLOP/s on one shared machine within an hour.
     """
     if spec.output.peak_tflops is not None:
         return spec.output.peak_tflops * 1e12, "output.peak_tflops of the run file"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = devices.bf16_peak(name)
-        return known, f"data sheet of {name}" if known else f"no peak is known for {name}: set output.peak_tflops"
-    path = run_dir / "peak.json"
-    try:
-        return float(json.loads(path.read_text())["peak_flops"]), "matmul measured at this run's start"
-    except (OSError, ValueError, KeyError):
-        if not probe:
-            return None, "not measured after a restart"
-    assert spec.model is not None
-    peak = measured_matmul(getattr(torch, spec.model.dtype), device)
-    if keep:
-        path.write_text(json.dumps({"peak_flops": peak}))
-    return peak, "matmul measured at this run's start"
-
-
-def measured_matmul(dtype: torch.dtype, device: torch.device, *, seconds: float = PROBE_S) -> float:
-    """Best FLOP/s of a square matmul within ``seconds``, with this rank's threads."""
-    left = torch.randn(PROBE_SIZE, PROBE_SIZE).to(device, dtype)
-    best = 0.0
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        torch.mm(left, left)
-        best = max(best, 2.0 * PROBE_SIZE**3 / (time.perf_counter() - start))
-    return best
+    if device.type != "cuda":
+        return None, "no peak is known for a CPU: set output.peak_tflops"
+    name = torch.cuda.get_device_name(device)
+    known = devices.bf16_peak(name)
+    return known, f"data sheet of {name}" if known else f"no peak is known for {name}: set output.peak_tflops"

@@ -79,22 +79,16 @@ def ended(request: JobRequest, *, submission: str | None, wall_ns: int) -> None:
     (events / "supervisor.1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize(
-    ("submission", "wall_ns", "state"),
-    [
-        ("1", 1, JobState.SUCCEEDED),  # the clock was set back during the run
-        ("1", 2**62, JobState.SUCCEEDED),
-        (None, 2**62, JobState.SUCCEEDED),  # of an older version, which knew its time alone
-    ],
-)
+# The clock was set back during the run; it was right; an older version, which knew its time alone.
+@pytest.mark.parametrize(("submission", "wall_ns"), [("1", 1), ("1", 2**62), (None, 2**62)])
 def test_an_end_is_that_of_its_submission_whatever_the_clock_showed(
-    case: LocalCase, submission: str | None, wall_ns: int, state: JobState
+    case: LocalCase, submission: str | None, wall_ns: int
 ) -> None:
     request = case.request()
     handle = case.launcher.submit(request)
     ended(request, submission=submission, wall_ns=wall_ns)
     end(case, request.run_id)
-    assert case.launcher.poll(handle).state is state
+    assert case.launcher.poll(handle).state is JobState.SUCCEEDED
 
 
 @pytest.mark.parametrize("number", ["1", None])

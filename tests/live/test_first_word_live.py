@@ -15,6 +15,7 @@ import pytest
 from verbs import RUN_FILE, Shell
 from waiting import eventually
 
+from muster.core import processes
 from muster.protocol.lease import read_lease, write_lease
 from muster.protocol.version import Version
 from muster.storage.run_registry import RunDir, existing_id
@@ -41,19 +42,16 @@ def test_after_a_reboot_with_the_clock_behind_under_an_older_version_one_of_four
     run = submitted(shell, 300)
     shell.wait_for_step(20)
     while left := shell.left(run.run_id):
-        for process in left:
-            os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.1)
+        processes.send(left, signal.SIGKILL)
     lease = read_lease(run.lease.read_bytes(), me="this test")
     rebooted = {"boot_id": "of the boot before", "expires_wall_ns": time.time_ns() + 3600 * 10**9}
     run.lease.write_bytes(write_lease(replace(lease, version=Version(protocol=2, muster="0.1.9"), **rebooted)))
     four = [shell.start("recover", "there") for _ in range(4)]
     words = [process.communicate(timeout=100)[1] for process in four]
     assert sorted(process.returncode == 0 for process in four) == [False, False, False, True], words
-    for process, said in zip(four, words, strict=True):
-        if process.returncode:
-            assert "another command is starting" in said or "a supervisor holds" in said, said
-            assert "muster down" not in said
+    lost = [said for process, said in zip(four, words, strict=True) if process.returncode]
+    assert all(("command is starting" in said or "a supervisor holds" in said) for said in lost), lost
+    assert not any("muster down" in said for said in lost)
     eventually(lambda: shell.status("there")["state"] == "succeeded", 90)
 
 
@@ -61,8 +59,7 @@ def test_a_supervisor_that_ends_at_once_is_repeated_and_the_good_end_stays(shell
     run = submitted(shell, 100_000)
     shell.wait_for_step(3)
     shell.run("stop", "there", code=0)
-    before = shell.status("there")
-    assert before["state"] == "stopped"
+    assert (before := shell.status("there"))["state"] == "stopped"
     done = threading.Event()
     lease = read_lease(run.lease.read_bytes(), me="this test")
 
@@ -86,6 +83,5 @@ def test_a_supervisor_that_ends_at_once_is_repeated_and_the_good_end_stays(shell
         thread.join()
     assert refused.returncode != 0
     assert "error: the supervisor ended at once: a supervisor (pid 7 on elsewhere) holds this run" in said
-    assert not shell.left(run.run_id)
-    after = shell.status("there")
+    assert not shell.left(run.run_id) and (after := shell.status("there"))
     assert after["state"] == "stopped" and after["reason"].startswith(before["reason"])

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from muster.core import environment, processes
 from muster.core.errors import AccessError, UsageError
+from muster.core.processes import read_plain
 from muster.core.typed_json import Record, Unreadable, decode, encode
 from muster.storage import run_registry
 
@@ -356,7 +357,7 @@ def _records(run_dir: Path) -> Iterator[tuple[Path, _Place]]:
 
 def _read_record(path: Path) -> _Place | None:
     try:
-        place = decode(_Place, path.read_bytes())
+        place = decode(_Place, read_plain(path))
     except (OSError, Unreadable):
         return None
     return place if place.boot_id == processes.boot_id() else None

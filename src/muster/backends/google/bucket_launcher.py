@@ -26,6 +26,7 @@ from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
+from muster.core.processes import read_plain
 from muster.core.protocols import Clock, Store
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.core.types import JobHandle, JobState, JobStatus, Offer
@@ -154,7 +155,9 @@ class BucketLauncher(Generic[P]):
         local = local_dir(run_id)
         if local is None or not (local / HOME_FILE).exists():
             return None
-        return local, self.placed(run_home.spec_to_end(local), run_id, (local / HOME_FILE).read_text().strip())
+        return local, self.placed(
+            run_home.spec_to_end(local), run_id, read_plain(local / HOME_FILE, most=1 << 10).decode().strip()
+        )
 
     # ------------------------------------------------------------ inside
 

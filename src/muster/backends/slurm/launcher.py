@@ -21,6 +21,7 @@ from muster.backends.slurm.offers import offers, resolved_spec
 from muster.backends.slurm.script import SCRIPT, agent_program, program, python_in_step, script
 from muster.config import validation
 from muster.config.spec import RunSpec
+from muster.core import processes
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, BusyError, ConflictError, RunFileError, UsageError
 from muster.core.protocols import Clock
@@ -247,7 +248,7 @@ class SlurmLauncher:
 def hosts_of(run_dir: Path, job_id: str) -> dict[str, str]:
     """Host -> node, as recorded by the job's batch program; empty where it has not yet."""
     try:
-        return dict(json.loads((run_dir / f"hosts-{job_id}.json").read_text()))
+        return dict(json.loads(processes.read_plain(run_dir / f"hosts-{job_id}.json")))
     except (OSError, ValueError):
         return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 from dataclasses import dataclass
@@ -15,6 +16,13 @@ from muster.core.typed_json import parse_object
 
 #: What a verdict says of a line that does not follow the one before it.
 BREAKS = "breaks the chain: edited, dropped or moved"
+#: Longer than any event: what a reader holds in memory of a file that has no line ends.
+LONGEST_LINE_BYTES = 16 << 20
+
+
+def too_long() -> OSError:
+    """What to raise for a line that is longer than any writer's."""
+    return OSError(errno.EFBIG, f"a line of it has more than {LONGEST_LINE_BYTES:,} bytes")
 
 
 def genesis(run_id: str, name: str) -> str:
@@ -79,4 +87,6 @@ def _last_line(path: Path, *, block: int = 1 << 16) -> bytes:
             start = tail.rfind(b"\n", 0, max(end, 0))
             if start >= 0:
                 return tail[start + 1 : end + 1]
+            if len(tail) > LONGEST_LINE_BYTES:
+                raise too_long()
     return tail[: tail.rfind(b"\n") + 1]

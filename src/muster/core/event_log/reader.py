@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from muster.core.errors import MusterError
 from muster.core.event_details.kinds import KINDS
-from muster.core.event_log.chain import BREAKS, Verdict, genesis
+from muster.core.event_log.chain import BREAKS, LONGEST_LINE_BYTES, Verdict, genesis, too_long
 from muster.core.event_log.names import event_files, files_of
 from muster.core.events import Event
 from muster.core.processes import open_plain
@@ -269,7 +269,9 @@ class _Place:
     def lines(self, file: BinaryIO) -> Iterator[Line]:
         """What follows, up to what is torn, or being written; each line continues the chain, or breaks it."""
         end, number, self.torn_bytes = self.end, self.number, 0
-        for raw in file:
+        while raw := file.readline(LONGEST_LINE_BYTES):
+            if len(raw) == LONGEST_LINE_BYTES:  # a hole, or sent by somebody to take all memory
+                raise too_long()
             if not raw.endswith(b"\n"):
                 self.torn_bytes = len(raw)
                 return

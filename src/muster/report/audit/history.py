@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.core.event_log import EventReader
+from muster.core.processes import open_plain, read_plain
 from muster.core.typed_json import JsonObject
 
 #: Machines keep their clocks closer together than this; a clock that is off by more was stepped.
@@ -76,7 +77,7 @@ def load(run_dir: Path, log: Finding) -> History:
     """Read every event file, following its chain; what breaks it goes to ``log``."""
     spec: Mapping[str, Any] = {}
     try:
-        spec = _spec((run_dir / "resolved.json").read_bytes())
+        spec = _spec(read_plain(run_dir / "resolved.json"))
     except OSError:
         log.problems.append("resolved.json is missing")
     except ValueError as error:
@@ -205,7 +206,8 @@ def _chain(path: Path) -> tuple[int, set[str], int]:
     A torn last line does not count.
     """
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        with open_plain(path) as file:
+            lines = file.read().split(b"\n")[:-1]
     except OSError:
         return 0, set(), 0
     hashes: set[str] = set()

@@ -30,6 +30,7 @@ from typing import Any
 
 import xxhash
 
+from muster.core.processes import read_plain
 from muster.report.audit.history import Finding, History, LayoutHistory, Line, layout_histories, load, up_to
 
 #: Optimizers whose state comes back from a snapshot to the bit: with others a repeated step may differ slightly.
@@ -284,7 +285,7 @@ def _checkpoints(history: History, finding: Finding) -> None:
 def _damage(marker: Path, directory: Path) -> str | None:
     """What is wrong with the data that a marker promises; None when it is whole."""
     try:
-        promised = json.loads(marker.read_text())["body"]
+        promised = json.loads(read_plain(marker))["body"]
         folder = directory / str(promised["prefix"])
         for item in (*promised["files"], promised["index"]):
             path = folder / str(item["name"])

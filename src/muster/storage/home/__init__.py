@@ -19,6 +19,7 @@ from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import UsageError
 from muster.core.event_log import EventLog
+from muster.core.processes import read_plain
 from muster.core.protocols import Clock, Store
 from muster.storage import uris
 from muster.storage.home.bucket import BucketHome
@@ -226,9 +227,11 @@ def open_home(local: Path) -> Home:
         UsageError: the file ``home`` names no home.
     """
     try:
-        uri = (local / HOME_FILE).read_text().strip()
+        uri = read_plain(local / HOME_FILE, most=1 << 10).decode().strip()
     except FileNotFoundError:
         return FolderHome(local)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{local / HOME_FILE} cannot be read: {error}", hint="gs://BUCKET/runs/RUN") from error
     if uris.is_local(uri) or not uri.isprintable() or " " in uri:
         raise UsageError(
             f"{local / HOME_FILE} names {uri!r}, which is no home in a bucket", hint="gs://BUCKET/runs/RUN"

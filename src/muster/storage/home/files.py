@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from muster.core import resolved_file
 from muster.core.errors import ConflictError, MusterError
+from muster.core.processes import read_plain
 from muster.core.protocols import Store
 from muster.storage import uris
 from muster.storage.store import blobs
@@ -56,7 +57,7 @@ def fetch_run_file(store: Store, home: str, local: Path) -> bool:
         DamagedRunFile: the home's ``resolved.json`` is not what was published; the one here stays.
     """
     try:
-        submission = (local / SUBMISSION_FILE).read_text().strip() or "1"
+        submission = read_plain(local / SUBMISSION_FILE, most=1 << 10).decode().strip() or "1"
     except FileNotFoundError:
         submission = "1"
     uri = uris.join(home, "run", submission)

@@ -16,6 +16,7 @@ from pathlib import Path
 from muster.core import event_log
 from muster.core.errors import UsageError
 from muster.core.event_log.names import LogName
+from muster.core.processes import read_plain
 from muster.core.protocols import Store
 from muster.storage import uris
 from muster.storage.home.chunks import RESTORE, Damaged, chain, chained, gap, offsets_in, uri_of
@@ -232,7 +233,7 @@ class _Owners:
     def __init__(self, path: Path) -> None:
         self._path, self._writers = path, dict[str, str]()
         with contextlib.suppress(OSError, ValueError, TypeError):
-            self._writers = dict(json.loads(path.read_text()))
+            self._writers = dict(json.loads(read_plain(path)))
 
     def name_for(self, writer: str, name: str) -> str:
         """The name here of a writer's file: its own, or with the writer's where another one had it first."""

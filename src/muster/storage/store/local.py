@@ -22,12 +22,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
-from muster.core.processes import sync_directory
+from muster.core.processes import open_plain, sync_directory
 from muster.core.protocols import Stored
 from muster.storage import mounts, uris
 
 _HIDDEN = ".muster-"
 _LOCK = f"{_HIDDEN}lock"
+#: Of an object that is read whole, from a folder that anyone may have sent: indexes of large checkpoints have less.
+_LARGEST_BYTES = 512 << 20
 _UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 # What a file system's clock may round to: ns (ext4, xfs, tmpfs, NFS), 100 ns, 1 us, 1 ms, 1 s, 2 s (FAT).
 _TICKS_NS = (1, 100, 1_000, 1_000_000, 1_000_000_000, 2_000_000_000)
@@ -37,9 +39,12 @@ class LocalStore:
     """The ``Store`` of plain paths and ``file://``."""
 
     def get(self, uri: str, *, start: int = 0) -> Stored:
-        with translated(uri), open(uris.local_path(uri), "rb") as file:
+        with translated(uri), open_plain(uris.local_path(uri)) as file:
+            status = os.fstat(file.fileno())
+            if status.st_size - start > _LARGEST_BYTES:
+                raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes", uri)
             file.seek(start)
-            return Stored(generation=_generation(os.fstat(file.fileno())), data=file.read())
+            return Stored(generation=_generation(status), data=file.read())
 
     def put(self, uri: str, data: bytes) -> str:
         path = uris.local_path(uri)

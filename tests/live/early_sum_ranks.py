@@ -21,7 +21,7 @@ from muster.train.distributed.device_mesh import make_meshes
 from muster.train.distributed.early_sums import EarlySums
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.process_groups import GroupAborter, gloo_group
-from muster.train.distributed.reduce import REPLICATE, SHARD, FloatReducer, ReduceGroups, local
+from muster.train.distributed.reduce import REPLICA, REPLICATE, SHARD, FloatReducer, ReduceGroups, local
 from muster.train.model.causal_lm import build_model
 from muster.train.model.loss import loss_sum
 from muster.train.model.sharding import forget_gradients
@@ -45,7 +45,7 @@ class Rank:
         group = self.aborter.watch(lambda: gloo_group(across, rank=self.replica, size=self.replicas, timeout=LONG))
         by_axis = {REPLICATE: group}
         if self.shards > 1:
-            by_axis[SHARD] = meshes.shard.get_group()
+            by_axis[SHARD] = by_axis[REPLICA] = meshes.shard.get_group()
         self.groups = ReduceGroups(by_axis, self.aborter)
         self.built = build_model(
             spec_of(case), device=CPU, vocab_size=VOCAB, mesh=meshes, seed=3, whole_below=case.get("whole_below", 0)

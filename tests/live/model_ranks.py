@@ -111,10 +111,6 @@ def run_case(case: dict, layout: Layout) -> dict[str, torch.Tensor]:
         found[f"parameter.{name}"] = whole(parameter.detach())
         if parameter.requires_grad:
             found[f"gradient.{name}"] = whole(parameter.grad)
-            if meshes.replicate is not None:
-                dist.all_reduce(found[f"gradient.{name}"], group=meshes.replicate)
-    if meshes.replicate is not None:
-        dist.all_reduce(total, group=meshes.replicate)
     if case.get("generate"):
         generation.WHOLE_BYTES = 0 if case["generate"] == "in lock-step" else 1 << 30
         # Ranks that read different data generate from different prompts, of other lengths.

@@ -24,8 +24,9 @@ def _axis(letter: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The size of each axis; the product of all is the number of ranks. Ranks are numbered with ``dp_replicate``
-    outermost, then ``pp``, ``dp_shard`` and ``tp``: a replica's ranks are neighbours, and so are a stage's."""
+    """The size of each axis; the product of all but ``ep`` is the number of ranks. Ranks are numbered with
+    ``dp_replicate`` outermost, then ``pp``, ``dp_shard``, ``cp`` and ``tp``: a replica's ranks are neighbours, and so
+    are a stage's."""
 
     dp_replicate: int = _axis("r")
     """Copies of the model."""
@@ -38,7 +39,8 @@ class Layout:
     cp: int = _axis("c")
     """Context parallel: ranks that share each sequence."""
     ep: int = _axis("e")
-    """Expert parallel: ranks that share the experts of a layer."""
+    """Expert parallel: ranks that share the experts of a layer. They are ranks of the other axes (``dp_shard`` x ``cp``
+    x ``tp``), so that it is no factor of their number."""
 
     @classmethod
     def of(cls, sizes: JsonObject) -> Layout:
@@ -56,7 +58,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return math.prod(_sizes(self))
+        return math.prod(_factors(self))
 
     @property
     def ranks_per_replica(self) -> int:
@@ -97,10 +99,17 @@ class Axis:
 
 #: Every axis, in the order of ``Layout.key``.
 AXES = tuple(Axis(axis.name, axis.metadata["letter"]) for axis in fields(Layout))
-_sizes: Callable[[Layout], tuple[int, ...]] = operator.attrgetter(*(axis.name for axis in AXES))
+#: The axes whose sizes multiply to the number of ranks.
+FACTORS = tuple(axis.name for axis in AXES if axis.name != "ep")
+_factors: Callable[[Layout], tuple[int, ...]] = operator.attrgetter(*FACTORS)
 #: Matches ``Layout.key`` (without groups, for patterns of file names).
 KEY_PATTERN = "".join(rf"{axis.letter}\d+" for axis in AXES)
 _KEY = re.compile("".join(rf"{axis.letter}(?P<{axis.name}>\d{{1,9}})" for axis in AXES))
+
+
+def ranks_of(axes: Mapping[str, int]) -> int:
+    """How many ranks these axes (name -> size) need together."""
+    return math.prod(axes.get(name, 1) for name in FACTORS)
 
 
 def _is_layout_key(key: str) -> bool:
@@ -120,7 +129,7 @@ def layout_for(axes: Mapping[str, int], world_size: int, *, resize: bool = False
     divide the ranks, else one. The other axes are kept as given.
     """
     inner = {name: size for name, size in axes.items() if name not in ("dp_replicate", "dp_shard")}
-    data_ranks, rest = divmod(world_size, math.prod(inner.values()))
+    data_ranks, rest = divmod(world_size, ranks_of(inner))
     if rest or not data_ranks:
         return None
     replicas, shards = axes["dp_replicate"], axes["dp_shard"]

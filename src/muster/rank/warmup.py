@@ -98,7 +98,7 @@ def _build_ahead(spec: RunSpec, device: torch.device) -> None:
     try:
         if layout is not None and layout.ranks_per_replica > 1:
             with _alone(layout.ranks_per_replica):
-                mesh = make_meshes(layout, device.type, replica=0 if layout.dp_replicate > 1 else None)
+                mesh = make_meshes(layout, device.type)
                 cut_ahead(spec, mesh, device)
         build_ahead(spec)
     except Exception as error:  # noqa: BLE001 (as above; nothing is wrong with this process)

@@ -27,7 +27,16 @@ from muster.train.distributed.device_mesh import Meshes, make_meshes
 from muster.train.distributed.fixed_point import FixedPointReducer
 from muster.train.distributed.pause_consensus import PauseConsensus
 from muster.train.distributed.process_setup import World
-from muster.train.distributed.reduce import REPLICATE, SHARD, STAGE, TENSOR, FloatReducer, GradientReducer, ReduceGroups
+from muster.train.distributed.reduce import (
+    REPLICA,
+    REPLICATE,
+    SHARD,
+    STAGE,
+    TENSOR,
+    FloatReducer,
+    GradientReducer,
+    ReduceGroups,
+)
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.evaluation.evaluated_model import EvaluatedModel, TorchModel
@@ -105,8 +114,7 @@ def make_components(
     prepared = open_data(spec, Path(context.run_dir), agent)
     fetched = fetch_weights(spec, Path(context.run_dir), agent)
     layout = context.layout
-    replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
-    meshes = make_meshes(layout, device.type, replica=replica)
+    meshes = make_meshes(layout, device.type, replica=context.rank // layout.ranks_per_replica)
     groups = reduce_groups_of(meshes, world)
     built = build_model(
         fetched,
@@ -177,7 +185,7 @@ def assemble(
         world=world,
         device=device,
         agent=agent,
-        counts=all(m is None or m.get_local_rank() == 0 for m in (components.meshes.context, components.meshes.stages)),
+        counts=components.meshes.is_first_of_data,
     )
     return TrainingRun(
         spec=spec,
@@ -254,8 +262,7 @@ def hashes_of(components: TrainerComponents, world: World) -> StateHashes:
         components.state,
         every_steps=components.spec.training.state_hash_every_steps,
         replica=meshes.replica if local_steps is None else 0,
-        shard_rank=meshes.shard.get_local_rank(),
-        tp_rank=meshes.tp.get_local_rank(),
+        groups=components.groups,
         group=world.control,
         replicas=meshes.layout.dp_replicate if local_steps is None else 1,
         counted_elsewhere=frozenset() if stage is None else stage.counted_elsewhere,
@@ -304,12 +311,12 @@ def schedule_of(spec: RunSpec, context: RankContext, prepared: Prepared) -> tupl
 def reduce_groups_of(meshes: Meshes, world: World) -> ReduceGroups:
     """The process groups of the sums; an axis of size 1 has none."""
     by_axis = {}
-    if meshes.shard.size() > 1:
-        by_axis[SHARD] = meshes.shard.get_group()
-    if meshes.tp.size() > 1:
-        by_axis[TENSOR] = meshes.tp.get_group()
-    if meshes.stages is not None:
-        by_axis[STAGE] = meshes.stages.get_group()
+    for axis, mesh in ((SHARD, meshes.shard), (TENSOR, meshes.tp), (STAGE, meshes.stages)):
+        if mesh is not None and mesh.size() > 1:
+            by_axis[axis] = mesh.get_group()
+    if meshes.layout.ranks_per_replica > 1:
+        assert dist.group.WORLD is not None
+        by_axis[REPLICA] = dist.group.WORLD  # torch's default group spans one replica (``join_world``)
     if world.replicate is not None:
         by_axis[REPLICATE] = world.replicate
     return ReduceGroups(by_axis, world.aborter)

@@ -118,7 +118,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def trace(spec: RunSpec, layout: Layout, vocab_size: int) -> JsonObject:
     """Build, take two steps, and report the peak of the second (the first has no optimizer state yet)."""
     began = time.monotonic()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks_per_replica)
     device = torch.device("cpu")
     module = build(spec, layout, vocab_size, device)  # on the meta device
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:

@@ -67,8 +67,7 @@ def make_components(spec: RunSpec, context: RankContext, agent: AgentClient, *, 
     mesh = mesh_of(slices=layout.dp_replicate, tp=spec.parallelism.tp)
     check_rows(spec.training.micro_batch_size, mesh)
     batch_schedule, last_step = schedule_of(spec, context, prepared)
-    replica = context.rank // layout.ranks_per_replica if layout.dp_replicate > 1 else None
-    meshes = make_meshes(layout, "cpu", replica=replica)
+    meshes = make_meshes(layout, "cpu", replica=context.rank // layout.ranks_per_replica)
     host = build_host_model(
         fetched, vocab_size=prepared.vocab_size, hosts=meshes.shard, chips=mesh.shape[FSDP] * mesh.shape[TP],
         seed=spec.training.seed,

@@ -91,7 +91,7 @@ def a_run(*skip_steps: int) -> tuple[Any, AgentClient]:
         any_rank_saving=lambda: False, saver=SimpleNamespace(busy=False, poll=nothing),
         rate=SimpleNamespace(mtbf_s=86_400.0),
     )  # fmt: skip
-    hashes = StateHashes(state, every_steps=1, replica=0, shard_rank=0, tp_rank=0, group=None)
+    hashes = StateHashes(state, every_steps=1, replica=0, groups=ReduceGroups(), group=None)
     reader: Any = Reader()
     run = TrainingRun(
         spec=SPEC, context=SimpleNamespace(skip_steps=skip_steps), agent=agent, device=cpu, model=model, state=state,  # type: ignore[arg-type]

@@ -27,12 +27,9 @@ from muster.core.errors import UsageError
 from muster.train.distributed.early_sums import units_of
 from muster.train.distributed.process_groups import Waits
 from muster.train.distributed.reduce import (
-    OF_THE_LOSS,
     REPLICATE,
     SHARD,
-    STAGE,
     ReduceGroups,
-    axis_sets,
     early_sums,
     local,
     sharded_axes,
@@ -218,23 +215,18 @@ class FixedPointReducer:
         if REPLICATE in self.groups.by_axis:
             self.early.finish()
         self._set_gradients()
-        squares = {axes: SquareSum() for axes in axis_sets(self.parameters, self.groups)}
+        square = SquareSum()
         for parameter in self.parameters:
-            if parameter.grad is not None:
-                squares[sharded_axes(parameter)].add(local(parameter.grad))
+            if parameter.grad is not None and self.groups.counts(parameter):
+                square.add(local(parameter.grad))
         nothing = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)  # of a stage without a loss
         own_loss = nothing if self._loss is None else self._loss
         faults = [~(one.largest < self.limit) for one in self.sums if one.largest is not None]
         fault = nothing if self._loss_fault is None else self._loss_fault
         fault = fault + (torch.stack(faults).sum() if faults else 0)
-        values = [(own_loss, OF_THE_LOSS), (fault, OF_THE_LOSS)]
-        for axes, square in squares.items():
-            values += [(limb.to(fault.device), axes | {STAGE}) for limb in square.limbs]
-        loss, bad, *limbs = self.groups.sum_scalars(values)
-        width = len(UNITS)
-        totals = [to_float(limbs[start : start + width]) for start in range(0, len(limbs), width)]
-        norm = torch.stack(totals).sum().sqrt() if totals else torch.zeros_like(loss, dtype=torch.float64)
-        return loss.double() * 2.0**-LOSS_BITS, norm, bad.double()
+        limbs = [limb.to(fault.device) for limb in square.limbs]
+        (loss, bad), totals, _ = self.groups.sum_scalars([own_loss, fault], limbs)
+        return loss.double() * 2.0**-LOSS_BITS, to_float(totals.unbind()).sqrt(), bad.double()
 
     def _set_gradients(self) -> None:
         """Float gradients from the totals."""

@@ -8,7 +8,7 @@ removes a lost replica without touching the ranks that remain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -23,13 +23,13 @@ from muster.train.distributed.early_sums import EarlySums, flattened, storages, 
 from muster.train.distributed.process_groups import GroupAborter, Waits, all_reduce, confirm_completed
 
 SHARD, REPLICATE, TENSOR, STAGE = "dp_shard", "dp_replicate", "tp", "pp"
-#: The loss: of the ranks that read different data, and of the stage that computes it.
-OF_THE_LOSS = frozenset((SHARD, STAGE, REPLICATE))
+#: All ranks of a replica.
+REPLICA = "replica"
 
 
 @dataclass
 class ReduceGroups:
-    """Process group of each layout axis that has more than one rank."""
+    """Process group of each layout axis (and of the replica) that has more than one rank."""
 
     by_axis: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     aborter: GroupAborter | None = field(default=None, compare=False)
@@ -43,6 +43,17 @@ class ReduceGroups:
     def size(self, axis: str) -> int:
         group = self.by_axis.get(axis)
         return 1 if group is None else group.size()
+
+    def rank(self, axis: str) -> int:
+        """This rank's place on one axis."""
+        group = self.by_axis.get(axis)
+        return 0 if group is None else group.rank()
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether this rank is the one of its replica that counts its part of ``tensor``, in a norm or a hash: the
+        first on every axis that does not cut it."""
+        cut = sharded_axes(tensor)
+        return all(axis in cut or self.rank(axis) == 0 for axis in (SHARD, TENSOR))
 
     def sum_(self, tensor: Tensor, axis: str) -> Tensor:
         """Sum ``tensor`` in place over the ranks of one axis."""
@@ -60,46 +71,48 @@ class ReduceGroups:
         return None if group is None else all_reduce(tensor, group)
 
     def sum_everywhere_(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` in place over the ranks that read different data and over stages, and confirm the sum.
+        """Sum ``tensor``, which is equal on all tp ranks, in place over all others, and confirm the sum.
 
         Raises:
             RuntimeError: another replica was lost meanwhile.
         """
-        for axis in (SHARD, STAGE, REPLICATE):
+        if self.rank(TENSOR):
+            tensor.zero_()
+        for axis in (REPLICA, REPLICATE):
             self.sum_(tensor, axis)
         self._confirm(tensor)
         return tensor
 
-    def sum_scalars(self, values: Sequence[tuple[Tensor, frozenset[str]]]) -> list[Tensor]:
-        """Sum 0-d tensors of one dtype, each over its own set of axes, in one collective per axis.
+    def sum_scalars(
+        self, of_data: Sequence[Tensor], of_parts: Sequence[Tensor], *, parts_over_replicas: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum 0-d tensors of one dtype, in one collective within the replica and one over replicas.
+
+        ``of_data``: equal on all tp ranks; summed over replicas. ``of_parts``: of the elements that this rank counts;
+        summed within the replica. Returns the sums of each, and of ``of_parts`` over replicas as well (not summed
+        further without ``parts_over_replicas``).
 
         The last sums of a step: when this returns, every earlier sum over replicas is valid too.
 
         Raises:
             RuntimeError: another replica was lost, in these sums or in the buckets before them.
         """
-        sums, along = torch.stack([value for value, _ in values]), self.along()
+        sums, along = torch.stack([*of_parts, *of_data]), self.along()
         if along is not None:
             sums = torch.cat([sums, along.to(sums)])
-            values = [*values, *[(sums[index], OF_THE_LOSS) for index in range(len(values), len(sums))]]
-        for axis in (SHARD, TENSOR, STAGE, REPLICATE):
-            if axis == REPLICATE and self._failure is not None:
-                error, self._failure = self._failure, None
-                raise error
-            chosen = [index for index, (_, axes) in enumerate(values) if axis in axes]
-            if not chosen or axis not in self.by_axis:
-                continue
-            if len(chosen) == len(values):
-                self.sum_(sums, axis)
-            else:
-                part = self.sum_(torch.stack([sums[index] for index in chosen]), axis)
-                for index, value in zip(chosen, part.unbind(), strict=True):
-                    sums[index] = value
+        count, data = len(of_parts), sums[len(of_parts) :]
+        if self.rank(TENSOR):
+            data.zero_()
+        self.sum_(sums, REPLICA)
+        own = sums[:count].clone()
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            raise error
+        self.sum_(sums if parts_over_replicas else data, REPLICATE)
         self._confirm(sums)
         if along is not None:
-            along.copy_(sums[-len(along) :])
-            sums = sums[: -len(along)]
-        return list(sums.unbind())
+            along.copy_(data[len(of_data) :])
+        return data[: len(of_data)], own, sums[:count]
 
     def _confirm(self, tensor: Tensor) -> None:
         group = self.by_axis.get(REPLICATE)
@@ -112,7 +125,7 @@ class ReduceGroups:
         Raises ``error`` where this replica is one rank. Else ``sum_scalars`` does: this rank first takes part in its
         replica's own sums, in which ranks that do not know of the loss would wait for it.
         """
-        if not ({SHARD, TENSOR, STAGE} & self.by_axis.keys()):
+        if REPLICA not in self.by_axis:
             raise error
         self._failure = error
 
@@ -177,9 +190,7 @@ class FloatReducer:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._tied = tied
         elsewhere = tied.parameter if tied is not None and not tied.counts else None
-        counted = [parameter for parameter in self.parameters if parameter is not elsewhere]
-        self._counted = [(parameter, sharded_axes(parameter)) for parameter in counted]
-        self._axis_sets = axis_sets(counted, groups)
+        self._counted = [each for each in self.parameters if each is not elsewhere and groups.counts(each)]
         self._synced = True
         self._last = False
         units = units_of(module)
@@ -229,23 +240,15 @@ class FloatReducer:
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._sums_replicas:
             self.early.finish()  # may put other tensors in the gradients' place
-        by_axes: dict[frozenset[str], list[Tensor]] = {axes: [] for axes in self._axis_sets}
-        for parameter, axes in self._counted:
-            if parameter.grad is not None and (gradient := local(parameter.grad)).numel():
-                by_axes[axes].append(gradient)
+        gradients = [local(parameter.grad) for parameter in self._counted if parameter.grad is not None]
         if self._tied is not None:
             self._tied.sum_()
         losses = torch.stack(self._losses).sum() if self._losses else self._no_loss()
-        values = [(losses, OF_THE_LOSS)]
-        values += [(squared_norm(parts, like=losses), axes | {STAGE}) for axes, parts in by_axes.items()]
-        if not self.over_replicas:  # one replica's fault is everyone's, as its loss is
-            values += [(value, axes | {REPLICATE}) for value, axes in values[1:]]
-        loss, *parts = self.groups.sum_scalars(values)
-        own = parts[: len(by_axes)]
-        norm = torch.stack(own).sum().sqrt() if own else torch.zeros_like(loss)
-        everywhere = torch.stack(parts).sum() if parts else norm
-        fault = torch.zeros_like(loss) if self.over_replicas else (~torch.isfinite(everywhere)).to(loss.dtype)
-        return loss, norm, fault
+        squares = squared_norm([gradient for gradient in gradients if gradient.numel()], like=losses)
+        apart = not self.over_replicas  # then one replica's fault is everyone's, as its loss is
+        (loss,), (square,), (everywhere,) = self.groups.sum_scalars([losses], [squares], parts_over_replicas=apart)
+        fault = (~torch.isfinite(everywhere)).to(loss.dtype) if apart else torch.zeros_like(loss)
+        return loss, square.sqrt(), fault
 
     def _no_loss(self) -> Tensor:
         """Of a stage that computes none."""
@@ -274,13 +277,6 @@ def early_sums(
     """The sums of these units over replicas."""
     start = partial(groups.start_sum, axis=REPLICATE)
     return EarlySums(units, parts=parts, start=start, wait=groups.waits.wait, lost=groups.lost_replica)
-
-
-def axis_sets(parameters: Iterable[Tensor], groups: ReduceGroups) -> list[frozenset[str]]:
-    """The distinct sets of axes, in an order that every rank shares. Stages have other parameters: there every set."""
-    if STAGE in groups.by_axis:
-        return [frozenset(), frozenset((SHARD,)), frozenset((TENSOR,)), frozenset((SHARD, TENSOR))]
-    return sorted({sharded_axes(parameter) for parameter in parameters}, key=sorted)
 
 
 def squared_norm(gradients: Sequence[Tensor], *, like: Tensor) -> Tensor:

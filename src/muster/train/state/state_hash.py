@@ -27,7 +27,7 @@ from torch import Tensor
 from muster.checkpoint import compact
 from muster.protocol.ranks import AgentClient
 from muster.train.distributed.process_groups import all_reduce
-from muster.train.distributed.reduce import SHARD, TENSOR, sharded_axes
+from muster.train.distributed.reduce import ReduceGroups
 from muster.train.state.snapshot import chunks_of
 from muster.train.state.training_state import TrainingState, parameter_of
 
@@ -86,9 +86,8 @@ class StateHashes:
     state: TrainingState
     every_steps: int
     replica: int
-    """With ``shard_rank`` and ``tp_rank``: this rank's place."""
-    shard_rank: int
-    tp_rank: int
+    groups: ReduceGroups
+    """Which say what this rank counts."""
     group: dist.ProcessGroup | None
     """gloo over all ranks; None: one rank only."""
     replicas: int = 1
@@ -103,7 +102,7 @@ class StateHashes:
                 for name, tensor in self.state.sharded().items()
                 if parameter_of(name) not in self.counted_elsewhere
             }
-            self._places = places_of(own, shard_rank=self.shard_rank, tp_rank=self.tp_rank)
+            self._places = places_of(own, self.groups)
 
     def begin(self, step: int) -> PendingHash | None:
         """Sum this rank's part of the state after ``step`` and start the reduction; None: no hash is due.
@@ -148,13 +147,12 @@ def describe_difference(step: int, texts: Sequence[str]) -> str:
     return f"{start}one that cannot be identified ({groups})"
 
 
-def places_of(sharded: Mapping[str, Tensor], *, shard_rank: int, tp_rank: int) -> dict[str, Place]:
-    """The places of the parts that this rank counts: all but those that a lower rank holds as well."""
+def places_of(sharded: Mapping[str, Tensor], groups: ReduceGroups) -> dict[str, Place]:
+    """The places of the parts that this rank counts."""
     chunks, _ = chunks_of(sharded)
     places = {}
     for chunk, tensor in zip(chunks, sharded.values(), strict=True):
-        sharded_over = sharded_axes(tensor)
-        if all(rank == 0 or axis in sharded_over for axis, rank in ((SHARD, shard_rank), (TENSOR, tp_rank))):
+        if groups.counts(tensor):
             places[chunk.name] = Place(seed_of(chunk.name), chunk.global_shape, chunk.offsets)
     return places
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.train.distributed.reduce import REPLICATE, SHARD, FloatReducer, ReduceGroups
+from muster.train.distributed.reduce import REPLICA, REPLICATE, FloatReducer, ReduceGroups
 
 
 class Broken:
@@ -53,11 +53,11 @@ def begin(reducer, module):
 
 @pytest.mark.parametrize("at", ["start", "wait"])
 def test_the_replicas_own_sums_come_first(at):
-    groups = Counted(SHARD, REPLICATE, at=at)
+    groups = Counted(REPLICA, REPLICATE, at=at)
     module = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="reset by peer"):
         step(groups, module).finish()
-    assert groups.sums == [REPLICATE, SHARD], "one bucket; after a failure nothing more over replicas"
+    assert groups.sums == [REPLICATE, REPLICA], "one bucket; after a failure nothing more over replicas"
     groups.by_axis.pop(REPLICATE)  # the next world has one replica
     loss, _, fault = step(groups, module).finish()
     assert float(loss) == float(module(torch.ones(1, 2)).sum().detach()) and float(fault) == 0.0
@@ -72,8 +72,8 @@ def test_a_replica_of_one_rank_says_so_once_the_backward_pass_has_ended(at):
 
 
 def test_trouble_within_the_replica_is_never_put_off():
-    groups = Counted(SHARD, REPLICATE)
+    groups = Counted(REPLICA, REPLICATE)
     reducer = step(groups, nn.Linear(2, 2))
-    groups.start_sum = lambda tensor, axis: (_ for _ in ()).throw(RuntimeError("shard")) if axis == SHARD else None
+    groups.start_sum = lambda tensor, axis: (_ for _ in ()).throw(RuntimeError("shard")) if axis == REPLICA else None
     with pytest.raises(RuntimeError, match="shard"):
         reducer.finish()

@@ -1,19 +1,25 @@
 """Sums that need no second rank to be wrong."""
 
+import itertools
 from types import SimpleNamespace
 
+import pytest
 import torch
+from fakes.small_model import process_group
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from muster.train.distributed.reduce import REPLICATE, SHARD, TENSOR, FloatReducer, ReduceGroups
+from muster.train.distributed.reduce import REPLICA, REPLICATE, SHARD, TENSOR, FloatReducer, ReduceGroups
 
 
 class Doubling(ReduceGroups):
-    """Every axis has two ranks that hold the same."""
+    """Every axis has two ranks that hold the same, but that of a replica's two tp ranks this is ``tp_rank``."""
 
-    def __init__(self) -> None:
-        two = SimpleNamespace(size=lambda: 2)
-        super().__init__({SHARD: two, TENSOR: two, REPLICATE: two})  # type: ignore[dict-item]
+    def __init__(self, tp_rank: int = 0) -> None:
+        two = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+        tp = SimpleNamespace(size=lambda: 2, rank=lambda: tp_rank)
+        super().__init__({TENSOR: tp, REPLICA: two, REPLICATE: two})  # type: ignore[dict-item]
         self.calls: list[str] = []
 
     def sum_(self, tensor: torch.Tensor, axis: str) -> torch.Tensor:
@@ -21,21 +27,42 @@ class Doubling(ReduceGroups):
         return tensor.mul_(2)
 
 
-def test_scalars_cross_their_own_axes_in_one_call_each() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_scalars_cross_a_replica_and_then_replicas_in_one_call_each(apart: bool) -> None:
     axes = Doubling()
-    values = [
-        (torch.tensor(1.0), frozenset({SHARD, REPLICATE})),
-        (torch.tensor(1.0), frozenset({SHARD})),
-        (torch.tensor(1.0), frozenset({SHARD, TENSOR})),
-        (torch.tensor(1.0), frozenset()),
-    ]
-    assert [float(value) for value in axes.sum_scalars(values)] == [4.0, 2.0, 4.0, 1.0]
-    assert axes.calls == [SHARD, TENSOR, REPLICATE]
+    data, own, everywhere = axes.sum_scalars([torch.tensor(1.0)], [torch.tensor(3.0)], parts_over_replicas=apart)
+    assert (float(data), float(own), float(everywhere)) == (4.0, 6.0, 12.0 if apart else 6.0)
+    assert axes.calls == [REPLICA, REPLICATE]
+
+
+def test_of_what_tp_ranks_hold_alike_the_first_ones_counts() -> None:
+    axes = Doubling(tp_rank=1)
+    data, own, _ = axes.sum_scalars([torch.tensor(1.0)], [torch.tensor(3.0)])
+    assert (float(data), float(own)) == (0.0, 6.0)
+    assert float(axes.sum_everywhere_(torch.ones(()))) == 0.0
+
+
+def test_each_element_is_counted_by_one_rank_of_a_replica() -> None:
+    """Of a grid of 2 x 2 ranks, whatever of it cuts the parameter."""
+    cuts = {(): 1, (SHARD,): 2, (TENSOR,): 2, (SHARD, TENSOR): 4}
+    for cut, ranks in cuts.items():
+        placements = [Shard(0) if axis in cut else Replicate() for axis in (SHARD, TENSOR)]
+        counted = 0
+        for place in itertools.product((0, 1), repeat=2):
+            by_axis = {
+                axis: SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+                for axis, rank in zip((SHARD, TENSOR), place, strict=True)
+            }
+            with process_group(4, place[0] * 2 + place[1]):
+                mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(SHARD, TENSOR))
+                parameter = DTensor.from_local(torch.ones(2, 2), mesh, placements, run_check=False)
+                counted += ReduceGroups(by_axis).counts(parameter)  # type: ignore[arg-type]
+        assert counted == ranks, cut
 
 
 def test_no_groups_no_change() -> None:
     axes = ReduceGroups()
-    assert [float(v) for v in axes.sum_scalars([(torch.tensor(3.0), frozenset({SHARD}))])] == [3.0]
+    assert [float(value) for value in axes.sum_scalars([torch.tensor(3.0)], [torch.tensor(2.0)])] == [3.0, 2.0, 2.0]
     assert axes.start_sum(torch.ones(3), REPLICATE) is None
 
 

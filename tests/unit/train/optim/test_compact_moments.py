@@ -23,6 +23,7 @@ from muster.checkpoint_format import reader as shard_reader
 from muster.config.spec import Optimizer
 from muster.core.layout import Layout
 from muster.protocol.ranks import RankContext
+from muster.train.distributed.reduce import ReduceGroups
 from muster.train.optim.optimizer import make_optimizer
 from muster.train.state.snapshot import Snapshots
 from muster.train.state.state_hash import partial_sum, places_of
@@ -152,7 +153,7 @@ def test_codes_written_in_slices_are_those_of_one_piece(state, slice_bytes, monk
 
 
 def test_the_hash_is_that_of_whole_values(state, slice_bytes):
-    places = places_of(state.sharded(), shard_rank=0, tp_rank=0)
+    places = places_of(state.sharded(), ReduceGroups())
     assert partial_sum(state.local_tensors(), places) == partial_sum(wholes(state), places)
 
 
@@ -249,7 +250,7 @@ def test_nothing_larger_than_a_slice_is_made_for_a_large_moment(tmp_path, monkey
     monkeypatch.setattr(compact, "SLICE_BYTES", 1 << 20)
     named = {"w": nn.Parameter(torch.zeros(2048, 1024))}
     state = TrainingState(named, Plain8bit(named))
-    places = places_of(state.sharded(), shard_rank=0, tp_rank=0)
+    places = places_of(state.sharded(), ReduceGroups())
     staging, snapshots = Staging(state.sharded(), None), Snapshots(context(tmp_path), state.sharded())
     snapshots.save(1, state.local_tensors())
     for action in (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from muster.train.distributed.reduce import SHARD, TENSOR, ReduceGroups
 from muster.train.state.state_hash import (
     PendingHash,
     Place,
@@ -114,7 +115,7 @@ def test_the_numbers_of_many_states_fill_all_64_bits() -> None:
 def hashes(group: Any = None, **place: int) -> StateHashes:
     tensors = state()
     owner: Any = SimpleNamespace(sharded=lambda: tensors, local_tensors=lambda: tensors)
-    return StateHashes(owner, every_steps=2, group=group, **{"replica": 0, "shard_rank": 0, "tp_rank": 0, **place})
+    return StateHashes(owner, every_steps=2, group=group, **{"replica": 0, "groups": ReduceGroups(), **place})
 
 
 def test_it_is_taken_when_due_and_holds_the_step() -> None:
@@ -127,9 +128,10 @@ def test_it_is_taken_when_due_and_holds_the_step() -> None:
 
 def test_copies_count_once() -> None:
     """What an earlier rank of the same axis holds as well is left to the first; another replica has its own number."""
-    for place in ({"shard_rank": 1}, {"tp_rank": 1}):
-        found = hashes(**place).begin(2)
-        assert found is not None and found.totals.tolist() == [0], place
+    for axis in (SHARD, TENSOR):
+        second_rank: Any = SimpleNamespace(rank=lambda: 1)
+        found = hashes(groups=ReduceGroups({axis: second_rank})).begin(2)
+        assert found is not None and found.totals.tolist() == [0], axis
     first, second = (hashes(replica=replica, replicas=2).begin(2) for replica in (0, 1))
     assert first is not None and second is not None
     assert first.totals.tolist() == second.totals.flip(0).tolist() == [whole(state()), 0]

@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from muster.app.inspect.show import run_file_schema
 from muster.config import schema_keys
+from muster.config.compatibility import AXES, BY_NAME, FEATURES, REFUSALS, cells
 from muster.config.spec import RunSpec
 from muster.core import environment
 from muster.core.event_details.kinds import KINDS
@@ -93,6 +94,35 @@ def environment_reference() -> str:
     return "\n".join(parts) + "\n"
 
 
+def layouts_reference() -> str:
+    """What can be combined with each layout axis, and why the rest cannot."""
+    names = [feature.name for feature in (*AXES, *FEATURES)]
+    refused = {frozenset((one.name, other.name)) for one, other, refusal in cells() if refusal is not None}
+    parts = [
+        "# Layouts that compose",
+        "",
+        GENERATED,
+        "",
+        "Which layout axes (`parallelism`) can be combined with each other and with other settings. A combination that",
+        "is refused is an error of the run file, before hosts are paid for. A test trains every pair of axes that",
+        "works, and every axis with LoRA, compile, packing and exact sums, and compares each with one process.",
+        "",
+        "Some models restrict a layout further: heads must divide by `tp`, only some families can be cut into stages",
+        "(`pp`), and `exact` with `pp` needs an embedding that is not tied to the head. `ep` is not built yet.",
+        "",
+        f"| | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for axis in AXES:
+        row = ["" if name == axis.name else "no" if {axis.name, name} in refused else "yes" for name in names]
+        parts.append(f"| **{axis.name}** | {' | '.join(row)} |")
+    parts += ["", "## Refused", "", "| what | with | reason | kind | do instead |", "|---|---|---|---|---|"]
+    for each in REFUSALS:
+        key, other = each.key, BY_NAME[each.other].key
+        parts.append(f"| `{key}` | `{other}` | {each.reason} | {each.kind} | `{each.hint}` |")
+    return "\n".join(parts) + "\n"
+
+
 def messages_reference() -> str:
     """Every message between processes."""
     return protocol_reference(GENERATED)
@@ -104,6 +134,7 @@ FILES: Mapping[str, Callable[[], str]] = {
     "events.md": events_reference,
     "environment.md": environment_reference,
     "protocol.md": messages_reference,
+    "layouts.md": layouts_reference,
 }
 
 

@@ -38,16 +38,12 @@ CASES: dict[str, dict] = {
     "two-tp-qwen": {"layout": {"tp": 2}, "config": QWEN},
     "two-tp-full": {"layout": {"tp": 2}, "training": {"activation_checkpointing": "full"}},
     "two-tp-compiled": {"layout": {"tp": 2}, "training": {"compile": True}, "generate": True},
-    "two-replicas": {"layout": {"dp_replicate": 2}},
-    "two-cp": {"layout": {"cp": 2}},
+    "two-tp-lora": {"layout": {"tp": 2}, "model": LORA},
     "two-cp-qwen": {"layout": {"cp": 2}, "config": QWEN},
     "two-cp-full": {"layout": {"cp": 2}, "training": {"activation_checkpointing": "full"}},
-    "four-cp": {"layout": {"cp": 4}},
     "four-cp-shards": {"layout": {"dp_shard": 2, "cp": 2}},
-    "three": {"layout": {"dp_shard": 3}},
-    "four": {"layout": {"dp_shard": 4}},
     "four-tp": {"layout": {"dp_shard": 2, "tp": 2}},
-    "four-hsdp": {"layout": {"dp_shard": 2, "dp_replicate": 2}},
+    "four-tp-cp": {"layout": {"tp": 2, "cp": 2}},
 }
 MIXTURES: dict[str, dict] = {
     f"{name}-mixtral{kind}": {"layout": layout, "config": MIXTRAL, **more}
@@ -172,14 +168,6 @@ def test_a_mixture_has_the_same_gradients_on_any_number_of_ranks(name, results):
     for key in gradients:
         largest = expected[key].abs().max()
         assert (found[key] - expected[key]).abs().max() <= 2e-5 * largest, key
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_first_values_do_not_depend_on_the_number_of_ranks(name, results):
-    expected = results[of_reference(name)]
-    for key, value in results[name].items():
-        if key.startswith("parameter.") and "bf16" not in name:
-            assert torch.equal(value, expected[key]), key
 
 
 def test_only_adapters_are_trained_and_the_base_stays(results):

@@ -100,17 +100,6 @@ def test_ranks_agree_with_the_plain_loop(
     compare(done, references(accumulation, packing), ranks)
 
 
-@pytest.mark.parametrize("layout", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
-def test_replicas_and_tensor_parallel_agree_with_the_plain_loop(
-    tmp_path: Path, references: Any, layout: dict[str, int]
-) -> None:
-    """Norms cross three kinds of axes here: sharded, split by tp, and equal on replicas."""
-    spec = shaped(tmp_path / "cache", 2, True, True, "none")
-    spec["parallelism"] = {key: size for key, size in layout.items() if key != "dp_shard"}
-    done = run_attempt(tmp_path / "run", spec, ranks=4, layout=layout, script=Script(unit_per_layer=True))
-    compare(done, references(True, True), 4)
-
-
 def test_reducing_every_round_agrees_with_the_plain_loop(tmp_path: Path, references: Any) -> None:
     """What large models do, whose whole gradients no rank can hold between micro-batches."""
     spec = shaped(tmp_path / "cache", 2, True, True, "none")

@@ -5,20 +5,20 @@ A rule yields ``Problem``s that name the key to change; ``load`` adds the key's 
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from muster.config.compatibility import refusals_of, splits_adapters
 from muster.config.sections import notify
 from muster.config.sections.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.config.tpu_rules import tpu_rules
 from muster.core.errors import Problem
 from muster.core.flops import TIED_BY_DEFAULT
-from muster.core.layout import FAMILIES
+from muster.core.layout import FAMILIES, ranks_of
 from muster.core.redact import secret_word
 from muster.core.typed_json import JsonObject
 
@@ -207,26 +207,13 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
     yield from float8_rules(spec)
     if training.local_steps and spec.parallelism.dp_replicate == 1 and not spec.parallelism.auto:
         yield Problem("training.local_steps", "is of replicas, and there is one", hint="parallelism.dp_replicate: 2")
-    yield from _context_parallel(spec)
     if not training.exact:
         return
-    if training.local_steps:
-        yield Problem(
-            "training.exact",
-            "cannot hold with local_steps: what the replicas learn depends on how many there are",
-            hint="deterministic: true, which holds on the same layout",
-        )
     if model is not None and (model.dtype, model.trained_dtype) != ("float32", "float32"):
         yield Problem(
             "training.exact",
             "needs model.dtype: float32 (and master_dtype): sums are exact only then",
             hint="dtype: float32",
-        )
-    if spec.parallelism.tp > 1:
-        yield Problem(
-            "training.exact",
-            f"cannot hold with tp = {spec.parallelism.tp}, which splits sums inside a layer",
-            hint="tp: 1",
         )
     if not training.optimizer.traits.elementwise:
         name = training.optimizer.name
@@ -237,20 +224,34 @@ def _numerics(spec: RunSpec) -> Iterator[Problem]:
         )
 
 
-def _context_parallel(spec: RunSpec) -> Iterator[Problem]:
-    training, cp = spec.training, spec.parallelism.cp
-    if cp == 1:
+def used_features(spec: RunSpec) -> dict[str, str]:
+    """The axes and features of ``config.compatibility`` that the run file asks for, as a message names them.
+
+    ``compile: auto`` asks for nothing; ``dp_shard: -1`` may be any number.
+    """
+    training, axes = spec.training, spec.parallelism
+    settings = {
+        "lora": "model.lora" if spec.model is not None and spec.model.lora is not None else None,
+        "float8": training.precision if training.precision in FLOAT8 else None,
+        "compile": "training.compile" if training.compile is True else None,
+        "packing": "data.packing" if spec.data is not None and spec.data.packing else None,
+        "exact": "training.exact" if training.exact else None,
+        "split_backward": axes.pp_schedule if axes.splits_backward else None,
+        "local_steps": "training.local_steps" if training.local_steps else None,
+    }
+    sizes = {name: f"{name} = {size}" for name, size in axes.axes.items() if size != 1}
+    return sizes | {name: text for name, text in settings.items() if text is not None}
+
+
+def _combinations(spec: RunSpec) -> Iterator[Problem]:
+    """What cannot be combined, whatever the model. Of a trainer on TPUs ``tpu_rules`` says it."""
+    if spec.resources.device == "tpu" or spec.command is not None:
         return
-    if training.sequence_length % (2 * cp):
-        text = f"{training.sequence_length} does not divide into the 2 x cp = {2 * cp} chunks of context parallel"
-        yield Problem("training.sequence_length", text, hint=f"a multiple of {2 * cp}")
-    if spec.parallelism.tp > 1:
-        yield Problem("parallelism.cp", "cannot be combined with tp yet", hint="tp: 1")
-    if training.exact:
-        text = f"cannot hold with cp = {cp}: gradients of keys and values are summed inside a layer"
-        yield Problem("training.exact", text, hint="cp: 1")
-    if training.compile is True:
-        yield Problem("training.compile", f"does not work with cp = {cp}: what a rank attends to differs in each batch")
+    used = used_features(spec)
+    for refusal in refusals_of(used):
+        subject = "" if used[refusal.refused] == refusal.key else f"{used[refusal.refused]} "
+        text = f"{subject}does not go with {used[refusal.other]}: {refusal.reason}"
+        yield Problem(refusal.key, text, hint=refusal.hint)
 
 
 def _parallelism(spec: RunSpec) -> Iterator[Problem]:
@@ -260,10 +261,19 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     if shape.dp_shard == 0:
         yield Problem("parallelism.dp_shard", "must be -1 (what remains) or at least 1, got 0")
         return
-    yield from stage_combinations(spec)
+    yield from _combinations(spec)
+    yield from _stages(spec)
+    if spec.training.sequence_length % (2 * shape.cp) and shape.cp > 1:
+        text = f"{spec.training.sequence_length} does not divide into the 2 x cp = {2 * shape.cp} chunks of context"
+        yield Problem("training.sequence_length", f"{text} parallel", hint=f"a multiple of {2 * shape.cp}")
     if ranks is None:
         return
-    fixed = math.prod(size for size in spec.rank_axes.values() if size > 0)
+    lora = spec.model.lora if spec.model is not None and spec.resources.device != "tpu" else None
+    shards = max(1, ranks // ranks_of({**spec.rank_axes, "dp_shard": 1, "cp": 1}))
+    if lora is not None and not splits_adapters(lora.rank, tp=shape.tp, shards=shards):
+        text = f"{lora.rank} does not divide among the {shards} ranks that cut an adapter beside tp = {shape.tp}"
+        yield Problem("model.lora.rank", text, hint=f"a multiple of {shards}, or tp: 1")
+    fixed = ranks_of({axis: size for axis, size in spec.rank_axes.items() if size > 0})
     given = {axis: size for axis, size in spec.rank_axes.items() if size > 1 or (axis, size) == ("dp_shard", 1)}
     terms = " x ".join(f"{axis} {size}" for axis, size in given.items())
     where = f"{ranks} ranks ({spec.resources.hosts} hosts x {ranks // spec.resources.hosts})"
@@ -415,12 +425,6 @@ def float8_rules(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(key, f"{name} needs {since} or newer, and device is cpu", hint="bf16")
     elif model.dtype != "bfloat16":
         yield Problem(key, f"{name} needs model.dtype: bfloat16, not {model.dtype}", hint="bf16, or dtype: bfloat16")
-    elif model.lora is not None:
-        yield Problem(key, f"{name} does not go with model.lora: adapters' matrices are too narrow", hint="bf16")
-    elif axes.tp > 1:
-        yield Problem(key, f"{name} does not go with tp = {axes.tp}: it was never tried", hint="bf16, or tp: 1")
-    elif axes.pp > 1:
-        yield Problem(key, f"{name} does not go with pp = {axes.pp}: it was never tried", hint="bf16, or pp: 1")
     elif length % (tokens * axes.cp):
         message = f"{name} needs a sequence_length that is a multiple of {tokens * axes.cp}, not {length}"
         yield Problem(key, message, hint="bf16")
@@ -429,37 +433,15 @@ def float8_rules(spec: RunSpec) -> Iterator[Problem]:
 # ---------------- what a pipeline (``parallelism.pp``) cannot cut
 
 
-def stage_combinations(spec: RunSpec) -> Iterator[Problem]:
-    """What does not go with stages, whatever the model."""
-    key, pp = "parallelism.pp", spec.parallelism.pp
-    if pp == 1:
-        return
-    if spec.command is not None:
-        yield Problem(key, "cannot be combined with `command`: it cuts no script", hint="pp: 1")
-    if spec.parallelism.cp > 1:
-        yield Problem(key, f"does not go with cp = {spec.parallelism.cp}: it was never tried", hint="pp: 1, or cp: 1")
-    if spec.training.local_steps:
-        text = "does not go with training.local_steps: stages would meet the other replicas at different moments"
-        yield Problem(key, text, hint="pp: 1, or local_steps: 0")
-    if spec.parallelism.splits_backward:
-        yield from _weights_apart(spec)
-
-
-def _weights_apart(spec: RunSpec) -> Iterator[Problem]:
-    """What gradients of weights that come after the backward pass do not go with."""
-    key, axes, name = "parallelism.pp_schedule", spec.parallelism, spec.parallelism.pp_schedule
-    if axes.dp_shard != 1:
-        text = f"{name} needs whole parameters: FSDP reduces a layer's gradients when its backward pass ends"
-        yield Problem(key, text, hint="dp_shard: 1 (and dp_replicate), or interleaved")
-    if axes.tp > 1:
-        yield Problem(key, f"{name} does not go with tp = {axes.tp}: it was never tried", hint="tp: 1, or interleaved")
-    if spec.training.compile is True:
-        text = f"{name} does not go with training.compile: a compiled backward pass is not split"
-        yield Problem(key, text, hint="compile: false, or interleaved")
-    if spec.model is not None and spec.model.dtype != spec.model.trained_dtype:
-        text = f"{name} needs one type: FSDP casts {spec.model.trained_dtype} weights to {spec.model.dtype}"
-        same = "dtype: float32" if spec.model.lora else f"master_dtype: {spec.model.dtype}"
-        yield Problem(key, text, hint=f"{same}, or interleaved")
+def _stages(spec: RunSpec) -> Iterator[Problem]:
+    """What else does not go with stages, whatever the model."""
+    axes, model = spec.parallelism, spec.model
+    if axes.pp > 1 and spec.command is not None:
+        yield Problem("parallelism.pp", "cannot be combined with `command`: it cuts no script", hint="pp: 1")
+    if axes.splits_backward and model is not None and model.dtype != model.trained_dtype:
+        text = f"{axes.pp_schedule} needs one type: FSDP casts {model.trained_dtype} weights to {model.dtype}"
+        same = "dtype: float32" if model.lora else f"master_dtype: {model.dtype}"
+        yield Problem("parallelism.pp_schedule", text, hint=f"{same}, or interleaved")
 
 
 def stage_problems(spec: RunSpec, config: JsonObject) -> Iterator[Problem]:

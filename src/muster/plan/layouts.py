@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from muster.catalog.offers import Option
+from muster.config.compatibility import refusals_of, splits_adapters
 from muster.core.types import Layout
 from muster.plan.workload import Setting, Workload
 
@@ -55,9 +56,7 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
     cp, pp = pins.axes.get("cp", 1), pins.axes.get("pp", 1)  # never chosen, only taken as given
     world, rest = divmod(num_nodes * option.offer.gpus_per_node, cp * pp)
     for tp in _divisors(option.offer.gpus_per_node) if not rest and pp <= work.shape.layers else ():
-        if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp or work.exact or work.lora_rank or cp > 1):
-            continue
-        if tp > 1 and work.weights_apart:
+        if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp):
             continue
         data, rest = divmod(world, tp)
         if rest:
@@ -69,7 +68,10 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
             if data % shard:
                 continue
             layout = Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp, pp=pp, cp=cp)
-            if all(size in (-1, layout.sizes[axis]) for axis, size in pins.axes.items()):
+            if work.lora_rank and not splits_adapters(work.lora_rank, tp=tp, shards=layout.shards):
+                continue
+            used = work.used_features | {axis for axis, size in layout.sizes.items() if size > 1}
+            if all(size in (-1, layout.sizes[axis]) for axis, size in pins.axes.items()) and not refusals_of(used):
                 yield layout
 
 

@@ -126,7 +126,7 @@ def _memory_of(
     before_loss = tokens * _kept(work, setting, device) * at_the_loss
     working = tokens * _working(work, setting, device) + _workspace(work, setting, tokens, device)
     if setting.layout.cp > 1:  # keys and values of whole sequences, gathered and in order; never measured
-        heads = work.shape.kv_heads * work.shape.head_dim
+        heads = work.shape.kv_heads * work.shape.head_dim / setting.layout.tp
         working += 2 * 2 * tokens * setting.layout.cp * heads * work.compute_bytes
     loss = _loss(work, tokens, wide_product=device.streams)
     # In the first round no gradient exists yet; later the shards' do, or whole ones; the root's comes last.
@@ -167,7 +167,7 @@ def _memory_of(
 def communicators(layout: Layout) -> int:
     """NCCL communicators of one rank: that of its replica, one for each axis inside it, one across replicas."""
     inside = layout.ranks_per_replica > 1
-    axes = (layout.tp > 1) + (layout.pp > 1) + (layout.dp_replicate > 1)
+    axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1 and layout.dp_shard > 1) + (layout.dp_replicate > 1)
     return inside + (inside and layout.shards > 1) + axes
 
 

@@ -286,7 +286,8 @@ def _tensor(work: Workload, setting: Setting, option: Option, links: Links, roun
     tp, shape = setting.layout.tp, work.shape
     if tp == 1:
         return 0.0
-    stream = setting.micro_batch_size * work.sequence_length * shape.hidden * work.compute_bytes
+    tokens = setting.micro_batch_size * work.sequence_length // setting.layout.cp
+    stream = tokens * shape.hidden * work.compute_bytes
     kind = setting.activation_checkpointing
     again = 2 * (kind == "full") if option.is_tpu else int(kind != "none")
     call_s = 2 * (tp - 1) / tp * stream / links.tensor() + ALLREDUCE_LATENCY_S
@@ -297,14 +298,14 @@ def _tensor(work: Workload, setting: Setting, option: Option, links: Links, roun
 def _context(work: Workload, setting: Setting, links: Links, rounds: int) -> float:
     """Seconds of gathering keys and values in each layer, of summing their gradients, and of gathering them again where
     the layer is computed again. Not hidden."""
-    cp = setting.layout.cp
-    if cp == 1:
+    layout, shape = setting.layout, work.shape
+    if layout.cp == 1:
         return 0.0
-    shape = work.shape
-    tokens = setting.micro_batch_size * work.sequence_length
-    gather = tokens * 2 * shape.kv_heads * shape.head_dim * work.compute_bytes * (cp - 1) / cp / links.shard()
+    width = 2 * shape.kv_heads * shape.head_dim / layout.tp
+    whole = setting.micro_batch_size * work.sequence_length * width * work.compute_bytes
+    gather = whole * (layout.cp - 1) / layout.cp / links.shard()
     calls = 2 + (1 if setting.activation_checkpointing == "full" else 0)
-    return rounds * shape.layers * calls * (gather + ALLREDUCE_LATENCY_S)
+    return rounds * shape.layers / layout.pp * calls * (gather + ALLREDUCE_LATENCY_S)
 
 
 def _replicas(work: Workload, setting: Setting, links: Links, hidden_s: float) -> float:

@@ -47,6 +47,8 @@ class Workload:
     local_steps: int = 0
     """Steps of replicas between two meetings; 0: they sum gradients in each."""
     exact: bool = False
+    float8: bool = False
+    """Matrix products in 8 bits; of the layout alone: their time and memory are taken for bfloat16's."""
     reshard_after_forward: bool = True
     once_a_step: bool = False
     """Parameters are gathered and gradients reduced once a step, whatever the rounds (Megatron's distributed
@@ -72,6 +74,15 @@ class Workload:
     """A standby waits beside each rank, with a context on its GPU."""
     evaluation_every: int = 0
     evaluation_tokens: int = 0
+
+    @property
+    def used_features(self) -> set[str]:
+        """What of it restricts the layout: names of ``config.compatibility``."""
+        used = {
+            "lora": self.lora_rank, "exact": self.exact, "float8": self.float8, "local_steps": self.local_steps,
+            "split_backward": self.weights_apart,
+        }  # fmt: skip
+        return {name for name, value in used.items() if value}
 
     @property
     def tokens_per_step(self) -> int:
@@ -191,6 +202,7 @@ def workload(spec: RunSpec, shape: ModelShape, *, steps: int | None = None) -> W
         and not spec.parallelism.splits_backward,
         attention="flash3" if spec.model.attention == "flash_attention_3" else "flash2",
         exact=training.exact,
+        float8=training.precision != "bf16",
         local_steps=training.local_steps,
         pipeline_chunks=spec.parallelism.chunks,
         weights_apart=spec.parallelism.splits_backward,

@@ -100,6 +100,6 @@ class Pipeline:
                 out.append((self._made.pop(message.made_by), message.receiver))
             else:
                 batch = rounds[message.needed_by.micro_batch].batch
-                into.append((message.needed_by, self.module.hidden_shape(batch.input_ids), message.sender))
+                into.append((message.needed_by, self.module.hidden_shape(batch), message.sender))
         incoming = self.stage.link.exchange(sends=out, receives=[(shape, source) for _, shape, source in into])
         self._coming |= {action: tensor.take for (action, *_), tensor in zip(into, incoming, strict=True)}

@@ -91,27 +91,10 @@ WRONG = {
         ],
         "3 layers do not make 2 stages of 2 chunks each",
     ),
-    "gradients of weights apart in shards": (
-        ["parallelism={pp: 2, pp_schedule: zero_bubble}", "resources.ranks_per_host=2"],
-        "zero_bubble needs whole parameters",
-    ),
-    "gradients of weights apart, compiled": (
-        ["parallelism={pp: 2, dp_shard: 1, pp_schedule: zero_bubble}", "training.compile=true"],
-        "a compiled backward pass is not split",
-    ),
     "gradients of weights apart, cast": (
         ["parallelism={pp: 2, dp_shard: 1, pp_schedule: zero_bubble}", "model.dtype=bfloat16"],
         "FSDP casts float32 weights to bfloat16",
     ),
-    "gradients of weights apart with tp": (
-        ["parallelism={pp: 2, tp: 2, dp_shard: 1, pp_schedule: zero_bubble}"],
-        "zero_bubble does not go with tp = 2",
-    ),
-    "a V in shards": (
-        ["parallelism={pp: 2, pp_schedule: zbv}", "resources.ranks_per_host=2"],
-        "zbv needs whole parameters",
-    ),
-    "a V with tp": (["parallelism={pp: 2, tp: 2, dp_shard: 1, pp_schedule: zbv}"], "zbv does not go with tp = 2"),
     "a V of too few layers": (
         [
             "parallelism={pp: 2, dp_shard: 1, pp_schedule: zbv}",
@@ -130,19 +113,12 @@ WRONG = {
         ["parallelism.pp=2", "training.exact=true", "model.dtype=float32", "model.config.attention_dropout=0.1"],
         "cannot hold with pp = 2 and attention_dropout",
     ),
-    "exact with tp": (["training.exact=true", "parallelism.tp=2"], "cannot hold with tp = 2"),
     "exact with 8 bit": (["training.exact=true", "training.optimizer.name=adamw_8bit"], "cannot hold with adamw_8bit"),
     "local steps of one replica": (["training.local_steps=10"], "is of replicas, and there is one"),
-    "exact with local steps": (
-        ["training.exact=true", "training.local_steps=10", "parallelism.dp_replicate=2"],
-        "cannot hold with local_steps",
-    ),
     "cp and the length": (
         ["parallelism.cp=4", "training.sequence_length=100"],
         "100 does not divide into the 2 x cp = 8 chunks",
     ),
-    "cp and tp": (["parallelism.cp=2", "parallelism.tp=2"], "cannot be combined with tp yet"),
-    "cp and exact": (["parallelism.cp=2", "training.exact=true"], "cannot hold with cp = 2"),
     "auto and an axis": (["parallelism={auto: true, tp: 2}"], "chooses the layout, and tp is given too"),
     "dp_shard 0": (["parallelism.dp_shard=0"], "must be -1"),
     "too many": (["parallelism.dp_shard=8"], "= 8, but there are 4 ranks"),

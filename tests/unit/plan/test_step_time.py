@@ -241,3 +241,28 @@ def test_a_v_waits_half_a_backward_pass_a_stage_and_keeps_what_the_first_stage_o
     in_1f1b = 4 * job().shape.stages(4)[0].layers
     passes = [found / in_1f1b for found in kept_in_v(0, 4, rounds, (len(parts[0]), len(parts[-1])))]
     assert passes[1] * 0.9 < kept[2] / kept[0] < passes[0] * 1.1, "of the first stage, which has both ends"
+
+
+def test_axes_share_each_others_work_inside_a_layer():
+    """Of gathered keys a tp rank has its heads, a stage its layers; tp's sums are of a cp rank's tokens."""
+    gpus = {"dp_shard": 2, "tp": 1, "pp": 1, "cp": 2}  # with tp or pp one machine
+
+    def parts(**axes):
+        setting = Setting(layout=Layout(**{**gpus, **axes}), micro_batch_size=1, activation_checkpointing="none")
+        return step_time(job(global_batch_size=64), setting, option(), 1).parts
+
+    gather = parts()["context parallel"]
+    calls = 32 * 32 * 2 * ALLREDUCE_LATENCY_S
+    assert parts(tp=2)["context parallel"] - calls == pytest.approx((gather - calls) / 2)
+    assert parts(pp=2)["context parallel"] == pytest.approx(gather / 2)
+    whole = parts(tp=2, cp=1)["tensor parallel"]
+    calls = 32 * 32 * 4 * ALLREDUCE_LATENCY_S
+    assert parts(tp=2)["tensor parallel"] - calls == pytest.approx((whole - calls) / 2)
+
+
+def test_adapters_are_split_by_tp_where_fsdp_cuts_their_rank_evenly():
+    of = {layout.key for layout in layouts(job(lora_rank=8, global_batch_size=64), option(), 2, Pins())}
+    assert {"r1s8t2p1c1e1", "r2s4t2p1c1e1"} <= of
+    few = {layout.key for layout in layouts(job(lora_rank=4, global_batch_size=64), option(), 2, Pins())}
+    assert of - few == {"r1s8t2p1c1e1"}
+    assert all("t1" in layout.key for layout in layouts(job(float8=True), option(), 2, Pins()))

@@ -203,7 +203,7 @@ def laid_out(
         # Gradients of chunks come at different times: together in one unit they could not be reduced apart.
         whole_below = 0 if schedule.chunks > 1 else whole_below
         layers = [layers[index] for index in module.stage.layers]
-    if mesh.layout.tp > 1:
+    if mesh.tp is not None:
         tensor_parallel.split(model, layers, mesh.tp)
     if spec.training.precision != "bf16":
         float8.convert_layers(layers, device, spec.training.precision)

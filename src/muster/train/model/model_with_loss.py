@@ -82,9 +82,12 @@ class ModelWithLoss(nn.Module):
         self.stage: Stage | None = None
         """Which part of the model is here; None: all of it."""
 
-    def hidden_shape(self, tokens: Tensor) -> list[int]:
-        """The shape of the hidden states of ``tokens`` between two stages."""
-        return [*tokens.shape, self.model.config.get_text_config().hidden_size]
+    def hidden_shape(self, given: Batch | Decoding) -> list[int]:
+        """The shape of a rank's hidden states of these tokens between two stages."""
+        rows, length = (given.tokens if isinstance(given, Decoding) else given.input_ids).shape
+        if self.context is not None and isinstance(given, Batch):
+            length //= self.context.size
+        return [rows, length, self.model.config.get_text_config().hidden_size]
 
     @property
     def generation_attention(self) -> str:
@@ -109,6 +112,8 @@ class ModelWithLoss(nn.Module):
         ``loss``: 0-d fp32, ``scale`` times the summed cross-entropy. ``logits``: [B, S, V] fp32 as the loss sees them,
         ``model_logits``: the same by transformers' own forward. ``next`` (of a ``Decoding``): [N, V] fp32.
         """
+        if self.context is not None and isinstance(given, Batch):
+            given = self.context.part_of(given)
         if self.stage is None:
             return self._output(given, hidden, scale=scale, chunk_tokens=chunk_tokens, want=want)
         with self.stage.only(self.model, chunk):
@@ -127,8 +132,6 @@ class ModelWithLoss(nn.Module):
         """Behind the model's last layer."""
         if isinstance(given, Decoding):
             return self._next(given, hidden)
-        if self.context is not None:
-            given = self.context.part_of(given)
         trains = want == "loss" and torch.is_grad_enabled()
         if want == "model_logits" or not self.own_head:
             output, extra = self._run(self.model, given, hidden, scale, trains=trains)
@@ -227,7 +230,7 @@ def forward_pass(module: ModelWithLoss, given: Batch | Decoding, **asked: Any) -
         output: Tensor = module(given, **asked)
         return output
     stage, link = module.stage, module.stage.link
-    shape = module.hidden_shape(given.tokens if isinstance(given, Decoding) else given.input_ids)
+    shape = module.hidden_shape(given)
     hidden: Tensor | None = None
     for chunk in range(stage.schedule.chunks):
         source, target = stage.schedule.source(link.stage, chunk), stage.schedule.target(link.stage, chunk)

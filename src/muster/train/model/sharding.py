@@ -111,7 +111,7 @@ def kept_outside(root: nn.Module, mesh: Meshes) -> set[nn.Parameter]:
     FSDP would copy each of them whenever a unit is gathered, in the forward and in the backward pass. They are in the
     compute type already, and have no gradients to sum.
     """
-    if mesh.layout.dp_shard > 1 or mesh.layout.tp > 1:
+    if mesh.shard.size() > 1 or mesh.tp is not None:
         return set()
     return {parameter for parameter in root.parameters() if not parameter.requires_grad}
 
@@ -168,5 +168,6 @@ def check_sharded(model: nn.Module) -> None:
         if isinstance(parameter, DTensor) and any(isinstance(place, _StridedShard) for place in parameter.placements):
             raise UsageError(
                 f"{name} {list(parameter.shape)} cannot be sharded by tp and by dp_shard at once",
-                hint="use tp: 1, or dp_shard: 1 (with dp_replicate), or a dp_shard that divides the hidden size",
+                hint="use tp: 1, or dp_shard: 1 (with dp_replicate), or a dp_shard that divides the hidden size and "
+                "the rank of adapters",
             )

@@ -47,15 +47,29 @@ def split(model: PreTrainedModel, layers: list[nn.Module], mesh: DeviceMesh) -> 
     tp = mesh.size()
     styles = plan_of(model, layers)
     check_divides(model.config.get_text_config(), tp)
-    for module in model.modules():
-        if type(module).__module__.startswith("peft."):
-            raise UsageError("model.lora and parallelism.tp cannot be combined", hint="set parallelism.tp: 1")
-    parallelize_module(model, mesh, {name: STYLES[style]() for name, style in styles.items()})
     colwise = [name for name, style in styles.items() if style == "colwise"]
     readers = Counter(name.rpartition(".")[0] for name in colwise)
     shared = {block: SharedInput(mesh, number) for block, number in readers.items()}
-    for name in colwise:
-        model.get_submodule(name).register_forward_pre_hook(shared[name.rpartition(".")[0]], prepend=True)
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        matrix = getattr(module, "base_layer", module)
+        parallelize_module(matrix, mesh, STYLES[style]())
+        if style == "colwise":
+            matrix.register_forward_pre_hook(shared[name.rpartition(".")[0]], prepend=True)
+        if matrix is not module:
+            split_adapter(module, style, mesh)
+
+
+def split_adapter(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    """Split the adapter (peft's B after A) of a matrix that ``style`` splits.
+
+    What is wide is split as the matrix is, and the other one is whole: its input, output and gradients are equal on all
+    tp ranks. Between the two is a sum over them of as many columns as the adapter has: forward behind A of a rowwise
+    matrix, backward before B of a colwise one.
+    """
+    wide: nn.ModuleDict = module.lora_B if style == "colwise" else module.lora_A  # type: ignore[assignment]
+    for part in wide.values():
+        parallelize_module(part, mesh, STYLES[style]())
 
 
 class SharedInput:

@@ -36,6 +36,7 @@ FEATURES = (
     Feature("exact", "training.exact", "exact: false"),
     Feature("split_backward", "parallelism.pp_schedule", "pp_schedule: interleaved"),
     Feature("local_steps", "training.local_steps", "local_steps: 0"),
+    Feature("experts", "model", "a model without experts"),
 )
 BY_NAME = {feature.name: feature for feature in (*AXES, *FEATURES)}
 
@@ -70,6 +71,10 @@ REFUSALS = (
     Refusal("split_backward", "compile", "library", "a compiled backward pass is not split"),
     Refusal("local_steps", "pp", "not built", "stages would meet the other replicas at different moments"),
     Refusal("compile", "cp", "not built", "what a rank attends to differs in each batch"),
+    Refusal(
+        "tp", "experts", "not built", "transformers' plan splits the experts of a layer, which the trainer does not"
+    ),
+    Refusal("pp", "experts", "not built", "no mixture is known to start in the middle of its layers"),
     Refusal("float8", "lora", "not built", "adapters' matrices are too narrow"),
     Refusal("float8", "tp", "not built", "the two were never tried together"),
     Refusal("float8", "pp", "not built", "the two were never tried together"),

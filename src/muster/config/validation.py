@@ -17,7 +17,7 @@ from muster.config.sections.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.config.tpu_rules import tpu_rules
 from muster.core.errors import Problem
-from muster.core.flops import TIED_BY_DEFAULT
+from muster.core.flops import TIED_BY_DEFAULT, has_experts
 from muster.core.layout import FAMILIES, ranks_of
 from muster.core.redact import secret_word
 from muster.core.typed_json import JsonObject
@@ -134,7 +134,9 @@ def config_problems(spec: RunSpec, config: JsonObject, *, key: str) -> Iterator[
         yield Problem(key, f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         yield Problem(key, f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
-    if spec.parallelism.pp > 1:
+    if has_experts(config):
+        yield from combinations(spec, experts=True)
+    elif spec.parallelism.pp > 1:
         yield from stage_problems(spec, config)
     longest = spec.training.sequence_length
     if isinstance(context, int) and longest > context:
@@ -243,12 +245,15 @@ def used_features(spec: RunSpec) -> dict[str, str]:
     return sizes | {name: text for name, text in settings.items() if text is not None}
 
 
-def _combinations(spec: RunSpec) -> Iterator[Problem]:
-    """What cannot be combined, whatever the model. Of a trainer on TPUs ``tpu_rules`` says it."""
+def combinations(spec: RunSpec, *, experts: bool = False) -> Iterator[Problem]:
+    """What cannot be combined, whatever the model; ``experts``: with those of a mixture. Of a trainer on TPUs
+    ``tpu_rules`` says it."""
     if spec.resources.device == "tpu" or spec.command is not None:
         return
-    used = used_features(spec)
+    used = used_features(spec) | ({"experts": "a mixture of experts"} if experts else {})
     for refusal in refusals_of(used):
+        if experts and "experts" not in (refusal.refused, refusal.other):
+            continue
         subject = "" if used[refusal.refused] == refusal.key else f"{used[refusal.refused]} "
         text = f"{subject}does not go with {used[refusal.other]}: {refusal.reason}"
         yield Problem(refusal.key, text, hint=refusal.hint)
@@ -261,7 +266,7 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     if shape.dp_shard == 0:
         yield Problem("parallelism.dp_shard", "must be -1 (what remains) or at least 1, got 0")
         return
-    yield from _combinations(spec)
+    yield from combinations(spec)
     yield from _stages(spec)
     if spec.training.sequence_length % (2 * shape.cp) and shape.cp > 1:
         text = f"{spec.training.sequence_length} does not divide into the 2 x cp = {2 * shape.cp} chunks of context"

@@ -400,6 +400,12 @@ def _count(config: JsonObject, key: str) -> int | None:
     return value
 
 
+def has_experts(config: JsonObject) -> bool:
+    """Whether a transformers config is of a mixture of experts."""
+    counts = [config.get(name) for name in _EXPERTS]
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
 def _experts(config: JsonObject, width_name: str, layers: int) -> Experts:
     count = _needed(config, next((key for key in _EXPERTS if config.get(key)), _EXPERTS[0]))
     width = _needed(config, width_name)

@@ -12,6 +12,7 @@ ASKED = {
     "lora": ["model.lora={}"],
     "float8": ["training.precision=fp8", "resources.device=cuda", "model.dtype=bfloat16"],
     "compile": ["training.compile=true"],
+    "experts": ["model.config.model_type=mixtral", "model.config.num_local_experts=4"],
     "exact": ["training.exact=true"],
     "split_backward": ["parallelism.pp=2", "parallelism.dp_shard=1", "parallelism.pp_schedule=zero_bubble"],
     "local_steps": ["training.local_steps=2", "parallelism.dp_replicate=2"],
@@ -37,7 +38,7 @@ def test_it_is_refused_and_each_of_the_two_alone_is_not(refusal):
 
 def test_the_share_of_refused_cells_only_falls():
     table = list(cells())
-    assert sum(refusal is not None for *_, refusal in table) <= 8 and len(table) == 45
+    assert sum(refusal is not None for *_, refusal in table) <= 10 and len(table) == 50
     assert len({frozenset((each.refused, each.other)) for each in REFUSALS}) == len(REFUSALS)
 
 

@@ -6,6 +6,7 @@ import pytest
 from planning import job, option
 
 from muster.core.errors import NoPlanError
+from muster.core.flops import ModelShape
 from muster.core.layout import kept_in_v
 from muster.core.types import Layout
 from muster.plan.constants import DEFAULT, ON_CPU
@@ -265,4 +266,10 @@ def test_adapters_are_split_by_tp_where_fsdp_cuts_their_rank_evenly():
     assert {"r1s8t2p1c1e1", "r2s4t2p1c1e1"} <= of
     few = {layout.key for layout in layouts(job(lora_rank=4, global_batch_size=64), option(), 2, Pins())}
     assert of - few == {"r1s8t2p1c1e1"}
-    assert all("t1" in layout.key for layout in layouts(job(float8=True), option(), 2, Pins()))
+    mixture = ModelShape.from_config({
+        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    })  # fmt: skip
+    for work in (job(float8=True), job(shape=mixture)):
+        assert all("t1" in layout.key for layout in layouts(work, option(), 2, Pins()))

@@ -11,7 +11,7 @@ from muster.app.planning.source_run import source_run
 from muster.catalog import rows
 from muster.config.spec import Model, RunSpec, TrainedTokenizer
 from muster.config.tpu_rules import not_submitted
-from muster.config.validation import heads_problems
+from muster.config.validation import combinations, heads_problems
 from muster.core.errors import Problem, UsageError
 from muster.core.flops import ModelShape
 from muster.core.typed_json import JsonObject, parse_object
@@ -58,7 +58,8 @@ def tensor_problems(spec: RunSpec) -> list[Problem]:
         shape = shape_of(spec)
     except UsageError:  # unknown here; its hosts will see
         return []
-    return list(heads_problems(spec.parallelism.tp, shape.heads, shape.kv_heads))
+    mixed = combinations(spec, experts=True) if shape.experts is not None else ()
+    return [*heads_problems(spec.parallelism.tp, shape.heads, shape.kv_heads), *mixed]
 
 
 def shape_of(spec: RunSpec) -> ModelShape:

@@ -111,7 +111,7 @@ def kept_outside(root: nn.Module, mesh: Meshes) -> set[nn.Parameter]:
     FSDP would copy each of them whenever a unit is gathered, in the forward and in the backward pass. They are in the
     compute type already, and have no gradients to sum.
     """
-    if mesh.shard.size() > 1 or mesh.tp is not None:
+    if mesh.layout.shards > 1 or mesh.layout.tp > 1:
         return set()
     return {parameter for parameter in root.parameters() if not parameter.requires_grad}
 

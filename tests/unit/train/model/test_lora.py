@@ -95,6 +95,7 @@ def test_only_frozen_weights_that_nobody_shares_stay_outside(monkeypatch):
         ({"dp_replicate": 2}, {root.bias}),
         ({"dp_shard": 2}, set()),
         ({"tp": 2}, set()),
+        ({"cp": 2}, set()),
     ]:
         assert sharding.kept_outside(root, SimpleNamespace(layout=Layout(**layout))) == outside
 

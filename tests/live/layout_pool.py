@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import traceback
@@ -30,8 +29,6 @@ class Trained:
 
     losses: list[float]
     norms: list[float]
-    groups: int
-    """Process groups that torch knows."""
     start: dict[str, Any]
     end: dict[str, Any]
 
@@ -58,8 +55,7 @@ class Pool:
             when: {name: tensor for path in run_dir.glob(f"{when}-*") for name, tensor in load_file(path).items()}
             for when in ("start", "end")
         }
-        groups = json.loads((run_dir / "groups.json").read_text())
-        return Trained([each["loss"] for each in steps], [each["grad_norm"] for each in steps], groups, **stages)
+        return Trained([each["loss"] for each in steps], [each["grad_norm"] for each in steps], **stages)
 
 
 @contextmanager
@@ -108,7 +104,8 @@ def _serve(pipe: Connection) -> None:
 
 
 def _and_write(run_phases: Any, context: RankContext, run: Any) -> Any:
-    """``run_phases``, with the trained parameters written before and after it, and the number of process groups."""
+    """``run_phases``, with the trained parameters written before and after it, and process groups counted: torch's
+    default one, which is that of a lone axis and of dp_shard with cp, and one for each other axis."""
     import torch.distributed as dist
     from safetensors.torch import save_file
     from torch.distributed.tensor import DTensor
@@ -121,9 +118,9 @@ def _and_write(run_phases: Any, context: RankContext, run: Any) -> Any:
         }
         save_file(tensors, Path(context.run_dir) / f"{when}-{context.rank}.safetensors")
 
+    inside = {axis for axis, size in context.layout.sizes.items() if size > 1} - {"dp_replicate"}
     groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) != "fake"]
-    assert context.layout.ranks_per_replica == 1 or all(group.size() > 1 for group in groups)
-    (Path(context.run_dir) / "groups.json").write_text(str(len(groups)))
+    assert len(groups) == 1 + (0 if len(inside) == 1 else len(inside) - (inside == {"cp", "dp_shard"}))
     write("start")
     ended = run_phases(run)
     write("end")

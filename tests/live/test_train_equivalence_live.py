@@ -116,13 +116,6 @@ def test_a_world_size_that_does_not_divide_the_batch(tmp_path: Path, references:
         assert event.detail["padding_rounds"] == 1  # 8 micro-batches in 3 rounds of 3
 
 
-def test_compiled_layers_agree_with_the_plain_loop(tmp_path: Path, references: Any) -> None:
-    spec = shaped(tmp_path / "cache", 2, False, True, "none")
-    spec["training"]["compile"] = True
-    done = run_attempt(tmp_path / "run", spec, ranks=2, script=Script(unit_per_layer=True))
-    compare(done, references(False, True), 2)
-
-
 def cpu_model() -> str:
     """All by which libraries choose kernels and block sizes: AVX512 alone names several kinds that round otherwise."""
     wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size", "siblings", "flags")

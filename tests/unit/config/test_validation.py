@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from muster.config import load
+from muster.config.compatibility import REFUSALS, Refusal, cells
 from muster.config.spec import CheckpointSpec, RunSpec
-from muster.core.errors import RunFileError
+from muster.core.errors import Problem, RunFileError
 from muster.core.flops import ModelShape
 from muster.plan.workload import workload
 
@@ -29,12 +30,16 @@ resources: {device: cpu, ranks_per_host: 4}
 """
 
 
-def check(*overrides: str, environment: bool = False) -> list[str]:
+def problems(*overrides: str, environment: bool = False) -> list[Problem]:
     try:
         load.loads(GOOD, overrides, environment=environment)
     except RunFileError as error:
-        return [f"{problem.key}: {problem.message}" for problem in error.problems]
+        return list(error.problems)
     return []
+
+
+def check(*overrides: str, environment: bool = False) -> list[str]:
+    return [f"{problem.key}: {problem.message}" for problem in problems(*overrides, environment=environment)]
 
 
 WRONG = {
@@ -94,14 +99,6 @@ WRONG = {
     "gradients of weights apart, cast": (
         ["parallelism={pp: 2, dp_shard: 1, pp_schedule: zero_bubble}", "model.dtype=bfloat16"],
         "FSDP casts float32 weights to bfloat16",
-    ),
-    "a V of too few layers": (
-        [
-            "parallelism={pp: 2, dp_shard: 1, pp_schedule: zbv}",
-            "resources.ranks_per_host=2",
-            "model.config.num_hidden_layers=3",
-        ],
-        "3 layers do not make 2 stages of 2 chunks each",
     ),
     "chunks of one": (["parallelism.pp_chunks=1"], "a whole number of at least 2"),
     "an order that is none": (["parallelism.pp_schedule=gpipe"], "1f1b, interleaved"),
@@ -324,3 +321,39 @@ def test_bfloat16_weights_in_full_training_are_doubted_with_figures():
 )
 def test_where_checkpoints_are(given, run_dir, uri):
     assert RunSpec(name="a", checkpoint=CheckpointSpec(dir=given)).checkpoint_uri(run_dir) == uri
+
+
+#: How a run file asks for what is no axis.
+ASKED = {
+    "lora": ["model.lora={}"],
+    "float8": ["training.precision=fp8", "resources.device=cuda", "model.dtype=bfloat16"],
+    "compile": ["training.compile=true"],
+    "experts": ["model.config.model_type=mixtral", "model.config.num_local_experts=4"],
+    "exact": ["training.exact=true"],
+    "split_backward": ["parallelism.pp=2", "parallelism.dp_shard=1", "parallelism.pp_schedule=zero_bubble"],
+    "local_steps": ["training.local_steps=2", "parallelism.dp_replicate=2"],
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: f"{each.refused}-{each.other}")
+def test_what_the_table_refuses_is_refused_and_each_of_the_two_alone_is_not(refusal: Refusal) -> None:
+    one, other = (ASKED.get(name, [f"parallelism.{name}=2"]) for name in (refusal.refused, refusal.other))
+    both, *alone = (
+        [p for p in problems(*given) if refusal.reason in p.message] for given in ([*one, *other], one, other)
+    )
+    assert [(each.key, each.hint) for each in both] == [(refusal.key, refusal.hint)] and alone == [[], []]
+
+
+def test_the_share_of_refused_cells_only_falls() -> None:
+    table = list(cells())
+    assert sum(refusal is not None for *_, refusal in table) <= 10 and len(table) == 50
+    assert len({frozenset((each.refused, each.other)) for each in REFUSALS}) == len(REFUSALS)
+
+
+def test_adapters_beside_tp_divide_among_the_ranks_that_cut_them() -> None:
+    def of(*given: str) -> list[str]:
+        found = problems("resources.ranks_per_host=6", "parallelism.tp=2", *given)
+        return [each.message for each in found if each.key == "model.lora.rank"]
+
+    assert of("model.lora={rank: 16}") == ["16 does not divide among the 3 ranks that cut an adapter beside tp = 2"]
+    assert of("model.lora={rank: 12}") == of("model.lora={rank: 16}", "parallelism.dp_replicate=3") == []

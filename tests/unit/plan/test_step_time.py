@@ -6,7 +6,6 @@ import pytest
 from planning import job, option
 
 from muster.core.errors import NoPlanError
-from muster.core.flops import ModelShape
 from muster.core.layout import kept_in_v
 from muster.core.types import Layout
 from muster.plan.constants import DEFAULT, ON_CPU
@@ -261,15 +260,8 @@ def test_axes_share_each_others_work_inside_a_layer():
     assert parts(tp=2)["tensor parallel"] - calls == pytest.approx((whole - calls) / 2)
 
 
-def test_adapters_are_split_by_tp_where_fsdp_cuts_their_rank_evenly():
-    of = {layout.key for layout in layouts(job(lora_rank=8, global_batch_size=64), option(), 2, Pins())}
-    assert {"r1s8t2p1c1e1", "r2s4t2p1c1e1"} <= of
-    few = {layout.key for layout in layouts(job(lora_rank=4, global_batch_size=64), option(), 2, Pins())}
-    assert of - few == {"r1s8t2p1c1e1"}
-    mixture = ModelShape.from_config({
-        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    })  # fmt: skip
-    for work in (job(float8=True), job(shape=mixture)):
+def test_tp_is_proposed_where_adapters_can_be_split_and_for_no_mixture():
+    few, more = ({each.key for each in layouts(job(lora_rank=rank), option(), 2, Pins())} for rank in (4, 8))
+    assert more - few == {"r1s8t2p1c1e1"} and "r2s4t2p1c1e1" in few
+    for work in (job(float8=True), job(shape=replace(job().shape, experts=True))):
         assert all("t1" in layout.key for layout in layouts(work, option(), 2, Pins()))

@@ -1,7 +1,9 @@
 """Sums that need no second rank to be wrong."""
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,22 +44,16 @@ def test_of_what_tp_ranks_hold_alike_the_first_ones_counts() -> None:
     assert float(axes.sum_everywhere_(torch.ones(()))) == 0.0
 
 
-def test_each_element_is_counted_by_one_rank_of_a_replica() -> None:
-    """Of a grid of 2 x 2 ranks, whatever of it cuts the parameter."""
-    cuts = {(): 1, (SHARD,): 2, (TENSOR,): 2, (SHARD, TENSOR): 4}
-    for cut, ranks in cuts.items():
-        placements = [Shard(0) if axis in cut else Replicate() for axis in (SHARD, TENSOR)]
-        counted = 0
-        for place in itertools.product((0, 1), repeat=2):
-            by_axis = {
-                axis: SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
-                for axis, rank in zip((SHARD, TENSOR), place, strict=True)
-            }
-            with process_group(4, place[0] * 2 + place[1]):
-                mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(SHARD, TENSOR))
-                parameter = DTensor.from_local(torch.ones(2, 2), mesh, placements, run_check=False)
-                counted += ReduceGroups(by_axis).counts(parameter)  # type: ignore[arg-type]
-        assert counted == ranks, cut
+@pytest.mark.parametrize("rank", range(4))
+def test_each_element_is_counted_by_one_rank_of_a_replica(rank: int) -> None:
+    places = {SHARD: rank // 2, TENSOR: rank % 2}
+    groups: Any = ReduceGroups({axis: SimpleNamespace(rank=partial(int, place)) for axis, place in places.items()})
+    with process_group(4, rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(SHARD, TENSOR))
+        for cut in itertools.product((Replicate(), Shard(0)), (Replicate(), Shard(1))):
+            first = all(isinstance(how, Shard) or place == 0 for how, place in zip(cut, places.values(), strict=True))
+            assert groups.counts(DTensor.from_local(torch.ones(2, 2), mesh, cut, run_check=False)) == first
+    assert groups.counts(torch.ones(2)) == (rank == 0)
 
 
 def test_no_groups_no_change() -> None:

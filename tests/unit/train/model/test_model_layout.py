@@ -69,22 +69,6 @@ def test_a_dimension_that_would_be_cut_twice_is_refused():
         build(spec_of(biased), layout=Layout(tp=2))
 
 
-def test_of_an_adapter_the_long_side_is_split_as_its_matrix_is():
-    with process_group(4):
-        built = build(spec_of(lora={"rank": 4}), layout=Layout(dp_shard=2, tp=2))
-        found = {
-            name.removeprefix("model.layers.0.self_attn."): (p.device_mesh.mesh_dim_names, p.placements)
-            for name, p in built.named_trainable().items()
-        }
-        assert built.num_trainable == sum(p.numel() for p in built.named_trainable().values())
-        assert all(not p.requires_grad for name, p in built.module.named_parameters() if "lora_" not in name)
-    both, one = ("dp_shard", "tp"), ("dp_shard",)
-    assert found["q_proj.lora_A.default.weight"] == (one, (Shard(0),))
-    assert found["q_proj.lora_B.default.weight"] == (both, (Shard(1), Shard(0)))
-    assert found["o_proj.lora_A.default.weight"] == (both, (Shard(0), Shard(1)))
-    assert found["o_proj.lora_B.default.weight"] == (one, (Shard(0),))
-
-
 def test_an_adapter_whose_rank_does_not_divide_is_refused():
     with process_group(6), pytest.raises(UsageError, match="cannot be sharded by tp and by dp_shard"):
         build(spec_of({**LLAMA, "hidden_size": 96}, lora={"rank": 4}), layout=Layout(dp_shard=3, tp=2))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from muster.train.distributed.reduce import SHARD, TENSOR, ReduceGroups
+from muster.train.distributed.reduce import TENSOR, ReduceGroups
 from muster.train.state.state_hash import (
     PendingHash,
     Place,
@@ -128,10 +128,9 @@ def test_it_is_taken_when_due_and_holds_the_step() -> None:
 
 def test_copies_count_once() -> None:
     """What an earlier rank of the same axis holds as well is left to the first; another replica has its own number."""
-    for axis in (SHARD, TENSOR):
-        second_rank: Any = SimpleNamespace(rank=lambda: 1)
-        found = hashes(groups=ReduceGroups({axis: second_rank})).begin(2)
-        assert found is not None and found.totals.tolist() == [0], axis
+    second_rank: Any = SimpleNamespace(rank=lambda: 1)
+    found = hashes(groups=ReduceGroups({TENSOR: second_rank})).begin(2)
+    assert found is not None and found.totals.tolist() == [0]
     first, second = (hashes(replica=replica, replicas=2).begin(2) for replica in (0, 1))
     assert first is not None and second is not None
     assert first.totals.tolist() == second.totals.flip(0).tolist() == [whole(state()), 0]

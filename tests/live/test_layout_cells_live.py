@@ -6,18 +6,14 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from layout_pool import Pool, Trained, pool
-from trainranks import Script, run_attempt, small
+from trainranks import Outcome, Script, run_attempt, small
 
 from muster.config.compatibility import AXES, cells
-from muster.core.types import Layout
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -36,7 +32,9 @@ LARGER = [
     (2, 1, 2, 1, 2),
 ]  # fmt: skip
 STEPS = 10
-LOSS, NORM, MOVEMENT = 1e-5, 5e-5, 1e-4
+LOSS, NORM = 1e-5, 5e-5
+#: Those that no other test of CI has; all others at night.
+IN_CI = ("dp_shard2-tp2", "cp2-tp2", "cp2-pp2", "dp_shard2-pp2", "cp2-dp_shard2", "tp2-lora", "cp2-lora", "pp2-exact")
 
 
 def named(case: tuple[dict[str, int], list[str]]) -> str:
@@ -55,47 +53,37 @@ def spec_of(cache_dir: Path, sizes: dict[str, int], *features: str) -> dict[str,
     return spec
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    with pool(8) as processes:
-        yield processes
+def trained(run_dir: Path, cache_dir: Path, sizes: dict[str, int], *features: str) -> Outcome:
+    size = math.prod(sizes.values())
+    layout = {"dp_shard": 1, **sizes}
+    spec = spec_of(cache_dir, sizes, *features)
+    done = run_attempt(run_dir, spec, ranks=size, layout=layout, script=Script(unit_per_layer=True))
+    assert done.codes == [0] * size, done.errors[0]
+    return done
 
 
 @pytest.fixture(scope="module")
-def one(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What one process trains with some features."""
     folder = tmp_path_factory.mktemp("one")
-
-    @cache
-    def trained(*features: str) -> Trained:
-        name = "-".join(features) or "plain"
-        return ranks.train(folder / name, spec_of(folder / "cache", {}, *features), Layout())
-
-    return trained
+    return cache(lambda *features: trained(folder / "-".join(["one", *features]), folder / "cache", {}, *features))
 
 
 @pytest.mark.parametrize("case", [
-    *(pytest.param(case, id=named(case)) for case in CELLS),
+    *(pytest.param(case, id=named(case), marks=() if named(case) in IN_CI else pytest.mark.soak) for case in CELLS),
     *(
         pytest.param((dict(zip(AXIS_NAMES, sizes, strict=True)), ["exact" if sizes[2] == sizes[4] == 1 else "packing"]),
                      id="-".join(map(str, sizes)), marks=pytest.mark.soak)
         for sizes in LARGER
     ),
 ])  # fmt: skip
-def test_a_layout_trains_what_one_process_does(tmp_path: Path, ranks: Pool, one: Any, case: Any) -> None:
+def test_a_layout_trains_what_one_process_does(tmp_path: Path, one: Any, case: Any) -> None:
     sizes, features = case
-    done = ranks.train(tmp_path / "run", spec_of(tmp_path / "cache", sizes, *features), Layout(**sizes))
-    alone = one(*features)
+    done, alone = trained(tmp_path / "run", tmp_path / "cache", sizes, *features), one(*features)
     if "exact" in features:
         assert (done.losses, done.norms) == (alone.losses, alone.norms)
     assert done.losses == pytest.approx(alone.losses, rel=LOSS) and len(done.losses) == STEPS
     assert done.norms == pytest.approx(alone.norms, rel=NORM)
-    assert done.end.keys() == alone.end.keys()
-    for name, whole in alone.end.items():
-        moved = (whole - alone.start[name]).norm()
-        assert torch.equal(done.start[name], alone.start[name]), name
-        assert "exact" not in features or torch.equal(done.end[name], whole), name
-        assert moved > 0 and (done.end[name] - whole).norm() <= MOVEMENT * moved, name
 
 
 @pytest.mark.parametrize(("sizes", "features"), [

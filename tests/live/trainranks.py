@@ -153,10 +153,21 @@ def run_attempt(
     wanted = Layout(**(layout or {"dp_shard": ranks}))
     processes = []
     for rank in range(ranks):
-        given = context_of(
-            run_dir, rank, ranks, wanted, port,
-            attempt=attempt, snapshot_dir=script.snapshot_dir, restore=script.restore,
-        )  # fmt: skip
+        given = RankContext(
+            run_id="test",
+            run_dir=str(run_dir),
+            attempt=attempt,
+            host="h0",
+            rank=rank,
+            local_rank=rank,
+            world_size=ranks,
+            local_world_size=ranks,
+            layout=wanted,
+            master_addr="127.0.0.1",
+            master_port=port,
+            snapshot_dir=script.snapshot_dir,
+            restore=script.restore,
+        )
         process = context.Process(target=_rank, args=(given, script))
         process.start()
         processes.append(process)
@@ -169,13 +180,6 @@ def run_attempt(
         state_hash=json.loads(hashes.read_text())["hash"] if hashes.exists() else None,
         errors=logs,
     )
-
-
-def context_of(run_dir: Path, rank: int, ranks: int, layout: Layout, port: int, **more: Any) -> RankContext:
-    """Of one of the ``ranks`` of this machine."""
-    place = {"rank": rank, "local_rank": rank, "world_size": ranks, "local_world_size": ranks, "layout": layout}
-    at = {"run_id": "test", "run_dir": str(run_dir), "host": "h0", "master_addr": "127.0.0.1", "master_port": port}
-    return RankContext(**{"attempt": 1, **at, **place, **more})  # type: ignore[arg-type]
 
 
 def _await(processes: Sequence[Any]) -> None:

@@ -74,6 +74,7 @@ REFUSALS = (
     Refusal(
         "tp", "experts", "not built", "transformers' plan splits the experts of a layer, which the trainer does not"
     ),
+    Refusal("cp", "experts", "not built", "their auxiliary loss is a product of means over whole sequences"),
     Refusal("pp", "experts", "not built", "no mixture is known to start in the middle of its layers"),
     Refusal("float8", "lora", "not built", "adapters' matrices are too narrow"),
     Refusal("float8", "tp", "not built", "the two were never tried together"),

@@ -48,10 +48,10 @@ def test_after_a_reboot_with_the_clock_behind_under_an_older_version_one_of_four
     run.lease.write_bytes(write_lease(replace(lease, version=Version(protocol=2, muster="0.1.9"), **rebooted)))
     four = [shell.start("recover", "there") for _ in range(4)]
     words = [process.communicate(timeout=100)[1] for process in four]
-    assert sorted(process.returncode == 0 for process in four) == [False, False, False, True], words
     lost = [said for process, said in zip(four, words, strict=True) if process.returncode]
-    assert all(("command is starting" in said or "a supervisor holds" in said) for said in lost), lost
-    assert not any("muster down" in said for said in lost)
+    assert len(lost) == 3, words
+    assert all("command is starting" in said or "a supervisor holds" in said for said in lost), lost
+    assert "muster down" not in str(lost)
     eventually(lambda: shell.status("there")["state"] == "succeeded", 90)
 
 
@@ -72,8 +72,7 @@ def test_a_supervisor_that_ends_at_once_is_repeated_and_the_good_end_stays(shell
             half.write_bytes(write_lease(held))
             os.replace(half, run.lease)
 
-    thread = threading.Thread(target=renew)
-    thread.start()
+    (thread := threading.Thread(target=renew)).start()
     try:
         eventually(lambda: json.loads(run.lease.read_bytes())["machine"] == "elsewhere", 5)
         refused = shell.start("recover", "there")

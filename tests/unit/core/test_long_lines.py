@@ -10,8 +10,7 @@ from muster.storage.store.local import LocalStore
 @pytest.fixture
 def holed(tmp_path):
     log = EventLog("r", tmp_path, "host-0", 1)
-    for number in range(5):
-        log.append("run.message", detail={"text": str(number)})
+    log.append("run.message", detail={"text": "fine"})
     log.close()
     with open(log.path, "ab") as file:
         file.truncate(64 << 30)
@@ -20,8 +19,9 @@ def holed(tmp_path):
 
 def test_it_is_reported_and_not_read(holed):
     reader = EventReader(holed.parent)
-    assert all(event.kind == "run.message" for _, event in reader.read())
-    assert [one.reason for one in reader.damaged] == ["cannot be read: a line of it has more than 16,777,216 bytes"]
+    assert len(list(reader.read())) <= 1 and [one.reason for one in reader.damaged] == [
+        "cannot be read: a line of it has more than 16,777,216 bytes"
+    ]
     assert heads(holed.parent, run_id="r") == {}
     with pytest.raises(BackendError, match="it has 68,719,476,736 bytes"):
         LocalStore().get(str(holed))

@@ -19,7 +19,6 @@ def on_disk(monkeypatch):
 
     def fsync(fd):
         real(fd)
-        fd = fd if isinstance(fd, int) else fd.fileno()
         status = os.fstat(fd)
         kept[status.st_ino] = sorted(os.listdir(fd)) if stat.S_ISDIR(status.st_mode) else status.st_size
 

@@ -1,0 +1,51 @@
+"""What may be said in ``ssh:``, what ssh is given, and what a host of a run may read of the home."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from muster.backends.ssh.placement import place, rules
+from muster.backends.ssh.store_server import Homes
+from muster.config.spec import RunSpec
+from muster.protocol.pipes import FarRefused, StoreCall
+from muster.storage.store.ssh import client
+
+
+def spec(*hosts, needed=1, spares=0, run_dir=None):
+    resources, ssh = {"hosts": needed, "spare_hosts": spares}, {"hosts": list(hosts)}
+    given = {"name": "n", "backend": "ssh", "command": ["true"], "resources": resources, "ssh": ssh}
+    return RunSpec.model_validate({**given, "run_dir": run_dir})
+
+
+@pytest.mark.parametrize(
+    "host", ["-oProxyCommand=x", "a@-oX", "a -v", "a;id", "a\n", "$(id)", "`id`", "", "a@b@c", "a:b", "a'b", "a:", "é"]
+)
+def test_what_is_no_host_never_reaches_ssh(host):
+    with pytest.raises(ValidationError):
+        spec(host)
+
+
+def test_hosts_as_ssh_takes_them(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path))
+    words = client(spec("me@10.0.0.7:2222").ssh.hosts[0])
+    assert words[-4:] == ["-p", "2222", "--", "me@10.0.0.7"], "an option cannot follow --"
+    assert {"-oBatchMode=yes", "-oStrictHostKeyChecking=yes", "-oForwardAgent=no"} <= set(client("gpu-1.x"))
+
+
+def test_rules():
+    def keys(one):
+        return [problem.key for problem in rules(one)]
+
+    assert keys(spec("a", "b", "c", needed=2)) == [], "the third is a spare"
+    assert keys(spec("a", needed=2)) == keys(spec("a", "a")) == ["ssh.hosts"]
+    assert keys(spec("a", "b", spares=3)) == ["resources.spare_hosts"]
+    assert keys(spec("a", run_dir="/shared/run")) == ["run_dir"]
+    assert place(spec("me@a:22", "b"), "r-1").home == "ssh://me@a:22/r-1"
+
+
+@pytest.mark.parametrize("key", ["other/x", "../x", "run/../../x", "/etc/passwd", "", "run/..", "."])
+def test_a_host_of_a_run_reads_nothing_else(key, tmp_path: Path):
+    for verb in ("get", "put", "list", "delete", "read", "write", "remove_tree"):
+        answer = Homes(tmp_path / "homes", "run").answer(StoreCall(verb=verb, key=key))
+        assert isinstance(answer, FarRefused) and answer.kind == "access", verb

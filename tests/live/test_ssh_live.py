@@ -43,6 +43,16 @@ def nothing_secret_is_seen(hosts: SshHosts, token: bytes) -> None:
         assert files and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
 
 
+def test_an_unknown_key_is_shown_and_refused(user: User) -> None:
+    known = user.home / ".ssh" / "known_hosts"
+    keys = known.read_text()
+    known.write_text("")
+    (user.home / "third.yaml").write_text(json.dumps(spec("third", "gpu1", "gpu2")))
+    refused = user.muster("up", "third.yaml", code=5).stderr
+    assert "gpu1: its key is unknown" in refused and "ssh gpu1 shows its fingerprint" in refused
+    known.write_text(keys)
+
+
 def test_from_up_to_down(user: User) -> None:
     """Two runs refuse each other; killed host programs and sshd, a cut link where there is a spare; nothing is left."""
     hosts = user.cluster
@@ -71,10 +81,3 @@ def test_from_up_to_down(user: User) -> None:
     for name in hosts.names:
         assert not hosts.processes(name, run.id)
         assert not [path for path in (hosts.dir / name / "home").rglob("*") if path.name in SECRETS]
-
-
-def test_an_unknown_key_is_shown_and_refused(user: User) -> None:
-    (user.home / ".ssh" / "known_hosts").write_text("")
-    (user.home / "third.yaml").write_text(json.dumps(spec("third", "gpu1", "gpu2")))
-    refused = user.muster("up", "third.yaml", code=5).stderr
-    assert "gpu1: its key is unknown" in refused and "ssh gpu1 shows its fingerprint" in refused

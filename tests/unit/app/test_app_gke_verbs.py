@@ -14,7 +14,8 @@ from muster.app.inspect import logs  # noqa: E402
 from muster.app.inspect import status as look  # noqa: E402
 from muster.app.run import stop  # noqa: E402
 from muster.app.run import submit as use_case  # noqa: E402
-from muster.backends.google import bucket_launcher  # noqa: E402
+from muster.backends import run_home  # noqa: E402
+from muster.backends.google import launcher as google_launcher  # noqa: E402
 from muster.config.load import loads  # noqa: E402
 from muster.core.errors import BackendError, UsageError  # noqa: E402
 
@@ -26,9 +27,9 @@ def google(tmp_path, monkeypatch):
     found.store["v1/projects/example-project/locations/us-central1/clusters/muster"] = cluster
     found.kubernetes.queues.add("muster-l4-flex-start")
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(bucket_launcher, "GoogleHttp", lambda: found)
-    bucket, open_of = Bucket(), bucket_launcher.run_home.open_of
-    monkeypatch.setattr(bucket_launcher.run_home, "open_of", lambda local, store=None: open_of(local, store or bucket))
+    monkeypatch.setattr(google_launcher, "GoogleHttp", lambda: found)
+    bucket, open_of = Bucket(), run_home.open_of
+    monkeypatch.setattr(run_home, "open_of", lambda local, store=None: open_of(local, store or bucket))
     return found
 
 

@@ -21,7 +21,7 @@ from muster.backends.gce.offers import rents
 from muster.backends.gce.placement import RUNS, Placement, place, resolved
 from muster.backends.gce.provision import instances_of
 from muster.backends.gce.submission import BACKEND, Start, render, submission_of
-from muster.backends.google.bucket_launcher import BucketLauncher
+from muster.backends.google.launcher import GoogleLauncher
 from muster.catalog import offers as catalogue
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
@@ -35,7 +35,7 @@ GONE_WITHIN_S = 600.0
 
 
 @dataclass(kw_only=True)
-class GceLauncher(BucketLauncher[Placement]):
+class GceLauncher(GoogleLauncher[Placement]):
     """Runs jobs on machines in the zones that the run file names."""
 
     name: str = BACKEND

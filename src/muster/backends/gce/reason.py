@@ -9,6 +9,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from muster.backends.bucket_launcher import ended_with
 from muster.backends.gce import startup_stages
 from muster.backends.gce.compute import Compute
 from muster.backends.gce.journal import ASKED, MADE, NOTHING, Journal, JournalFile
@@ -16,7 +17,6 @@ from muster.backends.gce.machine import FOLDER
 from muster.backends.gce.placement import Placement
 from muster.backends.gce.provision import AGAIN_S, Instance, instances_of
 from muster.backends.gce.startup_stages import Stage, read_told, sentence, tree
-from muster.backends.google.bucket_launcher import ended_with
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import Unreadable, decode, text

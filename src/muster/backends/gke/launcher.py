@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from muster.backends import run_home
+from muster.backends.bucket_launcher import STOPPED_BY_USER, ended_with, local_dir
 from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests import monitoring
 from muster.backends.gke.manifests.cluster_options import Options
@@ -32,7 +33,7 @@ from muster.backends.gke.operate.submission import (
 )
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import newest
-from muster.backends.google.bucket_launcher import STOPPED_BY_USER, BucketLauncher, ended_with, local_dir
+from muster.backends.google.launcher import GoogleLauncher
 from muster.backends.machine_prices import machine_usd_per_hour
 from muster.backends.protocols import Terminal
 from muster.config.spec import RunSpec
@@ -50,7 +51,7 @@ GONE_WITHIN_S = 120.0
 
 
 @dataclass(kw_only=True)
-class GkeLauncher(BucketLauncher[Placement]):
+class GkeLauncher(GoogleLauncher[Placement]):
     """Runs jobs as JobSets on the cluster that the run file names."""
 
     name: str = BACKEND

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.backends import code_bundle, run_folder, run_home
-from muster.backends.google.bucket_launcher import BucketLauncher, ended_with
+from muster.backends.bucket_launcher import BucketLauncher, ended_with
 from muster.backends.run_folder import RunFiles
 from muster.backends.run_home import SUBMISSION
 from muster.backends.ssh.openssh import OpenSsh, everywhere, refuse

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muster.backends import run_folder, run_home
-from muster.backends.google.bucket_launcher import BucketLauncher
+from muster.backends.google.launcher import GoogleLauncher
 from muster.backends.log_forwarder import writer_of
 from muster.backends.vertex import claim
 from muster.backends.vertex.custom_job import code_dir
@@ -41,7 +41,7 @@ LOOK_S = 5.0
 
 
 @dataclass(kw_only=True)
-class VertexLauncher(BucketLauncher[Placement]):
+class VertexLauncher(GoogleLauncher[Placement]):
     """Runs jobs as custom jobs in the regions that the run file names."""
 
     name: str = BACKEND

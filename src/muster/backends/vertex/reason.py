@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from muster.backends.google.bucket_launcher import RESUME_LATER, STOPPED_BY_USER, ended_with
+from muster.backends.bucket_launcher import RESUME_LATER, STOPPED_BY_USER, ended_with
 from muster.backends.vertex.job_state import CustomJob, cause, sentence, web_links
 from muster.backends.vertex.on_host.presence import HostRecord
 from muster.backends.vertex.progress import Looked

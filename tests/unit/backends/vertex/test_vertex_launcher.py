@@ -453,7 +453,7 @@ def test_a_command_runs_on_the_host_that_was_meant(spoken):
 def test_a_letter_of_somebody_without_the_token_is_not_read(spoken, monkeypatch):
     user, run = spoken
     user.holds()
-    monkeypatch.setattr("muster.backends.google.bucket_launcher.ASK_S", 0.5)
+    monkeypatch.setattr("muster.backends.bucket_launcher.ASK_S", 0.5)
     with Host(user, run) as host:
         host.letters.token = b"x" * 64
         stranger = Host(user, run)

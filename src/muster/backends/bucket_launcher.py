@@ -1,7 +1,8 @@
-"""What launchers share whose runs live in a bucket: the intent in a folder here, the home there, a mailbox to hosts.
+"""What launchers share whose runs live in a store: the intent in a folder here, the home there, a mailbox to hosts.
 
-Nobody can dial a host of such a run, so a question or a command is an object in the home (``mailbox``). GKE dials its
-pods through the cluster's API server and replaces ``ask``, ``mirror`` and ``exec``.
+The store is a bucket, or the disk of a host that is reached by SSH. Nobody can dial a host of such a run, so a question
+or a command is an object in the home (``mailbox``). GKE dials its pods through the cluster's API server and replaces
+``ask``, ``mirror`` and ``exec``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from muster.backends import code_bundle, mailbox, run_home
-from muster.backends.google.http import GoogleHttp, Http
-from muster.backends.google.secret_manager import SecretManager
-from muster.backends.google.session import Session
 from muster.backends.letters import ASK, RUN, Command, Outcome, box_of
 from muster.backends.mailbox import Box
 from muster.backends.protocols import Terminal
@@ -60,12 +58,11 @@ P = TypeVar("P", bound=Placed)
 
 @dataclass(kw_only=True)
 class BucketLauncher(Generic[P]):
-    """A launcher's half that does not depend on what is asked of Google."""
+    """A launcher's half that does not depend on where its hosts come from."""
 
     name: str
-    http: Http = field(default_factory=lambda: GoogleHttp())
     store: Store | None = None
-    """None: the bucket itself, when first needed."""
+    """None: the home's own, when first needed."""
     clock: Clock = field(default_factory=SystemClock)
     _opened: Store | None = field(default=None, repr=False)
     attach = None
@@ -225,12 +222,6 @@ class BucketLauncher(Generic[P]):
     def opened(self) -> Store:
         self._opened = self.store or self._opened or open_store()
         return self._opened
-
-    def secrets(self) -> SecretManager:
-        return SecretManager(session=self.session())
-
-    def session(self) -> Session:
-        return Session(http=self.http, clock=self.clock)
 
 
 def local_dir(run_id: str) -> Path | None:

@@ -33,7 +33,7 @@ from muster.train.data_feed.batch import Batch, make_batch
 from muster.train.distributed.reduce import local
 from muster.train.model.attention import Attention, ways
 from muster.train.model.model_with_loss import ModelWithLoss, forward_pass
-from muster.train.model.sharding import evaluating, forget_gradients
+from muster.train.model.sharding import evaluating, forget_gradients, reshard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -273,6 +273,7 @@ def _trained(
         parts += [part.detach() for part in chosen]
     named = {name: local(p.grad).detach() for name, p in module.named_parameters() if p.grad is not None}
     forget_gradients(module)
+    reshard(module)  # a stage has had no backward pass, which would have done it
     return parts, named
 
 

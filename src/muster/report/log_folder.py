@@ -1,4 +1,4 @@
-"""Reads a run's event files for the ledger: the one module of this package that does, beside ``digest``."""
+"""Reads a run's event files for the ledger: the one module of this package that does."""
 
 from __future__ import annotations
 

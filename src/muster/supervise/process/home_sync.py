@@ -12,12 +12,13 @@ from pathlib import Path
 
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError, ConflictError, MusterError
+from muster.core.event_details.run import RunFinished
 from muster.core.event_log import EventLog, in_words
 from muster.core.event_log.cadence import STATUS_LEAST_S, STATUS_S
 from muster.core.event_log.names import files_of, parts_pattern
 from muster.core.events import Event
 from muster.core.protocols import Clock
-from muster.core.typed_json import JsonObject, Unreadable, decode, encode
+from muster.core.typed_json import Unreadable, decode, encode
 from muster.protocol.client import SupervisorStatus
 from muster.protocol.lease import EndRecord, HomeStatus
 from muster.storage import job_record
@@ -132,8 +133,9 @@ class SupervisorHome:
         if not self.home.is_folder:
             self.figures.add(event)
 
-    def ended(self, before: Iterable[Event]) -> EndRecord | None:
-        """How the run ended, where this job of it has ended before: it is not started again.
+    def ended(self, before: Iterable[Event]) -> EndRecord | RunFinished | None:
+        """How the run ended, where this submission of it has ended before: it is not started again. A supervisor that
+        was slow to start may take the lease which another one gave back at the end.
 
         ``before``: the run's events. A supervisor that was killed between its ``run.finished`` and its ``end.json``
         has released the hosts: the end is put now.
@@ -142,14 +144,16 @@ class SupervisorHome:
             BackendError: the end cannot be put.
             ConflictError: another supervisor took the lease from us.
         """
-        if self.home.is_folder or not self.job:
-            return None
-        if (found := self._read_end()) is not None:
+        if not self.allocation:
+            return None  # nothing says whose end it would be
+        if not self.home.is_folder and (found := self._read_end()) is not None:
             return found
         with keeping(self.lease):  # it reads the whole log
-            finished = finish_of(before, self.job, self._submission())
-        if finished is None or finished.exit_code == AGAIN:  # the same JobSet may go on after a preemption
+            finished = finish_of(before, **self.allocation)
+        if finished is None or finished.exit_code == AGAIN:  # the same job may go on after a preemption
             return None
+        if self.home.is_folder:
+            return finished
         end = End(exit_code=finished.exit_code, outcome=finished.outcome, reason=finished.reason)
         if not self._until(functools.partial(self._put_end, end)):
             raise BackendError(
@@ -165,7 +169,7 @@ class SupervisorHome:
         return end if (end.job, end.submission) == (self.job, self._submission()) else None
 
     @property
-    def allocation(self) -> JsonObject:
+    def allocation(self) -> dict[str, str]:
         """What ``supervisor.started`` says of it: an end is that of its submission, whatever clocks show."""
         number = self._submission()
         if self.home.is_folder:

@@ -51,7 +51,7 @@ from muster.supervise.recovery.state import Attempt, Fault, Host, Quarantine, Sa
 SUPERVISOR = "supervisor"
 
 
-def finish_of(events: Iterable[Event], job: str, submission: str) -> RunFinished | None:
+def finish_of(events: Iterable[Event], *, submission: str, job: str | None = None) -> RunFinished | None:
     """How the newest supervisor, if it was one of this job and submission, ended the run; None: it did not.
 
     ``events``: in their order; another machine's commands end nothing here.

@@ -3,7 +3,9 @@
 import pytest
 
 from muster.core.events import Event
-from muster.report.run_view import run_view
+from muster.report.ledger.file_log import FileLog
+from muster.report.log_folder import LogFolder
+from muster.report.progress import progress
 from muster.supervise.process.figures import Figures
 
 
@@ -34,8 +36,8 @@ def test_steps_that_are_redone_count_once(redone_from):
     figures = Figures()
     for each in events:
         figures.add(each)
-    view = run_view(events)
-    assert (figures.tokens, figures.loss) == (view.tokens, view.final_loss)
+    whole = progress(LogFolder({"h": FileLog.of(events)}))
+    assert (figures.tokens, figures.loss) == (whole.tokens, whole.final_loss)
 
 
 def test_speed_is_a_median_without_the_first_step_of_an_attempt():

@@ -377,3 +377,25 @@ def test_a_folder_gets_no_objects(tmp_path):
         "lease.json"
     ]
     assert [event.detail["text"] for _, event in read(tmp_path / "events")] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("code", "submission", "is_over"), [(130, 1, True), (0, 1, True), (75, 1, False), (130, 2, False), (130, 0, False)]
+)
+def test_a_supervisor_that_comes_after_the_end_of_its_run_in_a_folder(tmp_path, code, submission, is_over):
+    """It was slow to start: the one that ended the run gave the lease back meanwhile."""
+    (tmp_path / "run_id").write_text("run-1\n")
+    (tmp_path / "job.json").write_text(json.dumps({"submission": 1}))
+    first = SupervisorHome(tmp_path, clock=VirtualClock())
+    first.take_over("run-1", ("127.0.0.1", 1))
+    with contextlib.closing(first.open_log("run-1")) as log:
+        log.append("supervisor.started", detail={"term": 1, "pid": 1, **first.allocation})
+        log.append("run.finished", detail={"outcome": "stopped", "exit_code": code, "reason": "muster stop"})
+    first.lease.give_back()
+    if submission:
+        (tmp_path / "job.json").write_text(json.dumps({"submission": submission}))
+    else:  # not submitted: started by hand
+        (tmp_path / "job.json").unlink()
+    second = SupervisorHome(tmp_path, clock=VirtualClock())
+    ended = second.ended(second.take_over("run-1", ("127.0.0.1", 1)))
+    assert (ended.exit_code if ended is not None else None) == (code if is_over else None)

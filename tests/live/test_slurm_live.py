@@ -141,6 +141,8 @@ def test_the_supervisor_and_host_programs_are_killed(cluster, user):
         run.wait_until(lambda node=node: _programs(cluster, node, program), "its step again")
         run.wait_until(lambda node=node: len(_programs(cluster, node, "muster.agent.host_agent")) == 1, "one agent")
         run.wait_for_step(run.step() + 5)
+    user.muster("stop", run.id)
+    assert run.status()["state"] == "stopped", run.story()
 
 
 def _programs(cluster: SlurmCluster, node: str, module: str) -> set[int]:

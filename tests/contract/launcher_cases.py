@@ -29,11 +29,11 @@ from fakes.vertex.service import APIS, FakeVertex
 from fakes.vertex.workers import Programs, Worker
 
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.launcher import GceLauncher
 from muster.backends.gce.provision import Hosts, instances_of
 from muster.backends.gce.submission import submission_of
 from muster.backends.google.http import Call, Reply, Unreachable
+from muster.backends.google.request_log import RequestLogFile
 from muster.backends.google.session import Session
 from muster.backends.local.launcher import LocalLauncher
 from muster.backends.slurm.commands import Slurm
@@ -274,8 +274,8 @@ class GceCase:
         of = submission_of(request).placement
         session = Session(http=self, clock=self.clock)
         hosts = Hosts(
-            placement=of, compute=Compute(session=session, project=of.project), log=lambda line: None,
-            file=JournalFile(store=self.bucket, home=of.home), wall_s=lambda: self.clock.wall_ns() / 1e9,
+            placement=of, compute=Compute(session=session, project=of.project), report=lambda line: None,
+            file=RequestLogFile(store=self.bucket, home=of.home), wall_s=lambda: self.clock.wall_ns() / 1e9,
         )  # fmt: skip
         for _ in range(30):
             if hosts.step():

@@ -23,11 +23,10 @@ from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.placement import place as gke_place
 from muster.backends.gke.manifests.render import run_manifests
 from muster.backends.gke.operate.submission import Submission
+from muster.backends.google.request_log import Request, RequestLog, RequestLogFile
 from muster.backends.google.secret_manager import SecretManager
 from muster.backends.google.session import Session
 from muster.backends.run_folder import RunFiles
-from muster.backends.vertex import claim
-from muster.backends.vertex.claim import Claim
 from muster.backends.vertex.custom_job import run_files as vertex_files
 from muster.backends.vertex.host import Host
 from muster.backends.vertex.placement import place as vertex_place
@@ -151,9 +150,10 @@ def on_vertex(tmp_path, home, manager, monkeypatch):
     manager.keep(placement.token_secret, b"t" * 64)
     served = []
     sha256 = run_folder.put(home.store, home.uri, vertex_files(placement).encoded())
-    claim.ask(home.store, f"{home.uri}/{claim.FILE}", Claim(nonce="n1", region="us-central1", submission=1))
+    log = RequestLog(run_id=RUN_ID, submission=1, requests=(Request(number=1, where="us-central1", asked_s=0.0),))
+    RequestLogFile(store=home.store, home=home.uri).write(log, None)
     given = argparse.Namespace(
-        run_id=RUN_ID, home=home.uri, submission="1", nonce="n1", run_file_sha256=sha256, run_dir=tmp_path,
+        run_id=RUN_ID, home=home.uri, submission="1", nonce=log.mark, run_file_sha256=sha256, run_dir=tmp_path,
         token_secret=placement.token_secret, hugging_face_secret="",
     )  # fmt: skip
     cluster = {"cluster": {"workerpool0": ["a-0:2222"]}, "task": {"type": "workerpool0", "index": 0}}

@@ -24,10 +24,10 @@ from thorough import THOROUGH
 from muster.app import submit_places
 from muster.app.run import stop
 from muster.app.submit_places import Way, submit_to_first
-from muster.backends.gce.journal import JournalFile
 from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.google.http import Call, Reply, Unreachable
-from muster.backends.vertex import claim
+from muster.backends.google.request_log import FILE as REQUESTS
+from muster.backends.google.request_log import RequestLog, RequestLogFile
 from muster.backends.vertex.custom_job import NONCE_LABEL
 from muster.core import processes
 from muster.core.errors import MusterError
@@ -158,22 +158,23 @@ class Places:
         for _ in range(5):  # what collects garbage works between requests
             self.cloud.kubernetes.handle("GET", "/api/v1/namespaces/default/pods")
 
-    def journal_of(self, machine):
+    def is_open(self, machine):
         (home,) = (one["value"] for one in machine["metadata"]["items"] if one["key"] == "muster-home")
-        journal, _ = JournalFile(store=self.gce.bucket, home=home).read()
-        return journal is not None and not journal.closed
+        log, _ = RequestLogFile(store=self.gce.bucket, home=home).read()
+        return log is not None and not log.closed
 
     def hold(self):
         """(place, run) of everything that may train. A custom job whose nonce the run's home does not name ends by
-        itself; a supervisor's machine whose home has no open journal asks for no hosts, and ends at its own limit."""
+        itself; a supervisor's machine whose home has no open log asks for no hosts, and ends at its own limit."""
         store = self.vertex.launcher.store
         claimed = {
-            decode(claim.Claim, store.get(uri).data).nonce
-            for uri in store.list("gs://example-bucket") if uri.endswith(claim.FILE)
+            log.mark
+            for uri in store.list("gs://example-bucket") if uri.endswith(REQUESTS)
+            if not (log := decode(RequestLog, store.get(uri).data)).closed
         }  # fmt: skip
         labels = [job.body["labels"] for job in self.vertex.vertex.jobs.values() if not job.final]
         mine = {one["muster-run"]: one[NONCE_LABEL] for one in labels if one[NONCE_LABEL] in claimed}
-        machines = [one for key, one in self.gce.cloud.store.items() if "/instances/" in key and self.journal_of(one)]
+        machines = [one for key, one in self.gce.cloud.store.items() if "/instances/" in key and self.is_open(one)]
         return [
             *(("gke", one["metadata"]["labels"][RUN]) for one in self.cloud.kubernetes.of_kind("JobSet")),
             *(("vertex", run) for run in mine),  # of two jobs of one request the one trains whose host claims the run

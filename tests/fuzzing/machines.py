@@ -15,13 +15,13 @@ from muster.app.run import metrics_page
 from muster.app.run.script_output import _shown
 from muster.app.web import watch_page
 from muster.backends import letters, mailbox, run_folder
-from muster.backends.gce import journal, startup_stages
+from muster.backends.gce import startup_stages
 from muster.backends.gce.compute import over
 from muster.backends.gce.provision import _instance
 from muster.backends.gke.operate.log_follow import LogPosition
 from muster.backends.google.http import parse_reply
+from muster.backends.google.request_log import RequestLog
 from muster.backends.log_forwarder import severity_of, writer_of
-from muster.backends.vertex import claim, progress
 from muster.backends.vertex.on_host import presence
 from muster.core import resolved_file, typed_json
 from muster.core.errors import AccessError
@@ -39,8 +39,8 @@ from muster.storage import run_secrets
 from muster.tasks.text2sql.judge import Ask, Said
 
 RECORDS: tuple[type[Record], ...] = (
-    mailbox.Letter, mailbox.Answer, letters.Command, letters.Outcome, run_folder._Stored, journal.Journal,
-    claim.Claim, progress.Progress, presence.HostRecord, ReplicatorRecord, ProbeLine, HostLine, Order, Past,
+    mailbox.Letter, mailbox.Answer, letters.Command, letters.Outcome, run_folder._Stored,
+    RequestLog, presence.HostRecord, ReplicatorRecord, ProbeLine, HostLine, Order, Past,
     RankEvidence, StackGroup, Ask, Said,
 )  # fmt: skip
 

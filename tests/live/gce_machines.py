@@ -28,9 +28,9 @@ from fakes.metadata import token
 from fakes.secrets import ACCESSOR, FakeSecrets
 
 from muster.backends.gce import requests
-from muster.backends.gce.journal import FILE as JOURNAL
-from muster.backends.gce.journal import Journal
 from muster.backends.gce.placement import Placement
+from muster.backends.google.request_log import FILE as REQUESTS
+from muster.backends.google.request_log import RequestLog
 from muster.core.typed_json import encode
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -120,7 +120,8 @@ class Place:
         home = placement.home.removeprefix("gs://example-bucket/")
         self.put(f"{home}/run-files/{hashlib.sha256(data).hexdigest()}", data)
         self.secret(placement.token_secret, SECRET_TOKEN.encode())
-        self.put(f"{home}/{JOURNAL}", encode(Journal(submission=placement.submission)))
+        log = RequestLog(run_id=placement.run_id, submission=int(placement.submission))
+        self.put(f"{home}/{REQUESTS}", encode(log))
         self.put(f"{home}/run_id", placement.run_id.encode())
 
     def machine(

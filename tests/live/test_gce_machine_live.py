@@ -8,9 +8,9 @@ from fakes.compute_engine.machine_root import IMAGE_PYTHONS, PYTHONS
 from gce_machines import ACCESS, HUB_TOKEN, POSSIBLE, SECRET_TOKEN, Watch, journal, place_at, run_spec, stages, until
 
 from muster.backends.gce import requests
-from muster.backends.gce.journal import FILE as JOURNAL
-from muster.backends.gce.journal import Journal
 from muster.backends.gce.placement import place as placement_of
+from muster.backends.google.request_log import FILE as REQUESTS
+from muster.backends.google.request_log import RequestLog
 from muster.config.spec import RunSpec
 from muster.core.typed_json import encode
 
@@ -139,8 +139,8 @@ def test_a_metadata_server_that_is_not_well_is_waited_for(place, submitted):
 
 
 def test_a_host_that_comes_after_its_run_was_taken_back_shuts_down(place, submitted):
-    name = f"{submitted.home.removeprefix('gs://example-bucket/')}/{JOURNAL}"
-    place.put(name, encode(Journal(submission=submitted.submission, closed=True)))
+    name = f"{submitted.home.removeprefix('gs://example-bucket/')}/{REQUESTS}"
+    place.put(name, encode(RequestLog(run_id=submitted.run_id, submission=int(submitted.submission), closed=True)))
     machine = place.machine(host_body(submitted), "h6")
     machine.boot()
     until(lambda: "systemd: powering off" in journal(machine), machine)

@@ -3,7 +3,7 @@
 * The agent is started again whenever it ends before the run does: whether the run goes on is the supervisor's decision.
 * The supervisor belongs to whoever holds the run's lease. The chief starts it at once; another host when the lease has
   been free for a while, longer for each further host. One that ends without an end of the run has crashed.
-* Nothing here ends before the run does: what Vertex makes of a container's exit is in ``exits.py``.
+* Nothing here ends before the run does: what Vertex makes of a container's exit is in ``vertex.host``.
 * SIGTERM is a notice, and where nobody dies of it within ``NOTICE_S`` it was none. Spot takes the whole job, so the run
   is saved and asks to be continued (75), and its first host that starts again goes on; else one machine goes, and the
   run's supervisor decides about it. Where that is here it is killed, so that another host takes over at once.

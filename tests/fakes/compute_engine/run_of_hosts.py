@@ -13,9 +13,9 @@ from fakes.timeline import EPOCH
 
 from muster.backends.gce import requests, teardown
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.journal import Journal, JournalFile
 from muster.backends.gce.placement import Placement
 from muster.backends.gce.provision import Hosts, Instance, instances_of
+from muster.backends.google.request_log import RequestLog, RequestLogFile
 from muster.backends.google.session import Session
 from muster.core.errors import MusterError
 from muster.storage.store import MemoryStore
@@ -30,7 +30,7 @@ class RunOfHosts:
         self.user = Operator(**service)
         self.placement = placement
         self.store = MemoryStore()
-        self.file = JournalFile(store=self.store, home=f"memory://{uuid.uuid4()}/runs")
+        self.file = RequestLogFile(store=self.store, home=f"memory://{uuid.uuid4()}/runs")
         self.said: list[str] = []
         cloud = self.user.cloud
         for key in ("service_account", "supervisor_service_account"):
@@ -41,7 +41,7 @@ class RunOfHosts:
                 for nic in inner.get("networkInterfaces", []):
                     name = nic["subnetwork"].rpartition("/")[2]
                     cloud.store[f"compute/v1/{nic['subnetwork']}"] = {"name": name}
-        self.file.open_for(placement.submission)
+        self.file.begin(placement.run_id, int(placement.submission))
         self.wire = self.user.wire
 
     def program(self, *, kill_at: int | None = None, faults: dict[int, Fault] | None = None) -> Hosts:
@@ -49,7 +49,7 @@ class RunOfHosts:
         self.wire = Wire(self.user.cloud, self.user.clock, faults=faults or {}, kill_at=kill_at)
         return Hosts(
             placement=self.placement, compute=self.compute(self.wire), file=self.file,
-            wall_s=lambda: 1_800_000_000 + self.user.clock.now_s, log=self.said.append,
+            wall_s=lambda: 1_800_000_000 + self.user.clock.now_s, report=self.said.append,
         )  # fmt: skip
 
     def compute(self, wire: Wire | None = None) -> Compute:
@@ -67,7 +67,7 @@ class RunOfHosts:
                 whole = False
             if until() if until else whole:
                 return
-            assert self.user.clock.now_s < ends_s, f"{self.said[-5:]} {self.journal}"
+            assert self.user.clock.now_s < ends_s, f"{self.said[-5:]} {self.log}"
             self.user.time.sleep(LOOK_S)
 
     def down(self, *, kill_at: int | None = None, faults: dict[int, Fault] | None = None) -> list[teardown.Left]:
@@ -76,10 +76,10 @@ class RunOfHosts:
         return teardown.remove(self.compute(self.wire), self.placement.stem, Settling(self.user), patience_s=4000.0)
 
     @property
-    def journal(self) -> Journal:
-        journal, _ = self.file.read()
-        assert journal is not None
-        return journal
+    def log(self) -> RequestLog:
+        log, _ = self.file.read()
+        assert log is not None
+        return log
 
     def instances(self) -> list[Instance]:
         return instances_of(self.compute(), self.placement.stem)

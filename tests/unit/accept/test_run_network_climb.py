@@ -36,13 +36,13 @@ from muster.accept import record, run_network, rungs  # noqa: E402
 from muster.accept.ladder import Meter, climb  # noqa: E402
 from muster.backends.gce import requests  # noqa: E402
 from muster.backends.gce.compute import Compute  # noqa: E402
-from muster.backends.gce.journal import JournalFile  # noqa: E402
 from muster.backends.gce.launcher import GceLauncher  # noqa: E402
 from muster.backends.gce.provision import Hosts as Provision  # noqa: E402
 from muster.backends.gce.provision import instances_of  # noqa: E402
 from muster.backends.gce.submission import submission_of  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
 from muster.backends.google.http import GoogleHttp  # noqa: E402
+from muster.backends.google.request_log import RequestLogFile  # noqa: E402
 from muster.backends.google.session import Session  # noqa: E402
 from muster.backends.google.stand_in import stand_in  # noqa: E402
 from muster.backends.vertex.launcher import VertexLauncher  # noqa: E402
@@ -198,7 +198,7 @@ def gce(bucket):
         hosts = Provision(
             placement=placement,
             compute=Compute(session=Session(http=service, clock=Elapsing(time)), project=of.project),
-            log=lambda line: None, file=JournalFile(store=bucket, home=placement.home),
+            report=lambda line: None, file=RequestLogFile(store=bucket, home=placement.home),
             wall_s=lambda: Elapsing(time).wall_ns() / 1e9,
         )  # fmt: skip
         hosts.step()

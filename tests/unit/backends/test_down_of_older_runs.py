@@ -57,7 +57,7 @@ def test_compute_engine(stage, case):
     at.until_hosts(request)
     run = run_registry.find(request.run_id)
     assert len(at.names()) > 1
-    aged(run, at.bucket, "gce.json", case)
+    aged(run, at.bucket, "requests.json", case)
     assert stop.down(run.run_id).left == () and at.names() == []
     assert stop.down(run.run_id).left == (), "absent is success"
 
@@ -69,7 +69,7 @@ def test_vertex_ai(tmp_path, monkeypatch, case):
     monkeypatch.setattr(backends, "load", lambda name: user.launcher)
     run = user.submit().run
     assert user.going()
-    aged(run, user.bucket, "vertex-requests.json", case)
+    aged(run, user.bucket, "requests.json", case)
     assert stop.down(run.run_id).left == () and not user.going()
 
 

@@ -24,13 +24,13 @@ from muster.backends import run_folder
 from muster.backends.gce import machine as machines
 from muster.backends.gce import teardown
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.machine import HOST, Machine
 from muster.backends.gce.placement import RUNS, place, stem_of, supervisor_of
 from muster.backends.gce.provision import Hosts
 from muster.backends.gce.reason import Useless
 from muster.backends.google import metadata
 from muster.backends.google.metadata import MachineHttp
+from muster.backends.google.request_log import RequestLogFile
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
 from muster.backends.host.children import Children, RealChildren
@@ -40,13 +40,12 @@ from muster.backends.host.place import Place, Program, program_argv, say
 from muster.backends.host.run_state import RunState
 from muster.backends.host.state import AGENT, CONFIG_ERRORS, SUPERVISOR, Exit, Outcome, Rules, State
 from muster.backends.letters import Letters
-from muster.backends.run_home import RUN_ID
 from muster.config.spec import RunSpec
 from muster.core import environment, processes, resolved_file
 from muster.core.clock import SystemClock
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
-from muster.storage import run_secrets, uris
+from muster.storage import run_secrets
 from muster.storage.store import open_store
 from muster.storage.store.patient import start_thread
 from muster.transport.secure_session import read_token
@@ -155,8 +154,10 @@ def hosts_of(machine: Machine, store: Store, session: Session) -> Hosts:
         place(spec, run_id=machine.run_id, run_dir=machine.home),
         submission=machine.submission, files_sha256=machine.files,
     )  # fmt: skip
-    file = JournalFile(store=store, home=machine.home)
-    return Hosts(placement=placement, compute=Compute(session=session, project=placement.project), file=file, log=say)
+    file = RequestLogFile(store=store, home=machine.home)
+    return Hosts(
+        placement=placement, compute=Compute(session=session, project=placement.project), file=file, report=say
+    )
 
 
 class Fate(enum.Enum):
@@ -174,17 +175,16 @@ def fate(machine: Machine, store: Store) -> Fate:
     """What has become of this machine's run; NEEDED where the home does not say.
 
     A request whose answer was lost may be carried out minutes after that; and a supervisor's machine that is killed
-    while it clears up after its run finds no secret any more. A journal is there, and open, before any machine is asked
-    for. Where a run has its home by name, that may be another run's by now.
+    while it clears up after its run finds no secret any more. A log of requests is there, and open, before any machine
+    is asked for. Where a run has its home by name, that may be another run's by now.
     """
     try:
-        journal, _ = JournalFile(store=store, home=machine.home).read()
-        if journal is None or (journal.closed and journal.submission == machine.submission):
+        log, _ = RequestLogFile(store=store, home=machine.home).read()
+        submission = int(machine.submission)
+        if log is None or log.run_id != machine.run_id or (log.closed and log.submission == submission):
             return Fate.OVER
-        if store.get(uris.join(machine.home, RUN_ID)).data.decode().strip() != machine.run_id:
-            return Fate.OVER
-        later = int(journal.submission) > int(machine.submission)
-        asked = bool(journal.supervisor_zone or journal.turns)  # one that failed before lets this run heal
+        later = log.submission > submission
+        asked = bool(log.supervisor_zone or log.requests)  # one that failed before lets this run heal
         return Fate.SUPERSEDED if later and asked else Fate.NEEDED
     except (MusterError, OSError, ValueError):
         return Fate.NEEDED
@@ -221,7 +221,7 @@ def keep_hosts(hosts: Hosts, pause_s: float = PROVISION_S) -> None:
         try:
             hosts.step()
             said = ""
-        except Exception as error:  # noqa: BLE001 (a thread's edge; the journal says what is under way)
+        except Exception as error:  # noqa: BLE001 (a thread's edge; the log says what is under way)
             if str(error) != said:
                 say(f"hosts: {error}")
             said = str(error)

@@ -1,7 +1,7 @@
 """The ``Launcher`` for Compute Engine: a run is a supervisor's machine, which makes its hosts; all have its label.
 
-The run's folder on the user's machine holds its intent; the run itself, what was asked for (``journal``) and how far
-machines have come are in its bucket. Nobody dials a machine: questions go through a mailbox there.
+The run's folder on the user's machine holds its intent; the run itself, what was asked for (``request_log``) and how
+far machines have come are in its bucket. Nobody dials a machine: questions go through a mailbox there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from muster.backends import run_home
 from muster.backends.gce import reason, teardown
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.journal import FILE as JOURNAL
-from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.offers import rents
 from muster.backends.gce.placement import RUNS, Placement, place, resolved
 from muster.backends.gce.provision import instances_of
 from muster.backends.gce.submission import BACKEND, Start, render, submission_of
 from muster.backends.google.launcher import GoogleLauncher
+from muster.backends.google.request_log import FILE as REQUESTS
+from muster.backends.google.request_log import RequestLogFile
 from muster.catalog import offers as catalogue
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
@@ -77,11 +77,11 @@ class GceLauncher(GoogleLauncher[Placement]):
         file, warnings, handle = self._file(placement), [], self.handle(request.run_id, local, placement.supervisor)
         before, _ = file.read()
         try:
-            if not file.open_for(placement.submission).closed:
+            if not file.begin(request.run_id, int(placement.submission)).closed:
                 warnings = found.put(self.opened(), self.secrets(), read_token(str(local / "token")).decode())
                 Start(
                     placement=placement, compute=self._compute(placement), file=file, clock=self.clock,
-                    log=lambda line: print(f"muster: {line}", file=sys.stderr, flush=True),
+                    report=lambda line: print(f"muster: {line}", file=sys.stderr, flush=True),
                 ).run()  # fmt: skip
         except MusterError:
             if before is None:
@@ -94,7 +94,7 @@ class GceLauncher(GoogleLauncher[Placement]):
     def _forget(self, handle: JobHandle, placement: Placement) -> None:
         """A run that never began leaves its home to others, and no machine that came after all."""
         self.cancel(handle)
-        for name in (JOURNAL, run_home.RUN_ID):
+        for name in (REQUESTS, run_home.RUN_ID):
             with contextlib.suppress(MusterError, FileNotFoundError):
                 self.opened().delete(f"{placement.home}/{name}")
 
@@ -106,10 +106,10 @@ class GceLauncher(GoogleLauncher[Placement]):
         if known is None:
             return None
         local, placement = known
-        journal = None
+        log = None
         with contextlib.suppress(Unreadable):
-            journal, _ = self._file(placement).read()
-        if journal is None or journal.closed or not instances_of(self._compute(placement), placement.stem):
+            log, _ = self._file(placement).read()
+        if log is None or log.closed or not instances_of(self._compute(placement), placement.stem):
             return None
         return self.handle(run_id, local, placement.supervisor)
 
@@ -167,8 +167,8 @@ class GceLauncher(GoogleLauncher[Placement]):
 
     # ------------------------------------------------------------ below
 
-    def _file(self, placement: Placement) -> JournalFile:
-        return JournalFile(store=self.opened(), home=placement.home)
+    def _file(self, placement: Placement) -> RequestLogFile:
+        return RequestLogFile(store=self.opened(), home=placement.home)
 
     def _compute(self, placement: Placement) -> Compute:
         return Compute(session=self.session(), project=placement.project)

@@ -1,8 +1,8 @@
 """Keeps a run's hosts: one step at a time from what is there towards what is wanted.
 
-``Hosts.step`` may be killed after any of its requests, and be called again from anywhere: the intent is in the journal
-before the request is sent, a turn that is sent again means the same machines, and what is there is found by its label.
-One turn is open at a time. HTTP 200 says only that a request began: a turn brought what its operation (or resize
+``Hosts.step`` may be killed after any of its requests, and be called again from anywhere: the intent is in the request
+log before the request is sent, a turn that is sent again means the same machines, and what is there is found by its
+label. One turn is open at a time. HTTP 200 says only that a request began: a turn brought what its operation (or resize
 request) left behind at its end, and machines that are there before that may vanish again.
 """
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 
 from muster.backends.gce import requests
 from muster.backends.gce.compute import Compute, over
-from muster.backends.gce.journal import ASKED, MADE, NOTHING, GivenUp, Journal, JournalFile, Turn
 from muster.backends.gce.placement import Placement
 from muster.backends.google.http import Unreachable
 from muster.backends.google.refusals import Cause, Refusal, of_code, of_reply
+from muster.backends.google.request_log import ASKED, MADE, NOTHING, GivenUp, Request, RequestLog, RequestLogFile
 from muster.catalog.gce import FLEX_START
 from muster.core.typed_json import JsonObject, child, children, text
 
@@ -77,79 +77,77 @@ class Hosts:
 
     placement: Placement
     compute: Compute
-    file: JournalFile
+    file: RequestLogFile
     wall_s: Callable[[], float] = time.time
-    log: Callable[[str], None] = print
+    report: Callable[[str], None] = print
     useless: Callable[[Sequence[Instance]], Mapping[str, str]] = lambda hosts: {}
     """Machines that run and will never be of use, with the reason."""
     _said: str = field(default="", repr=False)
 
     def step(self) -> bool:
-        """Do what is next; whether every wanted host lives. Nothing, once the journal is closed.
+        """Do what is next; whether every wanted host lives. Nothing, once the log is closed.
 
         Raises:
             MusterError: Google or the home does not answer, or refuses for good; the next step goes on from there.
         """
-        journal, generation = self.file.read()
-        if journal is None or generation is None or journal.closed or journal.submission != self.placement.submission:
+        log, generation = self.file.read()
+        if log is None or generation is None or log.closed or log.submission != int(self.placement.submission):
             return False
         hosts = [one for one in instances_of(self.compute, self.placement.stem) if one.turn]
-        if journal.last is not None and journal.last.state == ASKED:
-            self._settle(journal, generation, journal.last, hosts)
+        if log.last is not None and log.last.state == ASKED:
+            self._settle(log, generation, log.last, hosts)
             return False
-        journal, generation = self._give_up(journal, generation, hosts)
-        self._clear(journal, hosts)
-        counted = self._counted(journal, hosts)
+        log, generation = self._give_up(log, generation, hosts)
+        self._clear(log, hosts)
+        counted = self._counted(log, hosts)
         wanted = self.placement.hosts - len(counted)
         if wanted <= 0:
             return True
-        zone = self._zone(journal, counted)
+        zone = self._zone(log, counted)
         if zone is None:
             return False
-        first = not counted and not any(turn.state == MADE for turn in journal.turns)
-        turn = Turn(
-            number=journal.next_number, zone=zone, count=wanted, replaces=not first, at_wall_s=int(self.wall_s())
-        )
-        generation = self.file.write(journal.with_turn(turn), generation)  # the intent, before anything is sent
-        self._ask(journal.with_turn(turn), generation, turn)
+        first = not counted and not any(turn.state == MADE for turn in log.requests)
+        turn = Request(number=log.next_number, where=zone, count=wanted, replaces=not first, asked_s=self.wall_s())
+        generation = self.file.write(log.with_request(turn), generation)  # the intent, before anything is sent
+        self._ask(log.with_request(turn), generation, turn)
         return False
 
-    def _counted(self, journal: Journal, hosts: Sequence[Instance]) -> list[Instance]:
-        made = {turn.number for turn in journal.turns if turn.state == MADE}
-        given_up = {one.name for one in journal.given_up}
+    def _counted(self, log: RequestLog, hosts: Sequence[Instance]) -> list[Instance]:
+        made = {turn.number for turn in log.requests if turn.state == MADE}
+        given_up = {one.name for one in log.given_up}
         return [one for one in hosts if one.lives and one.turn in made and one.name not in given_up]
 
-    def _give_up(self, journal: Journal, generation: str, hosts: Sequence[Instance]) -> tuple[Journal, str]:
+    def _give_up(self, log: RequestLog, generation: str, hosts: Sequence[Instance]) -> tuple[RequestLog, str]:
         """What will never join is written down as given up: from then on it is removed, and another one asked for."""
-        counted = self._counted(journal, hosts)
+        counted = self._counted(log, hosts)
         found = self.useless(counted) if counted else {}
-        today = sum(self.wall_s() - one.at_wall_s < DAY_S for one in journal.given_up)
+        today = sum(self.wall_s() - one.at_s < DAY_S for one in log.given_up)
         most = GIVEN_UP_A_DAY * self.placement.hosts - today
         for name, reason in list(found.items())[: max(0, most)]:
             self._say(f"{name} is given up: {reason}")
-            row = GivenUp(name=name, at_wall_s=int(self.wall_s()), reason=reason)
-            journal = replace(journal, given_up=(*journal.given_up, row))
-            generation = self.file.write(journal, generation)
+            row = GivenUp(name=name, at_s=self.wall_s(), reason=reason)
+            log = replace(log, given_up=(*log.given_up, row))
+            generation = self.file.write(log, generation)
         if len(found) > most:
             self._say(f"no more machines are given up today ({today}): {next(iter(found.values()))}")
-        return journal, generation
+        return log, generation
 
-    def _clear(self, journal: Journal, hosts: Sequence[Instance]) -> None:
+    def _clear(self, log: RequestLog, hosts: Sequence[Instance]) -> None:
         """What ended on its own, what a turn that brought nothing left, and what comes from an older submission."""
-        kept = {one.name for one in self._counted(journal, hosts)}
+        kept = {one.name for one in self._counted(log, hosts)}
         for one in hosts:
             if one.name not in kept and one.status not in ("STOPPING", "DEPROVISIONING"):
                 self._say(f"removing {one.name} ({one.status})")
                 delete(self.compute, one)
 
-    def _zone(self, journal: Journal, living: Sequence[Instance]) -> str | None:
+    def _zone(self, log: RequestLog, living: Sequence[Instance]) -> str | None:
         """Which is asked now; None: not yet. Hosts stay in one zone: data networks and placement are a zone's."""
-        late: list[Turn] = []
-        for turn in reversed(journal.turns):
+        late: list[Request] = []
+        for turn in reversed(log.requests):
             if turn.state != NOTHING:
                 break
             late.append(turn)
-        waited_s = self.wall_s() - late[0].at_wall_s if late else 0.0
+        waited_s = self.wall_s() - late[0].asked_s if late else 0.0
         zones = [Counter(one.zone for one in living).most_common(1)[0][0]] if living else self.placement.zones
         if late and len(late) % len(zones) == 0 and waited_s < AGAIN_S:
             return None
@@ -157,10 +155,10 @@ class Hosts:
 
     # ------------------------------------------------------------ one turn
 
-    def _ask(self, journal: Journal, generation: str, turn: Turn) -> None:
+    def _ask(self, log: RequestLog, generation: str, turn: Request) -> None:
         """Send the turn's requests, from the first one: those that were answered before are known by their names."""
         count = turn.count if turn.replaces else None
-        asked = requests.hosts(self.placement, turn.zone, turn=turn.number, count=count)
+        asked = requests.hosts(self.placement, turn.where, turn=turn.number, count=count)
         for number, request in enumerate(asked, start=1):
             try:
                 reply = self.compute.send("POST", request.url, request.body)
@@ -172,12 +170,12 @@ class Hosts:
                 if number < len(asked):  # the next one names what this one makes
                     self.compute.session.wait(reply.body, operation, patience_s=300.0)
                 elif self.placement.mode != FLEX_START:
-                    self.file.write(journal.with_turn(replace(turn, operation=operation)), generation)
+                    self.file.write(log.with_request(replace(turn, name=operation)), generation)
                 continue
-            if not self._goes_on(journal, generation, turn, of_reply(reply), status=reply.status):
+            if not self._goes_on(log, generation, turn, of_reply(reply), status=reply.status):
                 return
 
-    def _goes_on(self, journal: Journal, generation: str, turn: Turn, trouble: Refusal, *, status: int) -> bool:
+    def _goes_on(self, log: RequestLog, generation: str, turn: Request, trouble: Refusal, *, status: int) -> bool:
         """Whether a refusal is none: what was asked for is there already."""
         if trouble.cause is Cause.EXISTS:
             return True
@@ -185,65 +183,65 @@ class Hosts:
             status >= 500 and trouble.cause is not Cause.NO_MACHINES
         )
         if later:  # a grant may not hold yet; the same turn is sent again
-            self._say(f"{turn.zone}: {trouble}")
+            self._say(f"{turn.where}: {trouble}")
             if turn.reason != str(trouble):
-                self.file.write(journal.with_turn(replace(turn, reason=str(trouble))), generation)
+                self.file.write(log.with_request(replace(turn, reason=str(trouble))), generation)
         else:
-            self._nothing(journal, generation, turn, trouble)
+            self._nothing(log, generation, turn, trouble)
         return False
 
-    def _nothing(self, journal: Journal, generation: str, turn: Turn, trouble: Refusal) -> None:
-        self._say(f"{turn.count} x {self.placement.machine.name} in {turn.zone}: {trouble}")
-        done = replace(turn, state=NOTHING, reason=str(trouble), at_wall_s=int(self.wall_s()))
-        self.file.write(journal.with_turn(done), generation)
+    def _nothing(self, log: RequestLog, generation: str, turn: Request, trouble: Refusal) -> None:
+        self._say(f"{turn.count} x {self.placement.machine.name} in {turn.where}: {trouble}")
+        done = replace(turn, state=NOTHING, reason=str(trouble), asked_s=self.wall_s())
+        self.file.write(log.with_request(done), generation)
 
-    def _settle(self, journal: Journal, generation: str, turn: Turn, hosts: Sequence[Instance]) -> None:
+    def _settle(self, log: RequestLog, generation: str, turn: Request, hosts: Sequence[Instance]) -> None:
         """The newest turn: sent again where nobody knows of it, waited for, or at its end."""
         if self.placement.mode == FLEX_START:
-            self._settle_queued(journal, generation, turn)
+            self._settle_queued(log, generation, turn)
             return
-        if not turn.operation:
-            self._ask(journal, generation, turn)
+        if not turn.name:
+            self._ask(log, generation, turn)
             return
-        operation = self.compute.get(turn.operation)
+        operation = self.compute.get(turn.name)
         if operation is not None and not over(operation):
             return
         mine = [one for one in hosts if one.turn == turn.number and one.lives]
         least = 1 if turn.replaces else min(turn.count, self.placement.least_hosts)
         if len(mine) >= least:
-            self._made(journal, generation, turn, len(mine))
+            self._made(log, generation, turn, len(mine))
             return
         trouble = self.compute.why(operation) if operation is not None else None
-        self._nothing(journal, generation, turn, trouble or of_code("", "machines were made and are gone again"))
+        self._nothing(log, generation, turn, trouble or of_code("", "machines were made and are gone again"))
 
-    def _made(self, journal: Journal, generation: str, turn: Turn, count: int) -> None:
+    def _made(self, log: RequestLog, generation: str, turn: Request, count: int) -> None:
         fewer = f", of {turn.count} that were asked for; they are kept and billed" if count < turn.count else ""
-        self._say(f"{count} x {self.placement.machine.name} in {turn.zone}{fewer}")
-        self.file.write(journal.with_turn(replace(turn, state=MADE, reason="")), generation)
+        self._say(f"{count} x {self.placement.machine.name} in {turn.where}{fewer}")
+        self.file.write(log.with_request(replace(turn, state=MADE, reason="")), generation)
 
-    def _settle_queued(self, journal: Journal, generation: str, turn: Turn) -> None:
+    def _settle_queued(self, log: RequestLog, generation: str, turn: Request) -> None:
         name = f"{self.placement.stem}-{turn.number}"
-        group = self.compute.url(f"zones/{turn.zone}/instanceGroupManagers/{name}")
+        group = self.compute.url(f"zones/{turn.where}/instanceGroupManagers/{name}")
         found = self.compute.get(f"{group}/resizeRequests/{name}")
         if found is None:
-            self._ask(journal, generation, turn)
+            self._ask(log, generation, turn)
             return
         state = text(found, "state")
         if state == "SUCCEEDED":
-            self._made(journal, generation, turn, turn.count)
+            self._made(log, generation, turn, turn.count)
         elif state == "CANCELLED":
             waited = f"no machines within gce.max_wait_hours ({self.placement.spec.gce.max_wait_hours:g})"
-            self._nothing(journal, generation, turn, Refusal(cause=Cause.NO_MACHINES, text=waited))
+            self._nothing(log, generation, turn, Refusal(cause=Cause.NO_MACHINES, text=waited))
         elif state == "FAILED":
             errors = children(child(child(found, "status"), "error"), "errors")
             code, message = (text(errors[0], "code"), text(errors[0], "message")) if errors else ("FAILED", "")
-            self._nothing(journal, generation, turn, of_code(code, message))
-        elif state == "ACCEPTED" and self.wall_s() - turn.at_wall_s > self.placement.max_wait_s:
+            self._nothing(log, generation, turn, of_code(code, message))
+        elif state == "ACCEPTED" and self.wall_s() - turn.asked_s > self.placement.max_wait_s:
             self.compute.ok("POST", f"{group}/resizeRequests/{name}/cancel")  # it may still succeed: then it counts
 
     def _say(self, line: str) -> None:
         if line != self._said:
-            self.log(line)
+            self.report(line)
         self._said = line
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from muster.backends.bucket_launcher import ended_with
 from muster.backends.gce import startup_stages
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.journal import ASKED, MADE, NOTHING, Journal, JournalFile
 from muster.backends.gce.machine import FOLDER
 from muster.backends.gce.placement import Placement
 from muster.backends.gce.provision import AGAIN_S, Instance, instances_of
 from muster.backends.gce.startup_stages import Stage, read_told, sentence, tree
+from muster.backends.google.request_log import ASKED, MADE, NOTHING, RequestLog, RequestLogFile
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import Unreadable, decode, text
@@ -39,7 +39,7 @@ FAILED_S = 180.0
 class Looked:
     """What is there."""
 
-    journal: Journal | None
+    log: RequestLog | None
     machines: Sequence[Instance]
     told: Mapping[str, Mapping[str, tuple[float, str]]] = field(default_factory=dict)
     """Machine -> what it told of its newest boot."""
@@ -87,7 +87,7 @@ class Useless:
                 return silent if now_s - since_s > SILENT_S else None
             self._joined.discard(machine.name)  # it has booted again: its start is looked at
             del self._silent_s[machine.name]
-        looked = Looked(journal=None, machines=(machine,), told={machine.name: told})
+        looked = Looked(log=None, machines=(machine,), told={machine.name: told})
         rows = stages_of(looked, machine, now_s)
         wrong = next((row for row in rows if row.state in ("failed", "late")), None)
         if wrong is None or (wrong.state == "failed" and now_s - (wrong.since_s or now_s) < FAILED_S):
@@ -95,16 +95,16 @@ class Useless:
         return sentence(rows, now_s)
 
 
-def look(placement: Placement, compute: Compute, store: Store, file: JournalFile) -> Looked:
+def look(placement: Placement, compute: Compute, store: Store, file: RequestLogFile) -> Looked:
     """Raises MusterError: Google or the home does not answer."""
-    journal, _ = file.read()
+    log, _ = file.read()
     machines = instances_of(compute, placement.stem)
     status = _status(placement, store)
     connected = _connected(status) if status is not None else frozenset()
     told = {
         one.name: _told(store, placement.home, one.name) for one in machines if one.lives and one.name not in connected
     }
-    return Looked(journal=journal, machines=machines, told=told, connected=connected)
+    return Looked(log=log, machines=machines, told=told, connected=connected)
 
 
 def _status(placement: Placement, store: Store) -> HomeStatus | None:
@@ -143,13 +143,13 @@ def stages_of(looked: Looked, machine: Instance, now_s: float) -> list[Stage]:
 
 def explain(looked: Looked, placement: Placement, end: EndRecord | None, now_s: float) -> JobStatus:
     """The run's state, and the reason for it."""
-    machines, journal = looked.machines, looked.journal
+    machines, log = looked.machines, looked.log
     tasks = {_task(placement, one): _machine_text(looked, one, now_s) for one in machines}
     if end is not None:
         return ended_with(end, tasks)
-    if journal is None:
+    if log is None:
         return JobStatus(state=JobState.ABSENT, reason="nothing was asked for", tasks=tasks)
-    if journal.closed:
+    if log.closed:
         left = f"; {len(machines)} of its machines are being removed" if machines else ""
         return JobStatus(state=JobState.STOPPED, reason=f"it was taken down{left}", tasks=tasks)
     supervisor = next((one for one in machines if one.name == placement.supervisor), None)
@@ -166,10 +166,10 @@ def explain(looked: Looked, placement: Placement, end: EndRecord | None, now_s: 
         return JobStatus(state=state, reason=f"running: {_hosts(len(joined))} and the supervisor", tasks=tasks)
     parts = [f"{len(joined)} of {_hosts(placement.hosts)} joined"] if joined else []
     parts += _late(looked, supervisor, [one for one in hosts if one not in joined], now_s)
-    if journal.given_up:
-        newest = journal.given_up[-1]
-        parts.append(f"{len(journal.given_up)} machines were given up, the last one {newest.name}: {newest.reason}")
-    parts += _asked(journal, placement, len(hosts), now_s)
+    if log.given_up:
+        newest = log.given_up[-1]
+        parts.append(f"{len(log.given_up)} machines were given up, the last one {newest.name}: {newest.reason}")
+    parts += _asked(log, placement, len(hosts), now_s)
     return JobStatus(state=state, reason="; ".join(parts) or "waiting for the supervisor to ask for hosts", tasks=tasks)
 
 
@@ -192,18 +192,18 @@ def _badness(rows: Sequence[Stage]) -> tuple[bool, bool, int]:
     return "failed" not in states, "late" not in states, states.count("done")
 
 
-def _asked(journal: Journal, placement: Placement, living: int, now_s: float) -> list[str]:
+def _asked(log: RequestLog, placement: Placement, living: int, now_s: float) -> list[str]:
     """What the newest request does, or why none is under way."""
-    last = journal.last
+    last = log.last
     if last is None or living >= placement.hosts:
         return []
     what = f"{last.count} x {placement.machine.name}"
-    for_s = max(0.0, now_s - last.at_wall_s)
+    for_s = max(0.0, now_s - last.asked_s)
     if last.state == ASKED:
         reason = f", {last.reason}" if last.reason else ""
-        return [f"{last.zone} was asked for {what} {for_s:.0f} s ago{reason}"]
+        return [f"{last.where} was asked for {what} {for_s:.0f} s ago{reason}"]
     if last.state == NOTHING:
-        return [f"{last.zone} has not given {what}: {last.reason}; zones are asked again within {AGAIN_S:.0f} s"]
+        return [f"{last.where} has not given {what}: {last.reason}; zones are asked again within {AGAIN_S:.0f} s"]
     return [] if last.state != MADE else [f"{placement.hosts - living} of {placement.hosts} hosts are to be replaced"]
 
 

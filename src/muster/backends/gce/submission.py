@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from muster.backends import code_bundle, run_folder
 from muster.backends.gce import requests, teardown
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.placement import RUNS, Placement, place
 from muster.backends.gce.provision import Instance, instances_of
 from muster.backends.gce.requests import Request
 from muster.backends.gce.run_file_rules import rules
 from muster.backends.google.http import Unreachable
 from muster.backends.google.refusals import Cause, of_reply
+from muster.backends.google.request_log import RequestLogFile
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import NotOver
 from muster.backends.run_folder import RunFiles
@@ -98,9 +98,9 @@ class Start:
 
     placement: Placement
     compute: Compute
-    file: JournalFile
+    file: RequestLogFile
     clock: Clock
-    log: Callable[[str], None]
+    report: Callable[[str], None]
 
     def run(self) -> None:
         """Until it is made. Killed anywhere and run again it makes none twice.
@@ -110,12 +110,12 @@ class Start:
             CapacityError: no zone has one.
             AccessError, BackendError: Google refuses.
         """
-        journal = self.file.open_for(self.placement.submission)
-        if journal.closed:  # `down` came first
+        log = self.file.begin(self.placement.run_id, int(self.placement.submission))
+        if log.closed:  # `down` came first
             return
         there = instances_of(self.compute, self.placement.stem)
         if any(submission_number(one) != self.placement.submission for one in there):
-            self.log("removing the machines of the run's last submission")
+            self.report("removing the machines of the run's last submission")
             stem, within_s = self.placement.stem, GONE_WITHIN_S
             if left := teardown.remove(self.compute, stem, self.clock, patience_s=within_s):
                 raise ConflictError(f"still being removed: {left[0]}", hint="submit again in a minute")
@@ -123,22 +123,22 @@ class Start:
         if any(one.name == self.placement.supervisor and one.status not in teardown.GOING for one in there):
             return
         zones = self.placement.zones
-        if journal.supervisor_zone in zones:  # a request there may be under way
-            zones = zones[zones.index(journal.supervisor_zone) :]
+        if log.supervisor_zone in zones:  # a request there may be under way
+            zones = zones[zones.index(log.supervisor_zone) :]
         reasons = []
         for zone in zones:
             self._intend(zone)
             if (reason := self._in(zone)) is None:
                 return
-            self.log(f"the supervisor's machine is not to be had in {zone}: {reason}")
+            self.report(f"the supervisor's machine is not to be had in {zone}: {reason}")
             reasons.append(f"{zone}: {reason}")
         self._intend("")
         raise CapacityError("no zone has a machine for the supervisor: " + "; ".join(reasons))
 
     def _intend(self, zone: str) -> None:
-        journal, generation = self.file.read()
-        if journal is not None and journal.supervisor_zone != zone:
-            self.file.write(replace(journal, supervisor_zone=zone), generation)
+        log, generation = self.file.read()
+        if log is not None and log.supervisor_zone != zone:
+            self.file.write(replace(log, supervisor_zone=zone), generation)
 
     def _in(self, zone: str) -> str | None:
         """None: it is there; else why ``zone`` has none."""

@@ -11,10 +11,11 @@ import json
 from dataclasses import dataclass
 
 from muster.backends.backend import RenderedFiles
+from muster.backends.google.request_log import mark_of
 from muster.backends.google.rules import slices_of
 from muster.backends.run_folder import RunFiles, digest
 from muster.backends.vertex import reducers
-from muster.backends.vertex.placement import Placement, nonce, place, resolved
+from muster.backends.vertex.placement import Placement, place, resolved
 from muster.backends.vertex.run_file_rules import rules, warnings
 from muster.catalog.vertex import FLEX_START, RESERVATION, SPOT
 from muster.config.spec import RunSpec
@@ -71,7 +72,7 @@ def requests(placement: Placement, *, submission: int = 1, turn: int = 1, sha256
     """What creates the job, by region; one at a time is sent. ``sha256``: of the run's files, where the user's own code
     is among them."""
     project, run = placement.spec.resources.project, placement.run_id
-    mark = nonce(run, submission, turn)
+    mark = mark_of(run, submission, turn)
     return [
         Request(
             region=region,

@@ -2,7 +2,21 @@
 
 It claims the run for its job, so that of two jobs one trains; fetches the run's files, checked by the digest in its
 arguments, and the secrets, each of one version; meets the other hosts; and keeps the agent and, where it is due, the
-supervisor (``backends/host``) until the run is over. What its exit means is in ``on_host/exits.py``.
+supervisor (``backends/host``) until the run is over.
+
+What Vertex AI makes of a container's exit (Google's pages on the training service, "common errors" and "restarts", read
+2026-11-22; a worker's exit 1 ended the job in vertex-ai-samples, pull request 1504):
+
+=========  ==================  ========================================================================================
+code       of which host       what follows
+=========  ==================  ========================================================================================
+0          the first           the job SUCCEEDED; all other hosts are shut down, perhaps in the middle of a write
+0          another             not documented: done, not started again, paid for until the job ends
+6, 134     any                 (SIGABRT) the whole job is tried again, up to three times: every host again, memory lost
+11, 139    any                 (SIGSEGV) the same
+137        any                 the kernel's kill for memory: all hosts are shut down, nothing is tried again
+any other  any                 the job FAILED, code 3: all hosts are shut down; 75 means nothing here
+=========  ==================  ========================================================================================
 """
 
 from __future__ import annotations
@@ -22,6 +36,7 @@ from typing import Literal, TypeVar
 from muster.backends import code_bundle, run_folder
 from muster.backends.google.http import Http
 from muster.backends.google.metadata import MachineHttp
+from muster.backends.google.request_log import Request, RequestLogFile
 from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
 from muster.backends.host.children import Children, RealChildren
@@ -31,12 +46,10 @@ from muster.backends.host.run_state import RunState
 from muster.backends.host.state import AGENT, SUPERVISOR, Exit, LeaveAt, Outcome, Rules, State
 from muster.backends.letters import Letters
 from muster.backends.log_forwarder import LogForwarder
-from muster.backends.vertex import claim, reducers
-from muster.backends.vertex.claim import Claim
+from muster.backends.vertex import reducers
 from muster.backends.vertex.custom_job import HOST_DIR
 from muster.backends.vertex.on_host import presence, reduction_plugin
 from muster.backends.vertex.on_host.cluster_spec import VARIABLE, Seat, seat
-from muster.backends.vertex.on_host.exits import exit_code
 from muster.backends.vertex.on_host.meeting import Meeting, meet, own_address
 from muster.backends.vertex.on_host.presence import HostRecord
 from muster.backends.vertex.placement import START_TIMEOUT_S, Placement, place
@@ -46,7 +59,7 @@ from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.protocols import Clock, Store
-from muster.storage import run_secrets, uris
+from muster.storage import run_secrets
 from muster.storage.store import open_store
 from muster.storage.store.patient import start_thread
 from muster.transport.listening import listen_on, raise_soft_limit
@@ -54,6 +67,9 @@ from muster.transport.secure_session import run_token
 
 JOB, PROJECT = "CLOUD_ML_JOB_ID", "CLOUD_ML_PROJECT_ID"
 """Set by Vertex: the job's number, and the project's, which nothing else tells a host: it runs in one of Google's."""
+OVER, FAILED = 0, 1
+"""Exit codes, whatever the run's end was: its home says how it ended, so the job's state says nothing; or that could
+not be written, and a failed job is all that is left to be seen."""
 SETTLED_S, PREPARE_S = 900.0, 3600.0
 """A job that has worked for so long is not ended by a host that comes back and cannot read something; for this long."""
 RETRY_S = 20.0
@@ -86,26 +102,26 @@ class Host:
             held = self._claim()
             if held is None:
                 say("another job works for this run: nothing is started here")
-                return exit_code(said=True)
+                return OVER
             found = self._prepared(held)
         except MusterError as error:
             say(f"error: {error}" + (f" (hint: {error.hint})" if error.hint else ""))
             self._tell("failed", str(error))
-            return exit_code(said=False)
+            return FAILED
         return found.serve()
 
-    def _claim(self) -> Claim | None:
+    def _claim(self) -> Request | None:
         job = self.environ.get(JOB, "")
         if not job:
             raise BackendError(f"{JOB} is not set", hint="this is not a worker of Vertex AI")
-        uri = uris.join(self.given.home, claim.FILE)
+        log = RequestLogFile(store=self.store, home=self.given.home)
         return self._patiently(
-            lambda: claim.counts(self.store, uri, nonce=self.given.nonce, job=job, now_ns=self.clock.wall_ns()),
+            lambda: log.claim(self.given.nonce, job, self.clock.wall_ns()),
             run_folder.PATIENCE_S,
             silent_s=SETTLED_S,
         )
 
-    def _prepared(self, held: Claim) -> VertexPlace:
+    def _prepared(self, held: Request) -> VertexPlace:
         """Everything that the programs need. A job that has worked for long is patient; a new one fails soon, before it
         costs much.
 
@@ -114,7 +130,7 @@ class Host:
         """
         index = seat(self.environ.get(VARIABLE), hosts=None).index
         self.record = HostRecord(index=index, host=f"host-{index}-{self.mark}", state="up")
-        settled = self.clock.wall_ns() - held.began_wall_ns > SETTLED_S * 1e9
+        settled = self.clock.wall_ns() - held.owner_began_wall_ns > SETTLED_S * 1e9
         return self._patiently(lambda: self._prepare(held), PREPARE_S if settled else 0.0)
 
     def _patiently(self, look: Callable[[], Found], limit_s: float, *, silent_s: float = 0.0) -> Found:
@@ -131,7 +147,7 @@ class Host:
                 say(f"{error}; again in {RETRY_S:.0f} s")
                 self.clock.sleep(RETRY_S)
 
-    def _prepare(self, held: Claim) -> VertexPlace:
+    def _prepare(self, held: Request) -> VertexPlace:
         given = self.given
         files = run_folder.get(self.store, given.home, given.run_file_sha256)
         placement = place(RunSpec.model_validate_json(files.resolved), run_id=given.run_id, run_dir=given.home)
@@ -163,7 +179,7 @@ class Host:
             token=run_token(folder / "supervisor"),
             reasons={"notice": "SIGTERM from Vertex AI: the job is taken away",
                      "time": "the custom job's time is nearly up"},
-            host=self, claim=held, placement=placement, seat=mine, own=own, folder=folder, secrets=values,
+            host=self, request=held, placement=placement, seat=mine, own=own, folder=folder, secrets=values,
         )  # fmt: skip
 
     def _secrets(self, spec: RunSpec) -> tuple[str, dict[str, str]]:
@@ -196,7 +212,8 @@ class VertexPlace(Place):
     """A host that has all it needs."""
 
     host: Host
-    claim: Claim
+    request: Request
+    """The one that its job owns."""
     placement: Placement
     seat: Seat
     own: str
@@ -238,7 +255,7 @@ class VertexPlace(Place):
             children=host.children,
             clock=host.clock,
         )
-        left_s = (self.claim.began_wall_ns - host.clock.wall_ns()) / 1e9 + self.placement.timeout_s
+        left_s = (self.request.owner_began_wall_ns - host.clock.wall_ns()) / 1e9 + self.placement.timeout_s
         program.post(LeaveAt(at_s=program.now_s() + left_s - spec.recovery.grace_s - LEAVE_EARLY_S))
         return program.run()
 
@@ -250,7 +267,7 @@ class VertexPlace(Place):
                 host.store, given.home, given.nonce, limit_s=OTHERS_S, clock=host.clock
             ):
                 say(f"{one.host} did not say that it has left: ending without it")
-        return exit_code(said=ended.outcome is Outcome.RUN_ENDED)
+        return OVER if ended.outcome is Outcome.RUN_ENDED else FAILED
 
     def _programs(self) -> dict[str, Program]:
         given = self.host.given
@@ -337,7 +354,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 (the process's edge: its code decides about the whole job)
         say(f"error: {type(error).__name__}: {error}")
         traceback.print_exc()
-        return exit_code(said=False)
+        return FAILED
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from pathlib import Path
 
 from muster.backends import run_folder, run_home
 from muster.backends.google.launcher import GoogleLauncher
+from muster.backends.google.request_log import FILE as REQUESTS
 from muster.backends.log_forwarder import writer_of
-from muster.backends.vertex import claim
 from muster.backends.vertex.custom_job import code_dir
 from muster.backends.vertex.jobs_api import Jobs
 from muster.backends.vertex.offers import rents
 from muster.backends.vertex.on_host import presence
 from muster.backends.vertex.placement import Placement, place, resolved
-from muster.backends.vertex.progress import FILE as REQUESTS
 from muster.backends.vertex.progress import Requests
 from muster.backends.vertex.reason import explain
 from muster.backends.vertex.submission import BACKEND, render, submission_of
@@ -83,7 +82,7 @@ class VertexLauncher(GoogleLauncher[Placement]):
         requests = self._requests(submission.placement)
         before, _ = requests.held()
         try:
-            if before is not None and before.ended and before.submission >= submission.number:
+            if before is not None and before.closed and before.submission >= submission.number:
                 return self.handle(request.run_id, local, "")  # `muster down` ended this very one
             sha256, warnings = submission.put(store, self.secrets(), read_token(str(local / "token")).decode())
             looked = requests.begin(submission.number, sha256)
@@ -92,16 +91,16 @@ class VertexLauncher(GoogleLauncher[Placement]):
                 self._forget(self.handle(request.run_id, local, ""), home)
             raise
         self.record(local, request.run_id, submission.number)
-        name = looked.job.name if looked.job is not None else looked.progress.asked[-1].name
-        return self.handle(request.run_id, local, name, warnings)
+        newest = looked.job or looked.request
+        return self.handle(request.run_id, local, newest.name if newest is not None else "", warnings)
 
     def _forget(self, handle: JobHandle, home: str) -> None:
-        """A run that never began leaves its home to others. A job of it that comes late finds no claim and ends."""
+        """A run that never began leaves its home to others. A job of it that comes late finds no log and ends."""
         store = self.opened()
         with contextlib.suppress(MusterError):
             self.cancel(handle)
         for uri in [
-            *(f"{home}/{name}" for name in (claim.FILE, REQUESTS)),
+            f"{home}/{REQUESTS}",
             *(uri for folder in ("events", run_folder.FOLDER) for uri in store.list(f"{home}/{folder}")),
             f"{home}/{run_home.RUN_ID}",
         ]:
@@ -117,15 +116,13 @@ class VertexLauncher(GoogleLauncher[Placement]):
         if known is None:
             return None
         local, requests = known[0], self._requests(known[1])
-        progress = None
+        log = None
         with contextlib.suppress(Unreadable):
-            progress, _ = requests.held()
-        if progress is None or progress.ended:
+            log, _ = requests.held()
+        if log is None or log.closed or log.last is None:
             return None
-        jobs = requests.all_jobs(progress)
-        mine = [job for job in jobs if job.nonce == progress.mark]
-        name = mine[0].name if mine else next((one.name for one in progress.asked[-1:]), None)
-        return self.handle(run_id, local, name) if name is not None else None
+        mine = [job.name for job in requests.all_jobs(log) if job.nonce == log.mark]
+        return self.handle(run_id, local, next(iter(mine), log.last.name))
 
     def poll(self, handle: JobHandle) -> JobStatus:
         """Look once at everything, do what is due (a region that kept the request too long is left for the next one),
@@ -138,11 +135,11 @@ class VertexLauncher(GoogleLauncher[Placement]):
             looked = requests.look()
         except ConflictError:  # somebody else looks at this moment, and does what is due
             looked = requests.look()
-        if not looked.progress.submission:
+        if looked.log is None:
             return JobStatus(state=JobState.ABSENT, reason="the run was never submitted")
         hosts = []
         with contextlib.suppress(MusterError):
-            hosts = presence.hosts(self.opened(), requests.placement.home, looked.progress.mark)
+            hosts = presence.hosts(self.opened(), requests.placement.home, looked.log.mark)
         return explain(looked, self._end(handle.run_id), hosts, self.clock.wall_ns() / 1e9)
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
@@ -156,8 +153,8 @@ class VertexLauncher(GoogleLauncher[Placement]):
             yield from run_home.logs(home, after)
         requests = self._requests(known[1])
         with contextlib.suppress(MusterError):
-            progress, _ = requests.held()
-            for one in progress.asked if progress is not None else ():
+            log, _ = requests.held()
+            for one in log.requests if log is not None else ():
                 if one.name:
                     yield from self._printed(requests.jobs, one.name.rpartition("/")[2], after)
 
@@ -177,8 +174,8 @@ class VertexLauncher(GoogleLauncher[Placement]):
         """By the host's number in the job."""
         if host >= placement.hosts:
             raise UsageError(f"{run_id} has no host {host}: it has {placement.hosts}, counted from 0")
-        progress, _ = self._requests(placement).held()
-        there = presence.hosts(self.opened(), placement.home, progress.mark) if progress is not None else []
+        log, _ = self._requests(placement).held()
+        there = presence.hosts(self.opened(), placement.home, log.mark) if log is not None else []
         if not any(one.index == host and one.state == "up" for one in there):
             raise BackendError(f"host {host} of {run_id} is not there now", hint=f"muster status {run_id}")
         return str(host)
@@ -195,16 +192,16 @@ class VertexLauncher(GoogleLauncher[Placement]):
         if known is None:
             return
         requests = self._requests(known[1])
-        progress = None
+        log = None
         with contextlib.suppress(Unreadable):  # of another version: its jobs are found by their label
-            progress = requests.end()
-        if progress is None and not run_registry.is_readable(known[0]):  # its newest job may not be listed yet
+            log = requests.end()
+        if log is None and not run_registry.is_readable(known[0]):  # its newest job may not be listed yet
             self.clock.sleep(LIST_LAG_S)
-        asked = progress.asked[-1] if progress is not None and progress.asked else None
-        if progress is not None and asked is not None and not asked.name and not asked.nothing:
-            requests.wait_for_the_list(asked)
+        last = log.last if log is not None else None
+        if last is not None and last.is_lost:
+            requests.wait_for_the_list(last)
         waited_s = 0.0
-        while going := [job for job in requests.all_jobs(progress) if not job.final]:
+        while going := [job for job in requests.all_jobs(log) if not job.final]:
             if waited_s >= GONE_WITHIN_S:
                 numbers = ", ".join(job.name.rpartition("/")[2] for job in going)
                 raise BackendError(f"custom job {numbers} has not ended", hint=f"muster down {handle.run_id}")
@@ -220,10 +217,10 @@ class VertexLauncher(GoogleLauncher[Placement]):
         if known is None:
             return []
         requests = self._requests(known[1])
-        progress = None
+        log = None
         with contextlib.suppress(Unreadable):
-            progress, _ = requests.held()
-        found = [f"custom job {job.name}: {job.state}" for job in requests.all_jobs(progress) if not job.final]
+            log, _ = requests.held()
+        found = [f"custom job {job.name}: {job.state}" for job in requests.all_jobs(log) if not job.final]
         project = requests.placement.spec.resources.project or ""
         return [*found, *self.secrets().labelled(project, "muster-run", handle.run_id)]
 

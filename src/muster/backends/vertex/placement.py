@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,11 +91,3 @@ def resolved(placement: Placement) -> RunSpec:
         placement.spec, home=placement.home, gpus=placement.machine.gpus, start_timeout_s=START_TIMEOUT_S
     )
     return with_mounted_inputs(spec)
-
-
-def nonce(run_id: str, submission: int = 1, turn: int = 1) -> str:
-    """The label by which a job is found whose creation was not answered: Vertex takes no name and no request id.
-
-    The same submission of a run has the same one everywhere; ``turn`` counts the requests that were ended unserved.
-    """
-    return hashlib.sha256(f"{run_id}/{submission}/{turn}".encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from muster.backends.bucket_launcher import RESUME_LATER, STOPPED_BY_USER, ended_with
+from muster.backends.google.request_log import NOTHING
 from muster.backends.vertex.job_state import CustomJob, cause, sentence, web_links
 from muster.backends.vertex.on_host.presence import HostRecord
 from muster.backends.vertex.progress import Looked
@@ -25,7 +26,7 @@ def explain(looked: Looked, end: EndRecord | None, hosts: Sequence[HostRecord], 
         left = f" ({sentence(going[0], now_s)}: its hosts leave)" if going else ""
         found = ended_with(end)
         return replace(found, reason=found.reason + left)
-    if looked.progress.ended:
+    if looked.log is not None and looked.log.closed:
         return JobStatus(state=JobState.STOPPED, reason="ended by muster down")
     if isinstance(looked.next, NoRoom):
         reasons = "; ".join(looked.next.reasons)
@@ -42,11 +43,11 @@ def explain(looked: Looked, end: EndRecord | None, hosts: Sequence[HostRecord], 
 
 
 def _without_a_job(looked: Looked) -> JobStatus:
-    asked = looked.progress.asked
-    if asked and asked[-1].name:
-        number = asked[-1].name.rpartition("/")[2]
+    last = looked.request
+    if last is not None and last.name:
+        number = last.name.rpartition("/")[2]
         return JobStatus(state=JobState.FAILED, reason=f"custom job {number} is gone: somebody has deleted it")
-    where = f" {asked[-1].region}" if asked else ""
+    where = f" {last.where}" if last is not None else ""
     return JobStatus(state=JobState.WAITING, reason=_with_earlier(looked, f"asking{where}"))
 
 
@@ -60,7 +61,8 @@ def _over(job: CustomJob, said: str, now_s: float) -> JobStatus:
 
 def _with_earlier(looked: Looked, said: str) -> str:
     """With why regions before this one brought nothing."""
-    earlier = [f"{one.region}: {one.nothing}" for one in looked.progress.asked[:-1] if one.nothing]
+    before = looked.log.requests[:-1] if looked.log is not None else ()
+    earlier = [f"{one.where}: {one.reason}" for one in before if one.state == NOTHING]
     return f"{said} (before it {'; '.join(earlier)})" if earlier else said
 
 

@@ -1,8 +1,8 @@
 """Regions in turn, one active request at a time: what to do next, from what was asked and what is there. Pure.
 
-Vertex takes no name and no request id, so a creation whose answer was lost is looked for by its nonce before it is
-repeated; where a late answer makes two jobs all the same, the claim in the run's home lets one of them train
-(``claim.py``), and the other is cancelled here. A region that keeps a request waiting beyond the limit is left: cancel,
+Vertex takes no name and no request id, so a creation whose answer was lost is looked for by its mark before it is
+repeated; where a late answer makes two jobs all the same, the one whose host woke first is the request's owner and
+trains, and the other is cancelled here. A region that keeps a request waiting beyond the limit is left: cancel,
 wait until the job has ended, then ask the next one. A cancelled job may still succeed.
 """
 
@@ -11,28 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from muster.backends.google.request_log import NOTHING, Request
 from muster.backends.vertex.job_state import Cause, CustomJob, cause
-from muster.core.typed_json import Name, Record
 
 LIST_LAG_S = 60.0
 """For this long a new job may be missing in a list: nothing promises that it is there at once."""
 LOOK_EVERY_S, LONGEST_LOOK_S = 5.0, 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked(Record):
-    """One region's request, as it is recorded before it is sent."""
-
-    region: Name
-    nonce: Name
-    at_s: float
-    """When it was last sent, seconds since 1970."""
-    name: str = ""
-    """The job, once known."""
-    left: bool = False
-    """Its end was asked for, because the region kept it waiting."""
-    nothing: str = ""
-    """Why it brought nothing: refused for quota or machines (others are errors), or as ``Create`` says later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +25,14 @@ class Create:
 
     region: str
     again: bool = False
-    """The last request there was lost: the same nonce again, as a new one would leave its job unfound."""
+    """The last request there was lost: the same mark again, as a new one would leave its job unfound."""
     nothing: str = ""
     """Why the last region's request brought nothing: to be recorded there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """Look again after ``after_s``: for a job with the nonce, or at the job."""
+    """Look again after ``after_s``: for a job with the mark, or at the job."""
 
     after_s: float
     why: str
@@ -89,37 +73,35 @@ Next = Create | Look | Cancel | Placed | Over | NoRoom
 
 def next_step(
     regions: Sequence[str],
-    asked: Sequence[Asked],
+    asked: Sequence[Request],
     jobs: Sequence[CustomJob],
     *,
     max_wait_s: float,
     now_s: float,
-    counts: str | None = None,
 ) -> Next:
     """What to do now. Called again after each act, with what it changed.
 
-    ``asked``: one for each region so far, in order; ``jobs``: all that are there with the last one's nonce; ``counts``:
-    number of the job that the run's home names for it, None where no host of one has claimed it.
+    ``asked``: one for each region so far, in order; ``jobs``: all that are there with the last one's mark.
     """
     if not asked:
         return Create(region=regions[0])
     last = asked[-1]
-    if last.nothing:
-        return _elsewhere(regions, asked, last.nothing)
-    job = _the_one(last, jobs, counts)
+    if last.state == NOTHING:
+        return _elsewhere(regions, asked, last.reason)
+    job = _the_one(last, jobs)
     if job is None:
-        if now_s - last.at_s < LIST_LAG_S:
-            return Look(after_s=LOOK_EVERY_S, why=f"the answer of {last.region} was lost: looking for a job of it")
-        return Create(region=last.region, again=True)
+        if now_s - last.asked_s < LIST_LAG_S:
+            return Look(after_s=LOOK_EVERY_S, why=f"the answer of {last.where} was lost: looking for a job of it")
+        return Create(region=last.where, again=True)
     going = [one for one in jobs if not one.final and one.state != "CANCELLING"]
     # Before one has claimed the run either may be the one that does: whoever is cancelled then could be both.
-    if counts is not None and (others := [one for one in going if one.name != job.name]):
+    if last.owner and (others := [one for one in going if one.name != job.name]):
         return Cancel(name=others[0].name, leave=False)
     if job.final:
         return _ended(regions, asked, job, now_s)
     if job.runs:
         return Placed(job=job)
-    waited_s = now_s - (last.at_s if job.created_s is None else min(job.created_s, now_s))
+    waited_s = now_s - (last.asked_s if job.created_s is None else min(job.created_s, now_s))
     if not job.waits or waited_s < max_wait_s:
         left_s = max_wait_s - waited_s if job.waits else LOOK_EVERY_S
         return Look(after_s=min(LONGEST_LOOK_S, left_s), why=f"the job's state is {job.state}")
@@ -128,18 +110,18 @@ def next_step(
     return Look(after_s=LOOK_EVERY_S, why="its end was asked for, and it has not ended")
 
 
-def _the_one(last: Asked, jobs: Sequence[CustomJob], counts: str | None) -> CustomJob | None:
-    """The job that counts: as the home says; else of those that go on the one whose name is known, or the oldest."""
+def _the_one(last: Request, jobs: Sequence[CustomJob]) -> CustomJob | None:
+    """The job that counts: the owner; else of those that go on the one whose name is known, or the oldest."""
 
     def rank(job: CustomJob) -> tuple[bool, bool, bool, bool, float, str]:
-        claimed = counts is not None and job.name.rpartition("/")[2] == counts
+        is_owner = job.name.rpartition("/")[2] == last.owner
         ending = job.state == "CANCELLING"
-        return not claimed, job.final, ending, job.name != last.name, job.created_s or 0.0, job.name
+        return not is_owner, job.final, ending, job.name != last.name, job.created_s or 0.0, job.name
 
     return min(jobs, key=rank, default=None)
 
 
-def _ended(regions: Sequence[str], asked: Sequence[Asked], job: CustomJob, now_s: float) -> Next:
+def _ended(regions: Sequence[str], asked: Sequence[Request], job: CustomJob, now_s: float) -> Next:
     why = cause(job, now_s)
     if why is Cause.NOT_YET_SAID:
         return Look(after_s=LOOK_EVERY_S, why=why.value)
@@ -150,8 +132,8 @@ def _ended(regions: Sequence[str], asked: Sequence[Asked], job: CustomJob, now_s
     return Over(job=job)
 
 
-def _elsewhere(regions: Sequence[str], asked: Sequence[Asked], nothing: str) -> Next:
-    tried = [one.region for one in asked]
+def _elsewhere(regions: Sequence[str], asked: Sequence[Request], nothing: str) -> Next:
+    tried = [one.where for one in asked]
     if left := [region for region in regions if region not in tried]:
         return Create(region=left[0], nothing=nothing)
-    return NoRoom(reasons=tuple(f"{one.region}: {one.nothing or nothing}" for one in asked))
+    return NoRoom(reasons=tuple(f"{one.where}: {one.reason or nothing}" for one in asked))

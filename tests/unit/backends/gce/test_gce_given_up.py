@@ -21,7 +21,7 @@ class Run:
         self.hosts = at.hosts(self.request)
         at.until_hosts(self.request, self.hosts)
         self.said = []
-        self.hosts.log = self.said.append
+        self.hosts.report = self.said.append
         self.hosts.useless = Useless(
             placement=self.hosts.placement, store=at.bucket, wall_s=self.hosts.wall_s, up_s=lambda: self.up_s
         )

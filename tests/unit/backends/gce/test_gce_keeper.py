@@ -58,11 +58,10 @@ def bucket_home(local, store):
 class Kept:
     """A machine in virtual time, under a systemd that starts its program again unless it ends with 0."""
 
-    def __init__(self, folder, role=SUPERVISOR, store=None):
+    def __init__(self, folder, role=SUPERVISOR):
         self.clock, self.children, self.removed = VirtualClock(), Children(), 0
         self.role, self.name = role, SUPERVISOR if role == SUPERVISOR else AGENT
-        home = RunState(run_dir=folder, job=JOB, **({"store": store} if store else {}))
-        self.place = GcePlace(home=home, token=b"t" * 64, machine=machine_of(role))
+        self.place = GcePlace(home=RunState(run_dir=folder, job=JOB), token=b"t" * 64, machine=machine_of(role))
         self.place._remove_run = self.remove_run
         if role == SUPERVISOR:
             self.place.hosts = Hosts(placement=None, compute=None, file=None)
@@ -110,49 +109,43 @@ class Kept:
         return self
 
 
-@pytest.mark.parametrize(("code", "what"), [(2, "run file"), (3, "plan")])
-def test_a_run_file_that_no_supervisor_can_use_ends_the_run(folder, code, what):
-    """Else it would be started again without limit while the hosts are billed."""
-    kept = Kept(folder).plays([code] * 20)
-    assert (kept.exits, kept.starts, kept.removed) == ([0], 3, 1)
-    assert (end().outcome, end().exit_code, end().term) == ("failed", code, 0) and what in end().reason
+CASES = {
+    "a run file that cannot be used": (SUPERVISOR, [2] * 20, 1.0, ([0], 3, 1)),
+    "a plan that cannot be used": (SUPERVISOR, [3] * 20, 1.0, ([0], 3, 1)),
+    "crashes without end": (SUPERVISOR, [1, 6, 137, 1, 6, 137, 1, 6, 137, 5, 6], 1.0, ([0], 10, 1)),
+    "crashes that are far apart": (SUPERVISOR, [2, 6] * 12, 400.0, ([0], 25, 1)),
+    "a result that was not written": (SUPERVISOR, [0], 1.0, ([1, 0], 2, 1)),
+    "an agent, which may remove nothing": (HOST, [0, 1, 6, 76, 137, RESUME] * 3, 1.0, ([0], 19, 0)),
+}
 
 
-def test_a_supervisor_that_crashes_without_end_ends_the_run(folder):
-    kept = Kept(folder).plays([1, 6, 137, 1, 6, 137, 1, 6, 137, 5, 6])
-    assert (kept.exits, kept.starts, kept.removed) == ([0], 10, 1)
-    assert end().exit_code == 5 and "10 times" in end().reason
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_is_started_again_until_the_run_ends_or_nothing_else_helps(folder, case):
+    """Exit codes of the host program, starts of its own one, and how often the run's machines were removed. Hosts are
+    billed for as long as a supervisor that cannot work is started again."""
+    role, codes, lived_s, expected = CASES[case]
+    kept = Kept(folder, role).plays(codes, lived_s=lived_s, after=lambda: write_end(0))
+    assert (kept.exits, kept.starts, kept.removed) == expected
 
 
-def test_crashes_that_are_far_apart_do_not_end_it(folder):
-    kept = Kept(folder).plays([2, 6] * 12, lived_s=400.0, after=lambda: write_end(0))
-    assert (kept.exits, kept.starts, kept.removed) == ([0], 25, 1) and end().exit_code == 0
+@pytest.mark.parametrize(
+    ("codes", "code", "reason"), [([2] * 3, 2, "run file"), ([3] * 3, 3, "plan"), ([6] * 9 + [5], 5, "10 times")]
+)
+def test_the_home_says_why_the_run_was_ended(folder, codes, code, reason):
+    write_end(130, submission="0")  # an older submission's does not hide it
+    assert Kept(folder).plays(codes).exits == [0]
+    assert (end().outcome, end().submission, end().exit_code) == ("failed", "1", code) and reason in end().reason
 
 
-def test_no_machine_is_removed_before_the_home_says_that_the_run_has_ended(folder):
-    class Refusing:
-        def __init__(self, store):
-            self.store = store
-
-        def get(self, uri):
-            return self.store.get(uri)
-
-        def put(self, uri, data):
-            raise BackendError("503")
-
-    kept = Kept(folder, store=Refusing(open_store())).plays([2] * 6)
+def test_no_machine_is_removed_before_the_home_says_that_the_run_has_ended(folder, monkeypatch):
+    store = open_store()
+    monkeypatch.setattr(type(store), "put", refused)
+    kept = Kept(folder).plays([2] * 6)
     assert (kept.exits, kept.removed) == ([1, 1, 1], 0), "started again by systemd"
 
 
-def test_a_result_that_could_not_be_written_is_written_by_the_next_supervisor(folder):
-    kept = Kept(folder).plays([0], after=lambda: write_end(0))
-    assert (kept.exits, kept.starts, kept.removed) == ([1, 0], 2, 1)
-
-
-def test_the_end_of_an_older_submission_does_not_hide_it(folder):
-    write_end(130, submission="0")
-    assert Kept(folder).plays([2] * 20).exits == [0]
-    assert (end().submission, end().exit_code) == ("1", 2)
+def refused(*_):
+    raise BackendError("503")
 
 
 def test_an_end_that_the_supervisor_wrote_stays(folder):
@@ -162,54 +155,37 @@ def test_an_end_that_the_supervisor_wrote_stays(folder):
 
 
 def test_a_run_whose_hosts_were_taken_goes_on_where_it_was_saved(folder):
-    """75 is withdrawn from the home, and the supervisor started again in the same program."""
-    kept = Kept(folder)
-    starts_s = []
+    """75 is withdrawn from the home, also that of before a reboot, and the supervisor started in the same program."""
+    write_end(RESUME)
+    kept, starts_s = Kept(folder), []
     for _ in range(8):
-        assert kept.until_it_runs()
+        assert kept.until_it_runs() and not open_store().list(f"{HOME}/end.json")
         starts_s.append(kept.clock.now_s)
         write_end(RESUME)
         kept.children.end(SUPERVISOR, RESUME)
-        kept.lasts(2)
-        assert not open_store().list(f"{HOME}/end.json")
     assert not kept.exits and not kept.removed
     pauses_s = [after - before for before, after in itertools.pairwise(starts_s)]
     assert pauses_s == sorted(pauses_s) and 28 < pauses_s[-1] < 34, "hosts that go each time are not asked without end"
 
 
-def test_75_of_before_a_reboot_is_withdrawn_too(folder):
-    write_end(RESUME)
-    kept = Kept(folder)
-    assert kept.until_it_runs() and not open_store().list(f"{HOME}/end.json")
-
-
-def test_an_agent_goes_on_as_long_as_its_run_may(folder):
-    kept = Kept(folder, HOST)
-    write_end(RESUME)
-    kept.plays([0, 1, 6, 76, 137, RESUME] * 3, after=lambda: write_end(0))
-    assert (kept.exits, kept.starts, kept.removed) == ([0], 19, 0), "a host has no right to remove anything"
-
-
-@pytest.mark.parametrize("obeys", [True, False])
-def test_a_machine_that_shuts_down_lets_its_agent_save(folder, obeys):
-    kept = Kept(folder, HOST)
+@pytest.mark.parametrize(
+    ("role", "obeys", "signals", "within_s"),
+    [
+        (HOST, True, [signal.SIGTERM], 5),
+        (HOST, False, [signal.SIGTERM, signal.SIGKILL], GRACE_S),
+        (SUPERVISOR, True, [signal.SIGKILL], 5),
+    ],
+)
+def test_a_machine_that_shuts_down_lets_its_agent_save(folder, role, obeys, signals, within_s):
+    """A supervisor makes room at once: its state is in its log."""
+    kept = Kept(folder, role)
     assert kept.until_it_runs()
     kept.children.obey = obeys
     kept.program.post(Noticed())
     began_s = kept.clock.now_s
     kept.lasts(200)
-    signals = [number for _, number in kept.children.sent]
-    assert signals == ([signal.SIGTERM] if obeys else [signal.SIGTERM, signal.SIGKILL])
-    assert kept.exits == [RESUME] and kept.clock.now_s - began_s < (5 if obeys else GRACE_S)
-
-
-def test_a_supervisor_s_machine_that_shuts_down_makes_room_at_once(folder):
-    kept = Kept(folder)
-    assert kept.until_it_runs()
-    kept.program.post(Noticed())
-    kept.lasts(200)
-    assert kept.children.sent == [(SUPERVISOR, signal.SIGKILL)]
-    assert (kept.exits, kept.removed) == ([RESUME], 0)
+    assert [number for _, number in kept.children.sent] == signals
+    assert (kept.exits, kept.removed) == ([RESUME], 0) and kept.clock.now_s - began_s < within_s
 
 
 def test_a_host_that_was_reset_is_not_shut_out_of_its_run_s_home(tmp_path):

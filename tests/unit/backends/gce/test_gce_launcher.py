@@ -20,10 +20,10 @@ from muster.app.run import stop as stop_app
 from muster.app.run import submit as submit_app
 from muster.backends.gce import host, requests
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.journal import JournalFile
 from muster.backends.gce.launcher import GceLauncher
 from muster.backends.gce.provision import Hosts
 from muster.backends.gce.submission import submission_of
+from muster.backends.google.request_log import RequestLogFile
 from muster.backends.google.session import Session
 from muster.backends.host.children import Finished
 from muster.backends.host.state import Exit, Outcome, State
@@ -483,9 +483,9 @@ def test_a_machine_that_comes_after_its_run_was_taken_back_goes_by_itself(stage,
     at.clock.sleep(120)
     assert at.names() == [machine.name]
     other = dataclasses.replace(machine, submission="2")
-    assert (host.fate(other, at.bucket) is OVER) == home_is_gone, "the journal is another submission's"
+    assert (host.fate(other, at.bucket) is OVER) == home_is_gone, "the log is another submission's"
     assert host.fate(machine, at.bucket) is OVER
-    at.bucket.put(f"{machine.home}/gce.json", b"no journal")
+    at.bucket.put(f"{machine.home}/requests.json", b"no log")
     assert host.fate(machine, at.bucket) is NEEDED, "what cannot be read says nothing"
     asked = []
     monkeypatch.setattr(host.subprocess, "run", lambda argv, **_: asked.append(argv))
@@ -508,11 +508,11 @@ def test_a_supervisor_that_comes_after_a_later_submission_removes_itself_alone(s
     machine = supervisors_machine(at, request, body)
     assert host.fate(machine, at.bucket) is host.Fate.SUPERSEDED
     assert host.fate(dataclasses.replace(machine, submission="2"), at.bucket) is NEEDED
-    assert host.fate(dataclasses.replace(machine, submission="3"), at.bucket) is NEEDED, "its own journal comes"
-    journal, generation = (file := JournalFile(store=at.bucket, home=machine.home)).read()
-    generation = file.write(dataclasses.replace(journal, supervisor_zone="", turns=()), generation)
+    assert host.fate(dataclasses.replace(machine, submission="3"), at.bucket) is NEEDED, "its own log comes"
+    log, generation = (file := RequestLogFile(store=at.bucket, home=machine.home)).read()
+    generation = file.write(dataclasses.replace(log, supervisor_zone="", requests=()), generation)
     assert host.fate(machine, at.bucket) is NEEDED, "the later submission failed before it asked for anything"
-    file.write(journal, generation)
+    file.write(log, generation)
     session = Session(http=at.google, clock=at.clock)
     late = requests.supervisor(submission_of(request).placement, ZONES[1], attempt=9)
     Compute(session=session, project="example-project").ok("POST", late.url, late.body)

@@ -26,7 +26,7 @@ def names(turn, count):
 
 
 def turns(run):
-    return [(turn.zone, turn.state) for turn in run.journal.turns]
+    return [(turn.where, turn.state) for turn in run.log.requests]
 
 
 def test_all_at_once_in_the_first_zone():
@@ -34,7 +34,7 @@ def test_all_at_once_in_the_first_zone():
     run.drive(run.program())
     assert run.living() == names(1, 2) and turns(run) == [(ZONES[0], "made")]
     assert run.program().step()  # and nothing is asked for again
-    assert len(run.journal.turns) == 1
+    assert len(run.log.requests) == 1
 
 
 @pytest.mark.parametrize("code", ["ZONE_RESOURCE_POOL_EXHAUSTED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"])
@@ -42,7 +42,7 @@ def test_a_stock_out_moves_on_with_the_reason_of_the_machines_own_operations(cod
     run = RunOfHosts(on_demand(), stock={ZONES[0]: 1}, stockout_code=code)
     run.drive(run.program())
     assert run.living() == names(2, 2) and turns(run) == [(ZONES[0], "nothing"), (ZONES[1], "made")]
-    reason = run.journal.turns[0].reason
+    reason = run.log.requests[0].reason
     assert reason.startswith(f"the zone has no such machines now: {code}: ")
     assert ("there may be some in" in reason) == code.endswith("DETAILS")
     # The one machine that was there booted, and was rolled back: it counted at no time.
@@ -52,23 +52,23 @@ def test_a_stock_out_moves_on_with_the_reason_of_the_machines_own_operations(cod
 def test_an_unknown_error_is_not_called_a_stock_out():
     run = RunOfHosts(on_demand(hosts=1), odd_errors={ZONES[0]: ("SOMETHING_NEW", "Nobody has seen this.")})
     run.drive(run.program())
-    assert run.journal.turns[0].reason == "refused: SOMETHING_NEW: Nobody has seen this."
+    assert run.log.requests[0].reason == "refused: SOMETHING_NEW: Nobody has seen this."
     assert turns(run)[-1] == (ZONES[1], "made")
 
 
 def test_too_few_are_kept_where_that_is_enough_and_the_rest_is_asked_for():
     run = RunOfHosts(on_demand(hosts=3, min_hosts=2), stock={ZONES[0]: 2})
-    run.drive(run.program(), until=lambda: len(run.living()) == 2 and run.journal.turns[0].state == "made")
+    run.drive(run.program(), until=lambda: len(run.living()) == 2 and run.log.requests[0].state == "made")
     assert any("2 x g2-standard-48 in us-central1-a, of 3 that were asked for" in line for line in run.said)
     run.user.cloud.stock[ZONES[0]] = 5
     run.drive(run.program())
-    assert run.living() == [*names(1, 2), f"{STEM}-{run.journal.last.number}-0"], "in the same zone, by another name"
+    assert run.living() == [*names(1, 2), f"{STEM}-{run.log.last.number}-0"], "in the same zone, by another name"
 
 
 def test_every_zone_is_asked_again_later():
     run = RunOfHosts(on_demand(), stock={ZONES[0]: 0, ZONES[1]: 0})
     hosts = run.program()
-    run.drive(hosts, until=lambda: len(run.journal.turns) == 2 and run.journal.last.state == "nothing")
+    run.drive(hosts, until=lambda: len(run.log.requests) == 2 and run.log.last.state == "nothing")
     at_s = run.user.clock.now_s
     run.user.cloud.stock[ZONES[0]] = 9
     run.drive(hosts)
@@ -77,8 +77,8 @@ def test_every_zone_is_asked_again_later():
 
 def test_quota_is_a_403_and_moves_on():
     run = RunOfHosts(on_demand(), instance_quota=1)
-    run.drive(run.program(), until=lambda: len(run.journal.turns) == 2)
-    assert run.journal.turns[0].reason.startswith("the project's quota is used up: quotaExceeded: ")
+    run.drive(run.program(), until=lambda: len(run.log.requests) == 2)
+    assert run.log.requests[0].reason.startswith("the project's quota is used up: quotaExceeded: ")
 
 
 def test_a_grant_that_does_not_hold_yet_is_waited_for_and_its_text_is_shown():
@@ -86,7 +86,7 @@ def test_a_grant_that_does_not_hold_yet_is_waited_for_and_its_text_is_shown():
     run = RunOfHosts(on_demand(), actors={account: 90.0})
     hosts = run.program()
     hosts.step()
-    assert "iam.serviceAccountUser" in run.journal.last.reason and run.journal.last.state == "asked"
+    assert "iam.serviceAccountUser" in run.log.last.reason and run.log.last.state == "asked"
     run.drive(hosts)
     assert run.living() == names(1, 2) and run.user.clock.now_s >= 90
 
@@ -141,7 +141,7 @@ def test_the_request_is_repeated_after_its_id_was_forgotten():
     run = RunOfHosts(on_demand())
     with pytest.raises(Killed):
         run.drive(run.program(kill_at=2))  # the answer of the bulk request was not written down
-    assert run.journal.last.operation == ""
+    assert run.log.last.name == ""
     run.user.time.sleep(4000)
     run.drive(run.program())
     assert run.living() == names(1, 2) and turns(run) == [(ZONES[0], "made")]
@@ -180,7 +180,7 @@ def test_flex_start_waits_in_the_queue_and_then_leaves_for_the_next_zone():
     hosts = run.program()
     run.drive(hosts, limit_s=9000)
     assert turns(run) == [(ZONES[0], "nothing"), (ZONES[1], "made")]
-    assert "no machines within gce.max_wait_hours (1)" in run.journal.turns[0].reason
+    assert "no machines within gce.max_wait_hours (1)" in run.log.requests[0].reason
     assert 3600 <= run.user.clock.now_s < 5000 and len(run.living()) == 2
     assert run.down() == [] and run.left() == []
 

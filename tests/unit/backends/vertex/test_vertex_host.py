@@ -1,4 +1,4 @@
-"""A host of a custom job: its place in ``CLUSTER_SPEC`` in every form that was seen, and what its exit does."""
+"""A host of a custom job: its place in ``CLUSTER_SPEC`` in every form that was seen."""
 
 import json
 
@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.backends.vertex.on_host.cluster_spec import PORT, Peer, Seat, seat
-from muster.backends.vertex.on_host.exits import Effect, effect, exit_code, may_end
 from muster.core.errors import BackendError
 
 PREFIXES = st.sampled_from(
@@ -122,40 +121,3 @@ def test_refused_where_it_gives_no_place(change, words):
     assert seat(json.dumps(spec), hosts=2).chief
     with pytest.raises(BackendError, match=words):
         seat(json.dumps({**spec, **change}), hosts=2)
-
-
-@pytest.mark.parametrize(
-    ("code", "chief", "follows"),
-    [
-        (0, True, Effect.SUCCEEDS),
-        (0, False, Effect.DONE),
-        (1, True, Effect.FAILS),
-        (1, False, Effect.FAILS),
-        (75, True, Effect.FAILS),
-        (127, False, Effect.FAILS),
-        (128, False, Effect.FAILS),
-        (130, True, Effect.FAILS),
-        (137, False, Effect.FAILS),
-        (134, False, Effect.AGAIN),
-        (139, True, Effect.AGAIN),
-        (6, True, Effect.AGAIN),
-        (11, False, Effect.AGAIN),
-    ],
-)
-def test_what_vertex_makes_of_an_exit(code, chief, follows):
-    assert effect(code, chief=chief) is follows
-
-
-def test_a_hosts_program_never_ends_so_that_the_job_is_tried_again():
-    """Whatever the run's end was: it is in the bucket, and every other code would end or repeat all hosts."""
-    ends = {exit_code(said=said) for said in (True, False)}
-    assert ends == {0, 1}
-    assert not {effect(code, chief=chief) for code in ends for chief in (True, False)} & {Effect.AGAIN}
-    assert effect(exit_code(said=True), chief=True) is Effect.SUCCEEDS
-
-
-def test_the_chief_is_the_last_to_end():
-    assert not may_end(over=False, chief=False, others=0)
-    assert not may_end(over=True, chief=True, others=1)
-    assert may_end(over=True, chief=False, others=3)
-    assert may_end(over=True, chief=True, others=0)

@@ -18,10 +18,9 @@ from fakes.secrets import API, FakeSecrets  # noqa: E402
 from vertex_cases import RUN_ID, placement, spec  # noqa: E402
 
 from muster.backends import run_folder  # noqa: E402
+from muster.backends.google.request_log import Request, RequestLog, RequestLogFile, mark_of  # noqa: E402
 from muster.backends.google.secret_manager import SecretManager  # noqa: E402
 from muster.backends.google.session import Session  # noqa: E402
-from muster.backends.vertex import claim  # noqa: E402
-from muster.backends.vertex.claim import Claim  # noqa: E402
 from muster.backends.vertex.custom_job import run_files  # noqa: E402
 from muster.backends.vertex.host import Host  # noqa: E402
 from muster.backends.vertex.on_host import presence  # noqa: E402
@@ -29,7 +28,8 @@ from muster.storage import run_secrets  # noqa: E402
 from muster.storage.store import open_store  # noqa: E402
 from muster.transport.secure_session import read_token  # noqa: E402
 
-HOME, NONCE, TOKEN = "gs://bucket/runs/llama", "n1", "t" * 64
+HOME, TOKEN = "gs://bucket/runs/llama", "t" * 64
+NONCE = mark_of(RUN_ID, 1, 1)
 HUB = "projects/example-project/secrets/hugging-face/versions/1"
 OF = placement(spec("n1-standard-4", "on_demand", run_dir=HOME, secrets={"API_KEY": HUB}))
 ACCOUNT = OF.spec.vertex.service_account
@@ -62,7 +62,8 @@ def host(tmp_path, monkeypatch):
             manager.create(version, data.encode(), {})
             manager.allow(version, ACCOUNT)
         sha256 = run_folder.put(store, HOME, run_files(OF).encoded())
-        claim.ask(store, f"{HOME}/{claim.FILE}", Claim(nonce=NONCE, region="us-central1", submission=1))
+        log = RequestLog(run_id=RUN_ID, submission=1, requests=(Request(number=1, where="us-central1", asked_s=0.0),))
+        RequestLogFile(store=store, home=HOME).write(log, None)
         given = argparse.Namespace(
             run_id=RUN_ID, home=HOME, submission="1", nonce=NONCE, run_file_sha256=sha256, run_dir=tmp_path,
             token_secret=OF.token_secret, hugging_face_secret=HUB,
@@ -87,7 +88,7 @@ def said(host):
 def test_everything_is_there_when_it_serves(host, served, tmp_path, capfd):
     assert host.run() == 0
     (found,) = served
-    assert (found.seat.index, found.own, found.claim.job) == (1, "127.0.0.1", "77")
+    assert (found.seat.index, found.own, found.request.owner) == (1, "127.0.0.1", "77")
     base = tmp_path / RUN_ID / "k3f9a"
     for part in ("host", "supervisor"):
         assert read_token(str(base / part / "token")) == TOKEN.encode()
@@ -100,7 +101,7 @@ def test_everything_is_there_when_it_serves(host, served, tmp_path, capfd):
 
 
 def test_another_job_of_the_run_ends_without_a_word_to_anybody(host, served):
-    assert claim.counts(host.store, f"{HOME}/{claim.FILE}", nonce=NONCE, job="76")
+    assert RequestLogFile(store=host.store, home=HOME).claim(NONCE, "76", 0)
     assert host.run() == 0 and not served and presence.hosts(host.store, HOME, NONCE) == []
 
 

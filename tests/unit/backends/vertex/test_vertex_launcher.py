@@ -28,9 +28,9 @@ from vertex_cases import spec  # noqa: E402
 from muster.app.inspect import status as status_app  # noqa: E402
 from muster.app.run import stop as stop_app  # noqa: E402
 from muster.app.run import submit as submit_app  # noqa: E402
+from muster.backends.google.request_log import RequestLogFile, mark_of  # noqa: E402
 from muster.backends.letters import Letters  # noqa: E402
 from muster.backends.protocols import Terminal  # noqa: E402
-from muster.backends.vertex import claim  # noqa: E402
 from muster.backends.vertex.launcher import VertexLauncher  # noqa: E402
 from muster.backends.vertex.on_host import presence  # noqa: E402
 from muster.backends.vertex.on_host.presence import HostRecord  # noqa: E402
@@ -157,6 +157,10 @@ def test_waiting_is_said_with_its_reason_and_another_region_is_asked_by_whoever_
     running = user.until(run, JobState.RUNNING, every_s=300)
     assert "in us-east4 runs" in running.reason and "us-central1: the region kept the request waiting" in running.reason
     assert user.clock.now_s > 7200 and [job.region for job in user.going()] == ["us-east4"]
+    first = next(iter(user.vertex.jobs.values()))
+    assert first.state == "JOB_STATE_CANCELLED", "one active request at a time"
+    late = RequestLogFile(store=user.bucket, home=user.home).claim(mark_of(run.run_id, 1, 1), first.number, 0)
+    assert late is None, "a host of it that wakes late does nothing"
 
 
 def test_a_request_that_is_refused_everywhere_leaves_nothing(tmp_path, monkeypatch):
@@ -233,7 +237,7 @@ def trained(user):
     found = []
     for number, job in user.vertex.jobs.items():
         mark = job.body["labels"]["muster-nonce"]
-        if claim.counts(user.bucket, f"{user.home}/{claim.FILE}", nonce=mark, job=number):
+        if RequestLogFile(store=user.bucket, home=user.home).claim(mark, number, 0):
             found.append(number)
         elif job.state == "JOB_STATE_RUNNING":
             job.exit("workerpool0-0", 0)  # its first host ends it: another job counts, or none
@@ -339,6 +343,22 @@ def test_a_job_that_came_after_down_trains_never_and_is_ended(tmp_path, monkeypa
     user.time.sleep(130)
     user.wire.deliver()
     assert len(user.vertex.jobs) == 1 and trained(user) == [], "whoever gave up has said so in the home"
+
+
+def test_a_list_that_lags_longer_makes_two_jobs_and_one_of_them_trains(tmp_path, monkeypatch):
+    """Longer than is waited for: what cannot be prevented is found, and the owner trains."""
+    create = next(n for n, (_, url) in enumerate(counted(tmp_path, monkeypatch), 1) if url.endswith("/customJobs"))
+    user = made(tmp_path, monkeypatch, manners=Manners(list_lag_s=90.0))
+    user.wire.faults = {create: Fault.LOST}
+    run = user.submit().run
+    user.time.sleep(90)
+    first, second = user.vertex.jobs
+    file, mark = RequestLogFile(store=user.bucket, home=user.home), mark_of(run.run_id, 1, 1)
+    assert file.claim(mark, second, 0) and not file.claim(mark, first, 0), "the host that wakes first, of either job"
+    user.until(run, JobState.RUNNING)
+    user.time.sleep(600)
+    states = {number: job.state for number, job in user.vertex.jobs.items()}
+    assert states == {first: "JOB_STATE_CANCELLED", second: "JOB_STATE_RUNNING"}
 
 
 def counted(tmp_path, monkeypatch):

@@ -10,9 +10,10 @@ import pytest
 from fakes.discovery import Discovery, folder
 from vertex_cases import HERE, RUN_ID, cases, placement, spec, text
 
+from muster.backends.google.request_log import mark_of
 from muster.backends.run_folder import digest
 from muster.backends.vertex.custom_job import NCCL_SCRIPT, SOURCE_AND_RUN, requests, run_files
-from muster.backends.vertex.placement import nonce, resolved
+from muster.backends.vertex.placement import resolved
 from muster.config.load import loads
 
 CASES = cases()
@@ -134,7 +135,7 @@ def test_arguments_are_lists_and_name_the_run_files_digest():
 
 def test_the_same_submission_has_the_same_nonce_and_another_has_another():
     marks = {request.body["labels"]["muster-nonce"] for request in requests(CASES["a2-reducers"])}
-    assert marks == {nonce(RUN_ID)}
+    assert marks == {mark_of(RUN_ID, 1, 1)}
     again = {request.body["labels"]["muster-nonce"] for request in requests(CASES["a2-reducers"], submission=2)}
     later = {request.body["labels"]["muster-nonce"] for request in requests(CASES["a2-reducers"], turn=2)}
     assert len(marks | again | later) == 3

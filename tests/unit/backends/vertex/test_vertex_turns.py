@@ -1,20 +1,15 @@
-"""States of a custom job, texts of its errors, regions in turn, and which of two jobs may train."""
+"""States of a custom job, texts of its errors, and regions in turn."""
 
 import json
-import threading
-import uuid
 from dataclasses import replace
 
 import pytest
 from fakes.discovery import folder
 
-from muster.backends.vertex import claim as claims
-from muster.backends.vertex.claim import Claim
+from muster.backends.google.request_log import NOTHING, Request
 from muster.backends.vertex.job_state import Cause, cause, custom_job, sentence, web_links
-from muster.backends.vertex.turns import LIST_LAG_S, Asked, Cancel, Create, Look, NoRoom, Over, Placed, next_step
-from muster.core.errors import ConflictError
+from muster.backends.vertex.turns import LIST_LAG_S, Cancel, Create, Look, NoRoom, Over, Placed, next_step
 from muster.core.types import JobState
-from muster.storage.store import open_store
 
 NOW = 1_795_000_000.0
 STOCK_OUT = (
@@ -128,11 +123,11 @@ def test_a_record_is_read_whatever_is_missing_or_odd():
 # ---------------------------------------------------------------- regions in turn
 
 REGIONS = ("us-central1", "us-east4")
-ASKED = Asked(region="us-central1", nonce="n", at_s=NOW - 60)
+ASKED = Request(number=1, where="us-central1", asked_s=NOW - 60)
 
 
-def step(asked, jobs=(), *, now_s=NOW, counts=None, max_wait_s=7200.0):
-    return next_step(REGIONS, asked, jobs, max_wait_s=max_wait_s, now_s=now_s, counts=counts)
+def step(asked, jobs=(), *, now_s=NOW, max_wait_s=7200.0):
+    return next_step(REGIONS, asked, jobs, max_wait_s=max_wait_s, now_s=now_s)
 
 
 def test_the_first_region_first():
@@ -140,7 +135,7 @@ def test_the_first_region_first():
 
 
 def test_a_lost_answer_is_looked_for_before_the_request_is_repeated():
-    lost = replace(ASKED, at_s=NOW)
+    lost = replace(ASKED, asked_s=NOW)
     assert isinstance(step([lost], now_s=NOW + 1), Look)
     assert isinstance(step([lost], now_s=NOW + LIST_LAG_S - 1), Look)
     assert step([lost], now_s=NOW + LIST_LAG_S) == Create(region="us-central1", again=True)
@@ -184,9 +179,9 @@ def test_an_error_of_ours_does_not_move_on():
 
 
 def test_a_refusal_moves_on_and_the_last_one_says_all_reasons():
-    first = replace(ASKED, nothing="the quota is too small")
+    first = replace(ASKED, state=NOTHING, reason="the quota is too small")
     assert step([first]) == Create(region="us-east4", nothing="the quota is too small")
-    second = Asked(region="us-east4", nonce="m", at_s=NOW)
+    second = Request(number=2, where="us-east4", asked_s=NOW)
     end = step([first, second], [job("FAILED", region="us-east4", ended_s=NOW - 60, error=(3, STOCK_OUT))])
     assert end == NoRoom(reasons=("us-central1: the quota is too small", "us-east4: the region had no machines"))
 
@@ -194,11 +189,10 @@ def test_a_refusal_moves_on_and_the_last_one_says_all_reasons():
 def test_of_two_jobs_of_one_request_the_one_that_counts_stays():
     older, younger = job("PENDING", number="7", created_s=NOW - 90), job("PENDING", number="8", created_s=NOW - 30)
     assert isinstance(step([ASKED], [older, younger]), Look), "either may claim the run: cancelling one might end both"
-    assert step([ASKED], [older, younger], counts="8") == Cancel(name=older.name, leave=False)
+    owned = replace(ASKED, owner="8")
+    assert step([owned], [older, younger]) == Cancel(name=older.name, leave=False)
     ending = replace(older, state="CANCELLING")
-    assert step([ASKED], [ending, replace(younger, state="RUNNING")], counts="8") == Placed(
-        job=replace(younger, state="RUNNING")
-    )
+    assert step([owned], [ending, replace(younger, state="RUNNING")]) == Placed(job=replace(younger, state="RUNNING"))
 
 
 def test_two_jobs_that_wait_too_long_are_both_ended():
@@ -211,79 +205,3 @@ def test_two_jobs_that_wait_too_long_are_both_ended():
 def test_unknown_and_paused_states_are_looked_at():
     for state in ("PAUSED", "DEFROSTING"):
         assert isinstance(step([ASKED], [job(state, created_s=NOW - 9e6)]), Look), state
-
-
-# ---------------------------------------------------------------- at most one trains
-
-
-@pytest.fixture(params=["file", "memory"])
-def uri(request, tmp_path):
-    return f"{tmp_path if request.param == 'file' else f'memory://{uuid.uuid4().hex}'}/{claims.FILE}"
-
-
-FIRST = Claim(nonce="first", region="us-central1", submission=1)
-
-
-def test_of_two_jobs_one_trains_and_a_restarted_job_is_the_same(uri):
-    store = open_store()
-    claims.ask(store, uri, FIRST)
-    assert claims.counting(store, uri, "first") is None
-    assert claims.counts(store, uri, nonce="first", job="7")
-    assert not claims.counts(store, uri, nonce="first", job="8")
-    assert claims.counts(store, uri, nonce="first", job="7"), "another host of it, or the same one after a restart"
-    assert claims.counting(store, uri, "first") == "7"
-    claims.ask(store, uri, FIRST)
-    assert claims.counting(store, uri, "first") == "7", "the same request again takes nothing from its job"
-
-
-def test_a_job_of_an_older_request_wakes_late_and_does_nothing(uri):
-    store = open_store()
-    claims.ask(store, uri, FIRST)
-    claims.ask(store, uri, replace(FIRST, nonce="second", region="us-east4"))
-    assert not claims.counts(store, uri, nonce="first", job="7")
-    assert claims.counts(store, uri, nonce="second", job="9")
-
-
-def test_without_a_request_nothing_counts(uri):
-    assert not claims.counts(open_store(), uri, nonce="first", job="7")
-
-
-def test_many_hosts_of_two_jobs_wake_at_once(uri):
-    claims.ask(open_store(), uri, FIRST)
-    start, said = threading.Barrier(8), []
-
-    def wake(number):
-        start.wait()
-        said.append((number, bool(claims.counts(open_store(), uri, nonce="first", job=number))))
-
-    threads = [threading.Thread(target=wake, args=(str(7 + index % 2),)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winners = {number for number, won in said if won}
-    assert len(said) == 8 and len(winners) == 1
-    assert sum(won for _, won in said) == 4
-
-
-class LosesAnAnswer:
-    """A store whose first conditional write arrives, and whose answer does not: the writer hears a conflict next."""
-
-    def __init__(self, store):
-        self.store, self.lost = store, False
-
-    def __getattr__(self, name):
-        return getattr(self.store, name)
-
-    def put_if(self, uri, data, generation):
-        result = self.store.put_if(uri, data, generation)
-        if not self.lost:
-            self.lost = True
-            raise ConflictError("the repeated write found another generation: its own")
-        return result
-
-
-def test_a_claim_whose_answer_was_lost_is_still_ours(uri):
-    store = LosesAnAnswer(open_store())
-    claims.ask(store, uri, FIRST)
-    assert claims.counts(store, uri, nonce="first", job="7") and store.lost

@@ -415,3 +415,12 @@ def _nearby(path: Path) -> str | None:
     names = [path.name for path in folder.glob("*.y*ml")] if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
     return f"did you mean {folder / near[0]}?" if near else "is the path right?"
+
+
+def first_problem(error: ValueError) -> str:
+    """What is wrong with a file that should hold a spec, in one line."""
+    if not isinstance(error, ValidationError):
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    result = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    key = ".".join(str(part) for part in result["loc"])
+    return f"{key}: {result['msg']}" if key else result["msg"]

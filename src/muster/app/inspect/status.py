@@ -12,6 +12,7 @@ from muster.app.inspect.event_format import total_steps
 from muster.app.inspect.home_view import as_of_now, fetch, home_of, status_in
 from muster.app.inspect.supervisor_client import request
 from muster.backends.protocols import Launcher
+from muster.config.load import first_problem
 from muster.config.spec import RunSpec
 from muster.core import resolved_file
 from muster.core.clock import SystemClock
@@ -232,14 +233,3 @@ def _moment(wall_ns: int | None) -> str | None:
     if wall_ns is None:
         return None
     return datetime.fromtimestamp(wall_ns / 1e9, tz=UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def first_problem(error: ValueError) -> str:
-    """What is wrong with a file that should hold a spec, in one line."""
-    from pydantic import ValidationError
-
-    if not isinstance(error, ValidationError):
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    result = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    key = ".".join(str(part) for part in result["loc"])
-    return f"{key}: {result['msg']}" if key else result["msg"]

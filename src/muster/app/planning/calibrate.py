@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from muster.app.inspect.status import first_problem
 from muster.app.planning.model_shape import shape_of
 from muster.catalog import offers, rows
 from muster.catalog.offers import Option
 from muster.catalog.rows import Accelerator
+from muster.config.load import first_problem
 from muster.config.spec import RunSpec
 from muster.core import event_log, resolved_file
 from muster.core.errors import UsageError

@@ -160,6 +160,7 @@ def test_status_has_the_supervisors_words_and_the_events_of_the_pods(run, monkey
     here, inside = run
     monkeypatch.setattr(pod_side, "request_here", lambda *_, **__: supervisor_words.status("run", step=12))
     log = EventLog(here.run_id, inside.events, "host-0", 1)
+    log.append("attempt.started", detail={"world_size": 1, "layout": {}, "hosts": {"host-0": [0]}})
     for step in (1, 2):
         log.append("step", step=step, detail=STEP)
     log.sync()

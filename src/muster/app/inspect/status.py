@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from muster import backends
 from muster.app.inspect.event_format import total_steps
@@ -23,10 +24,11 @@ from muster.core.typed_json import JsonObject
 from muster.core.types import JobHandle, JobState, JobStatus
 from muster.protocol.client import AskStatus, SupervisorStatus
 from muster.protocol.lease import HomeStatus
-from muster.report import log_folder
-from muster.report.progress import Progress, progress
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
+
+if TYPE_CHECKING:
+    from muster.report.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,10 @@ def status(reference: str) -> RunStatus:
         live = None if result.state.ended else as_of_now(said, now_ns)
     else:
         mirror(launcher, run, damaged.append)
+        # numpy, which verbs that only look a run up do without
+        from muster.report import log_folder
+        from muster.report.progress import progress
+
         folder = log_folder.read(run.events)
         damaged += folder.damaged
         summary = Summary.of_events(progress(folder), run, spec, now_ns)

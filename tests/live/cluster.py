@@ -20,6 +20,7 @@ import psutil
 from watched import Watched
 
 from muster.config.spec import RunSpec
+from muster.storage import job_record
 from muster.storage.memory_dir import MemoryDir, left_over
 
 RUN_ID = "live"
@@ -75,7 +76,8 @@ class LiveRun(Watched):
     def __enter__(self):
         (self.dir / "logs").mkdir(parents=True, exist_ok=True)
         (self.dir / "resolved.json").write_text(self.spec.model_dump_json())
-        (self.dir / "job.json").write_text(json.dumps({"run_id": RUN_ID}))
+        number = job_record.submission(self.dir) + 1  # as `muster recover` does: an end is that of its submission
+        (self.dir / "job.json").write_text(json.dumps({"run_id": RUN_ID, "submission": number}))
         if not (self.dir / "token").exists():
             fd = os.open(self.dir / "token", os.O_CREAT | os.O_WRONLY, 0o600)
             os.write(fd, secrets.token_hex(32).encode())

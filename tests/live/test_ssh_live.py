@@ -1,5 +1,6 @@
 """Runs on machines with a real sshd, each in namespaces of its own, whose .bashrc prints at every command."""
 
+import contextlib
 import json
 import stat
 import sys
@@ -37,8 +38,10 @@ def wait_for_steps(run: Run, more: int) -> None:
 def nothing_secret_is_seen(hosts: SshHosts, token: bytes) -> None:
     for name in hosts.names:
         for pid in hosts.pids(name):
-            argv = Path(f"/proc/{pid}/cmdline").read_bytes()
-            assert token not in argv + Path(f"/proc/{pid}/environ").read_bytes() and SECRET.encode() not in argv
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
+                argv = Path(f"/proc/{pid}/cmdline").read_bytes()
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+                assert token not in argv + environ and SECRET.encode() not in argv
         files = [path for path in (hosts.dir / name / "home").rglob("*") if path.name in SECRETS]
         assert files and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
 

@@ -17,7 +17,7 @@ from muster.config.sections.section import Section
 from muster.config.spec import RunSpec, TrainedTokenizer
 from muster.config.tpu_rules import tpu_rules
 from muster.core.errors import Problem
-from muster.core.flops import TIED_BY_DEFAULT, has_experts
+from muster.core.flops import TIED_BY_DEFAULT, experts_key
 from muster.core.layout import FAMILIES, ranks_of
 from muster.core.redact import secret_word
 from muster.core.typed_json import JsonObject
@@ -134,7 +134,7 @@ def config_problems(spec: RunSpec, config: JsonObject, *, key: str) -> Iterator[
         yield Problem(key, f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         yield Problem(key, f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
-    if has_experts(config):
+    if experts_key(config) is not None:
         yield from combinations(spec, experts=True)
     elif spec.parallelism.pp > 1:
         yield from stage_problems(spec, config)

@@ -13,6 +13,7 @@ MFUs of different conventions do not compare: 8B at 8k reads 12.5 % higher by FU
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -138,7 +139,7 @@ class ModelShape:
         """
         config = child(config, "text_config") or config  # of a multimodal wrapper the language model counts
         family = str(config.get("model_type", "llama"))
-        is_mixture = any(config.get(key) for key in _EXPERTS)
+        is_mixture = experts_key(config) is not None
         if is_mixture and family not in _MIXTURES:
             raise UsageError(
                 f"{family} is a mixture of experts that is not modelled", hint="known: " + ", ".join(sorted(_MIXTURES))
@@ -383,7 +384,7 @@ _MIXTURES = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"), "moe_intermediate_size"),
 }
 #: What configs call the number of experts; transformers writes some under another name than the published one.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = re.compile(r"(n|num)_(routed_|local_)?experts|moe_num_experts")
 _GPT2_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -400,14 +401,15 @@ def _count(config: JsonObject, key: str) -> int | None:
     return value
 
 
-def has_experts(config: JsonObject) -> bool:
-    """Whether a transformers config is of a mixture of experts."""
-    counts = [config.get(name) for name in _EXPERTS]
-    return any(isinstance(count, int) and count > 1 for count in counts)
+def experts_key(config: JsonObject) -> str | None:
+    """What a transformers config, or that of its text model, counts experts by; None: it is of no mixture."""
+    text = config.get("text_config")
+    keys = {**config, **(text if isinstance(text, dict) else {})}
+    return next((key for key, n in keys.items() if _EXPERTS.fullmatch(key) and isinstance(n, int) and n > 1), None)
 
 
 def _experts(config: JsonObject, width_name: str, layers: int) -> Experts:
-    count = _needed(config, next((key for key in _EXPERTS if config.get(key)), _EXPERTS[0]))
+    count = _needed(config, experts_key(config) or "num_experts")
     width = _needed(config, width_name)
     shared = _count(config, "shared_expert_intermediate_size") or 0
     dense = set(range(_whole(config, "first_k_dense_replace")))

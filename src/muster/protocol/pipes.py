@@ -197,11 +197,12 @@ class FarFacts(Record):
     boot: Annotated[str, "the same under each of a machine's names"]
     home: Annotated[str, "the user's home directory"]
     address: Annotated[str, "by which ssh reached it"]
-    gpus: Annotated[tuple[str, ...], "their names"] = ()
+    gpus: Annotated[tuple[str, ...], "their names; of a question about no run"] = ()
     gpu_memory_bytes: Count = 0
     disk_bytes: Count = 0
     held_by: Annotated[str, "the run that it works for"] = ""
-    left: Annotated[tuple[str, ...], "what exists of the run: processes, memory, secrets"] = ()
+    processes: Annotated[Count, "of the run"] = 0
+    left: Annotated[tuple[str, ...], "what exists of the run: processes, memory, secrets, in words"] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

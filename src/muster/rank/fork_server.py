@@ -4,7 +4,8 @@ A separate program (``python -m muster.rank.fork_server``), started by the agent
 no tensor operation, starts no thread and touches no CUDA: a fork of a process that did any of these can
 deadlock or inherit a dead context. Where an imported package did (``fork_check``), each standby and each store is a new
 process instead, this program again, which has everything still to import: seconds, and said in the run's log.
-A standby waits until the agent assigns it a rank. Another child serves the rendezvous store, a new one each attempt.
+A standby waits until the agent assigns it a rank. Another child serves the rendezvous store; the agent orders a new one
+once its own may have been given to an attempt.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class ForkServer:
     def _new_store(self) -> tuple[str, int]:
         """A store without keys of an earlier attempt: users' scripts do not put the attempt in them (pytorch#135712).
 
-        The previous store serves the running attempt and stays; older ones end.
+        The previous store may serve the running attempt, and stays; older ones end.
         """
         listener = listen_on(self.bind)
         address = listener.getsockname()[:2]

@@ -1,4 +1,4 @@
-"""Reports of runs."""
+"""What ``muster report`` knows of a run: its ledger and the figures made from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a run's event files for the ledger: the one module of this package that does."""
+"""Reads a run's event files for the ledger: the one module that does. (``audit`` reads for itself, on purpose.)"""
 
 from __future__ import annotations
 

@@ -123,9 +123,8 @@ def on_missed_start(ctx: HostContext) -> None:
 
 
 def _renew_store(ctx: HostContext) -> None:
-    """Withdraw the store and order another one: only the supervisor's loss report keeps it from the next attempt.
-
-    Always before this host's ``RanksEnded``, so that no attempt can start between.
+    """Withdraw the store and order another one. The supervisor gives a store to the next attempt until it hears that
+    it is lost: this is called before ``RanksEnded`` is reported, so that no attempt starts in between.
     """
     server = ctx.state.fork_server
     assert server.peer is not None

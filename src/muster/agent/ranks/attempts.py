@@ -41,9 +41,8 @@ def begin(ctx: HostContext, order: StartAttempt) -> None:
     _kill(ctx, order.attempt - 1, spared=retained)
     ranks.attempt, ranks.ending = order.attempt, None
     ranks.exits.clear()
-    ctx.do(
-        do.PrepareState(order, ctx.state.spec)
-    )  # its ranks are given to processes in answer to that, before the store
+    # Ranks are given to processes in answer to this, before a store is ordered: actions are done depth first.
+    ctx.do(do.PrepareState(order, ctx.state.spec))
     fork_server.on_stores_given(ctx, {(context.master_addr, context.master_port) for context in order.contexts})
 
 

@@ -53,7 +53,7 @@ class Lock:
 
 
 class RankProcesses:
-    """Those that are watched: ranks, and children of the fork server that have not registered."""
+    """Those that are watched until they end: ranks and other children of the fork server."""
 
     def __init__(self, pool: ConnectionPool, memory: MemoryDir) -> None:
         self._pool, self._memory = pool, memory

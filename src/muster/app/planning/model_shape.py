@@ -22,7 +22,7 @@ def unfit(spec: RunSpec) -> list[Problem]:
     """Why ``spec`` is neither planned nor submitted: TPUs where none are made, a model of a type that is not trained,
     or one that cannot be split as asked."""
     unable = not_submitted(spec) or _type_problem(spec)
-    return [unable] if unable is not None else tensor_problems(spec)
+    return [unable] if unable is not None else layout_problems(spec)
 
 
 def _type_problem(spec: RunSpec) -> Problem | None:
@@ -50,16 +50,15 @@ def _config_here(model: Model) -> JsonObject | None:
         return None
 
 
-def tensor_problems(spec: RunSpec) -> list[Problem]:
-    """Why ``parallelism.tp`` cannot be: heads that it does not divide, of a model whose shape is known here."""
-    if spec.parallelism.tp == 1:
-        return []
+def layout_problems(spec: RunSpec) -> list[Problem]:
+    """Why the layout cannot be, with a model whose shape is known here: heads that tp does not divide, experts."""
     try:
         shape = shape_of(spec)
     except UsageError:  # unknown here; its hosts will see
         return []
     mixed = combinations(spec, experts=True) if shape.experts is not None else ()
-    return [*heads_problems(spec.parallelism.tp, shape.heads, shape.kv_heads), *mixed]
+    tp = spec.parallelism.tp
+    return [*(heads_problems(tp, shape.heads, shape.kv_heads) if tp > 1 else ()), *mixed]
 
 
 def shape_of(spec: RunSpec) -> ModelShape:

@@ -13,7 +13,7 @@ from muster.config.validation import is_remote
 from muster.core.clock import SystemShell
 from muster.core.errors import MusterError, Problem
 from muster.core.protocols import Shell
-from muster.core.typed_json import parse_object
+from muster.core.typed_json import parse_object, text
 
 TIMEOUT_S = 300.0
 INDEX = "model.safetensors.index.json"
@@ -40,7 +40,9 @@ def weights_problems(spec: RunSpec, *, shell: Shell | None = None) -> list[Probl
     answer = parse_object(done.stdout.encode()) if done.returncode == 0 else {}
     if "problem" not in answer:
         return []
-    return [Problem("model.source", str(answer["problem"]).replace(folder, model.source), hint=str(answer["hint"]))]
+    return [
+        Problem("model.source", str(answer["problem"]).replace(folder, model.source), hint=text(answer, "hint") or None)
+    ]
 
 
 def _published(model: Model) -> tuple[str, list[str] | None]:

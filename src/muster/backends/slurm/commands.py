@@ -180,14 +180,18 @@ class Slurm:
         return self._ask("scontrol", "show", "hostnames", nodes).stdout.split()
 
     def kill_wait_s(self) -> int:
-        """From SIGTERM to SIGKILL when a job is ended: ``30 sec``."""
-        return int(self.configuration().get("KillWait", "30 sec").split()[0])
+        """From SIGTERM to SIGKILL when a job is ended: ``30 sec``, Slurm's own default too."""
+        try:
+            return int(self.configuration()["KillWait"].split()[0])
+        except (BackendError, KeyError, ValueError, IndexError):
+            return 30
 
     def controllers(self) -> list[tuple[str, int]]:
         """Where the controllers listen: for programs without Slurm commands (in a container)."""
         config = self.configuration()
         hosts = [value for key, value in config.items() if key.startswith("SlurmctldHost[")]  # head(10.0.0.5)
-        return [(host.rstrip(")").split("(")[-1], int(config["SlurmctldPort"].split("-")[0])) for host in hosts]
+        port = config.get("SlurmctldPort", "").split("-")[0]
+        return [(host.rstrip(")").split("(")[-1], int(port)) for host in hosts] if port.isdecimal() else []
 
     def _ask(self, *argv: str) -> Completed:
         done = self._run(*argv)

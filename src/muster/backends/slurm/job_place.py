@@ -42,31 +42,31 @@ class JobPlace(Place):
         """The run's result, if it has ended in this job."""
         return run_output.verdict(self.run_dir, since_wall_ns=self.began_wall_ns)
 
-    def resubmit(self) -> bool:
+    def resubmit(self) -> str | None:
         """Submit the next job of a run that saved because of its time limit, or requeue this one, as the run file says;
-        False where neither was done.
+        the job that goes on, None where there is none.
 
         A waiting job of the run counts as the next one: nothing is submitted twice.
         """
         slurm, part = self.spec.slurm, int(self.environ.get(PART, "1"))
         if slurm.resubmit == "no" or part >= slurm.max_jobs:
             log(f"saved; slurm.resubmit is {slurm.resubmit}, this was job {part} of {slurm.max_jobs}")
-            return False
+            return None
         if slurm.time_limit is None and self.spec.limits.max_hours is not None:
             log(f"saved; limits.max_hours ({self.spec.limits.max_hours:g}) is used up")
-            return False
+            return None
         if slurm.resubmit == "new_job":
             try:
-                log(f"continues in job {self._next_job(part + 1)}")
-                return True
+                log(f"continues in job {(job := self._next_job(part + 1))}")
+                return job
             except MusterError as error:
                 log(f"cannot submit a further job from here ({error}); requeueing this one")
         try:
             self.slurm.requeue(self.job_id)
-            return True
+            return self.job_id
         except MusterError as error:
             log(f"cannot requeue either: {error}; `muster recover {self.run_id}` continues the run")
-            return False
+            return None
 
     def _next_job(self, part: int) -> str:
         waiting = [job.id for job in self.slurm.jobs(self.run_id) if not job.ended and job.id != self.job_id]

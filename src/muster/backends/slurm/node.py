@@ -89,8 +89,8 @@ class NodePlace(JobPlace):
         if not state.child(SUPERVISOR).starts:
             return 0
         if self.rank:
-            if state.time_was_asked and ended.code == RESUME:
-                self.resubmit()
+            if state.time_was_asked and ended.code == RESUME and self.resubmit() == self.job_id:
+                return ended.code  # requeued: what ends it now would end its next start
             time.sleep(BATCH_LEAVES_S)  # where it lives after all, it ends the job and with it this step
             log("the job has not been ended: ending it to release its nodes")
             with contextlib.suppress(MusterError):

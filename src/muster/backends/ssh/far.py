@@ -1,7 +1,7 @@
 """The one program that a terminal starts on a host (``storage.store.ssh.FAR``), an order on its standard input.
 
 The answer begins after the line ``MARK``, since a login shell may have printed something before. Nothing from an order
-becomes part of a command line. With the argument ``store`` it speaks the frames of ``ssh://`` instead.
+becomes part of a shell's command line. With the argument ``store`` it speaks the frames of ``ssh://`` instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ from muster.core import environment, processes, typed_json
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
 from muster.core.typed_json import Unreadable
 from muster.protocol.codec import encode, reader_of
-from muster.protocol.pipes import TO_FAR, TO_STORE, FarEnd, FarFacts, FarLook, FarRefused, FarStart, FromFar, ToFar
+from muster.protocol.pipes import (
+    FROM_STORE,
+    TO_FAR,
+    TO_STORE,
+    FarEnd,
+    FarFacts,
+    FarLook,
+    FarRefused,
+    FarStart,
+    FromFar,
+    ToFar,
+)
 from muster.storage import memory_dir
 from muster.storage.store.ssh import MARK, OVER_SSH
 from muster.transport.stream import Stream
@@ -52,29 +63,37 @@ def folder_of(run_id: str) -> Path:
 
 def secrets_of(folder: Path) -> Iterator[Path]:
     """The files of a run that hold a secret."""
-    for name in ("token", "secrets.json", "start.json"):
-        yield from folder.rglob(name)
+    kept = [folder / "start.json", *(part / "token" for part in (folder, folder / "host", folder / "supervisor"))]
+    yield from (path for path in (*kept, folder / "host" / "secrets.json") if path.exists())
 
 
 def look(order: FarLook) -> FarFacts:
     """Looks, changes nothing."""
-    argv = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    gpus: list[tuple[str, str, str]] = []
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=True)
-        gpus = [line.rpartition(",") for line in done.stdout.splitlines()]
+    gpus = [] if order.run_id else _gpus()
     reached = (environment.inherited().get("SSH_CONNECTION", "").split() + [""] * 3)[2]
     return FarFacts(
         hostname=socket.gethostname(),
         boot=processes.boot_id(),
         home=str(Path.home()),
         address=reached,
-        gpus=tuple(name for name, _, _ in gpus),
-        gpu_memory_bytes=min((int(megabytes) << 20 for _, _, megabytes in gpus), default=0),
+        gpus=tuple(name for name, _ in gpus),
+        gpu_memory_bytes=min((size for _, size in gpus), default=0),
         disk_bytes=shutil.disk_usage(Path.home()).free,
         held_by=_holder()[0],
+        processes=len(_living(order.run_id)) if order.run_id else 0,
         left=tuple(_left(order.run_id)) if order.run_id else (),
     )
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """(name, bytes of memory) of each; 0 where the driver does not say how much (memory that CPU and GPU share)."""
+    argv = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.rpartition(",") for line in done.stdout.splitlines()]
+    return [(name, int(size) << 20 if size.strip().isdecimal() else 0) for name, _, size in rows]
 
 
 def _left(run_id: str) -> Iterator[str]:
@@ -103,7 +122,7 @@ def start(order: FarStart) -> None:
             return
         end(FarEnd(run_id=order.run_id, grace_s=0.0))  # a host program that was killed leaves an agent behind
         if order.index and on_first_host:
-            _reach(order.addresses[0], order.port)
+            _reach(order)
         processes.replace_text(folder / "start.json", typed_json.encode(order).decode())
         processes.replace_text(folder / "token", order.token)
         lease.truncate(0)
@@ -118,7 +137,7 @@ def start(order: FarStart) -> None:
         if on_first_host and not order.index:
             server = [*python, STORE, str(root() / "homes"), order.run_id, order.addresses[0], str(order.port)]
             processes.start(server, env=env, log=folder / "store.log", cwd=folder)
-            _reach(order.addresses[0], order.port)
+            _reach(order)
         with processes.open_log(folder / "host.log") as log:
             subprocess.Popen(
                 [*python, HOST, str(folder)], env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -157,23 +176,25 @@ def _holder() -> tuple[str, str]:
     """(run, submission) that this host works for; empty where nothing of it runs."""
     with contextlib.suppress(OSError):
         run_id, _, submission = (root() / "lease").read_text().partition(" ")
-        if run_id and _living(run_id):
+        if run_id and any(STORE not in one.argv for one in _living(run_id)):  # a home outlives its run by seconds
             return run_id, submission
     return "", ""
 
 
-def _reach(address: str, port: int) -> None:
-    until, last = time.monotonic() + CONNECT_S, ""
+def _reach(order: FarStart) -> None:
+    """Wait for the server of the run's home, which proves that it is this run's: another program may have the port."""
+    address, until, last = order.addresses[0], time.monotonic() + CONNECT_S, ""
     while time.monotonic() < until:
         try:
-            socket.create_connection((address, port), timeout=2.0).close()
-            return
-        except OSError as error:
-            last = error.strerror or str(error)
+            with socket.create_connection((address, order.port), timeout=2.0) as sock:
+                Stream(sock, order.token.encode(), server=False, decode=reader_of(FROM_STORE), handshake_s=5.0)
+                return
+        except (OSError, MusterError, Unreadable) as error:
+            last = getattr(error, "strerror", None) or str(error)
         time.sleep(0.1)
     raise BackendError(
-        f"{socket.gethostname()} does not reach the first host at {address} port {port}: {last}",
-        hint="hosts need every TCP port of each other, at the addresses by which ssh reaches them",
+        f"{socket.gethostname()} does not reach the first host at {address} port {order.port}: {last}",
+        hint="hosts need every TCP port of each other, at the addresses by which ssh reaches them; ssh.port is free?",
     )
 
 
@@ -238,7 +259,7 @@ def answer(order: ToFar) -> FromFar:
             case FarLook():
                 return look(order)
         return look(FarLook(run_id=order.run_id))
-    except (MusterError, OSError) as error:
+    except (MusterError, OSError, ValueError) as error:
         return refusal(error)
 
 

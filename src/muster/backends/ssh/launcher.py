@@ -187,7 +187,11 @@ class SshLauncher(BucketLauncher[Placement]):
             return JobStatus(state=JobState.RUNNING, reason=reason, tasks=tasks)
         if (known[0] / DOWN).exists():
             return JobStatus(state=JobState.STOPPED, reason="muster down ended it", tasks=tasks)
-        return JobStatus(state=JobState.FAILED, reason="no host works for it; see the logs", tasks=tasks)
+        return JobStatus(
+            state=JobState.FAILED,
+            reason=f"no host works for it; a host's own words: ~/.muster/ssh/runs/{handle.run_id}/host.log",
+            tasks=tasks,
+        )
 
     def logs(self, handle: JobHandle, *, after: Mapping[str, int] | None = None) -> Iterator[LogChunk]:
         """What the run's programs wrote, from its home."""
@@ -226,7 +230,7 @@ class SshLauncher(BucketLauncher[Placement]):
 
 def _task(one: FarFacts) -> str:
     """How a host stands to the run that was asked for."""
-    return "running" if any(what.startswith("process") for what in one.left) else "idle"
+    return "running" if one.processes else "idle"
 
 
 def _code_dir(home: str, run_id: str) -> str:

@@ -97,14 +97,17 @@ class SshCluster:
         python = f"{self.spec.ssh.venv}/bin/python" if self.spec.ssh.venv else "python3"
         found = re.findall(r"^Python (\d+)\.(\d+)", self.ssh.run(host, [python, "--version"]), re.MULTILINE)
         if not found or tuple(map(int, found[-1])) < (3, 11):
-            raise BackendError(f"{host}: {python} is {found[-1:]}, and 3.11 is needed", hint="ssh.venv names another")
+            version = ".".join(found[-1]) if found else "not Python"
+            raise BackendError(f"{host}: {python} is {version}, and 3.11 is needed", hint="ssh.venv names another")
         return "Python " + ".".join(found[-1])
 
     def _install(self, host: str, wheels: Path | None) -> None:
         self.ssh.run(host, ["mkdir", "-p", "-m", "700", ".muster/ssh"])
         if self.spec.ssh.venv is not None:
-            self.ssh.run(host, ["ln", "-sfn", self.spec.ssh.venv, ENV])
+            self.ssh.run(host, ["rm", "-rf", ENV])  # a link into a folder of that name would be made within it
+            self.ssh.run(host, ["ln", "-s", self.spec.ssh.venv, ENV])
             return
+        self.ssh.run(host, ["find", ".muster/ssh", "-maxdepth", "1", "-type", "l", "-delete"])  # to a venv not ours
         self.ssh.run(host, ["python3", "-m", "venv", ENV])
         pip = [f"{ENV}/bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", "/dev/stdin"]
         wanted = f"{DISTRIBUTION}[data,train]=={muster.__version__}\n"

@@ -120,7 +120,7 @@ def main() -> None:
     raise_soft_limit()
     folder, run_id, address, port = sys.argv[1:]
     token = run_token("")  # its file goes with the host program
-    while (child := os.fork()) and os.waitpid(child, 0)[1]:  # it was killed: another one takes its place
+    while (child := os.fork()) and os.WIFSIGNALED(os.waitpid(child, 0)[1]):  # another one takes its place
         time.sleep(RESTART_S)
     if not child:
         serve(Homes(Path(folder), run_id), token, address, int(port))

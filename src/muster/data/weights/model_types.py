@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
+from muster.core.flops import experts_key
 from muster.core.typed_json import JsonObject, at
 
 #: What ``muster.train.model.conversion`` undoes while weights are read.
@@ -17,18 +16,12 @@ _NOT_TRAINED = {
 }
 
 
-#: Keys of configs that count experts.
-_EXPERTS = re.compile(r"(n|num)_(routed_|local_)?experts|moe_num_experts")
-
-
 def not_for_dora(config: JsonObject) -> str | None:
     """Why ``model.lora.dora`` is not possible with this ``config.json``; None: nothing is against it."""
     if (method := at(config, "quantization_config", "quant_method")) is not None:
         return f"is not computed for weights quantised by {method}"
-    text = config.get("text_config")
-    keys = {**config, **(text if isinstance(text, dict) else {})}
-    experts = next((name for name, value in keys.items() if value and _EXPERTS.fullmatch(name)), None)
-    return experts and f"is for dense linear layers, and the model has {experts} = {keys[experts]}"
+    experts = experts_key(config)
+    return experts and f"is for dense linear layers, and the model has experts ({experts})"
 
 
 def untrained(config: JsonObject) -> tuple[str, str] | None:

@@ -115,7 +115,7 @@ class FileLog:
     """What one file holds."""
 
     events: list[Event] = field(default_factory=list)
-    """All that are no steps, and the first step of each rank in each attempt."""
+    """All but the steps of rank 0, of which it has the first of each attempt."""
     steps: StepColumns = field(default_factory=StepColumns)
     """Rank 0's."""
 

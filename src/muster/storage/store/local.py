@@ -205,6 +205,7 @@ def check_conditional_writes(folder: Path) -> None:
         AccessError, BackendError: as the store.
     """
     store = LocalStore()
+    _with_conditions(str(folder))
     with translated(str(folder)), tempfile.TemporaryDirectory(prefix=_HIDDEN, dir=folder) as scratch:
         uri = f"{scratch}/object"
         store.put_if(uri, b"2", store.put_if_absent(uri, b"1"))

@@ -24,7 +24,7 @@ from muster.supervise.recovery.state import Attempt, Host
 
 #: A GPU's reset takes some seconds; NVIDIA states no limit.
 RESET_TIMEOUT_S = 60.0
-#: A host that could not start tries again (``agent.fork_server_process``); an attempt that needs it waits this long.
+#: A host that could not start tries again (``agent.programs.fork_server``); an attempt that needs it waits this long.
 AFTER_FAILURE_S = 60.0
 UNWATCHED = (
     "start-up hangs are not detected until the script first calls muster.run; start_timeout_s applies from then on"

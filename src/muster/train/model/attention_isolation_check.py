@@ -155,13 +155,16 @@ def prove_isolation(
             module.attention = replace(module.attention, way=way)
             try:
                 measured = _measured(module, device, (BEFORE, middle, BEHIND), gradients)
+            except (torch.OutOfMemoryError, dist.DistError):
+                raise
             except Exception:
                 if way == "positions":
                     raise
                 continue  # packages are missing, or the model takes no such arguments
-            if not measured.control > 0 or measured.wrong(module, device) is None:
+            wrong = measured.wrong(module, device)
+            if not measured.control > 0 or wrong is None:
                 return _proof(module, measured, None)
-            reasons.append(str(measured.wrong(module, device)))
+            reasons.append(wrong)
         module.attention = replace(module.attention, way="positions")
     measured = _measured(module, device, (0, middle, BEFORE), gradients)
     if not measured.leak <= LEAK_SHARE * measured.control:
@@ -263,18 +266,19 @@ def _trained(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Logits of these spans of ``batches``, and this rank's part of the gradients of their squares."""
     parts: list[Tensor] = []
-    for batch, inside in zip(batches, spans, strict=True):
-        logits = forward_pass(module, batch, want="logits")
-        if logits is None:
-            continue
-        chosen = [logits[0, a:b] for a, b in inside]
-        if torch.is_grad_enabled():
-            torch.autograd.backward([part.square().sum() for part in chosen])
-        parts += [part.detach() for part in chosen]
-    named = {name: local(p.grad).detach() for name, p in module.named_parameters() if p.grad is not None}
-    forget_gradients(module)
-    reshard(module)  # a stage has had no backward pass, which would have done it
-    return parts, named
+    try:
+        for batch, inside in zip(batches, spans, strict=True):
+            logits = forward_pass(module, batch, want="logits")
+            if logits is None:
+                continue
+            chosen = [logits[0, a:b] for a, b in inside]
+            if torch.is_grad_enabled():
+                torch.autograd.backward([part.square().sum() for part in chosen])
+            parts += [part.detach() for part in chosen]
+        return parts, {name: local(p.grad).detach() for name, p in module.named_parameters() if p.grad is not None}
+    finally:
+        forget_gradients(module)
+        reshard(module)  # a stage has had no backward pass, which would have done it
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def build_model(
 
     Raises:
         UsageError: the model does not fit the tokenizer, the layout or the requested attention.
-        RunFailed: packed documents attend to each other with the chosen kernel.
+        RunFailed: the chosen kernel computes something else than the model's own attention.
         CheckpointError: its files are missing, corrupt or of another architecture.
         BackendError: the hub cannot be reached.
     """
@@ -123,8 +123,9 @@ def build_model(
     isolation = isolation or prove(module, device, spec, proof)
     if mesh.context is not None:
         share_sequences(module, mesh.context, spec.training.sequence_length)
-        if isolation.unpacked != module.unpacked:
-            raise UsageError(f"parallelism.cp is not possible: {isolation.unpacked}", hint="parallelism.cp: 1")
+        if isolation.unpacked != module.unpacked or isolation.way != "positions":
+            why = isolation.unpacked or f"documents are kept apart by {isolation.way}, not by attention alone"
+            raise UsageError(f"parallelism.cp is not possible: {why}", hint="parallelism.cp: 1")
     module.train()
     return BuiltModel(
         module=module,

@@ -166,6 +166,16 @@ def test_whoever_stands_in_for_the_batch_node_ends_the_job(run_dir, monkeypatch,
     assert {name: job.state for name, job in shell.jobs.items()} == jobs
 
 
+def test_a_job_that_was_requeued_instead_is_not_ended(run_dir, monkeypatch):
+    shell = ended_job(run_dir)
+    shell.trouble["sbatch"] = (False, "sbatch: error: Batch job submission failed: Access/permission denied")
+    monkeypatch.setattr(node_module, "BATCH_LEAVES_S", 0.0)
+    state = State(programs={SUPERVISOR: Child(starts=1)}, time_was_asked=True)
+    assert place(run_dir, shell).leave(Exit(Outcome.RUN_ENDED, RESUME), state) == RESUME
+    assert ("scontrol", "requeue", "1") in shell.asked
+    assert not [words for words in shell.asked if words[0] == "scancel"]
+
+
 def test_a_runs_result_stands_whoever_holds_the_lease(run_dir):
     """The supervisor's node may be lost just after it."""
     one = place(run_dir, FakeSlurm(), holder=node(1, STALE).home)
@@ -312,10 +322,10 @@ def test_where_none_can_be_handed_in_this_one_is_requeued(further):
 
 
 def test_no_further_job_where_none_is_wanted(further):
-    assert further(FakeSlurm(), slurm={"resubmit": "no"})[0] is False
-    assert further(FakeSlurm(), slurm={"max_jobs": 3}, environ={PART: "3"})[0] is False
+    assert further(FakeSlurm(), slurm={"resubmit": "no"})[0] is None
+    assert further(FakeSlurm(), slurm={"max_jobs": 3}, environ={PART: "3"})[0] is None
     went, said = further(FakeSlurm(), limits={"max_hours": 2})
-    assert went is False and "max_hours (2) is used up" in said
+    assert went is None and "max_hours (2) is used up" in said
 
 
 def begin(run_dir, run_id, **keys):

@@ -16,7 +16,7 @@ from muster.app.run.train import Ended
 from muster.backends import code_bundle
 from muster.config import load
 from muster.core import event_log, resolved_file
-from muster.core.errors import BackendError, ConflictError, UsageError
+from muster.core.errors import ConflictError, UsageError
 from muster.core.event_log import Damage
 from muster.core.processes import read_plain
 from muster.core.typed_json import Unreadable
@@ -41,12 +41,7 @@ def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str
     damaged: list[Damage] = []
     for _ in event_log.read(intent.run.events, on_damage=damaged.append):  # its supervisor goes on without it
         pass
-    try:
-        handle = submit.start(intent, intent.request)
-    except BackendError:
-        if not intent.running and (started := intent.launcher.find(intent.run.run_id)) is not None:
-            intent.launcher.cancel(started)
-        raise
+    handle = submit.start(intent, intent.request)
     handle = dataclasses.replace(handle, warnings=(*handle.warnings, *event_log.in_words(damaged)))
     return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle)
 

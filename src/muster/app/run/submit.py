@@ -353,6 +353,8 @@ def _start_supervised(intent: Intent, request: JobRequest) -> JobHandle:
         if task is None or newest_term(store, lease) > term:
             return handle
         if not task.startswith("running"):
+            if not intent.running:
+                intent.launcher.cancel(handle)  # what was started with it; nobody else submits meanwhile
             raise _last_words(log, log_bytes)
         time.sleep(0.05)
     late = f"its supervisor has not begun in {FIRST_WORD_S:g} s; muster logs {intent.run.run_id} shows why"

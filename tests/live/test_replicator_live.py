@@ -209,7 +209,10 @@ class Host:
         self.memory, self.state, self.sent, self.notes = found.folder, self.agent.state, [], []
         self.state.link.peer = -1
         self.state.link.lease_check_s = self.state.memory.next_s = math.inf
-        self.agent.edge._report = self.sent.append
+        edge, supervisor = self.agent.edge, SimpleNamespace(number=-1, identity=0)
+        edge._peers[-1] = edge._supervisor = supervisor
+        send = edge.pool.send
+        edge.pool.send = lambda to, message: self.sent.append(message) if to is supervisor else send(to, message)
         self.agent.edge.log.write = lambda kind, detail, **more: self.notes.append(detail.get("text", kind))
 
     def do(self, decision, *given):

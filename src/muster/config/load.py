@@ -19,7 +19,7 @@ from muster.config.unused_settings import no_effect
 from muster.config.yaml import KeyPath, dotted, key_path, parse, scalar
 from muster.core import resolved_file
 from muster.core.errors import Problem, RunFileError, UsageError
-from muster.core.typed_json import Json
+from muster.core.typed_json import Json, reason
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 4 * 1024 * 1024
@@ -421,6 +421,4 @@ def first_problem(error: ValueError) -> str:
     """What is wrong with a file that should hold a spec, in one line."""
     if not isinstance(error, ValidationError):
         return (str(error).splitlines() or [type(error).__name__])[0]
-    result = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    key = ".".join(str(part) for part in result["loc"])
-    return f"{key}: {result['msg']}" if key else result["msg"]
+    return reason(error)

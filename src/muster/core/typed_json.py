@@ -66,7 +66,7 @@ def decode(cls: type[_Record], data: bytes | str) -> _Record:
     try:
         return cast(_Record, _adapter(cls).validate_json(data))
     except ValidationError as error:
-        raise Unreadable(_reason(error)) from None
+        raise Unreadable(reason(error)) from None
 
 
 def prepare(*classes: type) -> None:
@@ -155,7 +155,8 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
     return found
 
 
-def _reason(error: Any) -> str:
+def reason(error: Any) -> str:
+    """The first thing that is wrong, of pydantic's ValidationError, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     path = ".".join(str(part) for part in first["loc"])
     text = f"{path}: {first['msg']}" if path else str(first["msg"])

@@ -82,6 +82,10 @@ class RunState:
         record = self.lease()
         return record.pid if record is not None and record.machine == socket.gethostname() else None
 
+    def is_held_by(self, pid: int | None) -> bool:
+        """Whether that process of this pod, if there is one, holds the run."""
+        return pid is not None and self.held_by() == pid
+
     def current_lease(self) -> LeaseRecord | None:
         """As it stands, in force or not; None: there is none that anybody could use. Raises as the store."""
         found = self._stored_lease()

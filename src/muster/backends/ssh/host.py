@@ -15,7 +15,7 @@ from pathlib import Path
 from muster.backends import code_bundle, run_folder
 from muster.backends.host.children import RealChildren
 from muster.backends.host.loop import HostProgram
-from muster.backends.host.place import Place, Program, say
+from muster.backends.host.place import Place, Program, program_argv, say
 from muster.backends.host.run_state import RunState
 from muster.backends.host.state import AGENT, SUPERVISOR, Exit, Outcome, Rules, State
 from muster.backends.letters import Letters
@@ -61,13 +61,18 @@ class SshPlace(Place):
         env = {**environment.inherited(), "MUSTER_POD": self.name, "MUSTER_JOBSET": self.home.job}
         return {
             AGENT: Program(
-                argv=[*_program("agent.watchdog", agent, run_id), "--host", self.name, "--no-metadata-server"],
+                argv=[
+                    *program_argv("muster.agent.watchdog", agent, run_id),
+                    "--host",
+                    self.name,
+                    "--no-metadata-server",
+                ],
                 env={**env, "MUSTER_RUN_DIR": str(agent)},
                 home=RunState(run_dir=agent),
                 writer=self.name,
             ),
             SUPERVISOR: Program(
-                argv=_program("app.supervisor", supervisor, run_id),
+                argv=program_argv("muster.app.supervisor", supervisor, run_id),
                 env={**env, "MUSTER_RUN_DIR": str(supervisor)},
                 log=supervisor / "logs" / f"supervisor-{self.name}.log",
                 home=self.home,
@@ -98,8 +103,7 @@ def serve(base: Path) -> int:
     children, programs = RealChildren(), place.programs()
 
     def holds() -> bool:
-        pid = children.pid(SUPERVISOR)
-        return pid is not None and state.held_by() == pid
+        return state.is_held_by(children.pid(SUPERVISOR))
 
     letters = Letters(
         store=open_store(), home=order.home, run_id=order.run_id, token=token, index=order.index, children=children,
@@ -108,10 +112,6 @@ def serve(base: Path) -> int:
     return HostProgram(
         place=place, rules=rules(order), programs=programs, services=[letters], children=children
     ).run()  # fmt: skip
-
-
-def _program(module: str, run_dir: Path, run_id: str) -> list[str]:
-    return [sys.executable, "-P", "-m", f"muster.{module}", "--run-dir", str(run_dir), "--run-id", run_id]
 
 
 def main() -> int:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import random
 import shutil
 import string
@@ -241,7 +240,7 @@ class VertexPlace(Place):
             children=host.children,
             env=programs[SUPERVISOR].env,
             run_dir=self.folder / "supervisor",
-            holds=functools.partial(_holds, host.children, self.home),
+            holds=self._holds,
         )
         name = self.name
         forwarders = [
@@ -301,6 +300,10 @@ class VertexPlace(Place):
             ),
         }
 
+    def _holds(self) -> bool:
+        """Whether the supervisor of this host holds the run."""
+        return self.home.is_held_by(self.host.children.pid(SUPERVISOR))
+
     def _meet(self) -> None:
         """See that the hosts reach each other, and say so; agents and supervisor find each other by the lease."""
         chief, boot = self.seat.peers[0], f"{processes.boot_id()}-{self.host.mark}"
@@ -321,12 +324,6 @@ class VertexPlace(Place):
             say("the first host reaches this one" if met.reached else f"warning: not reached: {met.reason}")
         except (MusterError, OSError) as error:
             say(f"warning: the hosts have not met: {error}")
-
-
-def _holds(children: Children, state: RunState) -> bool:
-    """Whether the supervisor of this host holds the run."""
-    pid = children.pid(SUPERVISOR)
-    return pid is not None and state.held_by() == pid
 
 
 def _shared_memory() -> str:

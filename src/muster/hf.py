@@ -4,7 +4,7 @@ For scripts that the run file's ``command:`` starts. After each step the callbac
 schedule in memory and reports the step; after a failure it restores them and goes on with the rows that come next, in
 the order that the Trainer draws from ``args.seed``. Under plain torchrun it does nothing.
 
-What is exact: weights, optimizer, schedule, rows, and random numbers of the model (dropout), which are drawn anew from
+What is exact: weights, optimizer, schedule, rows, and random numbers of the model (dropout), which are drawn again from
 (seed, step, rank) at each step. What is not: collators that draw random numbers, ``IterableDataset.set_epoch``, and the
 last update of an epoch whose batches ``gradient_accumulation_steps`` does not divide, if a failure comes in that epoch.
 An iterable data set is read again from its start, and has to last for the whole run. The Trainer's own first mean loss

@@ -385,6 +385,6 @@ def _read_consensus(rank: _Rank) -> None:
 
 
 def _beat(rank: _Rank, step: int) -> None:
-    """``step`` is in progress. Never decreases, in whatever order ``save`` and ``heartbeat`` are called."""
+    """``step`` is in progress. Never decreases, in any order of calls of ``save`` and ``heartbeat``."""
     rank.last_beat = max(rank.last_beat, step)
     rank.agent.beat(rank.last_beat)

@@ -1,7 +1,7 @@
 """Whether this machine deletes a user's files in /dev/shm at logout, and with them the snapshots of a run.
 
-systemd's login manager does, for all but system users, when the last session of a user ends, unless it is told not to
-(``RemoveIPC`` in logind.conf(5)) or the user lingers (loginctl(1)).
+systemd's login manager does, for all but system users, when the last session of a user ends, unless it is configured
+not to (``RemoveIPC`` in logind.conf(5)) or the user lingers (loginctl(1)).
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ class Check(Section):
     """Before the first step of its first attempt the ranks of all hosts measure their network with each other, by
     NCCL (gloo without GPUs), within a minute or so: the event ``network.measured``. Not with `command`, nor on TPUs."""
     xid_ignore: list[Positive] = Field(default_factory=list)
-    """Xid numbers of the GPU driver that are noted and never cost a host, whatever the table says."""
+    """Xid numbers of the GPU driver that are noted and never cost a host; they override the table."""
     xid_fatal: list[Positive] = Field(default_factory=list)
     """Xid numbers after which a host is replaced at once; they win over ``xid_ignore``."""
     take_out: bool = True
@@ -341,7 +341,7 @@ class Metrics(Section):
 
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Of a page for Prometheus. 0: any free one (``muster metrics RUN`` finds it). Default: no page. On GKE the
-    cluster's collector is told to read it (``PodMonitoring``), and 0 is 9464."""
+    cluster's collector is configured to read it (``PodMonitoring``), and 0 is 9464."""
     bind: str = "127.0.0.1"
     """Address on which it is served; on GKE always the pod's."""
     otlp: str | None = None
@@ -403,7 +403,7 @@ class RunSpec(Section):
 
     @property
     def unmeasured_network(self) -> str:
-        """Why the ranks of such a run measure no network, whatever ``check.network`` says; empty: they do."""
+        """Why the ranks of such a run measure no network even with ``check.network``; empty: they do."""
         if self.command is not None:
             return "ranks of a script of one's own measure no network"
         if self.resources.device == "tpu":

@@ -48,7 +48,7 @@ class Default:
 
 
 def stand_in(raw: dict[str, Json]) -> list[Default]:
-    """Fill in the keys of a run file that nobody gave; those that were. Raises as ``read``."""
+    """Fill in missing keys of a run file from the user's defaults; return those filled in. Raises as ``read``."""
     backend = raw.get("backend")
     if backend not in BACKENDS.names() or not BACKENDS.get(str(backend)).capabilities.in_google_cloud:
         return []

@@ -246,7 +246,7 @@ def used_features(spec: RunSpec) -> dict[str, str]:
 
 
 def combinations(spec: RunSpec, *, experts: bool = False) -> Iterator[Problem]:
-    """What cannot be combined, whatever the model; ``experts``: with those of a mixture. Of a trainer on TPUs
+    """What cannot be combined with any model; ``experts``: with those of a mixture. Of a trainer on TPUs
     ``tpu_rules`` says it."""
     if spec.resources.device == "tpu" or spec.command is not None:
         return
@@ -276,7 +276,7 @@ def _parallelism(spec: RunSpec) -> Iterator[Problem]:
     lora = spec.model.lora if spec.model is not None and spec.resources.device != "tpu" else None
     shards = max(1, ranks // ranks_of({**spec.rank_axes, "dp_shard": 1, "cp": 1}))
     if lora is not None and not splits_adapters(lora.rank, tp=shape.tp, shards=shards):
-        text = f"{lora.rank} does not divide among the {shards} ranks that cut an adapter beside tp = {shape.tp}"
+        text = f"{lora.rank} does not divide among the {shards} ranks that cut an adapter with tp = {shape.tp}"
         yield Problem("model.lora.rank", text, hint=f"a multiple of {shards}, or tp: 1")
     fixed = ranks_of({axis: size for axis, size in spec.rank_axes.items() if size > 0})
     given = {axis: size for axis, size in spec.rank_axes.items() if size > 1 or (axis, size) == ("dp_shard", 1)}
@@ -439,7 +439,7 @@ def float8_rules(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _stages(spec: RunSpec) -> Iterator[Problem]:
-    """What else does not go with stages, whatever the model."""
+    """What else does not go with stages, for any model."""
     axes, model = spec.parallelism, spec.model
     if axes.pp > 1 and spec.command is not None:
         yield Problem("parallelism.pp", "cannot be combined with `command`: it cuts no script", hint="pp: 1")

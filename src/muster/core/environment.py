@@ -135,5 +135,5 @@ def read(environ: Mapping[str, str]) -> Environment:
 
 
 def allocator_is_set() -> bool:
-    """Whether somebody has set glibc's own variables for its heap (``MALLOC_MMAP_THRESHOLD_`` and the like)."""
+    """Whether the environment sets glibc's own variables for its heap (``MALLOC_MMAP_THRESHOLD_`` and the like)."""
     return any(name.startswith("MALLOC_") for name in os.environ)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 #: Heartbeats sent within a timeout, and those that must be missing before a host counts as silent, so that one late
 #: heartbeat never loses a host. Each wakes the watchdog, which costs a tenth of a millisecond on busy cores.
 SENT, MISSING = 4, 3
-#: The longest time between two heartbeats, whatever the timeout.
+#: The longest time between two heartbeats, for any timeout.
 MAX_INTERVAL_S = 3600.0
 #: Hosts copy the lease from a bucket every 3 s (``LEASE_COPY_S``), and a request that is refused is made again.
 ADOPTION_S, BUCKET_ADOPTION_S = 5.0, 15.0

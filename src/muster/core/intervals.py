@@ -62,7 +62,7 @@ def snapshot_steps(
     failures are so frequent that the steps redone after them would cost more than the stalls (``asynchronous``); but
     never so few that one begins before the one before counts, for which it would wait.
 
-    ``bytes_``: of a rank's snapshot. ``takes_s``: until it counts, copy and checksum, most of it beside the next steps.
+    ``bytes_``: of a rank's snapshot. ``takes_s``: until it counts, copy and checksum, most of it during the next steps.
     ``mtbf_s``: between failures. Where failures are rare that optimum would be longer than one per cent asks for: a
     snapshot that costs so little is taken as often as that allows, because what it saves is also the work of people who
     wait.

@@ -28,7 +28,7 @@ from muster.core.errors import BackendError
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-#: The label: in the environment of every process of a run, whatever its parent and session.
+#: The label: in the environment of every process of a run, independent of its parent and session.
 RUN_ID = "MUSTER_RUN_ID"
 RUN_DIR = "MUSTER_RUN_DIR"
 HOST = "MUSTER_HOST"
@@ -202,7 +202,7 @@ def forgiving(fd: int, *, line_buffering: bool = True, write_through: bool = Fal
 def forgive_outputs(*names: str) -> None:
     """Make ``sys.stdout`` and ``sys.stderr`` (or those named) ``forgiving``. First in a program's ``main``.
 
-    An interpreter that cannot flush them at its end exits with code 120, whatever the program's own.
+    An interpreter that cannot flush them at its end exits with code 120 instead of the program's own.
     """
     for name in names or ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -286,7 +286,7 @@ def limits() -> dict[int, tuple[int, int]]:
 
 
 def restore_limits(before: Mapping[int, tuple[int, int]]) -> str:
-    """Raise to what they were those limits of this process that somebody has lowered since (prlimit(2)).
+    """Restore those limits of this process that were lowered since (prlimit(2)).
 
     Returns which of them stay low, in words; empty: none. A hard limit may be raised with CAP_SYS_RESOURCE alone, which
     root has outside containers.
@@ -377,8 +377,8 @@ def boot_id() -> str:
 def tell(
     argv: Sequence[str], given: bytes, *, env: Mapping[str, str], cwd: Path, limit_s: float
 ) -> tuple[int | None, bytes]:
-    """Run a program with ``given`` as its input; (its exit code, what it wrote). The code is None where it did not end
-    in time. It and whatever it started are ended then, and whatever it left behind in any case.
+    """Run a program with ``given`` as its input; (its exit code, what it wrote). The code is None if it did not end
+    in time: it is killed with all processes that it started. Processes that it left behind are always killed.
 
     Raises:
         OSError, ValueError: it cannot be started.
@@ -421,9 +421,9 @@ def run_visibly(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def program(name: str) -> str | None:
-    """A tool that is installed beside this Python, else on the path; None: nowhere."""
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else shutil.which(name)
+    """Path of a tool in the folder of this Python, else on the path; None: not installed."""
+    sibling = Path(sys.executable).with_name(name)
+    return str(sibling) if sibling.exists() else shutil.which(name)
 
 
 def processor_ticks(proc: Path = Path("/proc")) -> tuple[int | None, int | None]:

@@ -76,7 +76,7 @@ class Store(Protocol):
         ...
 
     def put(self, uri: str, data: bytes) -> str:
-        """Write whatever was there before; return the new generation."""
+        """Write, replacing an existing object; return the new generation."""
         ...
 
     def put_if_absent(self, uri: str, data: bytes) -> str:

@@ -31,14 +31,14 @@ _VALUE = re.compile(
     r"|eyJ[\w\-]{10,}\.eyJ[\w\-]{10,}\S*)|-----BEGIN [A-Z ]*PRIVATE KEY-----.*",
     re.DOTALL,
 )
-#: A number, a flag or a special token of text is no secret, whatever its key.
+#: A number, a flag or a special token of text is no secret under any key.
 _HARMLESS = re.compile(r"[-+]?\d[\d_]*(?:\.\d*)?(?:e[-+]?\d+)?|true|false|yes|no|on|off|none|null|<.*>", re.IGNORECASE)
 #: What holds a secret and is none: ``--token-file``, ``--credentials-path``, ``--api-key-env``.
 _HOLDER = re.compile(r"[._\-](?:file|path|dir|env|name|id|uri)$", re.IGNORECASE)
 _USERINFO = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]*(?=@)")
 
 
-#: Secrets that this process was given, whatever they look like.
+#: Secrets that this process was given; hidden in any form.
 _GIVEN: set[str] = set()
 #: A shorter one would hide ordinary words.
 _LEAST = 6
@@ -55,7 +55,7 @@ def is_secret(key: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """``text`` with whatever looks like a secret, or was given as one, hidden."""
+    """``text`` with everything hidden that looks like a secret or was registered as one."""
     for value in _GIVEN:
         text = text.replace(value, HIDDEN)
     return _USERINFO.sub(HIDDEN, _VALUE.sub(HIDDEN, text))

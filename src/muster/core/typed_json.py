@@ -2,7 +2,7 @@
 
 A class that derives from ``Record`` is decoded strictly: a missing, unknown or mistyped field, text for a number, a
 fraction for an integer, NaN and infinity are errors. pydantic is loaded by the first use, not by an import of this
-module; nobody else needs to know that it does the work.
+module; callers do not depend on it.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class LogChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Checksum(Record):
-    """The checksum of some bytes (``checkpoint_format.checksum`` computes it), its algorithm beside the value."""
+    """The checksum of some bytes (``checkpoint_format.checksum`` computes it), with its algorithm."""
 
     algorithm: Annotated[Literal["xxh3-64"], "how it was computed"] = "xxh3-64"
     value: Annotated[str, "16 hexadecimal digits"]

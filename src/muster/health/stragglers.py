@@ -1,10 +1,10 @@
 """Which rank makes the others wait, step after step, and why; from each rank's own figures. Pure.
 
 The ranks have found by then that one of them comes last too often for chance (``train.distributed.last_arrivals``:
-less than one false alarm in 10,000 steps, whatever the noise). It is named if it came last in more than half of at
+less than one false alarm in 10,000 steps at any noise). It is named if it came last in more than half of at
 least 20 steps, and if its lag matters: the median of how much earlier the others came must exceed 3 % of the step by
 three of its standard errors (1.2533 s / sqrt(n) for a median of normal noise), and three robust standard deviations of
-the others' own medians: who is one of many that differ is no straggler. Its own clock must show half of that lag at
+the others' own medians: if many ranks differ, none is a straggler. Its own clock must show half of that lag at
 least: until then too few of the steps are slow ones to say why.
 
 The cause is where its time to the sums exceeds the others' most. Work that is uneven (more tokens than the others, step
@@ -103,8 +103,8 @@ def find_straggler(paces: Sequence[RankPace]) -> Straggler | NotAssessed | None:
     if cause is not Cause.TOKENS and shared > _SHARED * step and lag < _BEYOND_SHARED * shared:
         waits = f"the other ranks' threads wait {shared / 1000:,.1f} ms of a step of {step / 1000:,.1f} ms for one"
         return NotAssessed(reason=f"stragglers {NOT_ASSESSED}: processors shared ({waits})")
-    beside = f"{slow.tokens:,} tokens a step, the others {median(one.tokens for one in others):,.0f}"
-    why = beside if cause is Cause.TOKENS else f"{_WORDS[cause]} ({excess / 1000:,.1f} ms more than theirs)"
+    compared = f"{slow.tokens:,} tokens a step, the others {median(one.tokens for one in others):,.0f}"
+    why = compared if cause is Cause.TOKENS else f"{_WORDS[cause]} ({excess / 1000:,.1f} ms more than theirs)"
     late = f"rank {slow.rank} came last in {slow.last} of {slow.steps} steps, {lag / 1000:,.1f} ms after the others"
     return Straggler(
         rank=slow.rank,

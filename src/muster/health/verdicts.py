@@ -1,6 +1,6 @@
 """What a look at hardware concludes: one finding per fact, in classes that say what is to be done.
 
-A finding that needs no action is worth keeping (a figure beside the one that was expected); one whose tool could not
+A finding that needs no action is worth keeping (a figure with the one that was expected); one whose tool could not
 run, or whose report was cut, is *incomplete* and is never taken for healthy.
 """
 
@@ -17,7 +17,7 @@ class Verdict(StrEnum):
     HEALTHY = "healthy"
     APP = "app"  # the user's program or a library: never held against a host
     NOTE = "note"  # shown, nothing follows
-    INCOMPLETE = "incomplete"  # nobody could look, or a report was cut
+    INCOMPLETE = "incomplete"  # a tool could not run, or a report was cut
     RESET = "reset"  # end the ranks, reset the GPU, look again
     DRAIN = "drain"  # the host leaves at the next good moment
     REPLACE = "replace"  # the host leaves now
@@ -53,7 +53,7 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """The gravest verdict; a host nobody could look at is ``INCOMPLETE``, unless something faulty was found besides.
+    """The gravest verdict; a host that could not be read whole is ``INCOMPLETE``, unless something faulty was found.
 
     No findings at all are ``INCOMPLETE``: nothing was looked at.
     """

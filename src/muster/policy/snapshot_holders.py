@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from muster.core.types import Topology
 
-#: What a pair costs, so that any pair that leaves the rack is better than one that does not, whatever a swap does to
-#: the other pair; a host is never its own.
+#: What a pair costs, so that any pair that leaves the rack is better than one that does not, even if a swap makes
+#: the other pair worse; a host is never its own.
 _SAME_BLOCK, _OTHER_BLOCK, _NOT_OUTSIDE, _ITSELF = 0, 1, 3, 7
 
 
@@ -73,7 +73,7 @@ def _half_way_round(places: Sequence[Topology]) -> list[int]:
 
 
 def _least_costs(places: Sequence[Topology]) -> list[int]:
-    """For each host what a pair costs at the least: whoever has such a holder looks for no better one."""
+    """For each host the least cost of a pair: a host with such a holder needs no better one."""
     racks = {(place.block, place.rack) for place in places if place.rack}
     blocks = {place.block for place in places if place.block}
     racks_in = Counter(block for block, _ in racks)

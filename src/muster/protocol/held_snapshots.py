@@ -46,7 +46,7 @@ def newest_complete(snapshots: Sequence[SnapshotCopy], *, local_steps: int = 0) 
     Shards of one version are of one layout, one step and one attempt: versions never mix. A replica's
     shard replaces that of its peer in another replica (``dp_replicate`` > 1: the same state).
 
-    With ``local_steps`` it is another state, from which a replica could only begin anew: an older version that has
+    With ``local_steps`` it is another state, with which a replica would have to restart: an older version that has
     every replica's own is taken before that, unless it is from before the replicas met last.
     """
     found = _newest(snapshots, twins=True)

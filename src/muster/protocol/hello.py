@@ -85,8 +85,8 @@ class Refused(Record):
 
 
 def greeting_reader(channel: Channel[Message], *, me: str) -> Callable[[bytes], Message | Refused]:
-    """Reads the first frame of a connection. For a hello of another version it gives the answer that is due, whatever
-    else that hello holds. ``me``: who answers. Raises Unreadable where it is no hello at all."""
+    """Reads the first frame of a connection. A hello of another version gets a refusal; its other fields are not read.
+    ``me``: who answers. Raises Unreadable where it is no hello at all."""
     read = reader_of(channel)
 
     def greet(frame: bytes) -> Message | Refused:

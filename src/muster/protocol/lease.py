@@ -63,7 +63,7 @@ def write_lease(record: LeaseRecord) -> bytes:
 
 def read_lease(data: bytes, *, me: str, any_version: bool = False) -> LeaseRecord:
     """The record in ``data``. ``me``: who reads it. ``any_version``: also one that another protocol's supervisor wrote,
-    whose fields are the same: it shows who holds the run, and that nobody does.
+    whose fields are the same: it shows the run's lease holder, or that there is none.
 
     Raises:
         OtherVersion: a supervisor of another protocol wrote it; both are named.

@@ -140,7 +140,7 @@ class TraceRanks(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LookAtHost(Record):
-    """Look at the host's hardware now, beside what runs there, then answer with ``HostLooked``."""
+    """Inspect the host's hardware now, while the ranks run, then answer with ``HostLooked``."""
 
     number: Annotated[Count, "whose answer it is"]
 

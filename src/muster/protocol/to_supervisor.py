@@ -75,7 +75,7 @@ class RankHang(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceReady(Record):
-    """The answer to ``GatherEvidence``; or, beside a rank's exit, what was seen of it and of the others here."""
+    """The answer to ``GatherEvidence``; or, after a rank's exit, what was captured of it and of the others here."""
 
     attempt: Count
     ranks: Annotated[tuple[str, ...], "of each rank: health.hang.evidence.RankEvidence as JSON"] = ()

@@ -67,7 +67,7 @@ class HostLook(Record):
 
     part: Literal["passive", "full"]
     output: Annotated[str, "the probe's, as it wrote it; cut where it is"]
-    node: Annotated[str, "the machine's name, for whoever takes it out"] = ""
+    node: Annotated[str, "the machine's name, for the command that takes it out of service"] = ""
     own: Annotated[tuple[str, ...] | None, "PCI addresses of the GPUs that the run may use; None: all"] = None
     seconds: Seconds = 0.0
 

@@ -46,7 +46,7 @@ def incompatible(mine: Version, theirs: Version | None, *, me: str, them: str) -
 
 
 def stated(fields: Json) -> Version | None:
-    """The version in the fields of a hello or a lease, whatever else they hold: this much never changes."""
+    """The version in the fields of a hello or a lease of any version: this field never changes."""
     version = fields.get("version") if isinstance(fields, Mapping) else None
     if not isinstance(version, Mapping):
         return None

@@ -187,11 +187,11 @@ class SocketAgentClient:
         self._step = -1
         self._micro = 0
         self._beat_s = 0.0
-        """When the agent was last told the step and micro-batch."""
+        """When the step and micro-batch were last reported to the agent."""
         self._beat_now = False
         self._progress_throttle = ProgressThrottle()
         # Nothing is ever read from it, since only its edges count. Each system call of the connection's thread gives
-        # the interpreter's lock away, and then waits for it beside a training loop that holds it.
+        # the interpreter's lock away, and then competes for it with the training loop.
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._events = select.epoll()
         self._events.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)

@@ -1,4 +1,4 @@
-"""What this process does, told by a thread of its own while the main thread stands still."""
+"""What this process does, reported by a separate thread while the main thread stands still."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 from muster.protocol.rank_agent import RankCaptured
 
-#: Frames of a thread that are told, the innermost first.
+#: Most frames reported for a thread, the innermost first.
 MOST_FRAMES = 40
 
 

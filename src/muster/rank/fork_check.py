@@ -1,6 +1,6 @@
 """Whether ranks can be forked from this process.
 
-A fork has the calling thread alone: a lock that another thread held stays locked for ever. And CUDA works in a forked
+A fork has the calling thread alone: a lock that another thread held stays locked forever. And CUDA works in a forked
 process only if its parent never opened it. Any package may do either while it is imported: pandas starts threads
 (pyarrow's allocator; transformers imports it where scikit-learn is installed), flash-attn opens CUDA.
 """

@@ -144,7 +144,7 @@ class ForkServer:
     store: tuple[str, int] = ("", 0)
     """Address of the newest one."""
     _woken: socket.socket = field(init=False)
-    """Readable once the kernel has told of a child (SIGCHLD), which it does of each exit and stop."""
+    """Readable once the kernel has signalled a child's exit or stop (SIGCHLD)."""
     unforkable: str = ""
     """Why children are new processes; empty: they are forks."""
 
@@ -200,8 +200,8 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def _report_stopped(self) -> None:
-        """Tell the agent of the children that were stopped since the last call, each stop once; what cannot be sent is
-        told to its successor. Exits are left to ``_reap``."""
+        """Report to the agent the children that were stopped since the last call, each stop once; what cannot be sent
+        is reported to its successor. Exits are left to ``_reap``."""
         for pid in self.children.values():
             with contextlib.suppress(ChildProcessError):  # it has exited
                 if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is None:

@@ -1,6 +1,6 @@
 """The heap of a rank that computes on the CPU: memory that it frees stays in the process, ready for the next step.
 
-glibc gives large blocks back to the kernel when they are freed, and takes them anew a moment later: each step then
+glibc returns large blocks to the kernel when they are freed, and allocates them again a moment later: each step then
 touches thousands of new pages, which the kernel clears one by one. A process's first step pays that for all its
 memory, and so does the first one after a failure; a standby pays for a part of it while it waits.
 """
@@ -32,7 +32,7 @@ _BLOCK_BYTES = 4 << 20
 def keep_freed() -> bool:
     """What this process frees from now on stays with it; whether that could be set. Never raises.
 
-    Not where somebody has set the heap by glibc's own variables. The price: a resident set above what the tensors need
+    Not if the environment sets glibc's own variables. The price: a resident set above what the tensors need
     (docs/plan.md has a figure). Threads that are started later take from the same heap: gloo gathers parameters in
     threads of its own.
     """

@@ -1,4 +1,4 @@
-"""The interface that gloo is told to use: the one of this host's own address, and of no other.
+"""The interface that gloo is configured to use: the one of this host's own address, and of no other.
 
 gloo takes the name of an interface (``GLOO_SOCKET_IFNAME``) and listens on that interface's first address; without a
 name it listens wherever the host's name leads (``lookupAddrForIface`` and ``lookupAddrForHostname`` in its
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from muster.core.errors import UsageError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-#: One of these: somebody has told NCCL which network to use.
+#: If one of these is set, the user has chosen NCCL's network.
 NCCL_NETWORK = {"NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_CONF_FILE"}
 
 
@@ -25,7 +25,7 @@ def variables(address: str, *, named: Collection[str]) -> dict[str, str]:
 
     NCCL meets its peers there too ("=": this very name), since the other hosts reach this one by that address; left
     to itself it takes the first interface that is up, of a container bridge for example. Its bulk data goes through
-    InfiniBand, RoCE or a plugin where there is one, whatever this says; plain sockets use this interface alone.
+    InfiniBand, RoCE or a plugin where there is one, independent of this; plain sockets use this interface alone.
     Raises UsageError: gloo would take another address.
     """
     if VARIABLE in named:

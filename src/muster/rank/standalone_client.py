@@ -45,7 +45,7 @@ class StandaloneClient:
         return command
 
     def next_trace(self) -> None:
-        """Nobody can ask for one."""
+        """None: without an agent there are no requests for a trace."""
 
     def pause_requested(self) -> bool:
         return False

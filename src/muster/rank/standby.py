@@ -23,7 +23,7 @@ from muster.transport import robust_lock
 
 #: A standby without a rank after this time warms up; earlier it would delay the ranks of the first attempt.
 WARM_AFTER_S = 0.5
-#: How often a standby looks whether its CUDA context still works: a GPU's error may end it while nobody uses it.
+#: How often a standby checks that its CUDA context still works: a GPU's error may end an unused context.
 CONTEXT_LOOK_S = 30.0
 
 
@@ -105,10 +105,10 @@ def _run(context: RankContext, agent: SocketAgentClient, *, inject_faults: bool)
 
 
 def last_words(error: BaseException) -> LastWords:
-    """What the agent and the supervisor are told about the exception that ends a rank."""
+    """What is reported to the agent and the supervisor about the exception that ends a rank."""
     from muster.rank.user_script import traceback_of
 
-    # Whoever raised one has imported it. An import takes memory, which may be what there is none of.
+    # Its raiser has imported the module. An import here takes memory, which may be exhausted.
     nonfinite = sys.modules.get("muster.train.optim.nonfinite")
     name, message = type(error).__name__, _sendable(str(error))
     if isinstance(error, SystemExit) and isinstance(error.code, int):

@@ -32,7 +32,7 @@ def run_command(command: list[str], context: RankContext, agent: AgentClient, *,
     if workdir is not None:
         os.chdir(workdir)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # somebody looks on, as on a terminal
+        sys.stdout.reconfigure(line_buffering=True)  # lines appear at once, as on a terminal
     try:
         if script == "-m":
             sys.argv = command[1:]
@@ -67,7 +67,7 @@ def traceback_of(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and _calls_scripts(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    if trace is not None or isinstance(error, SyntaxError):  # else it is our own, and its place is to be told
+    if trace is not None or isinstance(error, SyntaxError):  # else it is our own error: keep its traceback
         error = error.with_traceback(trace)
     return "".join(traceback.format_exception(error))
 

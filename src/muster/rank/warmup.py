@@ -156,8 +156,8 @@ def small_spec(spec: RunSpec) -> RunSpec | None:
 
 @contextlib.contextmanager
 def _alone(size: int = 1) -> Iterator[None]:
-    """Rank 0 of a world without sockets (gloo's device would keep listening after its group is destroyed), of which no
-    other rank is there: whatever it sums it has the sum of.
+    """Rank 0 of a world without sockets (gloo's device would keep listening after its group is destroyed) and without
+    other ranks: a collective returns this rank's own value.
 
     DTensor forgets what it has found out there. It remembers a result with its mesh, which equals that of a real world
     and is another one: in another place of it, with other groups. A rank would save its shard as rank 0's.

@@ -142,7 +142,7 @@ class Cluster(SteppingHosts):
             host.step = max(host.step, self._written_step)
 
     def report_newest_step(self) -> None:
-        """Hosts log and report every step; here, the newest one before somebody reads their logs or asks for it."""
+        """Report the newest step. Hosts report every step; here it is enough before their logs are read."""
         self.settle_steps()
         if self._step > self._written_step:
             self._report_step(self.machine.state.attempt)

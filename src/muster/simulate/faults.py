@@ -34,8 +34,8 @@ def notice(cluster: Cluster, name: str, *, grace_s: float, kind: str = "maintena
 
 
 def rot_snapshot(cluster: Cluster, rank: int, tier: Tier, *, versions: int = 1) -> list[SnapshotCopy]:
-    """Bytes change in the newest ``versions`` of a rank's state in one tier; return those copies. Whoever starts from
-    one or writes it to the disk notices."""
+    """Bytes change in the newest ``versions`` of a rank's state in one tier; return those copies. The damage is
+    detected when a rank starts from one or writes it to the disk."""
     cluster.settle_steps()
     held = [(copy, host) for host in cluster.hosts.values() for copy in host.list_snapshots()
             if (copy.rank, copy.tier) == (rank, tier)]  # fmt: skip

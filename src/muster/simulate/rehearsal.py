@@ -189,7 +189,7 @@ class Simulation:
             self.began.append(cluster.now_s)
 
     def neighbours(self, name: str, among: Sequence[str]) -> list[str]:
-        """``name``, then the others in its rack, then those in the racks beside it."""
+        """``name``, then the others in its rack, then those in the racks next to it."""
         racks = max(self.racks.values()) + 1
         away = {other: (self.rack_of(other) - self.rack_of(name)) % racks for other in among}
         return sorted(among, key=lambda other: (other != name, away[other]))

@@ -17,7 +17,7 @@ HOUR_S = 3600.0
 #: Longest automatic interval: a run that ends by its own decision loses its memory tiers.
 LONGEST_S = HOUR_S
 #: Machines of eight GPUs in a rack, and racks' machines in a block: NVIDIA's DGX SuperPOD reference architecture (H100,
-#: RA-11333: scalable units of 32 machines; 127 machines in 32 racks beside six of switches and storage).
+#: RA-11333: scalable units of 32 machines; 127 machines in 32 racks, plus six racks of switches and storage).
 RACK_HOSTS, BLOCK_HOSTS = 4, 32
 
 
@@ -88,12 +88,12 @@ class Scenario:
     """Mean."""
     repair_cv: float = 0.5
     correlated_per_day: float = 0.0
-    """Additional rack or switch failures, each of ``correlated_hosts`` hosts in one rack and those beside it."""
+    """Additional rack or switch failures, each of ``correlated_hosts`` hosts in one rack and its neighbours."""
     correlated_hosts: int = 8
     rack_hosts: int = RACK_HOSTS
     block_hosts: int = BLOCK_HOSTS
     rack_labels: bool = True
-    """The supervisor is told of racks and blocks; else a host's copies are anywhere, perhaps in its rack."""
+    """The supervisor knows racks and blocks; else a host's copies are anywhere, perhaps in its rack."""
     maintenance_per_day: float = 0.0
     """Hosts taken away for ``maintenance_h``, with ``maintenance_notice_s`` of notice."""
     maintenance_notice_s: float = 60.0

@@ -130,7 +130,7 @@ class ConnectionPool:
     """All sockets of a process.
 
     ``greeting`` reads the first message of an accepted connection, and ``channels`` has what reads the frames behind
-    it, by the greeting's class: they may have come in the same read. Whoever connects says what is expected
+    it, by the greeting's class: they may have come in the same read. The connecting side declares what is expected
     (``Connection.expect``). A frame that cannot be read ends its connection, with the reason. Within ``hello_s`` an
     accepted connection proves that it knows the token, and within as long again it says its first message; a server
     that we connect to proves it within ``hello_s``.
@@ -232,7 +232,7 @@ class ConnectionPool:
             peer.sock.shutdown(socket.SHUT_WR)
 
     def leave(self, peer: Connection) -> None:
-        """What ``peer`` sends from now on wakes nobody, and is read by ``collect``; its end still does."""
+        """Stop waking the loop for ``peer``'s data: ``collect`` reads it. A disconnect still wakes the loop."""
         if peer.closed:
             return
         if self._ends is None:
@@ -383,8 +383,8 @@ class ConnectionPool:
             self._gone(oldest, "made way for a newer connection before it proved that it knows the run's token")
 
     def _expire(self) -> None:
-        """Give up those that are silent for too long. What has come from them was read just before: a process that was
-        stopped blames nobody for its own pause."""
+        """Give up those that are silent for too long. What has come from them was read just before, so that a process
+        that was stopped does not blame its peers for its own pause."""
         now = time.monotonic()
         for waiting in (self._strangers, self._silent):
             for peer in [peer for peer, until in waiting.items() if until <= now]:

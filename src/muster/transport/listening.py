@@ -15,7 +15,7 @@ import struct
 
 #: The time in which an end proves that it knows the run's token, and then again the time for its first message.
 HELLO_S = 5.0
-#: Descriptors that no accepted connection may take: the lease, event log and run file are opened anew for each access.
+#: Descriptors that no accepted connection may take: the lease, event log and run file are reopened for each access.
 RESERVE = 32
 #: Soft limit on descriptors, where the hard one allows it: 8,192 hosts have two connections each to the supervisor.
 #: Not the hard limit itself, which may be 2^30: some programs close every number below their limit.
@@ -28,7 +28,7 @@ _LAST_DATA_RECV = struct.Struct("52xI")
 
 
 def bind_path(path: str) -> socket.socket:
-    """A Unix socket bound to ``path``, which its owner alone may connect to whatever the umask. Not listening yet."""
+    """A Unix socket bound to ``path``, which its owner alone may connect to under any umask. Not listening yet."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     os.fchmod(sock.fileno(), 0o600)  # before the path is there: Linux takes the path's mode from the socket's
     sock.bind(path)

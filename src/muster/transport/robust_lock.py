@@ -3,7 +3,7 @@
 A pidfd becomes readable at the end of an exit, and what takes long in it is that memory is freed (500 MB: 20 to 50 ms).
 Before that ``do_exit`` gives up the thread's robust mutexes and wakes who waits (``exit_mm``, ``futex_exit_release`` in
 kernel/exit.c and kernel/futex/core.c; nothing that an epoll could watch changes as early). Where there are no robust
-mutexes nobody is woken early.
+mutexes no waiter is woken early.
 
 What it does not say, so that who is woken has to look (``rank_process.fatal_signal``) and may fence nothing by it:
 
@@ -60,8 +60,8 @@ class Lock:
     """One that another process holds, or held."""
 
     def __init__(self, fd: int) -> None:
-        """In a file that is open for reading and writing: this user's, or whoever may write it has this process in
-        their hands. ``fd`` is closed. Raises OSError: the file has no lock."""
+        """In a file that is open for reading and writing. It must be this user's: any user who may write it controls
+        this process. ``fd`` is closed. Raises OSError: the file has no lock."""
         try:
             self._mutex = _mutex(fd)
         finally:

@@ -2,7 +2,7 @@
 
 Both ends know the run's token. Each proves it without sending it (HMAC over both ends' nonces), and every
 frame afterwards carries a MAC over its number, so that nothing can be forged, replayed or reordered by
-somebody on the network. Contents are readable on the wire: no secret travels in a message.
+an attacker on the network. Contents are readable on the wire: no secret travels in a message.
 
 Handshake::
 
@@ -152,7 +152,7 @@ class Session:
 
 
 def token_for_pages(token: bytes) -> str:
-    """What whoever reads a run's metrics page shows: follows from the run's token, which cannot be told from it."""
+    """The token for reading a run's metrics page: derived from the run's token, which cannot be derived from it."""
     return _hmac(token, b"metrics page").hex()
 
 

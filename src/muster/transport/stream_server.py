@@ -1,4 +1,4 @@
-"""Accepts connections for blocking ``Stream``s, each in a thread of its own, whoever else connects."""
+"""Accepts connections for blocking ``Stream``s, each in a thread of its own, so that strangers delay no peer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = TypeVar("Message")
 #: Connections, and threads, whose other end has not proved that it knows the token, at most: the oldest goes for a new
 #: one.
 STRANGERS = 64
-#: After an accept that failed the next one waits: no descriptor, thread or memory is there for whoever connects.
+#: Pause after an accept that failed: no descriptor, thread or memory is free for a new connection.
 PAUSE_S = 0.05
 #: How often strangers are logged.
 LOG_EVERY_S = 60.0
@@ -81,7 +81,7 @@ def stop_serving(listener: socket.socket) -> None:
     """Close ``listener`` and let ``serve_streams`` return.
 
     Closing alone does neither on Linux: a thread that waits in accept keeps the socket, and with it the port, until
-    somebody connects, who is then answered.
+    a peer connects, which is then answered.
     """
     with contextlib.suppress(OSError):  # closed, or no listener any more
         listener.shutdown(socket.SHUT_RDWR)

@@ -69,7 +69,7 @@ def test_what_is_cut_or_unknown_is_named_and_never_guessed(captures: Path) -> No
     assert analysis is not None and [one.rank for one in analysis.culprits] == [7]
     told = "\n".join(analysis.missing)
     assert "_dump_3: flight recorder: not JSON" in told
-    assert "dump.json: which rank it is of cannot be told" in told
+    assert "dump.json: its rank is not known" in told
     assert "of no known form: notes.md" in told
     assert "no flight recorder of rank 3" in told
 

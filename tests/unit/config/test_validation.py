@@ -355,5 +355,5 @@ def test_adapters_beside_tp_divide_among_the_ranks_that_cut_them() -> None:
         found = problems("resources.ranks_per_host=6", "parallelism.tp=2", *given)
         return [each.message for each in found if each.key == "model.lora.rank"]
 
-    assert of("model.lora={rank: 16}") == ["16 does not divide among the 3 ranks that cut an adapter beside tp = 2"]
+    assert of("model.lora={rank: 16}") == ["16 does not divide among the 3 ranks that cut an adapter with tp = 2"]
     assert of("model.lora={rank: 12}") == of("model.lora={rank: 16}", "parallelism.dp_replicate=3") == []

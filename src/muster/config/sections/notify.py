@@ -1,4 +1,4 @@
-"""``notify`` of the run file: who is told what, and what may not stand there in clear."""
+"""``notify`` of the run file: where news of the run is sent, and which secrets may not be written there in clear."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYS_TO_POST = ("hooks.slack.com", "discord.com", "discordapp.com", "chat.googl
 
 
 class Notify(Section):
-    """Who is told of what happens with the run: by its supervisor, beside its work. What fails there is logged."""
+    """Where the supervisor sends news of the run, in a thread of its own. What fails there is logged."""
 
     command: list[str] | None = None
     """A program and its arguments, started where the supervisor runs; the news is its standard input, as JSON. It has
@@ -28,7 +28,7 @@ class Notify(Section):
     """To which ``{"text": ...}`` is posted (Slack, Mattermost, Google Chat): a URL, or the name of one of ``secrets``
     that holds it."""
     on: list[NewsKind] = Field(default_factory=lambda: list(NEWS))
-    """What is told: hosts came; the run waits for some, longer than ``waiting_s``; nine tenths of a limit are used; the
+    """What is sent: hosts came; the run waits for some, longer than ``waiting_s``; nine tenths of a limit are used; the
     run ended."""
     waiting_s: Annotated[float, Field(gt=0)] = 600.0
 
@@ -44,7 +44,7 @@ def problems(notify: Notify, secrets: Mapping[str, str]) -> Iterator[Problem]:
             message = "looks like a secret, and would stand in clear in run.yaml, resolved.json and every `ps`"
             yield Problem("notify.command", message, hint="secrets: {NAME: env}: the program has the variable NAME")
     if not notify.on and (notify.command or notify.webhook):
-        yield Problem("notify.on", "is empty: nobody would be told anything", hint=f"some of {', '.join(NEWS)}")
+        yield Problem("notify.on", "is empty: no news would be sent", hint=f"some of {', '.join(NEWS)}")
     if notify.webhook is not None and notify.webhook not in secrets:
         yield from _address_problems(notify.webhook)
 
@@ -64,5 +64,5 @@ def _address_problems(webhook: str) -> Iterator[Problem]:
         or redact(webhook) != webhook
         or any(host == known or (known.startswith(".") and host.endswith(known)) for known in _KEYS_TO_POST)
     ):
-        message = f"whoever has this address at {host} can post there, and it would stand in clear in run.yaml"
+        message = f"anyone with this address at {host} can post there, and run.yaml would hold it in clear"
         yield Problem("notify.webhook", message, hint=hint)

@@ -60,7 +60,7 @@ class AttemptResizing(Detail):
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded(Detail):
     kind: ClassVar = "attempt.ended"
-    doc: ClassVar = "Its ranks are gone, or are told to end."
+    doc: ClassVar = "Its ranks have exited, or were ordered to stop."
     reason: Annotated[str, "why"]
     next_hosts: Annotated[tuple[str, ...] | None, "chosen for the next attempt"] = None
     needed_hosts: Annotated[int | None, "with so many hosts the next attempt starts"] = None

@@ -39,12 +39,12 @@ class EvidenceGathered(Detail):
     kind: ClassVar = "evidence.gathered"
     doc: ClassVar = (
         "What the ranks did when the run stood still, captured before they were ended; or, after its incident, what "
-        "was seen beside a rank's exit."
+        "was captured at a rank's exit."
     )
     incident_id: Annotated[str, "which incident follows from it"]
-    summary: Annotated[str, "who holds the others up and why, or why nobody can be named"]
+    summary: Annotated[str, "which rank holds the others up and why, or why none can be named"]
     culprit: Annotated[
-        str | None, "stopped, dead, gil, code, mismatch, loader, gpu, link or unknown; None: nobody is named"
+        str | None, "stopped, dead, gil, code, mismatch, loader, gpu, link or unknown; None: no culprit is named"
     ] = None
     confidence: Annotated[str | None, "high, medium or low"] = None
     place: Annotated[str | None, "file:line where the culprit is"] = None
@@ -52,7 +52,7 @@ class EvidenceGathered(Detail):
     group: Annotated[str | None, "of ranks, in which the others wait"] = None
     operation: Annotated[str | None, "in which they wait"] = None
     victims: Annotated[int, "ranks that wait"] = 0
-    took_ns: Annotated[int, "from the report of the hang to the last answer that was awaited; 0: beside an exit"] = 0
+    took_ns: Annotated[int, "from the report of the hang to the last answer that was awaited; 0: taken at an exit"] = 0
     ranks: Annotated[tuple[str, ...], "a line for each rank, the first 64"] = ()
     missing: Annotated[tuple[str, ...], "what could not be captured, the first 16"] = ()
 

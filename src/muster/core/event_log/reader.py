@@ -1,8 +1,8 @@
 """The reading end of a run's event files: goes on from what is whole, and says what is not.
 
-A line is skipped where it is no event, and where the next line cites another one than it is: somebody changed it. What
-cannot be told apart stays: the last line of a file is cited by nobody yet, and a line is believed where the one that
-should cite it is damaged itself; such lines are read only if every field of them is as their kind of event has it.
+A line is skipped if it is no event, or if the next line cites a different digest: it was changed. What cannot be
+checked is kept: no line cites the last line of a file yet, and a line is accepted if the one that should cite it
+is damaged itself; such lines are read only if every field of them is as their kind of event has it.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Damage:
 class EventReader:
     """Reads the event files of ``directory``, each from where the last ``read`` left it.
 
-    Never raises for what a file holds. ``damaged`` has each damage once, in the order in which it was met; so is
-    ``on_damage`` told. Of one file at most ``MOST_NAMED``, and one that says how many more there are (``on_damage``
-    hears of it once, when a file was read to its end). A torn last line is being written, or its writer was killed: no
-    damage. A line that was yielded is not yielded again where it, or all of the file, was added a second time.
+    Never raises for what a file holds. ``damaged`` has each damage once, in order; ``on_damage`` is called for each.
+    Of one file at most ``MOST_NAMED``, and one with the number of the others (``on_damage`` is called for it once,
+    when a file was read to its end). A torn last line is being written, or its writer was killed: no damage. A line
+    that was yielded is not yielded again where it, or all of the file, was added a second time.
     """
 
     directory: Path
@@ -117,7 +117,7 @@ class EventReader:
             yield line.event
 
     def read_lines(self, path: Path) -> Iterator[Line]:
-        """The lines of those events: for whoever wants to know more of them than the event."""
+        """The lines of those events, for callers that need a line's number or hash too."""
         place = self._places.setdefault(path.name, _Place())
         try:
             with open_plain(path) as file:  # of weeks: never all of it in memory
@@ -270,7 +270,7 @@ class _Place:
         """What follows, up to what is torn, or being written; each line continues the chain, or breaks it."""
         end, number, self.torn_bytes = self.end, self.number, 0
         while raw := file.readline(LONGEST_LINE_BYTES):
-            if len(raw) == LONGEST_LINE_BYTES:  # a hole, or sent by somebody to take all memory
+            if len(raw) == LONGEST_LINE_BYTES:  # a hole in the file, or an attempt to exhaust memory
                 raise too_long()
             if not raw.endswith(b"\n"):
                 self.torn_bytes = len(raw)

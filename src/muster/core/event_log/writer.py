@@ -24,7 +24,7 @@ from muster.core.events import Event, encode
 from muster.core.protocols import Clock
 from muster.core.typed_json import JsonObject, parse_object
 
-#: How long ``sync`` waits for the home's answer before the caller is told that it has to try again.
+#: How long ``sync`` waits for the home's answer before the caller has to retry.
 SEAL_TIMEOUT_S = 2.0
 #: For ``close`` at the end of a run: a full disk has room again one day, and nothing else holds what waits.
 CLOSE_PATIENCE_S = 30.0
@@ -228,7 +228,7 @@ class EventLog:
         self._queue.appendleft(event)
 
     def _leave_a_changed_file(self, file: io.FileIO) -> None:
-        """What was written after somebody else had changed it would belong to no chain, or to no file."""
+        """Leave a file that another program changed: a line added now would belong to no chain, or to no file."""
         found = os.fstat(file.fileno())
         if found.st_nlink and found.st_size == self._size:
             return

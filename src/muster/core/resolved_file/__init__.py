@@ -6,7 +6,7 @@
      "checksum": "sha256:<64 hex digits>",
      "name": ...
 
-Every program of a run reads it anew when it starts, so a flipped bit that leaves it valid JSON (a digit of the learning
+Every program of a run reads it when it starts, so a flipped bit that leaves it valid JSON (a digit of the learning
 rate) would be trained with. The checksum is that of the text without its own line, which is the digest that
 ``run.submitted`` names. A file without one is taken as it is: an earlier version wrote it, or another program than
 Muster (a test's, a chart's). Damage to one place makes no such file of one that has a checksum: what is left of the
@@ -31,8 +31,8 @@ NAME = "resolved.json"
 DAMAGED = "resolved.json.damaged"
 #: The same text once more: command lines may have changed what ``run.yaml`` says, and their record may be damaged, too.
 COPY = "resolved.copy.json"
-#: For so long a program of the run that reads a damaged one waits for the supervisor to write it anew, in seconds: that
-#: looks at the file three times in a lease's length.
+#: How long a program of the run that reads a damaged file waits for the supervisor to rewrite it, in seconds: the
+#: supervisor checks the file three times in a lease's length.
 PATIENCE_S = 8.0
 _AGAIN_S = 0.2
 _LINE = re.compile(rb'\A\{\n "checksum": "sha256:([0-9a-f]{64})",\n')
@@ -84,7 +84,7 @@ def unsealed(data: bytes, source: object = NAME) -> str:
 def read(run_dir: Path, *, patient: bool = False) -> str:
     """The resolved run file of the run in ``run_dir``, verified, as JSON text without its checksum.
 
-    ``patient``: one that is damaged, or gone from a run's folder, is waited for: the run's supervisor writes it anew.
+    ``patient``: wait for a file that is damaged or missing in a run's folder: the run's supervisor rewrites it.
     So is a folder that is gone or empty: its disk is away, and a mount point without its disk is an empty folder.
 
     Raises:
@@ -131,4 +131,4 @@ def set_aside(run_dir: Path) -> None:
 
 
 def _damaged(source: object, why: str) -> DamagedRunFile:
-    return DamagedRunFile(f"{source} is damaged: {why}", hint="muster recover RUN writes it anew")
+    return DamagedRunFile(f"{source} is damaged: {why}", hint="muster recover RUN rewrites it")

@@ -1,6 +1,6 @@
 """From what was captured of all ranks to the one that holds the others up. Pure.
 
-Rules, the surest first; the first that names somebody decides:
+Rules, the surest first; the first that names a rank decides:
 
 1. a process that is gone or stopped;
 2. members of a group that called different collectives at the same number;
@@ -110,7 +110,7 @@ def _awaited(ranks: Mapping[int, RankEvidence], graph: WaitGraph) -> list[Culpri
     last, ring = graph.holding_up()
     known = [rank for rank in last if rank in ranks]
     found = []
-    for rank in known or last:  # of a rank without any capture nobody knows that it does not wait itself
+    for rank in known or last:  # a rank without any capture may wait itself
         wait = graph.awaited_in(rank)
         assert wait is not None  # it is one that others wait for
         one = ranks.get(rank, RankEvidence(rank=rank))
@@ -245,14 +245,14 @@ def _nobody(ranks: Mapping[int, RankEvidence], graph: WaitGraph) -> str:
         first = graph.recorders[rank].unfinished[0]
         called = describe(first, graph.recorders[rank].groups[first.group])
         return (
-            f"nobody can be named: {ranks_text(within)} {'is' if len(within) == 1 else 'are'} in {called}, "
-            "and nobody is behind; the link between them is left"
+            f"no culprit: {ranks_text(within)} {'is' if len(within) == 1 else 'are'} in {called}, "
+            "and no rank is behind; suspect the link between them"
         )
     if not ranks:
-        return "nobody can be named: nothing was captured"
+        return "no culprit: nothing was captured"
     if all(_in_collective(one) for one in ranks.values()):
-        return "nobody can be named: all ranks are in a collective, and none is stopped; the link between them is left"
-    return "nobody can be named: no rank waits for another in what was captured"
+        return "no culprit: all ranks are in a collective, and none is stopped; suspect the link between them"
+    return "no culprit: no rank waits for another in what was captured"
 
 
 def _missing(evidence: Evidence, everybody: list[int], ranks: Mapping[int, RankEvidence]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Captured files, each known by its content whatever its name: evidence of a hang, rank by rank.
+"""Captured files, each recognised by its content, not by its name: evidence of a hang, rank by rank.
 
 A rank's number is the last number in the file's name (``_dump_12.json``, ``rank-3.stack``, ``nccl_trace_rank_0``).
 """
@@ -63,6 +63,6 @@ def _add(found: _Found, name: str, content: bytes) -> None:
 def _put(found: _Found, name: str, changed: Callable[[RankEvidence], RankEvidence]) -> None:
     numbers = re.findall(r"\d+", name.rpartition("/")[2])
     if not numbers:
-        raise Unreadable("which rank it is of cannot be told: its name has no number")
+        raise Unreadable("its rank is not known: the file's name has no number")
     rank = int(numbers[-1])
     found.ranks[rank] = changed(found.ranks.get(rank, RankEvidence(rank=rank)))

@@ -53,7 +53,7 @@ class RankEvidence(Record):
     process: ProcessState | None = None
     cgroup: CgroupState | None = None
     answers: bool | None = None
-    """A thread of its own told what it does; None: it was not asked."""
+    """Whether its reporting thread answered; None: it was not asked."""
     recorder: Recorder | None = None
     threads: tuple[Thread, ...] | None = None
     findings: tuple[Finding, ...] = ()
@@ -101,7 +101,7 @@ class Culprit(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis(Record):
-    """``culprits``: none where nobody can be named, and ``summary`` says why. Surest first, then by rank."""
+    """``culprits``: surest first, then by rank; empty if none can be named, and ``summary`` says why."""
 
     culprits: tuple[Culprit, ...] = ()
     victims: int = 0

@@ -3,7 +3,7 @@
 JSON, as ``_dump_nccl_trace_json`` and ``_dump_fr_trace_json`` return it. NCCL's watchdog writes a pickle of the same,
 which is a program and is refused. Form as of torch 2.13; of the versions, 2.x are known.
 
-What the sources of a dump do differently: gloo's operations stay "scheduled" for ever and only ``retired`` says that
+What the sources of a dump do differently: gloo's operations stay "scheduled" forever and only ``retired`` says that
 they ended; gloo names no group under ``pg_config``; numbers are texts in one form and numbers in the other; NCCL's
 watchdog leaves out what has ended, and ``pg_status`` is keyed by the rank's own count of its groups.
 """
@@ -57,13 +57,13 @@ class Group(Record):
     members: tuple[int, ...] = ()
     """Ranks of the run; empty: the dump does not say."""
     posted: int | None = None
-    """Number of the last operation that was called; None: not told."""
+    """Number of the last operation that was called; None: not in the dump."""
     completed: int | None = None
 
     @property
     def words(self) -> str:
-        told = self.name.partition("@")[0]
-        return self.description if self.description not in ("", "undefined") else f"group {told or 'default'}"
+        name = self.name.partition("@")[0]
+        return self.description if self.description not in ("", "undefined") else f"group {name or 'default'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +141,8 @@ def placed(recorder: Recorder, ranks: Mapping[str, Iterable[int]]) -> Recorder:
     """The same with the run's ranks in its groups. ``ranks``: of each group that exists, as the process itself says.
 
     In a dump the groups of each replica have the same names, and gloo's no members; NCCL's are counted within the
-    replica. Groups that ``ranks`` does not have were ended: what is unfinished in them nobody waits for. Without any
-    (the process could not say) nothing changes.
+    replica. Groups that ``ranks`` does not have were ended: no rank waits for unfinished operations in them. Without
+    any (the process could not say) nothing changes.
     """
     known = {name: tuple(members) for name, members in ranks.items() if members}
     if not known:
@@ -177,7 +177,7 @@ def _recorder(dump: JsonObject, version: str) -> Recorder:
             name=name,
             description=text(config.get(name), "desc") or descriptions.get(name, ""),
             members=tuple(int(number) for number in re.findall(r"\d+", text(config.get(name), "ranks"))),
-            # sends count into the same two figures: then they compare with nobody's
+            # sends count into the same two figures, which then cannot be compared with another rank's
             posted=_told(status, name, "last_enqueued_collective") if name not in mixed else None,
             completed=_told(status, name, "last_completed_collective") if name not in mixed else None,
         )

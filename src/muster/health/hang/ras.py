@@ -1,7 +1,7 @@
 """NCCL's own report of a job (``ncclras -v``, or what answers on port 28028), NCCL 2.24 and later.
 
 Ranks are numbered as in the communicator, which is the rank of the run only for a communicator of all ranks; the
-process and its host are certain. Counts may differ by little on a healthy job: they are evidence beside others.
+process and its host are certain. Counts may differ by little on a healthy job: they only support other evidence.
 Source of the form: NCCL user guide, "RAS", read 2026-11.
 """
 
@@ -40,7 +40,7 @@ class Ras(Record):
     behind: tuple[RasRank, ...] = ()
     """Ranks that launched less than others of their communicator."""
     complete: bool = True
-    """The report has its end; of one that was cut, nobody can say that it names all."""
+    """The report has its end; one that was cut may lack some ranks."""
 
 
 def parse(captured: str) -> Ras:

@@ -9,7 +9,7 @@ from muster.core.typed_json import Record
 from muster.health.hang.evidence import RankEvidence
 from muster.health.hang.stacks import Frame, main_thread
 
-#: Groups that are told, the largest first: where every rank differs nobody reads all.
+#: Most groups reported, the largest first: where every rank differs a reader cannot use all.
 MOST_GROUPS = 64
 
 

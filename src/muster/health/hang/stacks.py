@@ -19,7 +19,7 @@ _COLLECTIVE = re.compile(
 )
 #: Where it waits for data: loaders of torch and of Muster.
 _LOADER = re.compile(r"(^|/)(torch/utils/data/.*|muster/train/data_feed/.*|muster/data/.*)\.py$")
-#: Whoever reads wants the line of the program, not that of the library that it called.
+#: Frames of libraries: a reader needs the line of the program that called them.
 _LIBRARY = re.compile(r"^<|(^|/)(site-packages|dist-packages|lib/python3\.\d+|torch)/")
 #: What is in Muster's package: a program of the user's may lie in a folder `muster` (a clone of the repository) too.
 _OURS = frozenset(path.stem for path in Path(__file__).parents[2].iterdir())

@@ -1,8 +1,8 @@
 """Who waits for whom, from the flight recorders of all ranks.
 
 A rank waits in its oldest unfinished operation, for the members of its group that have not come to it or are still in
-an earlier one. Whoever is waited for and waits for nobody holds the others up; whoever only waits is a victim,
-through however many groups.
+an earlier one. A rank that others wait for and that does not wait itself holds the others up; a rank that only waits
+is a victim, through however many groups.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mismatch:
     called: Mapping[int, Operation]
     odd: tuple[int, ...]
     even_split: bool
-    """Nobody is in the majority."""
+    """No side has the majority."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class WaitGraph:
         self.waits = {rank: self._waits_of(rank) for rank in self.recorders}
 
     def holding_up(self) -> tuple[tuple[int, ...], bool]:
-        """The ranks that others wait for and that wait for nobody.
+        """The ranks that others wait for and that wait for none.
 
         True: there are none, and these wait for each other in a ring.
         """
@@ -200,7 +200,7 @@ class WaitGraph:
 
 
 def _all_return(rank: int, reached: Mapping[int, set[int]]) -> bool:
-    """Whoever can be reached from ``rank`` waits, in the end, for it: nobody outside of the ring is to blame."""
+    """Whether each rank reached from ``rank`` waits, in the end, for it: then the cause is within the ring."""
     return all(rank in reached.get(target, ()) for target in reached[rank])
 
 

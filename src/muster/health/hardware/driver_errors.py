@@ -224,9 +224,9 @@ def _by_row(
     earlier: Sequence[KernelFault],
     several: Mapping[tuple[Family, int], int],
 ) -> tuple[Verdict, str]:
-    """(verdict, what to add to the sentence) from the row, what stands beside the error and what came before it."""
+    """(verdict, what to add to the sentence) from the row, the other errors of the burst and the earlier ones."""
     if row.beside_app is not None and any(_of_program(other) for other in burst):
-        return row.beside_app, ", beside an error of the program"
+        return row.beside_app, ", with an error of the program"
     # What was answered with nothing yet asks for nothing more; of a program's errors nothing is to be reset.
     before = any(_same(fault, other) and (not row.verdict.faulty or _reset_since(other, fault)) for other in earlier)
     if not before or row.if_again is row.verdict:
@@ -252,8 +252,8 @@ def _recovery_action(fault: KernelFault, earlier: Sequence[KernelFault]) -> Judg
 def recovery_action(text: str) -> Verdict | None:
     """The driver's recovery action (Xid 154, ``GPU Recovery Action``, NVML's field) as a verdict; None: not known.
 
-    ``0x1 (GPU Reset Required)``, ``Reset``, ``GPU_RESET``, ``PF FLR`` (a reset of the PCI function); a reboot, by
-    whatever name, cannot be had from inside a run, so the host is replaced.
+    ``0x1 (GPU Reset Required)``, ``Reset``, ``GPU_RESET``, ``PF FLR`` (a reset of the PCI function); a reboot,
+    under any name, cannot be had from inside a run, so the host is replaced.
     """
     words = re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
     if "reboot" in words:

@@ -222,7 +222,7 @@ class KernelLogReader:
 def in_text(text: str) -> tuple[KernelFault, ...]:
     """Faults anywhere in free text, such as an exception's message, where a line need not begin with them.
 
-    The GPU's address must stand beside the number: databases have a thing called xid, too.
+    The GPU's address must be next to the number: databases have a thing called xid, too.
     """
     return tuple(
         KernelFault(
@@ -252,7 +252,7 @@ def _message(line: str) -> tuple[str, float | None, Clock]:
 def _stamp(rest: str) -> tuple[float, Clock, str] | None:
     if match := _KMSG.match(rest):
         # Eight times the facility and the level: a program can write to /dev/kmsg, but never as the kernel (facility 0;
-        # Documentation/ABI/testing/dev-kmsg). What it writes is nobody's evidence.
+        # Documentation/ABI/testing/dev-kmsg). What it writes is no evidence.
         kernels = len(match[1]) == 1 and int(match[1]) < 8
         return int(match[2][:15]) / 1e6, Clock.BOOT, rest[match.end() :] if kernels else ""
     if match := _SINCE_BOOT.match(rest):
@@ -277,5 +277,5 @@ def _part(digits: str | None) -> float:
 
 
 def newest_boot(faults: Iterable[KernelFault], boots: int) -> tuple[KernelFault, ...]:
-    """Those of the log's last boot: a reboot has mended, or will show again, what was before."""
+    """Those of the log's last boot: a reboot has cleared earlier faults, or they will show again."""
     return tuple(fault for fault in faults if fault.boot == boots - 1)

@@ -33,7 +33,7 @@ class Row:
 @dataclass(frozen=True, kw_only=True)
 class NcclTable:
     collective: str
-    """``all_reduce``, ``all_gather``...; where the output does not name it, told from its figures; empty: not known."""
+    """``all_reduce``, ``all_gather``...; inferred from the figures if the output does not name it; empty: unknown."""
     rows: tuple[Row, ...]
     hosts: tuple[str, ...]
     gpus: int

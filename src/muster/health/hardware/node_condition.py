@@ -50,7 +50,7 @@ def _judge(node: JsonObject, own: OwnNumbers) -> Finding:
     name = text(node, "metadata", "name")
     row = next((one for one in children(node, "status", "conditions") if text(one, "type") == CONDITION), None)
     if row is None or text(row, "status") == "False":
-        message = "the node has no condition for Xids, which GKE sets for 48 alone unless it is told more"
+        message = "the node has no condition for Xids, which GKE sets for 48 alone unless more are configured"
         return Finding(check="gpu.xid", verdict=Verdict.NOTE, host=name, message=message, source=_SOURCE)
     reason, since = text(row, "reason"), text(row, "lastTransitionTime")
     numbers = numbers_in(reason)

@@ -13,7 +13,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def own_gpus(folder: Path, environ: Mapping[str, str]) -> frozenset[str] | None:
-    """PCI addresses, normalised; None: all, or it cannot be told. ``folder``: ``/proc/driver/nvidia/gpus``.
+    """PCI addresses, normalised; None: all, or not known. ``folder``: ``/proc/driver/nvidia/gpus``.
 
     Slurm's numbers are the machine's own (minor numbers of devices, or places: believed where both say the same);
     CUDA's may be of the job's part alone (device cgroups), so under Slurm they are believed only by UUID.

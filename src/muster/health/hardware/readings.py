@@ -1,4 +1,4 @@
-"""What was read of a host's GPUs, from whatever source: NVML, ``nvidia-smi -q``, ``nvidia-smi --query-gpu``.
+"""What was read of a host's GPUs, from any source: NVML, ``nvidia-smi -q``, ``nvidia-smi --query-gpu``.
 
 One judge (``gpu_judge``) reads these, so the same GPU gets the same verdict from each source. None: the source does not
 tell (an older driver, a field that this GPU has not); it is neither healthy nor faulty.

@@ -73,7 +73,7 @@ def _slow_hosts(reports: Sequence[MachineReport], what: str) -> Iterator[Finding
 
 
 def commands(findings: Iterable[Finding], *, backend: str, reserved: bool = False, zone: str = "") -> dict[str, str]:
-    """Faulty host -> the command that takes it out, by where it runs; nothing where nobody could be told.
+    """Faulty host -> the command that takes it out, by where it runs; none where no scheduler takes such a command.
 
     Google takes a report of a faulty host for machines that a reservation holds alone (``reserved``): for Spot and
     flex-start it answers INSTANCES_WITHOUT_RESERVATION_NOT_SUPPORTED (Compute Engine, "Report faulty hosts").
@@ -85,9 +85,9 @@ def commands(findings: Iterable[Finding], *, backend: str, reserved: bool = Fals
     result = {}
     for host, here in by_host.items():
         gravest = max(here, key=lambda one: (one.verdict is Verdict.REPLACE, one.verdict is Verdict.DRAIN))
-        told = f"muster: {gravest.message}"[:200]
-        reason, name = shlex.quote(told), shlex.quote(host)
-        if (typed := taking_out(backend, host, told)) is not None:
+        text = f"muster: {gravest.message}"[:200]
+        reason, name = shlex.quote(text), shlex.quote(host)
+        if (typed := taking_out(backend, host, text)) is not None:
             result[host] = typed
         if typed is not None and reserved and _row(backend).get("on_google") and worst(here) is Verdict.REPLACE:
             behaviour = "SILENT_DATA_CORRUPTION" if gravest.check == "gpu.bits" else "UNRECOVERABLE_GPU_ERROR"
@@ -100,7 +100,7 @@ def commands(findings: Iterable[Finding], *, backend: str, reserved: bool = Fals
 
 
 def taking_out(backend: str, machine: str, reason: str) -> str | None:
-    """The command that keeps new work from a machine, to be typed; None: there is nobody to tell."""
+    """The command that keeps new work from a machine, to be typed; None: no scheduler places work there."""
     command = _row(backend).get("command")
     return command.format(host=shlex.quote(machine), reason=shlex.quote(reason)) if command else None
 

@@ -57,7 +57,7 @@ def judge_machine(
 ) -> list[Finding]:
     """Findings on one host, never empty. ``gpus``, ``ports``: what its machine's row says; None: not known.
 
-    ``idle``: nothing of ours runs there, so processes on the GPUs are somebody else's. ``own``: Xid numbers that the
+    ``idle``: nothing of ours runs there, so processes on the GPUs are another user's. ``own``: Xid numbers that the
     run file judges. A report with a hole has an INCOMPLETE finding: it is never healthy.
     """
     found = [_incomplete("probe", text) for text in report.missing]
@@ -107,15 +107,15 @@ def _gpus(report: MachineReport, expected: int | None, source: str, idle: bool) 
                 check="gpu.count", verdict=Verdict.REPLACE, value="0", expected=str(expected), source=source,
                 message=f"no GPU answers, and the machine's row says {expected}", command="nvidia-smi",
             )  # fmt: skip
-        elif on_bus:  # that folder shows a container the whole machine's, whatever the container was given
+        elif on_bus:  # in a container too that folder shows all GPUs of the machine
             yield Finding(
                 check="gpu.count", verdict=Verdict.INCOMPLETE, value="0", expected=str(on_bus), source="/sys/bus/pci",
                 message=f"no GPU answers and {on_bus} are on the PCI bus: no driver, or none given to this container",
                 command="nvidia-smi",
             )  # fmt: skip
         else:
-            rungs = {line.rung for line in report.lines if not line.failed}
-            looked = [word for rung, word in _LOOKED.items() if rung in rungs]
+            measured = {line.rung for line in report.lines if not line.failed}
+            looked = [word for name, word in _LOOKED.items() if name in measured]
             text = f"no GPU here: {', '.join(looked)} looked at"
             yield Finding(check="gpu.count", verdict=Verdict.HEALTHY, message=text, value="0")
 
@@ -139,7 +139,7 @@ def _kernel_log(lines: KernelLines, report: MachineReport, own: OwnNumbers) -> l
         log = replace(log, faults=tuple(one for one in log.faults if one.device in (*report.own, "")))
     gpus = report.gpus.gpus if report.gpus else ()
     numbers = {gpu.address: gpu.index for gpu in gpus if gpu.index is not None}
-    whole = report.gpus is not None and not report.gpus.missing  # then an old mismatch of versions is mended
+    whole = report.gpus is not None and not report.gpus.missing  # then an old mismatch of versions is resolved
     log = replace(log, lines=max(1, lines.lines), cut=False, mismatch="" if whole else log.mismatch)
     found = judge_kernel_log(log, gpus=numbers, own=own, not_before_s=lines.now_s - RECENT_S)
     content = {gpu.index for gpu in gpus if gpu.recovery_action == "None"}

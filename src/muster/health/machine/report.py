@@ -1,7 +1,7 @@
 """What the probe saw of one host: its output, JSON lines, as one value. A line that is missing is said to be.
 
-The first line is the plan, then comes a line for each rung as it ends, then the end. So a probe that was killed, or
-whose output was cut anywhere, is known by what it did not say.
+The first line is the plan, then comes a line for each measurement as it ends, then the end. So missing lines show
+that a probe was killed or its output cut.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BEGIN, END = "begin", "end"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Record):
-    """What the machine and its limits are. None: not told here."""
+    """What the machine and its limits are. None: not known here."""
 
     processors: Count
     memory_bytes: Count
@@ -29,7 +29,7 @@ class Settings(Record):
     """Memory that may be locked (RDMA needs it); -1: no limit."""
     clock_source: str = ""
     nvidia_devices: Count = 0
-    """GPUs of NVIDIA on the PCI bus, whatever the driver says."""
+    """GPUs of NVIDIA on the PCI bus, counted without the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class MachineReport:
 
     host: str
     lines: tuple[ProbeLine, ...]
-    """Of its rungs, in order."""
+    """Of its measurements, in order."""
     own: Collection[str] | None = None
     """PCI addresses of the GPUs that are ours; None: all."""
     missing: tuple[str, ...] = ()
@@ -132,13 +132,13 @@ def read_probe(output: bytes, *, host: str) -> MachineReport:
         except Unreadable as error:
             missing.append(f"line {number} of the probe cannot be read: {error}")
     plan = next((line.plan for line in lines if line.rung == BEGIN), None)
-    rungs = {line.rung: line for line in lines if line.rung not in (BEGIN, END)}
+    measured = {line.rung: line for line in lines if line.rung not in (BEGIN, END)}
     if plan is None:
         missing.append("the probe's output has no beginning")
-    missing += [f"{rung}: the probe ended before it" for rung in plan or () if rung not in rungs]
+    missing += [f"{name}: the probe ended before it" for name in plan or () if name not in measured]
     if all(line.rung != END for line in lines):
         missing.append("the probe's output has no end")
-    return MachineReport(host=host, lines=tuple(rungs.values()), missing=tuple(missing))
+    return MachineReport(host=host, lines=tuple(measured.values()), missing=tuple(missing))
 
 
 def of_own_gpus(report: MachineReport, own: Collection[str] | None) -> MachineReport:

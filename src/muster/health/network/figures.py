@@ -17,10 +17,10 @@ COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True)
 class Order(Record):
-    """What a host's program is told: take part in a group of ranks. One line of JSON on its input."""
+    """Orders a host's program to take part in a group of ranks. One line of JSON on its input."""
 
     name: Name
-    """Nobody else knows it: the members' keys in the store begin with it."""
+    """A secret of the members: their keys in the store begin with it."""
     store: Name
     port: Port
     world: Count
@@ -43,7 +43,7 @@ class Measured(Record):
     size_bytes: Count
     seconds: Seconds
     spread: Seconds = 0.0
-    """Standard deviation of one repeat, as share of the median; told from the range."""
+    """Standard deviation of one repeat, as share of the median; estimated from the range."""
     wrong: Count = 0
     """Elements that were not what they should be."""
 

@@ -23,7 +23,7 @@ def judge_pairs(
 ) -> list[Finding]:
     """Never empty. ``failures``: why a pair's figure is missing.
 
-    With two hosts nobody can say which is slow, and nothing but a published figure can say that they are.
+    With two hosts it cannot be decided which is slow; only a published figure can show that they are.
     """
     failures = failures or {}
     found = [_slow(host, loss, figures, seen, failures) for host, loss in sorted(seen.slow.items())]
@@ -40,7 +40,7 @@ def judge_pairs(
         verdict = Verdict.INCOMPLETE if len(seen.sound) < 2 else Verdict.NOTE
         found.append(Finding(check="net.pair", verdict=verdict, message=text))
     if len(hosts) == 2:
-        text = "two hosts: if they are slow, nobody can say which; a third host would tell"
+        text = "two hosts: if they are slow, it is not known which; a third host would show it"
         found.append(Finding(check="net.pair", verdict=Verdict.NOTE, message=text))
     elif seen.sound:
         text = (

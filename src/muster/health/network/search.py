@@ -2,8 +2,8 @@
 
 A pair is as fast as its slower member (or the path between the two), times noise. All sound hosts have one level; a
 slow one is below it by ``detectable`` or more. Rounds measure disjoint pairs at once: first a rotation, so that each
-host meets others; then whoever is not decided meets hosts that are sound, until the figures decide. A decision needs a
-likelihood ratio of ``e^(DECIDED / 2)``; who stays between is said to be undecided, and is not accused.
+host meets others; then undecided hosts meet hosts that are sound, until the figures decide. A decision needs a
+likelihood ratio of ``e^(DECIDED / 2)``; a host between the limits is reported as undecided, never as slow.
 
 The level is the fastest that explains the figures, so slow hosts may be the majority; two sound hosts are needed. With
 fewer nothing sound is accused, but the fastest of the slow ones are taken for sound.
@@ -85,7 +85,7 @@ def rotation(hosts: Sequence[str], number: int) -> list[Pair]:
 
 
 def rotation_rounds(hosts: int) -> int:
-    """Rounds before the first look: the binary logarithm; one more where somebody always rests."""
+    """Rounds before the first look: the binary logarithm; one more for an odd number of hosts, as one rests."""
     return max(1, math.ceil(math.log2(max(2, hosts)))) + hosts % 2
 
 
@@ -116,7 +116,7 @@ def next_round(hosts: Sequence[str], figures: Sequence[Figure], number: int) -> 
         met[figure.pair] += 1
         met[figure.pair[::-1]] += 1
     for place, host in enumerate(open_hosts):
-        turned = free[place:] + free[:place]  # another partner than the neighbour's where nobody was met
+        turned = free[place:] + free[:place]  # at equal counts each host prefers another one
         partner = min(turned, key=lambda one, host=host: met[one, host])  # type: ignore[misc]
         free.remove(partner)
         chosen.append((host, partner))

@@ -168,7 +168,7 @@ def _in_words(forms: Iterable[Form]) -> str:
 
 
 def _of_hang(analysis: Analysis) -> list[Finding]:
-    """A culprit is noted: a hang's place in a program is nobody's hardware (``muster why`` says more)."""
+    """A culprit is noted: a hang's place in a program accuses no hardware (``muster why`` says more)."""
     found = [
         Finding(
             check="hang", verdict=Verdict.NOTE, host=one.host, gpu=one.gpu, value=one.kind.value,

@@ -142,7 +142,7 @@ def test_two_hosts_have_nobody_to_be_compared_with():
     seen, rounds, figures = cluster.search()
     assert rounds == 1 and not seen.slow and not seen.undecided
     (finding,) = judge_pairs(cluster.hosts, figures, seen)
-    assert finding.verdict is Verdict.NOTE and "nobody can say which" in finding.message
+    assert finding.verdict is Verdict.NOTE and "it is not known which" in finding.message
 
 
 def test_nothing_measured_is_incomplete():

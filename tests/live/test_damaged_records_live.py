@@ -59,6 +59,9 @@ def test_a_lost_lease_and_a_flipped_bit_in_the_fence_and_in_the_run_file(shell: 
     assert again is not None and (again.term, again.pid) == (1, first.pid), "its holder wrote it again"
 
     eventually(lambda: (there / "checkpoints" / "fence.previous.json").exists(), 30)
+    fence, nonce = (json.loads(path.read_bytes())["body"] for path in
+                    (there / "checkpoints" / "fence.json", there / "nonces" / "1"))  # fmt: skip
+    assert fence["nonce"] == nonce["nonce"], "a copy of this run is known by it"
     broken = flip(there / "checkpoints" / "fence.json")
     eventually(lambda: seen.events("fence.rebuilt"), 60)
     step = seen.step()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from muster.checkpoint_format import manifest as manifests
-from muster.checkpoint_format.fences import OnRebuilt
 from muster.core.errors import ConflictError
-from muster.core.protocols import Store
 
 
 class Claim:
@@ -16,13 +14,13 @@ class Claim:
     A full disk or an unreachable bucket does not end the rank: ``again`` retries. A newer attempt's fence is kept.
     """
 
-    def __init__(self, store: Store, directory_uri: str, *, run_id: str, attempt: int, on_rebuilt: OnRebuilt) -> None:
-        """``on_rebuilt``: as of ``manifest.claim``, called in a thread."""
+    def __init__(self, take: Callable[[], None]) -> None:
+        """``take``: a ``manifest.claim``, called in a thread."""
         self._error: BaseException | None = None
 
         def claim() -> None:
             try:
-                manifests.claim(store, directory_uri, run_id=run_id, attempt=attempt, on_rebuilt=on_rebuilt)
+                take()
             except BaseException as error:  # noqa: BLE001 (a thread's edge: raised again where it is waited for)
                 self._error = error
 
@@ -35,7 +33,8 @@ class Claim:
         self._thread = thread  # started: it may be joined at once
 
     def check(self, *, wait_s: float = 0.0) -> None:
-        """Raise ConflictError where a newer attempt holds the folder, as far as that is known after ``wait_s``."""
+        """Raise ConflictError where a newer attempt or another copy of the run holds the folder, as far as known
+        after ``wait_s``."""
         self._thread.join(wait_s)
         if not self._thread.is_alive() and isinstance(self._error, ConflictError):
             raise self._error

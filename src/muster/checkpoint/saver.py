@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypedDict
 
 import torch
@@ -25,6 +26,7 @@ from muster.checkpoint.staging import Staging
 from muster.checkpoint_format import manifest as manifests
 from muster.checkpoint_format import shards
 from muster.checkpoint_format.draft import CheckpointDraft, WrittenShard
+from muster.checkpoint_format.fences import NonceOf, unbound
 from muster.checkpoint_format.shard_file import StoredFile, write_shard
 from muster.checkpoint_format.tensor_index import shard_file
 from muster.core import typed_json
@@ -79,7 +81,7 @@ class Saver:
     ``handover``: to the host's replicator, which writes this rank's files; None: a thread of this process does.
 
     Raises (``save``, ``poll``, ``finish`` and ``claimed``):
-        ConflictError: a newer attempt holds the folder (rank 0).
+        ConflictError: a newer attempt, or another copy of the run, holds the folder (rank 0).
         AccessError, BackendError: the folder cannot be written (``claimed`` alone, rank 0).
     """
 
@@ -97,6 +99,7 @@ class Saver:
         on_event: Callable[..., None],
         handover: Handover | None = None,
         keep_best: int = 0,
+        nonce_of: NonceOf = unbound,
     ) -> None:
         self.directory = directory_uri
         self.run_id, self.attempt, self.layout = run_id, attempt, layout
@@ -116,8 +119,10 @@ class Saver:
         self._rebuilt: list[str] = []
         """What was wrong with fences that were written again, still to be said."""
         self._claim: Claim | None = None
+        self._nonce_of = nonce_of
         if self.rank == 0:
-            self._claim = Claim(store, directory_uri, run_id=run_id, attempt=attempt, on_rebuilt=self._rebuilt.append)
+            claim = partial(manifests.claim, store, directory_uri, run_id=run_id, attempt=attempt)
+            self._claim = Claim(partial(claim, on_rebuilt=self._rebuilt.append, nonce_of=nonce_of))
 
     def claimed(self) -> None:
         """Wait until older attempts can commit nothing more (rank 0; the others return at once)."""
@@ -318,7 +323,7 @@ class Saver:
         except (MusterError, OSError):
             self._leave_behind(job)
             raise
-        manifests.commit(self._store, manifest, on_rebuilt=self._rebuilt.append)
+        manifests.commit(self._store, manifest, on_rebuilt=self._rebuilt.append, nonce_of=self._nonce_of)
         return {"bytes": manifest.bytes}
 
     def _tidy(self, job: _Job) -> None:

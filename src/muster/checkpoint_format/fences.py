@@ -8,13 +8,19 @@ came too late and does not count, however it got there.
 A sealed fence is kept twice, the copy written first. Whoever finds the fence damaged or gone reads the copy; whoever
 holds it writes it again; where the copy is damaged too, a claim makes it anew from the markers that are whole, unless a
 newer attempt has begun (``heirs`` knows). The damaged bytes stay beside it, as ``fence.damaged.json``.
+
+Two copies of a run's folder count their attempts alike. So a fence also holds a nonce of its attempt, which the run's
+home keeps: who finds a nonce that his home does not know is a copy that came second, and is refused.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 from muster.checkpoint_format.decoding import damage_as, seal, unseal
 from muster.core import typed_json
@@ -22,11 +28,37 @@ from muster.core.errors import CheckpointError, ConflictError
 from muster.core.protocols import Store
 from muster.core.typed_json import Record, Unreadable
 from muster.storage import uris
+from muster.storage.home import open_home
 
-FORMAT = 2
+FORMAT = 3
+#: Without nonces.
+_FORMAT_BEFORE = 2
 _HINT = "remove fence.json and fence.previous.json to start over"
 OnRebuilt = Callable[[str], None]
 """Called with what was wrong with a fence that was written again."""
+NonceOf = Callable[[int], str]
+"""The nonce of an attempt of this run, in this home; empty: not known. Raises as the home's store."""
+
+
+def unbound(attempt: int) -> str:
+    """For a writer without a home."""
+    return ""
+
+
+def nonces_of(run_dir: str | Path) -> NonceOf:
+    """The nonces of the run in ``run_dir``: made where an attempt first needs one, the same for all its processes."""
+
+    @cache
+    def nonce_of(attempt: int) -> str:
+        home = open_home(Path(run_dir))
+        uri = home.uri_of("nonces", str(attempt))
+        with suppress(ConflictError):
+            home.store.put_if_absent(uri, seal({"nonce": secrets.token_hex(16)}, format=1, kind="nonce"))
+        with suppress(CheckpointError):  # damaged: it binds nothing, and refuses nobody
+            return str(unseal(home.store.get(uri).data, reads=1, kind="nonce")["nonce"])
+        return ""
+
+    return nonce_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +71,8 @@ class Fence(Record):
     """Marker's file name -> ``run_id/attempt`` of its writer, for what counts of others; None: not yet sealed."""
     before: Fence | None = None
     """While unsealed: the sealed fence that this one replaces."""
+    nonce: str = ""
+    """Of the attempt, in the home of its copy of the run; empty: not known."""
 
     def encode(self) -> bytes:
         return seal(typed_json.parse_object(typed_json.encode(self)), format=FORMAT, kind="fence")
@@ -47,7 +81,7 @@ class Fence(Record):
     def decode(cls, data: bytes) -> Fence:
         """The inverse of ``encode``. Raises CheckpointError."""
         try:
-            body = unseal(data, reads=FORMAT, kind="fence")
+            body = unseal(data, reads=_FORMAT_BEFORE if _has_format(data, _FORMAT_BEFORE) else FORMAT, kind="fence")
             with damage_as("not a fence"):
                 return typed_json.convert(cls, body)
         except CheckpointError as error:
@@ -60,6 +94,14 @@ class Fence(Record):
         if self.inherited is None:
             return self.before is None or self.before.admits(marker, run_id, attempt)
         return self.inherited.get(marker) == f"{run_id}/{attempt}"
+
+    def refuse_copy(self, directory: str, run_id: str, nonce_of: NonceOf) -> None:
+        """Raise ConflictError where another copy of this run made it."""
+        if self.run_id == run_id and self.nonce and (nonce_of(self.attempt) or self.nonce) != self.nonce:
+            raise ConflictError(
+                f"{directory} is held by attempt {self.attempt} of another copy of run {run_id}",
+                hint="give this copy a checkpoint.dir of its own; a new run with this checkpoint.dir continues there",
+            )
 
 
 def fence_uri(directory: str) -> str:
@@ -82,7 +124,7 @@ def read(store: Store, directory: str, *, on_damage: Callable[[str], None] | Non
     return now.fence
 
 
-def check(store: Store, directory: str, *, run_id: str, attempt: int) -> None:
+def check(store: Store, directory: str, *, run_id: str, attempt: int, nonce_of: NonceOf = unbound) -> None:
     """Raise ConflictError unless this run and attempt hold the sealed fence; CheckpointError where that is damaged or
     gone, which a ``claim`` mends."""
     now = _look(store, directory)
@@ -91,6 +133,7 @@ def check(store: Store, directory: str, *, run_id: str, attempt: int) -> None:
     held = now.fence
     if held is None:
         raise CheckpointError(f"{directory} is held by no run, not by run {run_id} attempt {attempt}")
+    held.refuse_copy(directory, run_id, nonce_of)
     if (held.run_id, held.attempt) != (run_id, attempt) or held.inherited is None:
         holder = f"run {held.run_id} attempt {held.attempt}"
         raise ConflictError(f"{directory} is held by {holder}, not by run {run_id} attempt {attempt}")
@@ -104,6 +147,7 @@ def claim(
     attempt: int,
     heirs: Callable[[bool], Mapping[str, str]],
     on_rebuilt: OnRebuilt = lambda reason: None,
+    nonce_of: NonceOf = unbound,
 ) -> None:
     """Fence off every older attempt: from now on only this one commits here. Repeating it is harmless.
 
@@ -112,12 +156,14 @@ def claim(
     taken over (a new run that continues in an old one's folder).
 
     Raises:
-        ConflictError: a newer attempt of this run has claimed the folder.
+        ConflictError: a newer attempt of this run, or another copy of it, has claimed the folder.
     """
     uri, lost = fence_uri(directory), False
     while True:
         now = _look(store, directory)
         held = now.fence
+        if held is not None:
+            held.refuse_copy(directory, run_id, nonce_of)
         if held is not None and held.run_id == run_id and held.attempt > attempt:
             raise ConflictError(f"{directory}: attempt {held.attempt} has taken over from attempt {attempt}")
         problem = now.damage
@@ -125,7 +171,7 @@ def claim(
             lost = True
             inherited = heirs(lost)  # before the door is closed: it raises where that is not ours to close
             problem = problem or ("it is gone" if inherited else None)
-        requested = Fence(run_id=run_id, attempt=attempt)
+        requested = Fence(run_id=run_id, attempt=attempt, nonce=nonce_of(attempt))
         if held is not None and (held.run_id, held.attempt) == (run_id, attempt):
             if held.inherited is None:
                 requested = replace(requested, inherited=heirs(lost))
@@ -175,7 +221,7 @@ def _look(store: Store, directory: str) -> _Found:
         return _Found(fence=Fence.decode(stored.data), generation=stored.generation)
     except CheckpointError as error:
         copy = _copy(store, directory)
-        if copy is None and _is_of_another_format(stored.data):
+        if copy is None and not _has_format(stored.data, FORMAT, _FORMAT_BEFORE, None):
             raise
         return _Found(fence=copy, generation=stored.generation, data=stored.data, damage=str(error))
 
@@ -187,12 +233,13 @@ def _copy(store: Store, directory: str) -> Fence | None:
         return None
 
 
-def _is_of_another_format(data: bytes) -> bool:
+def _has_format(data: bytes, *formats: int | None) -> bool:
+    """Whether it states one of these; None: it states none."""
     try:
-        found = typed_json.parse_object(data).get("format")
+        result = typed_json.parse_object(data).get("format")
     except Unreadable:
-        return False
-    return isinstance(found, int) and not isinstance(found, bool) and found != FORMAT
+        return None in formats
+    return (result if isinstance(result, int) and not isinstance(result, bool) else None) in formats
 
 
 def _keep_copy(store: Store, directory: str, fence: Fence) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from muster.checkpoint_format import fences
 from muster.checkpoint_format.checksum import checksum_of
 from muster.checkpoint_format.decoding import damage_as, seal, unseal
-from muster.checkpoint_format.fences import OnRebuilt
+from muster.checkpoint_format.fences import NonceOf, OnRebuilt, unbound
 from muster.checkpoint_format.shard_file import ShardFile, StoredFile
 from muster.core import typed_json
 from muster.core.errors import CheckpointError, ConflictError, MusterError
@@ -167,13 +167,19 @@ def committed(store: Store, directory: str, *, on_skip: OnSkip | None = None) ->
 
 
 def claim(
-    store: Store, directory: str, *, run_id: str, attempt: int, on_rebuilt: OnRebuilt = lambda reason: None
+    store: Store,
+    directory: str,
+    *,
+    run_id: str,
+    attempt: int,
+    on_rebuilt: OnRebuilt = lambda reason: None,
+    nonce_of: NonceOf = unbound,
 ) -> None:
     """Take the folder's fence: older attempts commit nothing from now on. Repeating it is harmless, and mends it where
     it is damaged: ``on_rebuilt`` is told.
 
     Raises:
-        ConflictError: a newer attempt of this run has taken it.
+        ConflictError: a newer attempt of this run has taken it, or another copy of the run.
     """
 
     def heirs(lost: bool) -> dict[str, str]:
@@ -186,11 +192,15 @@ def claim(
             found = [m for m in found if m.run_id == run_id] or found
         return {uris.name(m.marker_uri): f"{m.run_id}/{m.attempt}" for m in found}
 
+    if (held := fences.read(store, directory)) is not None:
+        held.refuse_copy(directory, run_id, nonce_of)  # before its number counts here
     first = False
     with suppress(ConflictError):  # before the door is closed: whoever is superseded can always see it
         store.put_if_absent(begun_uri(directory, run_id, attempt), f"{run_id}/{attempt}\n".encode())
         first = True
-    fences.claim(store, directory, run_id=run_id, attempt=attempt, heirs=heirs, on_rebuilt=on_rebuilt)
+    fences.claim(
+        store, directory, run_id=run_id, attempt=attempt, heirs=heirs, on_rebuilt=on_rebuilt, nonce_of=nonce_of
+    )
     if first:
         with suppress(MusterError, OSError):  # of these names the newest alone counts; the next attempt tries again
             for older in _begun(store, directory, run_id):
@@ -204,25 +214,32 @@ def _begun(store: Store, directory: str, run_id: str) -> list[int]:
     return [int(match.group(2)) for match in matches if match is not None and match.group(1) == run_id]
 
 
-def _hold(store: Store, directory: str, *, run_id: str, attempt: int, on_rebuilt: OnRebuilt) -> None:
-    """Raise ConflictError unless this run and attempt hold the folder. A damaged fence is mended first."""
-    try:
-        fences.check(store, directory, run_id=run_id, attempt=attempt)
-    except CheckpointError:
-        claim(store, directory, run_id=run_id, attempt=attempt, on_rebuilt=on_rebuilt)
-
-
-def commit(store: Store, manifest: Manifest, *, on_rebuilt: OnRebuilt = lambda reason: None) -> None:
+def commit(
+    store: Store,
+    manifest: Manifest,
+    *,
+    on_rebuilt: OnRebuilt = lambda reason: None,
+    nonce_of: NonceOf = unbound,
+) -> None:
     """Make the checkpoint exist: write its marker, if the fence is still ours.
 
     A marker of the same step by an older attempt (whose data was not usable, or the run would have started
     after it) is replaced.
 
     Raises:
-        ConflictError: a newer attempt, or another run, has taken over.
+        ConflictError: a newer attempt, another run, or another copy of this one has taken over.
     """
     directory, uri = manifest.directory, manifest.marker_uri
-    _hold(store, directory, run_id=manifest.run_id, attempt=manifest.attempt, on_rebuilt=on_rebuilt)
+    run_id, attempt = manifest.run_id, manifest.attempt
+
+    def hold() -> None:
+        """The fence is still ours; one that is damaged is written again."""
+        try:
+            fences.check(store, directory, run_id=run_id, attempt=attempt, nonce_of=nonce_of)
+        except CheckpointError:
+            claim(store, directory, run_id=run_id, attempt=attempt, on_rebuilt=on_rebuilt, nonce_of=nonce_of)
+
+    hold()
     data = manifest.encode()
     while True:
         with suppress(ConflictError):
@@ -236,13 +253,13 @@ def commit(store: Store, manifest: Manifest, *, on_rebuilt: OnRebuilt = lambda r
             return
         with suppress(CheckpointError):
             other = Manifest.decode(there.data, directory=directory)
-            if other.run_id == manifest.run_id and other.attempt > manifest.attempt:
+            if other.run_id == run_id and other.attempt > attempt:
                 raise ConflictError(f"{uri}: attempt {other.attempt} has committed this step already")
         try:
             store.put_if(uri, data, there.generation)
             return
         except ConflictError:
-            _hold(store, directory, run_id=manifest.run_id, attempt=manifest.attempt, on_rebuilt=on_rebuilt)
+            hold()
 
 
 def best(found: Iterable[Manifest]) -> list[Manifest]:

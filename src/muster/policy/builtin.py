@@ -59,6 +59,9 @@ class DefaultPolicy:
 
     def _restart(self, situation: ClusterState, incident: Incident) -> Decision:
         traits = incident.traits
+        if incident.detail.get("exception") == "ConflictError" and "exit_code" in incident.detail:
+            # Our own: a copy or a successor of this run has its checkpoints, and would be fenced off in turn.
+            return _decision(incident, Action.STOP, incident.evidence)
         if traits.fails_alike and situation.last_applied_step == 0:
             reason = f"{incident.evidence} (before any step: a restart would fail the same way)"
             return _decision(incident, Action.STOP, reason)

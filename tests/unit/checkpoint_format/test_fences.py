@@ -1,9 +1,12 @@
 """A fence that is damaged or gone: saves go on, the bytes are kept, and older attempts still commit nothing."""
 
+import shutil
+
 import pytest
 from test_manifest import claim, made, steps, write
 
 from muster.checkpoint_format import fences, manifest
+from muster.checkpoint_format.decoding import seal
 from muster.core.errors import CheckpointError, ConflictError
 from muster.storage import uris
 
@@ -186,11 +189,70 @@ def test_a_claim_that_is_killed_anywhere_leaves_one_that_the_next_can_take(store
 
 def test_a_fence_of_another_format_is_no_damage(store, folder):
     claim(store, folder, 1)
-    data = store.get(fences.fence_uri(folder)).data.replace(b'"format": 2', b'"format": 3')
+    data = store.get(fences.fence_uri(folder)).data.replace(b'"format": 3', b'"format": 4')
     store.put(fences.fence_uri(folder), data)
     store.put(fences.copy_uri(folder), data)
     for work in (lambda: claim(store, folder, 2), lambda: manifest.committed(store, folder)):
-        with pytest.raises(CheckpointError, match="of format 3") as caught:
+        with pytest.raises(CheckpointError, match="of format 4") as caught:
             work()
         assert "fence.previous.json" in caught.value.hint
     assert made(folder, 1).directory == folder
+
+
+def copies(tmp_path, *attempts):
+    """The nonces of a run that has begun ``attempts``, and of a copy of its folder that was made then."""
+    ours = fences.nonces_of(tmp_path / "run")
+    for attempt in attempts:
+        ours(attempt)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    return ours, fences.nonces_of(tmp_path / "copy")
+
+
+def test_of_two_copies_of_a_run_the_second_is_refused_for_good(store, folder, tmp_path):
+    ours, other = copies(tmp_path, 1)
+    assert ours(1) == other(1) and ours(2) != other(2) and ours(2) == fences.nonces_of(tmp_path / "run")(2)
+    manifest.claim(store, folder, run_id="run", attempt=1, nonce_of=ours)
+    write(store, folder, 1)
+    manifest.claim(store, folder, run_id="run", attempt=2, nonce_of=ours)
+    write(store, folder, 2, attempt=2)
+    before = store.get(fences.fence_uri(folder)).data
+    for attempt in (2, 3):
+        with pytest.raises(ConflictError, match=f"{folder} is held by attempt 2 of another copy of run run$"):
+            manifest.claim(store, folder, run_id="run", attempt=attempt, nonce_of=other)
+    with pytest.raises(ConflictError, match="another copy"):
+        fences.check(store, folder, run_id="run", attempt=2, nonce_of=other)
+    begun = [uris.name(uri) for uri in store.list(uris.join(folder, "commits")) if "begun" in uri]
+    assert begun == ["begun-run.a2"], "a copy that is refused leaves no number"
+    assert store.get(fences.fence_uri(folder)).data == before and steps(store, folder) == [(2, 2), (1, 1)]
+    for _ in range(2):
+        manifest.claim(store, folder, run_id="run", attempt=3, nonce_of=ours)
+
+
+def test_the_copy_that_comes_first_takes_over(store, folder, tmp_path):
+    ours, other = copies(tmp_path, 1)
+    manifest.claim(store, folder, run_id="run", attempt=1, nonce_of=ours)
+    found = write(store, folder, 1)
+    manifest.claim(store, folder, run_id="run", attempt=2, nonce_of=other)
+    for refused in (lambda: manifest.commit(store, found, nonce_of=ours),
+                    lambda: manifest.claim(store, folder, run_id="run", attempt=3, nonce_of=ours)):  # fmt: skip
+        with pytest.raises(ConflictError, match="attempt 2 of another copy"):
+            refused()
+    manifest.claim(store, folder, run_id="another", attempt=1, nonce_of=ours)
+
+
+@pytest.mark.parametrize("how", ["emptied", "torn"])
+def test_a_damaged_nonce_refuses_nobody(store, folder, tmp_path, how):
+    ours, _ = copies(tmp_path, 1)
+    manifest.claim(store, folder, run_id="run", attempt=1, nonce_of=ours)
+    path = tmp_path / "run" / "nonces" / "1"
+    path.write_bytes(b"" if how == "emptied" else path.read_bytes()[:40])
+    manifest.claim(store, folder, run_id="run", attempt=2, nonce_of=fences.nonces_of(tmp_path / "run"))
+
+
+def test_a_fence_of_the_format_before_is_taken_over(store, folder, tmp_path):
+    ours, _ = copies(tmp_path, 1)
+    old = {"run_id": "run", "attempt": 1, "inherited": {}, "before": None}
+    store.put(fences.fence_uri(folder), seal(old, format=2, kind="fence"))
+    write(store, folder, 1)
+    manifest.claim(store, folder, run_id="run", attempt=2, nonce_of=ours)
+    assert steps(store, folder) == [(1, 1)] and fences.read(store, folder).nonce == ours(2)

@@ -141,7 +141,7 @@ def test_markers_and_fences_of_format_1_are_refused_by_number(store, folder):
     assert skipped[0][1] == "a commit marker of format 1, this version reads 2"
     store.delete(fences.copy_uri(folder))
     store.put(fences.fence_uri(folder), b'{"format": 1, "run_id": "run", "attempt": 1, "inherited": {}}')
-    with pytest.raises(CheckpointError, match="a fence of format 1, this version reads 2"):
+    with pytest.raises(CheckpointError, match="a fence of format 1, this version reads 3"):
         committed(store, folder)
 
 

@@ -33,6 +33,7 @@ from muster.agent.replicator.memory_flush import commit_flushed, flush
 from muster.agent.replicator.replication import SnapshotReceiver, SnapshotSender, connect, decode_peer
 from muster.agent.replicator.slices import SliceSource, send_blocks
 from muster.agent.replicator.transfer import PeerStream, answer_read, receive_version
+from muster.checkpoint_format.fences import NonceOf, nonces_of, unbound
 from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name, refuse
 from muster.core import environment
 from muster.core.errors import CheckpointError, ConflictError, MusterError
@@ -90,6 +91,7 @@ class Replicator:
         self.senders: list[SnapshotSender] = []
         self._copies: CopyTo | None = None
         """Of the newest attempt here."""
+        self.nonce_of: NonceOf = unbound
         self._sending = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -249,8 +251,8 @@ class Replicator:
         flushed = order.flush
         try:
             if isinstance(flushed, FlushSnapshots):
-                return flush(flushed, self.memory, run_id=order.run_id)
-            return commit_flushed(flushed, run_id=order.run_id, fence=order.fence)
+                return flush(flushed, self.memory, run_id=order.run_id, nonce_of=self.nonce_of)
+            return commit_flushed(flushed, run_id=order.run_id, fence=order.fence, nonce_of=self.nonce_of)
         except Exception as error:  # noqa: BLE001 (a thread's edge; the agent tells the supervisor)
             failure = str(error) or type(error).__name__
             if not isinstance(flushed, FlushSnapshots):
@@ -294,6 +296,7 @@ def main() -> None:
     token = run_token(arguments.run_dir)
     memory = MemoryDir.open(arguments.memory)
     replicator = Replicator(memory=memory.folder, token=token, bind=arguments.bind, port=arguments.port)
+    replicator.nonce_of = nonces_of(arguments.run_dir)
     ranks = listen_for_ranks(memory)
     replicator.send(ListenAddress(address=replicator.address))
 

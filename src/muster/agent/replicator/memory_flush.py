@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.checkpoint_format import fences, shards
 from muster.checkpoint_format import manifest as manifests
-from muster.checkpoint_format import shards
 from muster.checkpoint_format.draft import CheckpointDraft, WrittenShard
+from muster.checkpoint_format.fences import NonceOf, unbound
 from muster.checkpoint_format.manifest import Manifest
 from muster.checkpoint_format.shard_file import ShardFile, StoredFile, write_shard
 from muster.checkpoint_format.shards import Chunk
@@ -60,7 +61,7 @@ class _Shard:
             raise SnapshotNotIntact(str(error), copies=(self.copy,)) from error
 
 
-def flush(order: FlushSnapshots, memory: Path, *, run_id: str) -> SnapshotsFlushed:
+def flush(order: FlushSnapshots, memory: Path, *, run_id: str, nonce_of: NonceOf = unbound) -> SnapshotsFlushed:
     """Write this host's shards of a version. A box that several of its ranks hold is written once; a version that is
     committed already is not written again. Each is verified before it is written, and again after.
 
@@ -68,7 +69,10 @@ def flush(order: FlushSnapshots, memory: Path, *, run_id: str) -> SnapshotsFlush
         SnapshotNotIntact: a version does not match its checksum.
         CheckpointError: it is missing, or was overwritten meanwhile (ranks train).
         AccessError, BackendError: it cannot be written.
+        ConflictError: another copy of the run holds the folder.
     """
+    if (held := fences.read(open_store(), order.uri)) is not None:
+        held.refuse_copy(order.uri, run_id, nonce_of)
     draft = _draft(order, run_id)
     ours = _shards(order, memory, run_id)
     if _committed(order) is not None:
@@ -89,7 +93,7 @@ def flush(order: FlushSnapshots, memory: Path, *, run_id: str) -> SnapshotsFlush
         return SnapshotsFlushed(step=order.step, attempt=order.attempt, files=tuple(pool.map(write, ours)))
 
 
-def commit_flushed(order: CommitFlushed, *, run_id: str, fence: int) -> FlushCommitted:
+def commit_flushed(order: CommitFlushed, *, run_id: str, fence: int, nonce_of: NonceOf = unbound) -> FlushCommitted:
     """Make a checkpoint of what all hosts have flushed. The same order twice makes one.
 
     ``fence``: the attempt in whose name it is committed, the newest that this host knows. An attempt starts from an
@@ -97,7 +101,7 @@ def commit_flushed(order: CommitFlushed, *, run_id: str, fence: int) -> FlushCom
 
     Raises:
         CheckpointError: a file is missing or short (hosts without a common folder), or tensors are incomplete.
-        ConflictError: a newer attempt holds the folder.
+        ConflictError: a newer attempt, or another copy of the run, holds the folder.
     """
     store, draft = open_store(), _draft(order, run_id)
     existing = _committed(order)
@@ -114,12 +118,12 @@ def commit_flushed(order: CommitFlushed, *, run_id: str, fence: int) -> FlushCom
         extra = header.extra if number == 0 else extra
         written.append(WrittenShard(file=stored, begin=file.data_offset, tensors=header.tensors))
     fence = max(order.attempt, fence)
-    manifests.claim(store, order.uri, run_id=run_id, attempt=fence, on_rebuilt=_say)
+    manifests.claim(store, order.uri, run_id=run_id, attempt=fence, on_rebuilt=_say, nonce_of=nonce_of)
     manifest = draft.finish(store, written, extra=extra, fence=fence, name_prefix=_FLUSHED)
     problem = manifests.missing(manifest)
     if problem is not None:
         raise CheckpointError(f"{manifest.uri}: {problem}")
-    manifests.commit(store, manifest, on_rebuilt=_say)
+    manifests.commit(store, manifest, on_rebuilt=_say, nonce_of=nonce_of)
     return FlushCommitted(step=order.step, attempt=order.attempt, uri=manifest.uri, bytes=manifest.bytes)
 
 

@@ -89,6 +89,15 @@ def test_an_error_before_any_step_is_the_users_and_stops_at_once():
     assert len(kinds(found, "attempt.started")) == 1
 
 
+def test_a_run_whose_checkpoints_another_copy_holds_is_not_restarted():
+    found = cluster(spec(hosts=1))
+    last = LastWords(exception="ConflictError", message="held by another copy", exit_code=1, hint="a folder of its own")
+    found.at(11.0, lambda: found.kill_rank(0, code=1, last=last))
+    end = found.run()
+    assert end.exit_code == 1 and "held by another copy" in end.reason and "a folder of its own" in end.reason
+    assert found.now_s < 30 and len(kinds(found, "attempt.started")) == 1
+
+
 def test_the_same_error_at_the_same_step_stops_after_the_second_time():
     found = cluster(spec(hosts=1))
     last = LastWords(exception="ValueError", message="bad row 17")

@@ -169,7 +169,7 @@ def judged(command: Command, said: dict[str, Any], *, smoke: bool) -> Findings:
                     f"{fast} and {bare} tokens/s")  # fmt: skip
         mfu = (rows.get("muster_compiled", {}).get("mfu") or {}).get("causal")
         least = EXPECTED[command.name]
-        found.claim(f"MFU is at least {least:.0%} (docs/plan.md)", None if mfu is None else mfu >= least, mfu)
+        found.claim(f"MFU is at least {least:.0%} (docs/explanation/plan.md)", None if mfu is None else mfu >= least, mfu)
     elif command.name.startswith("check"):
         _judge_check(found, said)
     else:
@@ -205,7 +205,7 @@ def _judge_check(found: Findings, said: dict[str, Any]) -> None:
 
 #: Verdicts by which a host is taken out of a run.
 FAULTY = {"reset", "drain", "replace"}
-#: The lower end of what docs/plan.md expects of the first measurement, by the CAUSAL convention.
+#: The lower end of what docs/explanation/plan.md expects of the first measurement, by the CAUSAL convention.
 EXPECTED = {"trainer-1b": 0.25, "trainer-8b-lora": 0.30}
 
 

@@ -1,4 +1,4 @@
-"""The rehearsals of docs/moonshot.md: prints its Markdown tables.
+"""The rehearsals of docs/explanation/moonshot.md: prints its Markdown tables.
 
 Run: ``python benchmarks/moonshot.py [seeds]``; about 0.3 s a seed and row on one core, ten times that for the rows of
 two weeks. All rows meet the same faults.

@@ -1,4 +1,4 @@
-"""The case study and the spares table of docs/simulator.md, rehearsed: prints Markdown tables.
+"""The case study and the spares table of docs/explanation/simulator.md, rehearsed: prints Markdown tables.
 
 Run: ``python benchmarks/simulate_reference.py [seeds] [--case | --spares]``; about 0.1 s a seed and row on one core.
 """

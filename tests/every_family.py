@@ -1,6 +1,6 @@
 """Every family of transformers' causal language models, small: does it train as transformers computes it?
 
-``python tests/every_family.py`` tries all and writes the table of docs/models.md.
+``python tests/every_family.py`` tries all and writes the table of docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from muster.train.model.causal_lm import BuiltModel
 from muster.train.model.loss import loss_sum
 from muster.train.model.weights import local_ranges
 
-DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+DOCS = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 #: Documents of one row, and the row's padding. One document is a token that predicts nothing.
 LENGTHS, ROW = (1, 7, 19, 30), 64
 VOCABULARY = 100

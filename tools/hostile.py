@@ -126,7 +126,7 @@ def history(words: str = "fine", *, incidents: int = 1, host: str = "host-0") ->
 
 
 def write_log(run: Path, name: str, lines: Sequence[JsonObject]) -> None:
-    """One file of events, chained as docs/events.md says."""
+    """One file of events, chained as docs/reference/events.md says."""
     previous = hashlib.sha256(f"muster:{RUN_ID}:{name}".encode()).hexdigest()
     (run / "events").mkdir(exist_ok=True)
     with open(run / "events" / name, "wb") as file:

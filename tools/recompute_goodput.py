@@ -8,7 +8,7 @@ rate, token goodput and cost in its own way, and prints them as JSON. With ``--r
 ``muster report RUN --json``) it compares: exit code 1 where a figure differs by more than 1e-9 (relative), or
 where the report's categories do not sum to the host-time that this script finds purchased.
 
-Only the standard library. Definitions: docs/goodput.md.
+Only the standard library. Definitions: docs/explanation/goodput.md.
 """
 
 import argparse

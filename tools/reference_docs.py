@@ -130,11 +130,11 @@ def messages_reference() -> str:
 
 FILES: Mapping[str, Callable[[], str]] = {
     "run-file.schema.json": run_file_schema,
-    "run-file.md": run_file_reference,
-    "events.md": events_reference,
-    "environment.md": environment_reference,
-    "protocol.md": messages_reference,
-    "layouts.md": layouts_reference,
+    "reference/run-file.md": run_file_reference,
+    "reference/events.md": events_reference,
+    "reference/environment.md": environment_reference,
+    "reference/protocol.md": messages_reference,
+    "reference/layouts.md": layouts_reference,
 }
 
 
@@ -197,7 +197,7 @@ def _default(info: FieldInfo) -> str:
     return f"`{json.dumps(default)}`"
 
 
-# ---------------------------------------------------------------- docs/protocol.md
+# ---------------------------------------------------------------- docs/reference/protocol.md
 
 
 _WORDS = {

@@ -3,7 +3,7 @@
 
 The log: one JSON object a line; ``job_started``, ``job_terminated`` with ``node_rank``;
 ``checkpoint_loaded``, ``checkpoint_saved`` with ``step``; wall time without a zone. Definition and weak points
-of its calculator: docs/goodput.md.
+of its calculator: docs/explanation/goodput.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a run's home in a bucket guarantees (docs/gke.md), on one with the moods of the real one: slow answers, 429 and
-503, answers that get lost, an outage."""
+"""What a run's home in a bucket guarantees (docs/how-to/gke.md), on one with the moods of the real one: slow answers,
+429 and 503, answers that get lost, an outage."""
 
 import random
 import threading

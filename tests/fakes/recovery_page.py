@@ -1,11 +1,11 @@
-"""The phases of a run, and the ways between them, as ``docs/recovery.md`` has them."""
+"""The phases of a run, and the ways between them, as ``docs/explanation/recovery.md`` has them."""
 
 import re
 from pathlib import Path
 
 from muster.supervise.recovery import phases
 
-TEXT = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "explanation" / "recovery.md").read_text()
 _PHASES = {each.__name__: each for each in phases.Phase.__subclasses__()}
 #: (from, to), by the table; each once.
 TABLE = [

@@ -1,4 +1,4 @@
-"""Faults of processes: those of docs/recovery.md's list that the recovery tests do not cover, by real signals.
+"""Faults of processes on docs/explanation/recovery.md's list that no recovery test covers, by real signals.
 
 Every run's history is judged by the offline checker. Hosts and networks: test_chaos_hosts_live; the long ones:
 test_chaos_soak.

@@ -183,7 +183,7 @@ def test_a_pods_account_reads_its_nodes_xids_once_it_may(plane, tmp_path):
 
 
 def test_a_faulty_node_is_cordoned_once_the_accounts_role_allows_it(plane, tmp_path):
-    """By RBAC of a real server: what ``up`` grants does not suffice, the role of docs/check.md does."""
+    """By RBAC of a real server: what ``up`` grants does not suffice, the role of docs/how-to/check.md does."""
     where = own_account(plane, tmp_path)
 
     def connect():
@@ -191,7 +191,7 @@ def test_a_faulty_node_is_cordoned_once_the_accounts_role_allows_it(plane, tmp_p
 
     with pytest.raises(AccessError, match="cannot patch resource"):
         cordon("node1", "a reason", connect)
-    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "check.md").read_text()
     role, binding = yaml.safe_load_all(page.partition("```yaml\n")[2].partition("```")[0])
     root = "/apis/rbac.authorization.k8s.io/v1"
     paths = [f"{root}/{held['kind'].lower()}s/{held['metadata']['name']}" for held in (role, binding)]

@@ -47,7 +47,7 @@ def test_every_command_is_documented() -> None:
     from muster.cli.main import app
 
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    page = (ROOT / "docs/commands.md").read_text()
+    page = (ROOT / "docs/reference/commands.md").read_text()
     assert set(re.findall(r"^\| `muster (\w[\w-]*)", page, re.MULTILINE)) == set(commands)
     table = README.partition("## Commands\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [a-z ]+ \| (`.*) \|$", table, re.MULTILINE)

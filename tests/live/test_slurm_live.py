@@ -230,8 +230,8 @@ def test_a_time_limit_is_continued_in_a_second_job(cluster, user, beside):
 
 @pytest.mark.soak  # a minute and more each; CI keeps the cut link, the lost supervisor and the time limit
 def test_the_five_minutes_of_the_documentation(cluster, user):
-    """docs/slurm.md, in its order: its run file, its commands; a node's step is killed and a spare takes over."""
-    document = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    """docs/how-to/slurm.md, in its order: run file, commands; a node's step is killed, a spare takes over."""
+    document = (Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md").read_text()
     run_yaml = re.search(r"```yaml\n(.*?)```", document, re.S)
     commands = re.findall(r"^\$ (.*?)(?: +#.*)?$", document, re.M)
     assert run_yaml and [word for word in commands if word.startswith("muster submit")]

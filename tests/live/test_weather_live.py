@@ -1,5 +1,5 @@
-"""Faults 34 to 36 of docs/recovery.md's list: a disk that is full, fails or is slow; an unreachable bucket; clocks that
-are stepped. None of them is anybody's incident: training goes on, bit for bit, and what was not saved is saved after.
+"""Faults 34 to 36 of docs/explanation/recovery.md's list: a disk that is full, fails or is slow; an unreachable bucket;
+clocks that are stepped. None is an incident: training continues, bit for bit, and unsaved state is saved after.
 
 Every run's history is judged by the offline checker and compared, step by step, with an unfailed run's.
 """

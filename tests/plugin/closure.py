@@ -5,7 +5,7 @@ tables of modules (``Registry``), and the modules of ours that a string of a tes
 on all that it reaches so, on its folders' ``conftest.py``, on data files (those of each package of ``src`` that it
 reaches; elsewhere those of the folder of each module that it reaches), and on what it declares::
 
-    pytestmark = [pytest.mark.reads("docs/gke.md", "examples/*.yaml"), pytest.mark.loads("muster.rank.fork_server")]
+    pytestmark = [pytest.mark.reads("docs/a.md", "examples/*.yaml"), pytest.mark.loads("muster.rank.fork_server")]
 
 ``tests/inputs.json`` has more declarations, which the recorder wrote. Where a name may be two files, both count.
 """

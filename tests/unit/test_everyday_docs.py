@@ -10,7 +10,7 @@ from muster.cli.main import GROUPS
 from muster.core import errors
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("coming-from", "tracking", "troubleshooting")]
+PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("coming-from", "tracking", "troubleshooting")]
 VERBS = {name for names in GROUPS.values() for name in names}
 SCHEMA = json.loads((ROOT / "docs" / "run-file.schema.json").read_text())
 

@@ -1,4 +1,4 @@
-"""docs/first-gpu.md: every point has a row, a status, and tests that there are."""
+"""docs/how-to/first-gpu.md: every point has a row, a status, and tests that there are."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "first-gpu.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "first-gpu.md").read_text()
 STATUSES = ("mended", "disproved", "part", "open")
 
 

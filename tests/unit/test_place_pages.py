@@ -13,7 +13,7 @@ from muster.cli import main
 from muster.config import load
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("gke", "own-loop", "vertex")]
+PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("gke", "own-loop", "vertex")]
 BLOCK = re.compile(r"<!-- checked: tests/unit/test_place_pages\.py -->\n```(\w+)\n(.*?)```", re.DOTALL)
 
 
@@ -43,7 +43,9 @@ def test_every_command_of_ours_parses(page: Path) -> None:
         command.parse_args(context, words[2:])  # raises for an option that there is not
 
 
-@pytest.mark.parametrize("line", [line for line in lines(ROOT / "docs" / "own-loop.md") if " render " in line])
+@pytest.mark.parametrize(
+    "line", [line for line in lines(ROOT / "docs" / "how-to" / "own-loop.md") if " render " in line]
+)
 def test_what_is_replaced_for_another_place_renders_there(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +63,7 @@ def test_what_a_first_run_costs_is_what_plan_says(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    page = ROOT / "docs" / f"{name}.md"
+    page = ROOT / "docs" / "how-to" / f"{name}.md"
     (text,) = run_files(page)
     (tmp_path / "first.yaml").write_text(text)
     assert load.load(tmp_path / "first.yaml", environment=True).spec.backend == name

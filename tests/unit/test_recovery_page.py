@@ -1,4 +1,4 @@
-"""docs/recovery.md is true: its policy file runs, its drill table is the menu."""
+"""docs/explanation/recovery.md is true: its policy file runs, its drill table is the menu."""
 
 import re
 from pathlib import Path
@@ -11,8 +11,8 @@ from muster.supervise.recovery.inputs import Settings
 from muster.supervise.recovery.state_machine import RecoveryStateMachine
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "recovery.md").read_text()
-TPUS = (ROOT / "docs" / "tpu.md").read_text()
+PAGE = (ROOT / "docs" / "explanation" / "recovery.md").read_text()
+TPUS = (ROOT / "docs" / "how-to" / "tpu.md").read_text()
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""SECURITY.md and docs/faults.md say nothing that no test shows."""
+"""SECURITY.md and docs/explanation/faults.md say nothing that no test shows."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: (ROOT / name).read_text() for name in ("SECURITY.md", "docs/faults.md")}
+PAGES = {name: (ROOT / name).read_text() for name in ("SECURITY.md", "docs/explanation/faults.md")}
 TEST = r"`(test_\w+\.py)::(test_\w+)`"
 NAMED = [found for text in PAGES.values() for found in re.findall(TEST, text)]
 FILES = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
@@ -22,7 +22,7 @@ def test_every_test_that_is_named_is_there(file, function):
     assert re.search(rf"^def {function}\(", FILES[file].read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(("page", "least"), [("SECURITY.md", 20), ("docs/faults.md", 16)])
+@pytest.mark.parametrize(("page", "least"), [("SECURITY.md", 20), ("docs/explanation/faults.md", 16)])
 def test_every_row_names_a_test(page, least):
     rows = [line for line in PAGES[page].splitlines() if line.startswith("|") and not re.fullmatch(r"\|[-:| ]+", line)]
     claims = [row for row in rows if not row.endswith("shown by |")]

@@ -1,6 +1,6 @@
 """The fault menu: what ``muster drill`` can inject into a run, and the expected outcome.
 
-Numbers are those of the list in docs/recovery.md; ``tests/unit/chaos/test_drill_menu.py`` compares the two.
+Numbers are those of the list in docs/explanation/recovery.md; ``tests/unit/chaos/test_drill_menu.py`` compares the two.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Fault:
     text: str
     """One sentence."""
     numbers: tuple[int, ...] = ()
-    """Of the fault list in docs/recovery.md."""
+    """Of the fault list in docs/explanation/recovery.md."""
     noticed: tuple[str, ...] = ()
     """Incident kinds, any of which may come first; empty: none is needed."""
     done: tuple[tuple[str, ...], ...] = ((),)

@@ -9,7 +9,7 @@ from muster.app.completion import run_ids
 from muster.cli import output
 from muster.cli.run_commands import OVERRIDES, RUN, RUN_FILE
 
-KIND = typer.Option([], "--kind", help="Only this kind (docs/events.md lists them); may be repeated.")
+KIND = typer.Option([], "--kind", help="Only this kind (docs/reference/events.md lists them); may be repeated.")
 RUNS = typer.Argument(
     ..., metavar="RUN...", help="Id, folder, or `last`; several: side by side.", autocompletion=run_ids
 )

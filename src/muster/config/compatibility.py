@@ -1,7 +1,7 @@
 """Which layouts and features can be combined: one table of pairs. A pair that is not listed works.
 
 The run file's validation asks it before hosts are paid for, the planner before it proposes a layout.
-``docs/layouts.md`` is generated from it; ``tests/live/test_layout_cells_live.py`` trains the pairs that work.
+``docs/reference/layouts.md`` is generated from it; ``tests/live/test_layout_cells_live.py`` trains the pairs that work.
 """
 
 from __future__ import annotations

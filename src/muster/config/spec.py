@@ -298,7 +298,7 @@ class Check(Section):
     mode: Literal["auto", "passive", "full", "off"] = "auto"
     """Before ranks use a host. passive: what the machine tells of itself, within 2 s, while the imports run. full: its
     GPUs are loaded as well, 30 s. auto: nothing without GPUs, full where the run is long enough to be worth it (8 hours
-    of hosts: docs/check.md), else passive."""
+    of hosts: docs/how-to/check.md), else passive."""
     network: bool = False
     """Before the first step of its first attempt the ranks of all hosts measure their network with each other, by
     NCCL (gloo without GPUs), within a minute or so: the event ``network.measured``. Not with `command`, nor on TPUs."""
@@ -308,7 +308,7 @@ class Check(Section):
     """Xid numbers after which a host is replaced at once; they win over ``xid_ignore``."""
     take_out: bool = True
     """A machine that is to be drained or replaced is kept from other work where the run's account may do that: drained
-    in Slurm, cordoned on GKE (docs/check.md). Where it may not, the command is logged."""
+    in Slurm, cordoned on GKE (docs/how-to/check.md). Where it may not, the command is logged."""
 
 
 class Limits(Section):
@@ -337,7 +337,7 @@ class Output(Section):
 
 
 class Metrics(Section):
-    """The run's figures for other systems, from its supervisor. docs/metrics.md lists them."""
+    """The run's figures for other systems, from its supervisor. docs/how-to/metrics.md lists them."""
 
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Of a page for Prometheus. 0: any free one (``muster metrics RUN`` finds it). Default: no page. On GKE the

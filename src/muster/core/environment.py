@@ -2,7 +2,7 @@
 
 Entry points (``cli``, programs with a ``main``) call ``current`` and pass on what it returns; functions whose default
 comes from the environment (the home folder, the root of snapshots) call it too, so that no other module of theirs reads
-``os.environ``. ``docs/environment.md`` is generated from ``VARIABLES``.
+``os.environ``. ``docs/reference/environment.md`` is generated from ``VARIABLES``.
 """
 
 from __future__ import annotations

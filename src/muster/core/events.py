@@ -1,8 +1,8 @@
 """The event schema: the only record of a run, from which everything else is read.
 
 An event is one JSON object on one line. ``KINDS`` (``core.event_details.kinds``) holds a class for every kind, with the
-fields of its ``detail``; ``docs/events.md`` is generated from it. Times are integer nanoseconds. ``mono_ns`` never
-steps back but compares only within one host and boot; ``wall_ns`` is for people; the supervisor logs each host's
+fields of its ``detail``; ``docs/reference/events.md`` is generated from it. Times are integer nanoseconds. ``mono_ns``
+never steps back but compares only within one host and boot; ``wall_ns`` is for people; the supervisor logs each host's
 ``clock.offset`` so that a reader can put hosts on one axis.
 
 One writer has one file per attempt (``events/<writer>.<attempt>.jsonl``) and one chain: ``prev`` is the

@@ -5,7 +5,7 @@ Another package adds a kind of its own by an entry point, whose name is the kind
     [project.entry-points."muster.incident_kinds"]
     fan_failure = "my_package.incidents:FAN_FAILURE"
 
-A detector then reports it for a host (docs/recovery.md); the shipped policies treat it by its traits.
+A detector then reports it for a host (docs/explanation/recovery.md); the shipped policies treat it by its traits.
 """
 
 from __future__ import annotations

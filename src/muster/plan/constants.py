@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """The few numbers that ``calibrate`` fits; defaults are stated with their origin in docs/plan.md."""
+    """The few numbers that ``calibrate`` fits; defaults are stated with their origin in docs/explanation/plan.md."""
 
     efficiency: float = 0.85
     """Share of the measured matmul ceiling that matrices reach: between what this trainer's two runs on one H100 ask
-    for (8B LoRA 0.81, 1B 0.95; its trace says 0.93). docs/plan.md compares with published runs."""
+    for (8B LoRA 0.81, 1B 0.95; its trace says 0.93). docs/explanation/plan.md compares with published runs."""
     attention_efficiency: float = 0.89
     """Share of its kernel's published rate that attention reaches: one traced run on one H100 (1B, heads of 64,
     documents of 4,096 tokens: 197 TFLOP/s where the table gives 221)."""

@@ -59,5 +59,7 @@ def load_policy(name: str, *, max_wait_s: float | None = None) -> Policy:
         raise UsageError(f"recovery.policy: {name} failed to import: {type(error).__name__}: {error}") from error
     given = getattr(module, "policy", module)
     if not callable(getattr(given, "decide", None)):
-        raise UsageError(f"recovery.policy: {name} has no decide(situation, incident)", hint="see docs/recovery.md")
+        raise UsageError(
+            f"recovery.policy: {name} has no decide(situation, incident)", hint="see docs/explanation/recovery.md"
+        )
     return complete(given)

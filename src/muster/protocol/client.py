@@ -60,7 +60,7 @@ class HealthReport(Record):
     """What a health check or another detector found on a host."""
 
     host: str
-    kind: Annotated[str, "an incident kind (docs/recovery.md)"] = "host_unhealthy"
+    kind: Annotated[str, "an incident kind (docs/explanation/recovery.md)"] = "host_unhealthy"
     evidence: str = ""
     resettable: Annotated[tuple[Count, ...], "GPUs that a reset may repair"] = ()
 

@@ -33,8 +33,8 @@ def keep_freed() -> bool:
     """What this process frees from now on stays with it; whether that could be set. Never raises.
 
     Not if the environment sets glibc's own variables. The price: a resident set above what the tensors need
-    (docs/plan.md has a figure). Threads that are started later take from the same heap: gloo gathers parameters in
-    threads of its own.
+    (docs/explanation/plan.md has a figure). Threads that are started later take from the same heap: gloo gathers
+    parameters in threads of its own.
     """
     if allocator_is_set():
         return False

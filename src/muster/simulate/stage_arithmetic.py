@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """How long things take, in seconds. Defaults: measured on CPU processes (docs/recovery.md)."""
+    """How long things take, in seconds. Defaults: measured on CPU processes (docs/explanation/recovery.md)."""
 
     step_s: float = 0.3
     flush_s: float = 0.5

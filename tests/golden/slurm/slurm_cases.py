@@ -63,7 +63,7 @@ def scripts() -> dict[str, RunSpec]:
 
 
 def example(name: str) -> RunSpec:
-    """A container with a script of its own: the shipped run file, with what docs/own-loop.md replaces for Slurm."""
+    """The shipped run file of a container with its own script, with what docs/how-to/own-loop.md replaces for Slurm."""
     gone = ("run_dir", "resources.image", "resources.project", "resources.provisioning_model")
     overrides = [
         "backend=slurm", *(f"{key}=null" for key in gone), "resources.locations=[]", f"slurm.venv={VENV}",

@@ -45,7 +45,7 @@ def spec(machine: str | None = "a3-megagpu-8g", mode: str | None = "spot", **cha
 
 
 def example(name: str) -> RunSpec:
-    """A container with a script of its own: the shipped run file, with what docs/own-loop.md replaces for Vertex AI."""
+    """The shipped run file of a container with a script, with what docs/how-to/own-loop.md replaces for Vertex AI."""
     overrides = [
         "backend=vertex", "resources.locations=[us-central1]", "resources.provisioning_model=spot",
         f"vertex.service_account={ACCOUNT}",

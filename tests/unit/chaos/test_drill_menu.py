@@ -140,7 +140,7 @@ def test_a_second_ctrl_c_leaves_nothing_of_the_drills_run_behind(monkeypatch):
 
 
 def test_what_ends_a_rank_at_any_moment_may_take_a_step_along():
-    """One that dies before its snapshot counts does (docs/recovery.md, "The step that is redone"): no failed drill.
+    """One that dies before its snapshot counts does (recovery.md, "The step that is redone"): no failed drill.
 
     The others fail in a step that is not applied.
     """

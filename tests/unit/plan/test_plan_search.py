@@ -163,5 +163,5 @@ def test_70b_over_the_whole_catalogue_is_bounded_work_and_needs_no_torch():
         "print(len(calls))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    # An estimate takes about 0.1 ms: some 11,000 of them are the answer within two seconds that docs/plan.md promises.
+    # An estimate takes about 0.1 ms: 11,000 of them take the two seconds that docs/explanation/plan.md promises.
     assert 1_000 < int(done.stdout) < 15_000

@@ -26,8 +26,12 @@ def test_each_stack_has_one_efficiency_and_it_is_credible():
 
 
 def test_the_documentation_shows_this_table():
-    assert table() in (ROOT / "docs" / "plan.md").read_text(), "run benchmarks/plan_anchors.py and paste it"
-    assert unfitted() in (ROOT / "docs" / "plan.md").read_text(), "run benchmarks/plan_anchors.py and paste it"
+    assert table() in (ROOT / "docs" / "explanation" / "plan.md").read_text(), (
+        "run benchmarks/plan_anchors.py and paste it"
+    )
+    assert unfitted() in (ROOT / "docs" / "explanation" / "plan.md").read_text(), (
+        "run benchmarks/plan_anchors.py and paste it"
+    )
 
 
 def test_the_shipped_constants_predict_tensor_and_pipeline_parallel_without_a_fit():
@@ -37,4 +41,4 @@ def test_the_shipped_constants_predict_tensor_and_pipeline_parallel_without_a_fi
     assert {"MaxText", "OLMo-core", "DeepSpeed"} <= {line.split(",")[0].lstrip("| ") for line in lines}
     errors = [float(line.rstrip("% |").rsplit(" ", 1)[-1]) for line in lines if line.endswith("% |")]
     assert len(errors) >= 9 and sorted(map(abs, errors))[-2] < 10
-    assert max(errors) < 55, "Automodel's 70B LoRA, whose gathers are not hidden (docs/plan.md)"
+    assert max(errors) < 55, "Automodel's 70B LoRA, whose gathers are not hidden (docs/explanation/plan.md)"

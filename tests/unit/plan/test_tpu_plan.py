@@ -170,7 +170,7 @@ def test_the_peak_is_where_most_is_held():
 )
 def test_memory_is_what_xla_allocates_for_the_compiled_step_within_a_tenth(model, chips, length, more, allocated_gb):
     """As ``benchmarks/tpu_aot.py`` saw it, one row a group of chips and round. Qwen3-4B on v5e 4x8 is
-    left out: XLA takes 15 % more (docs/tpu.md)."""
+    left out: XLA takes 15 % more (docs/how-to/tpu.md)."""
     tp, rounds = more.get("tp", 1), more.get("rounds", 1)
     groups = chips // tp
     work = job(shape=rows.models()[model].shape, sequence_length=length, global_batch_size=groups * rounds)
@@ -354,7 +354,7 @@ def test_published_runs_are_in_the_documentation_with_their_errors():
     from plan_anchors import on_tpus
 
     shown = on_tpus()
-    assert shown in (ROOT / "docs" / "tpu.md").read_text(), "run benchmarks/plan_anchors.py and paste it"
+    assert shown in (ROOT / "docs" / "how-to" / "tpu.md").read_text(), "run benchmarks/plan_anchors.py and paste it"
     lines = [line for line in shown.splitlines() if "TPU-" in line]
     errors = [float(line.split(" | ")[-2].rstrip("%")) for line in lines]
     assert len(errors) == 7 and max(map(abs, errors)) < 30

@@ -11,7 +11,7 @@ LAYOUT = {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
 
 
 class Book:
-    """Writes a run's folder by hand: events at given seconds, chains as docs/events.md says."""
+    """Writes a run's folder by hand: events at given seconds, chains as docs/reference/events.md says."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

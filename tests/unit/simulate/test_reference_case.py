@@ -1,4 +1,4 @@
-"""The case study and the spares table: rehearsed within the error that docs/simulator.md states."""
+"""The case study and the spares table: rehearsed within the error that docs/explanation/simulator.md states."""
 
 import importlib.util
 import math

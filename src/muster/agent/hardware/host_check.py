@@ -25,7 +25,7 @@ NAME = "check"
 PASSIVE_S = 2.0
 #: A probe that has not ended by then is killed; what it wrote until then counts.
 LIMIT_S = {"passive": 10.0, "full": 90.0}
-#: Host-hours from which ``auto`` loads the GPUs (docs/check.md), and the length of a run that does not say it.
+#: Host-hours from which ``auto`` loads the GPUs (docs/how-to/check.md), and the length of a run that does not say it.
 WORTH_HOST_HOURS, UNSAID_HOURS = 8.0, 1.0
 #: Of a probe's output on the wire: what is cut is incomplete.
 MOST_BYTES = 1 << 17
@@ -124,7 +124,7 @@ def part_of(spec: RunSpec, *, gpus: bool, ports: bool, whole: bool) -> _Part | N
 
     ``gpus``, ``ports``: there are some (of RDMA). ``whole``: the GPUs are this host's alone; else they are not loaded.
 
-    The rule of ``auto`` weighs 30 s of all hosts against what a bad one costs: docs/check.md has the sum.
+    The rule of ``auto`` weighs 30 s of all hosts against what a bad one costs: docs/how-to/check.md has the sum.
     """
     mode, resources = spec.check.mode, spec.resources
     if mode == "off":

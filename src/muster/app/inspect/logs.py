@@ -73,7 +73,7 @@ def events(
         if kind not in KINDS:
             near = difflib.get_close_matches(kind, KINDS, n=1)
             raise UsageError(
-                f"no kind of event {kind!r}", hint=f"did you mean {near[0]}?" if near else "docs/events.md"
+                f"no kind of event {kind!r}", hint=f"did you mean {near[0]}?" if near else "docs/reference/events.md"
             )
     run = run_registry.find(reference)
     launcher, handle = job(run)

@@ -142,7 +142,7 @@ def draft(given: str, base: Base | None, *, lora: bool, gpus: int) -> Draft:
     rows = look(given, encoder)
     assumed = [_of_rows(rows)]
     parts = [
-        f"# {rows.kind.capitalize()} of {given}: written by `muster init`; every key: docs/run-file.md.",
+        f"# {rows.kind.capitalize()} of {given}: written by `muster init`; every key: docs/reference/run-file.md.",
         f"name: {_name(given)}",
         _model(base, lora, gpus, rows, assumed),
         _data(base, rows, assumed),

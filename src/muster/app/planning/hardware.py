@@ -25,8 +25,8 @@ from muster.plan.memory import CUDA, DeviceOverhead
 from muster.storage import run_registry
 
 KEY = "resources.usd_per_host_hour"
-#: A CPU rank beside its tensors, as real ranks were measured (docs/plan.md): threads, logs, kernels' caches; freed
-#: tensors go back to the system, and a save is staged in the same memory.
+#: Memory of a CPU rank without its tensors, measured on real ranks (docs/explanation/plan.md): threads, logs, kernels'
+#: caches; freed tensors go back to the system, and a save is staged in the same memory.
 CPU = DeviceOverhead(
     context_bytes=40 << 20, communicator_bytes=0, fragmentation=0.0, expanded_kv=True, stages_here=True, streams=False
 )

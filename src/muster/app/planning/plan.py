@@ -174,12 +174,14 @@ def open_plan(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 def assumptions(problem: Problem, *, here: bool = False) -> list[str]:
     """What every figure of this plan rests on beyond the catalogue; ``here``: nothing is queued for or rented."""
     efficiency = problem.constants.efficiency
-    origin = "two runs on one H100, see docs/plan.md" if efficiency == DEFAULT.efficiency else "not calibrated"
+    origin = (
+        "two runs on one H100, see docs/explanation/plan.md" if efficiency == DEFAULT.efficiency else "not calibrated"
+    )
     if problem.sigma != STEP_SIGMA:
         origin = "calibrated here"
     arithmetic = f"matrices at {efficiency:.0%} of the measured matmul ceiling ({origin})"
     return [
-        "modelled, unfitted, and no TPU was measured (docs/tpu.md)" if problem.tpus else arithmetic,
+        "modelled, unfitted, and no TPU was measured (docs/how-to/tpu.md)" if problem.tpus else arithmetic,
         "every token has a target and documents fill their sequences"
         if problem.work.document_length is None
         else f"documents of {problem.work.document_length} tokens",

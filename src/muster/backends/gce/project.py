@@ -95,7 +95,7 @@ class GceProject:
         return Down(troubles=tuple(troubles), leftovers=tuple(self._left(session, kept)))
 
     def image(self, *, base: str | None = None, torch: str | None = None, torch_index: str | None = None) -> Image:
-        raise UsageError("hosts are machines, not containers", hint="docs/gce.md says how gce.bundle is made")
+        raise UsageError("hosts are machines, not containers", hint="docs/how-to/gce.md says how gce.bundle is made")
 
     def _check_access(self, session: Session) -> None:
         services = self.sites[0].services

@@ -147,7 +147,7 @@ def _named(placement: Placement) -> Iterator[Problem]:
         yield Problem("gce.supervisor_service_account", message, value=asked.service_account, hint="one of its own")
     if asked.bundle is None:
         message = "no software: hosts boot Google's image and install what the bundle holds"
-        hint = "gce.bundle: gs://BUCKET/bundles/SHA256.tar.gz (docs/gce.md)"
+        hint = "gce.bundle: gs://BUCKET/bundles/SHA256.tar.gz (docs/how-to/gce.md)"
         yield Problem("gce.bundle", message, hint=hint, to_submit=True)
 
 

@@ -172,7 +172,9 @@ class Start:
             transient = trouble.cause in (Cause.RATE, Cause.ACCESS) or reply.status >= 500
             if not transient or waited_s >= GRANT_S:
                 kind = AccessError if trouble.cause is Cause.ACCESS else BackendError
-                raise kind(f"{request.what} in {zone}: {trouble}", hint="docs/gce.md lists accounts, roles, networks")
+                raise kind(
+                    f"{request.what} in {zone}: {trouble}", hint="docs/how-to/gce.md lists accounts, roles, networks"
+                )
             self._pause()
             waited_s += RETRY_S
 

@@ -6,7 +6,7 @@
   the run's home has crashed, unless another one was faster to take the lease.
 * What a notice, an end and an exit code mean on a back end is in its ``Rules``.
 
-``docs/host-program.md`` is the table of what it answers.
+``docs/reference/host-program.md`` is the table of what it answers.
 """
 
 from __future__ import annotations

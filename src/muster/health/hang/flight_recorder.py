@@ -86,7 +86,7 @@ def parse(captured: bytes | str) -> Recorder:
         Unreadable: it is cut, is no dump, or is of an unknown version; the sentence says which.
     """
     if isinstance(captured, bytes) and captured[:1] == b"\x80":
-        raise Unreadable("a pickle, which is a program: docs/why.md has the command that makes JSON of it")
+        raise Unreadable("a pickle, which is a program: docs/how-to/why.md has the command that makes JSON of it")
     if len(captured) > LARGEST_BYTES:
         raise Unreadable(f"flight recorder of {len(captured)} bytes: more than {LARGEST_BYTES} are not read")
     try:

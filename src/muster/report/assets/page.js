@@ -135,7 +135,7 @@
   head();
   charts.node.id = "charts";
   document.getElementById("main").append(...[figures(), next(), charts.node, categories(), incidents(), ...tables(), log()].filter(Boolean));
-  document.getElementById("foot").append(`Muster ${report.version || ""} · run ${report.run_id} · newest event ${report.newest_event || UNKNOWN} · charts by uPlot (MIT). Definitions: docs/goodput.md.`);
+  document.getElementById("foot").append(`Muster ${report.version || ""} · run ${report.run_id} · newest event ${report.newest_event || UNKNOWN} · charts by uPlot (MIT). Definitions: docs/explanation/goodput.md.`);
   muster.themes(document.getElementById("theme"), charts.draw);
   root.dataset.ready = "yes";
 })();

@@ -225,7 +225,7 @@
   document.getElementById("main").append(...[figures(), chart(), frontier(), list("Why", plan.why),
     el("div", { class: "pairs", style: { marginBottom: "18px" } }, stack(`Memory of a GPU at its peak: ${gigabytes(chosen.memory_bytes_per_gpu)}`, chosen.memory_bytes_by_item, gigabytes), stack(`A step of ${seconds(chosen.step_s)}`, chosen.step_s_by_item, seconds)),
     rejected(), assumed()].filter(Boolean));
-  document.getElementById("foot").append("Modelled, before anything was bought: what is measured and what is assumed stands in docs/plan.md. Charts by uPlot (MIT).");
+  document.getElementById("foot").append("Modelled, before anything was bought: what is measured and what is assumed stands in docs/explanation/plan.md. Charts by uPlot (MIT).");
   theme(stored() || (wanted.matches ? "dark" : "light"));
   if (points.length) choose(at);
   wanted.addEventListener("change", (event) => { if (!stored()) theme(event.matches ? "dark" : "light"); });

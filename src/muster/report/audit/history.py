@@ -129,7 +129,7 @@ def _undo_clock_steps(files: Mapping[str, list[Line]]) -> None:
     """Undo what a stepped wall clock did to ``wall_ns``: a second or more off, by the writer's own monotonic clock.
 
     Supervisors first, in the order of their terms, which follow each other; then the hosts, by the offsets of their
-    monotonic clocks that supervisors measured (docs/events.md, ``clock.offset``).
+    monotonic clocks that supervisors measured (docs/reference/events.md, ``clock.offset``).
     """
     measured: dict[str, list[int]] = {}
     ended = None

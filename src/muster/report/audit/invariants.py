@@ -1,7 +1,7 @@
 """Whether a run's recorded history keeps the invariants I1-I8. Shares no code with what wrote the history.
 
-Chains, markers and checksums are looked up here a second time, from their description (docs/events.md) and with the
-standard library alone, so that a mistake in the writer is not repeated in its check. Which lines of a damaged file
+Chains, markers and checksums are verified here a second time, from their description (docs/reference/events.md), with
+the standard library alone, so that a mistake in the writer is not repeated in its check. Which lines of a damaged file
 count is the one thing taken from elsewhere: the rule of all readers (``core.event_log``).
 
     I1  applied steps form one chain: no step is missing, none has two results; replicas hold one state
@@ -36,7 +36,7 @@ from muster.report.audit.history import Finding, History, LayoutHistory, Line, l
 #: Optimizers whose state comes back from a snapshot to the bit: with others a repeated step may differ slightly.
 EXACT_OPTIMIZERS = frozenset({"adamw"})
 INVARIANTS = ("log", "I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8")
-#: A float sum taken in another order, relative; docs/recovery.md has the measured figure.
+#: A float sum taken in another order, relative; docs/explanation/recovery.md has the measured figure.
 REORDERED = 1e-4
 #: Ranks are ended after the run's end is written (``stop --force``): steps until then are accepted.
 LEAVE_NS = 2_000_000_000

@@ -1,4 +1,4 @@
-"""Where a host-second can go, in the words of the ledger. ``docs/goodput.md`` explains each."""
+"""Where a host-second can go, in the words of the ledger. ``docs/explanation/goodput.md`` explains each."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class SupervisorContext:
         self.state.phase.deadline_ns = self.now_ns + int(seconds * SECOND_NS)
 
     def enter(self, phase: Phase) -> None:
-        """The run is in ``phase`` now: a row of the table in ``docs/recovery.md``."""
+        """The run is in ``phase`` now: a row of the table in ``docs/explanation/recovery.md``."""
         self.state.phase = phase
 
     def await_first_step(self) -> None:

@@ -1,6 +1,6 @@
 """Where a run is: one value for each phase, with what has a meaning only there.
 
-Only ``SupervisorContext.enter`` changes the phase. ``docs/recovery.md`` has the table of all transitions.
+Only ``SupervisorContext.enter`` changes the phase. ``docs/explanation/recovery.md`` has the table of all transitions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The recovery state machine. Pure: inputs and a time in, effects out; no clock, no sockets, no sleep.
 
-``docs/recovery.md`` says how a run gets from one phase to another; this module hands each input to the function of its
-phase. Every decision is logged before the first message that carries it out, and an attempt's number is used
-once: a message of an older attempt changes nothing on the host that gets it. So a supervisor killed
-between any two effects leaves a state from which the next one continues.
+``docs/explanation/recovery.md`` says how a run gets from one phase to another; this module hands each input to the
+function of its phase. Every decision is logged before the first message that carries it out, and an attempt's number
+is used once: a message of an older attempt changes nothing on the host that gets it. So a supervisor killed between
+any two effects leaves a state from which the next one continues.
 """
 
 from __future__ import annotations

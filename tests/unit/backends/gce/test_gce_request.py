@@ -29,7 +29,7 @@ def test_no_record_without_a_case():
 
 
 def test_the_documents_example_is_the_first_golden():
-    page = (Path(__file__).parents[4] / "docs" / "gce.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "gce.md").read_text()
     of = placement(loads(page.partition("```yaml\n")[2].partition("```")[0], environment=False).spec)
     assert text(of) == text(CASES["full-8b-flex-two-zones"])
 

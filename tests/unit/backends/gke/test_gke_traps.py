@@ -1,6 +1,6 @@
 """One test per trap of Google Cloud's GPU stack: the string that others got wrong, as ours has it.
 
-The table in docs/gke.md has a row for each of these tests (checked below).
+The table in docs/how-to/gke.md has a row for each of these tests (checked below).
 """
 
 import json
@@ -19,7 +19,7 @@ from muster.backends.gke.manifests.render import cluster_objects, run_manifests
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.catalog import gke as catalogue
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "gke.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "how-to" / "gke.md"
 A4, A3U, MEGA, HIGH = "a4-highgpu-8g", "a3-ultragpu-8g", "a3-megagpu-8g", "a3-highgpu-8g"
 
 

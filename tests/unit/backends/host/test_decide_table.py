@@ -1,4 +1,4 @@
-"""What the host program answers, as the table docs/host-program.md (``MUSTER_REGENERATE=1`` writes it), and its laws.
+"""The host program's answers: the table docs/reference/host-program.md (``MUSTER_REGENERATE=1`` writes it); its laws.
 
 Each row is played on the pure function alone for 150 virtual seconds, in which lease and home stay as the row says.
 """
@@ -22,7 +22,7 @@ from muster.backends.host.state import AGENT, SUPERVISOR, Child, Lease, Looked, 
 from muster.backends.slurm import batch, node
 from muster.backends.vertex.host import rules as vertex
 
-PAGE = Path(__file__).resolve().parents[4] / "docs/host-program.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs/reference/host-program.md"
 STEP = "step"
 """Slurm's batch program has one for each node."""
 PLACES = {

@@ -32,7 +32,7 @@ def test_no_record_without_a_case():
 
 
 def test_the_documents_example_is_the_golden_of_two_machines():
-    page = (Path(__file__).parents[4] / "docs" / "vertex.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "vertex.md").read_text()
     of = placement(loads(page.partition("```yaml\n")[2].partition("```")[0], environment=False).spec)
     assert text(of) == text(CASES["full-8b-two-machines"])
 

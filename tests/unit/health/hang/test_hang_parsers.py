@@ -45,7 +45,7 @@ def test_a_rank_that_has_called_nothing():
 
 def test_a_pickle_is_refused_with_the_way_to_json():
     dump = pickle.dumps(json.loads(gloo_dump(CALLS, done=2)), protocol=2)
-    with pytest.raises(Unreadable, match=r"a pickle, which is a program: docs/why\.md"):
+    with pytest.raises(Unreadable, match=r"a pickle, which is a program: docs/how-to/why\.md"):
         flight_recorder.parse(dump)
 
 

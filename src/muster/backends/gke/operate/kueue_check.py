@@ -123,7 +123,7 @@ def _misplaced(cluster: Cluster, jobset: JsonObject, queue: _Queue, release: kue
     sentence = f"Kueue gives the supervisor the hosts' flavour {name}, and no node is of that and its own pool"
     hint = (
         f"muster up RUN.yaml repairs its queue; of your own: nodeTaints of flavour {name} with the taint of its nodes "
-        "(docs/gke.md, A Kueue of your own)"
+        "(docs/how-to/gke.md, A Kueue of your own)"
     )
     try:
         if cluster.list("v1", "nodes", labels={**labels, **{key: str(value) for key, value in asked.items()}}):

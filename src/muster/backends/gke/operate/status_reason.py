@@ -212,7 +212,7 @@ def _unsupervised(snapshot: ClusterSnapshot) -> Explanation | None:
         run = text(snapshot.jobset, "metadata", "labels", "app.kubernetes.io/instance", default="RUN")
         sentence = f"Kueue gave the supervisor the hosts' flavour {flavor}, and no node is of that and its own pool"
         hint = (
-            "muster up RUN.yaml repairs its queue (of your own: docs/gke.md, A Kueue of your own); then submit again: "
+            "muster up RUN.yaml repairs its queue (your own Kueue: docs/how-to/gke.md); then submit again: "
             f"muster down {run} && muster submit RUN.yaml"
         )
         return _waiting(f"the run cannot start: {sentence}{_billed(snapshot)}", hint)

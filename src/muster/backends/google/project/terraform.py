@@ -1,7 +1,7 @@
 """What ``up`` makes as Terraform's: the files in ``terraform_files``, with values from the same requests.
 
 Fields of variables are named as Google's API names them, in snake case; the files say which argument each one is. The
-provider's schema is that of hashicorp/google 6.50 (docs/gke.md#terraform).
+provider's schema is that of hashicorp/google 6.50 (docs/how-to/gke.md#terraform).
 """
 
 from __future__ import annotations

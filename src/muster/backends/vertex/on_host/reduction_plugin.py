@@ -40,7 +40,7 @@ def verdict(library: Path | None) -> tuple[bool, str]:
     """(whether NCCL loads it, in a sentence)."""
     if library is None:
         missing = f"no {LIBRARY} in this image: gradients go over plain TCP, and the reducers do nothing"
-        return False, f"{missing}; the package is google-reduction-server (docs/vertex.md)"
+        return False, f"{missing}; the package is google-reduction-server (docs/how-to/vertex.md)"
     try:
         there = versions(library)
     except OSError as error:

@@ -12,6 +12,9 @@ from muster.protocol.client import SupervisorStatus
 from muster.protocol.values import Address
 from muster.protocol.version import MINE, OtherVersion, Version, incompatible, stated
 
+#: A holder that has not renewed for this time may be replaced (one whose process is dead on this host at once).
+LEASE_S = 10.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseRecord(Record):

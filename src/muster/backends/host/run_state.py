@@ -14,7 +14,7 @@ from muster.backends.host.state import Lease, Looked
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import Unreadable, decode, encode
-from muster.protocol.lease import EndRecord, LeaseRecord, read_lease, write_lease
+from muster.protocol.lease import LEASE_S, EndRecord, LeaseRecord, read_lease, write_lease
 from muster.protocol.version import OtherVersion
 from muster.storage import run_registry
 from muster.storage.home import Home, open_home
@@ -38,6 +38,8 @@ class RunState:
     _said: str = ""
     _caught_up: float | None = None
     """When it was last begun, by the monotonic clock."""
+    _lease: tuple[int, float, bool] = (0, 0.0, False)
+    """What it said of its end, since when, by the monotonic clock; whether it was renewed before this host's eyes."""
     _catching_up: threading.Thread | None = None
 
     @property
@@ -60,7 +62,7 @@ class RunState:
         except (MusterError, OSError) as error:
             self._say(f"the run's home does not answer: {error}")
             return Looked(lease=Lease(kind="unknown"))
-        left_s = (record.expires_wall_ns - time.time_ns()) / 1e9 if record is not None else 0.0
+        left_s = self._left_s(record.expires_wall_ns) if record is not None else 0.0
         if record is not None and left_s > 0 and not is_of(record, ended_pid):
             if self.brings_events:
                 self.catch_up()
@@ -69,6 +71,16 @@ class RunState:
             return Looked(lease=Lease(kind="free"), end=self.ended())
         except (MusterError, OSError):
             return Looked(lease=Lease(kind="free"), end="unreadable")
+
+    def _left_s(self, expires_wall_ns: int) -> float:
+        """Until its holder is gone if it does not renew; 0 or less: it is. The holder's clock may differ by hours: once
+        a renewal was seen, this host's monotonic clock alone counts."""
+        seen, since_s, is_renewed = self._lease
+        if expires_wall_ns != seen:
+            since_s, is_renewed = time.monotonic(), seen > 0
+            self._lease = (expires_wall_ns, since_s, is_renewed)
+        left_s = LEASE_S - (time.monotonic() - since_s)
+        return left_s if is_renewed and expires_wall_ns else min(left_s, (expires_wall_ns - time.time_ns()) / 1e9)
 
     def lease(self) -> LeaseRecord | None:
         """The same; None also where the home does not answer."""

@@ -20,12 +20,12 @@ from muster.core.events import Event
 from muster.core.protocols import Clock
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.protocol.client import SupervisorStatus
-from muster.protocol.lease import EndRecord, HomeStatus
+from muster.protocol.lease import LEASE_S, EndRecord, HomeStatus
 from muster.storage import job_record
 from muster.storage.home import SUBMISSION_FILE, BucketHome, Home, HomeSync, open_home
 from muster.storage.run_registry import replace_text
 from muster.supervise.process.figures import Figures
-from muster.supervise.process.lease import LEASE_S, LeaseKeeper, keeping
+from muster.supervise.process.lease import LeaseKeeper, keeping
 from muster.supervise.recovery.inputs import SECOND_NS, End
 from muster.supervise.replay.event_replay import EventReplay, EventsInOrder
 from muster.supervise.replay.rebuild_state import finish_of

@@ -23,13 +23,11 @@ from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError
 from muster.core.protocols import Clock, Store
 from muster.core.typed_json import Unreadable
-from muster.protocol.lease import LeaseRecord, read_lease, write_lease
+from muster.protocol.lease import LEASE_S, LeaseRecord, read_lease, write_lease
 from muster.protocol.version import MINE, OtherVersion, incompatible
 from muster.storage import uris
 from muster.storage.store.patient import start_thread
 
-#: A holder that has not renewed for this time may be replaced (one whose process is dead on this host at once).
-LEASE_S = 10.0
 #: ``supervisor.TERM.jsonl``, or ``supervisor.partN.TERM.jsonl`` where a damaged file was left and continued in another.
 _LOG = re.compile(r"^supervisor\.(?:part\d+\.)?(\d+)\.jsonl$")
 #: How often one that waits for a holder to show itself looks.
@@ -96,9 +94,8 @@ class LeaseKeeper:
         until_ns = self.clock.monotonic_ns() + int(LEASE_S * 1e9)
         while True:
             generation, record, _ = result = self._look()
-            is_renewed = record is not None and generation != seen
-            is_free = record is not None and self._vacant(record)
-            if is_renewed or is_free or self.clock.monotonic_ns() >= until_ns:
+            is_written = record is not None and (generation != seen or self._vacant(record))
+            if is_written or self.clock.monotonic_ns() >= until_ns:
                 return result
             self.clock.sleep(LOOK_S)
 
@@ -204,11 +201,10 @@ class LeaseKeeper:
         )
 
     def _vacant(self, record: LeaseRecord) -> bool:
-        """Whether it is free. On the holder's own machine the wall clock does not count: it may have been set."""
-        if not record.expires_wall_ns:
-            return True
-        if not _is_of_this_boot(record):
-            return self.clock.wall_ns() >= record.expires_wall_ns
+        """Whether it is free at first sight. No wall clock counts: it may have been set, and another machine's may
+        differ by hours. There a holder is gone once it has not renewed for a lease's length (``_look_longer``)."""
+        if not record.expires_wall_ns or not _is_of_this_boot(record):
+            return not record.expires_wall_ns
         return self.clock.monotonic_ns() >= record.expires_mono_ns or processes.look(record.pid) is None
 
 

@@ -25,12 +25,13 @@ from muster.protocol.client import (
     TraceRun,
 )
 from muster.protocol.hello import AgentHello, BeatHello, ClientHello, Refused
+from muster.protocol.lease import LEASE_S
 from muster.protocol.to_supervisor import EvidenceReady, FromAgent, HostLooked, Pong
 from muster.protocol.values import RankEvent
 from muster.supervise.process.client_requests import ClientRequests, Reply, RunView, ToHost, health_of, stop_of
 from muster.supervise.process.clock_offsets import ClockOffsets
 from muster.supervise.process.decisions import RETRY_S
-from muster.supervise.process.lease import LEASE_S, keeping
+from muster.supervise.process.lease import keeping
 from muster.supervise.process.limits import OwnLimits
 from muster.supervise.process.run_file import corrected
 from muster.supervise.process.term import Term

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from fakes.gcs import GcsFake
@@ -16,13 +17,13 @@ from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
 from muster.backends.gke.pod.main import BACK_END_FAULT, PodPlace, host_program, supervisor_rules
 from muster.backends.gke.pod.own_jobset import OwnJobSet, all_pods_go, runs_since
 from muster.backends.google.http import Unreachable
-from muster.backends.host import decide
+from muster.backends.host import decide, run_state
 from muster.backends.host.run_state import RunState
 from muster.backends.host.state import RESUME as AGAIN
 from muster.backends.host.state import SUPERVISOR
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.typed_json import decode, encode
-from muster.protocol.lease import EndRecord, LeaseRecord
+from muster.protocol.lease import LEASE_S, EndRecord, LeaseRecord
 from muster.protocol.version import MINE
 from muster.storage.home import open_home
 from muster.storage.store import open_store
@@ -208,6 +209,23 @@ def test_wrong_words_are_the_users_within_seconds(folder, code):
 def test_a_lease_that_nobody_can_read_is_no_end_of_the_pod(folder, changed):
     lease(1000.0, **changed)
     assert run(folder, SAYS) == 0
+
+
+@pytest.mark.parametrize("ahead_s", [3600, -3600])
+def test_a_lease_from_a_machine_of_another_time_is_judged_by_its_renewals(folder, monkeypatch, ahead_s):
+    now_s = [1000.0]
+    monkeypatch.setattr(run_state, "time", SimpleNamespace(monotonic=lambda: now_s[0], time_ns=time.time_ns))
+    state = state_of(folder)
+    state.brings_events = False
+    for second in range(4):
+        now_s[0] = 1000.0 + 3 * second
+        lease(ahead_s + second)
+        looked = state.look(None).lease
+        assert looked.kind == ("held" if ahead_s > 0 or second else "free") and looked.left_s <= LEASE_S
+    now_s[0] += LEASE_S - 1
+    assert state.look(None).lease.kind == "held"
+    now_s[0] += 2
+    assert state.look(None).lease.kind == "free", "it has not renewed for a lease's length of ours"
 
 
 def test_one_that_stands_by_has_the_events_before_it_takes_over(folder, tmp_path_factory):

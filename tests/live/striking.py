@@ -275,8 +275,9 @@ class Driven:
         if program == "fork_server":
             return sorted(servers)
         ranks = {pid for pid, where in self.seen.ranks().values() if where == host} & forks
-        standbys = {pid for pid in forks - servers - ranks if has_agent_connection(pid)}
-        return sorted(ranks if program == "rank" else standbys)
+        others = forks - servers - ranks
+        standbys = {pid for pid in others if has_agent_connection(pid)}
+        return sorted({"rank": ranks, "store": others - standbys}.get(program, standbys))
 
     # ------------------------------------------------------------ the end
 

@@ -8,6 +8,7 @@ its processes, sockets shut, a disk that is full or away, damage to what is read
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 STEPS = 56
@@ -142,25 +143,28 @@ class Trial:
 
 #: Seeds from here on are runs with pipeline stages; those below stay what they were.
 STAGED_FROM = 1000
+#: From here on a rendezvous store is a target as well, and no run has stages.
+STORES_FROM = 2000
 
 
 def draw(seed: int) -> Trial:
     """The trial of ``seed``."""
     dice = random.Random(f"strikes {seed}")
+    processes = (*PROCESSES, "store") if seed >= STORES_FROM else PROCESSES
     hosts = dice.choice((1, 1, 1, 1, 2, 2, 3))
     spares = dice.choice((0, 0, 1)) if hosts == 2 else 0
     replicas = dice.choice((1, 1, 2)) if hosts == 2 else 1
     exact = replicas > 1 or dice.random() < 0.5
     steps = sorted(dice.randrange(2, LAST) for _ in range(dice.choice((1, 1, 2, 2, 3, 4, 5))))
-    strikes = tuple(_strike(dice, step, hosts + spares) for step in steps)
-    return Trial(seed, hosts, spares, replicas, exact, strikes, stages=2 if seed >= STAGED_FROM else 1)
+    strikes = tuple(_strike(dice, step, hosts + spares, processes) for step in steps)
+    return Trial(seed, hosts, spares, replicas, exact, strikes, stages=2 if STAGED_FROM <= seed < STORES_FROM else 1)
 
 
-def _strike(dice: random.Random, step: int, hosts: int) -> Strike:
+def _strike(dice: random.Random, step: int, hosts: int, processes: Sequence[str]) -> Strike:
     kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
     target, amount = "", dice.random()
     if kind in OF_A_PROCESS:
-        target = dice.choice(PROCESSES)
+        target = dice.choice(processes)
     elif kind in OF_A_FILE:
         target = dice.choice(list(FILES))
     elif kind == "verbs":

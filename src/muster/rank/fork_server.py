@@ -48,6 +48,9 @@ from muster.rank.agent_connection import AgentAddress, AgentConnection
 from muster.transport.listening import listen_on
 from muster.transport.secure_session import run_token
 
+#: Before a store that has ended is replaced: the next one may end at once as well.
+STORE_RETRY_S = 0.2
+
 
 def main() -> None:
     """Serve until the agent ends this program, or is absent for ``--orphan-s``."""
@@ -139,8 +142,8 @@ class ForkServer:
     children: dict[int, int] = field(default_factory=dict)
     """pidfd -> pid"""
     connection: AgentConnection[ToForkServer] | None = None
-    stores: list[int] = field(default_factory=list)
-    """pids, oldest first"""
+    stores: dict[int, int] = field(default_factory=dict)
+    """pidfd -> pid, oldest first"""
     store: tuple[str, int] = ("", 0)
     """Address of the newest one."""
     _woken: socket.socket = field(init=False)
@@ -157,15 +160,30 @@ class ForkServer:
         address = listener.getsockname()[:2]
         parent, number = os.getpid(), listener.fileno()
         if self.unforkable:
-            self.stores.append(self._start("--store", str(number), str(parent), keep=[number]))
+            pid = self._start("--store", str(number), str(parent), keep=[number])
         else:
-            self.stores.append(self._fork(lambda: _be_store(number, parent)))
+            pid = self._fork(lambda: _be_store(number, parent))
         listener.close()
+        self.stores[os.pidfd_open(pid)] = pid
         while len(self.stores) > 2:
-            old = self.stores.pop(0)
-            os.kill(old, signal.SIGKILL)
-            os.waitpid(old, 0)
+            oldest = next(iter(self.stores))
+            os.kill(self.stores[oldest], signal.SIGKILL)
+            self._reap_store(oldest)
         return address[0], address[1]
+
+    def _reap_store(self, fd: int) -> None:
+        os.waitpid(self.stores.pop(fd), 0)
+        os.close(fd)
+
+    def _replace_store(self, fd: int) -> None:
+        """A store has ended by itself: the next attempt's is replaced. The ranks that were given the one before it
+        notice (``train.distributed.process_setup``)."""
+        is_newest = fd == [*self.stores][-1]
+        self._reap_store(fd)
+        if is_newest:
+            time.sleep(STORE_RETRY_S)
+            self.store = self._new_store()
+            self._send(StoreAddress(store=self.store))
 
     def serve(self) -> NoReturn:
         """Once everything is imported: connect to the agent and do what it asks for."""
@@ -181,13 +199,16 @@ class ForkServer:
         if connection is None:
             connection = self._connect()
             self._report_stopped()
-        watched: list[socket.socket | int] = [connection.sock, self._woken, *self.children]
+        watched: list[socket.socket | int] = [connection.sock, self._woken, *self.children, *self.stores]
         ready, _, _ = select.select(watched, [], [])
         if self._woken in ready:
             self._woken.recv(4096)
             self._report_stopped()
         for fd in [fd for fd in ready if isinstance(fd, int)]:
-            self._reap(fd)
+            if fd in self.stores:
+                self._replace_store(fd)
+            else:
+                self._reap(fd)
         if self.connection is not None and self.connection.sock in ready:
             self._handle_messages(self.connection)
 
@@ -266,7 +287,7 @@ class ForkServer:
             if (wakes := signal.set_wakeup_fd(-1)) >= 0:
                 os.close(wakes)
                 self._woken.close()
-            for fd in self.children:
+            for fd in (*self.children, *self.stores):
                 os.close(fd)
             if self.connection is not None:
                 self.connection.sock.close()

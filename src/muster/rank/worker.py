@@ -73,7 +73,7 @@ def run_rank(
         heap.keep_freed()
     if store is None:
         serve = context.rank == 0 and not store_hosted
-        store = open_rendezvous(context.master_addr, context.master_port, serve=serve)
+        store = open_rendezvous(context.master_addr, context.master_port, serve=serve, begun=store_hosted)
     world = join_world(context, device, store)
     if spec.check.network and context.attempt == 1 and not spec.unmeasured_network:  # later ones are recoveries
         network.measure(context, agent, device=device, store=store)
@@ -97,7 +97,8 @@ def run_rank(
                 raise
         context = assignment
         phases.enter("start")
-        world = join_replicas(context, device, open_rendezvous(context.master_addr, context.master_port, serve=False))
+        store = open_rendezvous(context.master_addr, context.master_port, serve=False, begun=True)
+        world = join_replicas(context, device, store)
         components.move(context, world)
     if spec.resources.device == "tpu":
         on_chips.leave_chips()

@@ -25,6 +25,9 @@ STRUCK = [strike for trial in TRIALS for strike in trial.strikes]
 def test_a_seed_is_one_trial():
     assert [trials.draw(seed) for seed in range(500)] == TRIALS
     assert len({trial.strikes for trial in TRIALS}) == 500
+    later = [trials.draw(seed) for seed in range(trials.STORES_FROM, trials.STORES_FROM + 100)]
+    assert {1} == {trial.stages for trial in later}
+    assert "store" in {strike.target for trial in later for strike in trial.strikes}
 
 
 def test_every_kind_meets_every_target():

@@ -13,6 +13,8 @@ import pytest
 from waiting import eventually
 
 from muster.protocol.fork_server import ChildExited, ChildStopped
+from muster.protocol.values import StoreAddress
+from muster.rank import fork_server
 from muster.rank.fork_server import ForkServer
 
 
@@ -57,7 +59,7 @@ def turns(server, until):
 
 
 def is_woken(server, timeout_s=10.0):
-    return bool(select.select([server._woken, *server.children], [], [], timeout_s)[0])
+    return bool(select.select([server._woken, *server.children, *server.stores], [], [], timeout_s)[0])
 
 
 def test_each_stop_is_told_once_and_an_exit_keeps_its_code(server):
@@ -131,3 +133,22 @@ def test_a_fork_hears_of_its_own_children_as_usual(server):
     assert os.waitpid(pid, 0)[1] == 0
     os.close(reading), os.close(writing)
     assert signal.getsignal(signal.SIGCHLD) != signal.SIG_DFL
+
+
+def test_a_store_that_is_killed_before_an_attempt_has_it_is_replaced(server, monkeypatch):
+    """The older one serves the running attempt: its ranks notice."""
+    for number in (1, 2):
+        pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+        server.stores[os.pidfd_open(pid)] = pid
+        server.store = ("host", number)
+    made = iter([("host", 3)])
+    monkeypatch.setattr(server, "_new_store", lambda: next(made))
+    monkeypatch.setattr(fork_server, "STORE_RETRY_S", 0.0)
+    older, newest = server.stores.values()
+    os.kill(newest, signal.SIGKILL)
+    turns(server, lambda: newest not in server.stores.values())
+    assert server.connection.told == [StoreAddress(store=("host", 3))] and server.store == ("host", 3)
+    server.stores[os.pidfd_open(os.getpid())] = os.getpid()
+    os.kill(older, signal.SIGKILL)
+    turns(server, lambda: older not in server.stores.values())
+    assert len(server.connection.told) == 1

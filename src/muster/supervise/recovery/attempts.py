@@ -137,27 +137,41 @@ def log_waiting(ctx: SupervisorContext, following: NextHosts) -> None:
 
 
 def has_rendezvous_store(ctx: SupervisorContext, names: list[str]) -> bool:
-    """Whether one of these hosts has a rendezvous store: a killed fork server takes its store with it."""
-    return any(ctx.state.hosts[name].machine.store for name in names)
+    """Whether one of the hosts that an attempt on ``names`` takes has a rendezvous store: a killed fork server takes
+    its store with it. A spare's is not used: it would not hear that its store was."""
+    chosen, layout = _choose_hosts(ctx, names, _whole_replicas(ctx))
+    return layout is None or any(ctx.state.hosts[name].machine.store for name in chosen)
+
+
+def _whole_replicas(ctx: SupervisorContext) -> list[tuple[int, ...]]:
+    retained = {name: set(host.ranks.retained) for name, host in ctx.state.hosts.items()}
+    return whole_replicas(ctx.state.layout, ctx.state.ranks, retained)
+
+
+def _choose_hosts(
+    ctx: SupervisorContext, hosts: list[str], whole: Sequence[Sequence[int]]
+) -> tuple[tuple[str, ...], Layout | None]:
+    """The hosts that the largest layout on ``hosts`` takes, and that layout; None: there is none."""
+    if len(hosts) < len(ctx.state.active):
+        hosts = prefer_hosts_of_whole_replicas(hosts, ctx.state.ranks, whole)
+    layout = ctx.largest_layout(len(hosts))
+    return tuple(hosts[: layout.world_size // ctx.settings.ranks_per_host if layout else 0]), layout
 
 
 def start_attempt(ctx: SupervisorContext, hosts: list[str]) -> None:
     """Form the largest layout on ``hosts`` and start its ranks."""
     state, per_host = ctx.state, ctx.settings.ranks_per_host
     before, ranks_before = state.layout, state.ranks
-    whole = whole_replicas(before, ranks_before, {name: set(host.ranks.retained) for name, host in state.hosts.items()})
-    if len(hosts) < len(state.active):
-        hosts = prefer_hosts_of_whole_replicas(hosts, ranks_before, whole)
-    layout = ctx.largest_layout(len(hosts))
+    whole = _whole_replicas(ctx)
+    chosen, layout = _choose_hosts(ctx, hosts, whole)
     if layout is None:
         reason = f"no layout fits {len(hosts)} hosts of {per_host} ranks"
         flush_and_finish(ctx, "failed", 3, reason)
         return
     choice = ctx.newest_held()
-    chosen = tuple(hosts[: layout.world_size // per_host])
     current = Attempt(
         hosts=chosen,
-        ranks={rank: hosts[rank // per_host] for rank in range(layout.world_size)},
+        ranks={rank: chosen[rank // per_host] for rank in range(layout.world_size)},
         layout=layout,
         resumed=(choice.step, choice.attempt) if choice else None,
         holders=snapshot_holders([state.hosts[name].machine.place for name in chosen], state.current.holders),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,6 +21,8 @@ from muster.train.distributed.process_groups import GroupAborter, gloo_group, na
 
 #: Time-out of collectives; the agents detect a lost peer much earlier.
 COLLECTIVE_TIMEOUT_S = 1800.0
+#: After which it is seen whether a rendezvous store that does not answer is dead.
+CONNECT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -95,16 +99,26 @@ def default_threads(spec: RunSpec, context: RankContext, device: torch.device) -
     return max(1, len(os.sched_getaffinity(0)) // context.local_world_size)
 
 
-def open_rendezvous(address: str, port: int, *, serve: bool) -> Store:
-    """The rendezvous store; ``serve``: this process hosts it.
+def open_rendezvous(address: str, port: int, *, serve: bool, begun: bool = False) -> Store:
+    """The rendezvous store; ``serve``: this process hosts it. ``begun``: its host listened before this process had the
+    address, so where the port is closed the store is dead.
 
     Raises:
-        BackendError: the port is taken, or nothing answers there.
+        BackendError: the port is taken, the store is dead, or nothing answers there in time.
     """
+    timeout, until_s = timedelta(seconds=COLLECTIVE_TIMEOUT_S), time.monotonic() + COLLECTIVE_TIMEOUT_S
+    attempt_timeout = timedelta(seconds=CONNECT_S) if begun else timeout
     try:
-        return TCPStore(
-            address, port, None, serve, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), wait_for_workers=False
-        )
+        while True:
+            try:
+                store = TCPStore(address, port, None, serve, timeout=attempt_timeout, wait_for_workers=False)
+                store.set_timeout(timeout)
+                return store
+            except (RuntimeError, OSError):
+                if not begun or time.monotonic() > until_s:
+                    raise
+                with suppress(TimeoutError), socket.create_connection((address, port), CONNECT_S):
+                    pass  # torch retries a connection that is refused, too
     except (RuntimeError, OSError) as error:
         problem = f"cannot serve the rendezvous on port {port}" if serve else f"nothing answers at {address}:{port}"
         hint = "check that the port is free and the hosts can reach each other"

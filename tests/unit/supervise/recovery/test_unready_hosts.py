@@ -8,7 +8,9 @@ from test_final_flush import committed, ended
 from muster.protocol.hello import AgentHello
 from muster.protocol.to_supervisor import HostPreparing, HostReady, StartFailed, StoreLost
 from muster.protocol.version import MINE
+from muster.supervise.recovery.attempts import _choose_hosts, has_rendezvous_store
 from muster.supervise.recovery.inputs import SECOND_NS, FromHost, HostUp, Tick
+from muster.supervise.recovery.state import Host
 
 WHY = "the fork server on host-0 died with code 1: ImportError: failed to map segment"
 
@@ -116,3 +118,18 @@ def test_at_the_runs_start_too_where_it_needs_that_host(min_hosts, waits):
     assert made.deadline_ns == (110 if waits else 60) * SECOND_NS
     made.handle(Tick(), 60 * SECOND_NS)
     assert made.state.attempt == (0 if waits else 1)
+
+
+def test_a_store_counts_on_a_host_that_the_attempt_takes():
+    """Of three hosts a layout of two takes two: the third one's store would serve a second attempt, too."""
+    of = spec(hosts=3, min_hosts=2)
+    made = cluster(of.model_copy(update={"parallelism": of.parallelism.model_copy(update={"dp_shard": 2})}))
+
+    ctx, names = made.machine._ctx, ["host-0", "host-1", "host-2"]
+    for name in names:
+        ctx.state.hosts[name] = Host(name=name)
+    for name, is_enough in (("host-2", False), ("host-1", True)):
+        ctx.state.hosts[name].machine.store = ("127.0.0.1", 1)
+        assert has_rendezvous_store(ctx, names) is is_enough
+    chosen, layout = _choose_hosts(ctx, names, [])
+    assert chosen == ("host-0", "host-1") and layout.world_size == 2

@@ -1,12 +1,15 @@
 """A rank's process is set up before its first kernel."""
 
 import os
+import socket
 from collections import defaultdict
 
 import pytest
 
 from muster.config.spec import RunSpec
-from muster.train.distributed.process_setup import fix_libraries
+from muster.core.errors import BackendError
+from muster.train.distributed import process_setup
+from muster.train.distributed.process_setup import fix_libraries, open_rendezvous
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,30 @@ def test_flash_attention_of_a_deterministic_run_sums_in_a_fixed_order(monkeypatc
     assert given["deterministic"] is (value == "1")
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+
+def test_a_rendezvous_store_that_is_dead_costs_no_half_hour(monkeypatch):
+    monkeypatch.setattr(process_setup, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(BackendError, match=f"nothing answers at 127.0.0.1:{port}.*refused"):
+        open_rendezvous("127.0.0.1", port, serve=False, begun=True)
+
+
+def test_a_rendezvous_store_that_is_slow_is_waited_for(monkeypatch):
+    """It listens and has not answered yet, twice."""
+    tries = []
+
+    class Slow:
+        def __init__(self, *arguments, timeout, wait_for_workers):
+            tries.append(timeout.total_seconds())
+            if len(tries) < 3:
+                raise RuntimeError("timed out")
+
+        def set_timeout(self, timeout):
+            tries.append(timeout.total_seconds())
+
+    monkeypatch.setattr(process_setup, "TCPStore", Slow)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        open_rendezvous(*listening.getsockname(), serve=False, begun=True)
+    assert tries == [process_setup.CONNECT_S] * 3 + [process_setup.COLLECTIVE_TIMEOUT_S]

@@ -86,6 +86,17 @@ def test_what_is_put_is_got(store, root):
     assert store.get(uri).data == b""
 
 
+def test_a_large_object(store, root):
+    """An index of a large checkpoint: more than a message of ssh:// takes."""
+    uri, data = uris.join(root, "index.json"), random.Random(0).randbytes(17_000_000)
+    generation = store.put_if_absent(uri, data)
+    assert store.get(uri) == Stored(data=data, generation=generation)
+    assert store.get(uri, start=16_000_000).data == data[16_000_000:]
+    store.put_if(uri, data[1:], generation)
+    assert store.get(uri).data == data[1:]
+    assert list(store.list(root)) == [uri]
+
+
 def test_absent(store, root):
     with pytest.raises(FileNotFoundError):
         store.get(uris.join(root, "none"))

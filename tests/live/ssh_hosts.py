@@ -87,7 +87,7 @@ class SshHosts(Network):
             f"ListenAddress {self.address(name)}\nHostKey {folder}/hostkey\nUsePAM no\nStrictModes no\n"
             f"AuthorizedKeysFile {home}/.ssh/authorized_keys\nPidFile none\nPermitRootLogin yes\n"
             f"SetEnv HOME={self.login} MUSTER_HOME={self.login}/.muster\nPrintMotd yes\n"
-            f"LogLevel ERROR\nForceCommand {folder}/shell\n"
+            f"LogLevel ERROR\nForceCommand {folder}/shell\nMaxSessions 1\n"
         )
         program(folder / "shell", f'bash\ncd {self.login} && . ./.bashrc; exec /bin/bash -c "$SSH_ORIGINAL_COMMAND"')
 
@@ -101,7 +101,8 @@ class SshHosts(Network):
             for name in self.names:
                 known.write(f"{self.address(name)} {(self.dir / name / 'hostkey.pub').read_text()}")
                 config.append(f"Host {name}\n  HostName {self.address(name)}\n")
-        (folder / "config").write_text("".join(config))
+        (folder / "hosts.conf").write_text("".join(config))
+        (folder / "config").write_text(f"Include {folder}/hosts.conf\n")
         script.parent.mkdir()
         program(script, f'sh\nexec /usr/bin/ssh -F {folder}/config "$@"')
         self.env["PATH"] = f"{script.parent}:{self.env['PATH']}"

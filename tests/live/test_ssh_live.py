@@ -1,24 +1,26 @@
-"""Runs on machines with a real sshd, each in namespaces of its own, whose .bashrc prints at every command."""
+"""A run on machines with a real sshd, each in namespaces of its own, whose .bashrc prints at every command.
+
+One run for all tests, in their order, since its start costs most: each test leaves it training on at least two hosts.
+"""
 
 import contextlib
 import json
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_runs import Run, User, run_file
+from slurm_runs import User, run_file
 from ssh_hosts import SECRET, SshHosts, ssh_is_missing
+from waiting import eventually
+from watched import Watched
+
+from muster.core.events import Event
 
 MISSING = ssh_is_missing()
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600), pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")]
 SECRETS = ("token", "secrets.json", "start.json")
-
-
-@pytest.fixture(scope="module")
-def user(tmp_path_factory):
-    with SshHosts(tmp_path_factory.mktemp("h"), 3) as hosts:
-        yield User(hosts, hosts.home)
 
 
 def spec(name: str, *hosts: str):
@@ -26,24 +28,61 @@ def spec(name: str, *hosts: str):
     return found | {"name": name, "backend": "ssh", "ssh": {"hosts": hosts, "venv": venv}, "secrets": {"MINE": "env"}}
 
 
-def events(run: Run):
-    return [json.loads(line) for line in run.user.muster("events", run.id, "--json").stdout.splitlines()]
+class Run:
+    """What its hosts have written, read from their disks: no command of ours is waited for."""
+
+    def __init__(self, user: User, hosts: SshHosts) -> None:
+        self.user, self.hosts = user, hosts
+        self.id = user.submit(spec("first", *hosts.names)).id
+        self.seen: dict[Path, Watched] = {}
+
+    def events(self, kind: str) -> list[Event]:
+        for path in self.hosts.dir.glob(f"gpu*/home/.muster/ssh/runs/{self.id}/*/events"):
+            self.seen.setdefault(path, Watched(path.parent))
+        return [event for one in self.seen.values() for event in one.events(kind)]
+
+    def step(self) -> int:
+        return max((event.step or 0 for event in self.events("step")), default=0)
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        try:
+            eventually(condition, 120, every_s=0.1)
+        except AssertionError:
+            raise AssertionError(f"no {what}\n{self.hosts.story()}") from None
+
+    def wait_for_steps(self, more: int) -> None:
+        before = self.step()
+        self.wait_for(lambda: self.step() > before + more, f"step {before + more}")
+
+    def trains_on(self) -> set[str]:
+        """Names of ssh.hosts."""
+        ranks: dict[int | None, Event] = {}
+        for event in sorted(self.events("rank.started"), key=lambda one: one.wall_ns):
+            ranks[event.rank] = event
+        return {f"gpu{int(event.host.split('-')[1]) + 1}" for event in ranks.values()}
+
+    def home_on(self, host: str) -> Path:
+        return self.hosts.dir / host / "home" / ".muster" / "ssh" / "homes" / self.id
 
 
-def wait_for_steps(run: Run, more: int) -> None:
-    before = run.status().get("step") or 0
-    run.wait_until(lambda: (run.status().get("step") or 0) > before + more, f"step {before + more}")
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with SshHosts(tmp_path_factory.mktemp("h"), 3) as hosts:
+        yield hosts
 
 
-def nothing_secret_is_seen(hosts: SshHosts, token: bytes) -> None:
-    for name in hosts.names:
-        for pid in hosts.pids(name):
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
-                argv = Path(f"/proc/{pid}/cmdline").read_bytes()
-                environ = Path(f"/proc/{pid}/environ").read_bytes()
-                assert token not in argv + environ and SECRET.encode() not in argv
-        files = [path for path in (hosts.dir / name / "home").rglob("*") if path.name in SECRETS]
-        assert files and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
+@pytest.fixture(scope="module")
+def user(hosts):
+    return User(hosts, hosts.home)
+
+
+@pytest.fixture(scope="module")
+def run(user, hosts):
+    (user.home / "first.yaml").write_text(json.dumps(spec("first", *hosts.names)))
+    assert "gpu3 at" in user.muster("up", "first.yaml").stdout
+    found = Run(user, hosts)
+    found.wait_for_steps(3)
+    return found
 
 
 def test_an_unknown_key_is_shown_and_refused(user: User) -> None:
@@ -56,30 +95,68 @@ def test_an_unknown_key_is_shown_and_refused(user: User) -> None:
     known.write_text(keys)
 
 
-def test_from_up_to_down(user: User) -> None:
-    """Two runs refuse each other; killed host programs and sshd, a cut link where there is a spare; nothing is left."""
-    hosts = user.cluster
-    (user.home / "first.yaml").write_text(json.dumps(spec("first", *hosts.names)))
-    assert "gpu3 at" in user.muster("up", "first.yaml").stdout
-    run = user.submit(spec("first", *hosts.names))
+def test_secrets_are_seen_by_nobody_else(hosts: SshHosts, user: User, run: Run) -> None:
+    token = (user.home / "runs" / run.id / "token").read_bytes().strip()
+    for name in hosts.names:
+        for pid in hosts.pids(name):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
+                argv = Path(f"/proc/{pid}/cmdline").read_bytes()
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+                assert token not in argv + environ and SECRET.encode() not in argv
+        files = [path for path in (hosts.dir / name / "home").rglob("*") if path.name in SECRETS]
+        assert files and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
+
+
+def test_two_runs_refuse_each_other(user: User, run: Run) -> None:
     (user.home / "second.yaml").write_text(json.dumps(spec("second", "gpu2", "gpu3")))
     assert f"works for the run {run.id}" in user.muster("submit", "second.yaml", code=1).stderr
-    wait_for_steps(run, 3)
-    nothing_secret_is_seen(hosts, (run.dir / "token").read_bytes().strip())
 
-    started = [event for event in events(run) if event["kind"] == "rank.started" and event["rank"] == 1]
-    lost = f"gpu{int(started[0]['host'].split('-')[1]) + 1}"  # of three hosts the first two that are ready train
+
+def test_a_host_that_was_lost_is_taken_in_again(hosts: SshHosts, user: User, run: Run) -> None:
+    """Without its host program and sshd it trains on; cut off, a spare takes its place; ``recover`` takes it in."""
+    lost = next(name for name in ("gpu2", "gpu3") if name in run.trains_on())
     assert hosts.kill(lost, "muster.backends.ssh.host") and hosts.kill(lost, "sshd -D")
-    wait_for_steps(run, 10)
-    assert "host_lost" not in str(events(run)), "training needs neither"
+    run.wait_for_steps(5)
+    assert not run.events("host.lost"), "training needs neither"
     hosts.cut(lost)
-    wait_for_steps(run, 10)
-    assert "host_lost" in str(events(run))
+    run.wait_for(lambda: lost not in run.trains_on(), "spare")
+    run.wait_for_steps(5)
     hosts.heal(lost)
     hosts.start_sshd(lost)
+    user.muster("recover", run.id)
+    run.wait_for(lambda: hosts.processes(lost, "muster.backends.ssh.host"), "host program")
 
+
+def test_stop_needs_no_host_program(hosts: SshHosts, user: User, run: Run) -> None:
+    assert hosts.kill("gpu1", "muster.backends.ssh.host")
+    assert user.muster("exec", run.id, "--host", "2", "--", "hostname").stdout == "gpu3\n"
     user.muster("stop", run.id)
-    assert run.status()["state"] == "stopped"
+    assert json.loads(user.muster("status", run.id, "--json").stdout)["state"] == "stopped"
+
+
+def test_it_goes_on_from_the_copy_of_a_lost_home(hosts: SshHosts, user: User, run: Run) -> None:
+    saved = run.step()
+    user.muster("recover", run.id)
+    run.wait_for_steps(3)
+    marker = next(iter(run.home_on("gpu1").glob("checkpoints/commits/step-*.json"))).name
+    run.wait_for(lambda: (run.home_on("gpu2") / "checkpoints" / "commits" / marker).exists(), "copy")
+    refused = user.muster("recover", run.id, "--from", "gpu2", code=1).stderr
+    assert "gpu1 answers and has the home" in refused
+    hosts.kill_processes("gpu1")
+    hosts.cut("gpu1")
+    assert "has no copy" in user.muster("recover", run.id, "--from", "gpu3", code=2).stderr
+    assert "the copy on gpu2 is" in user.muster("recover", run.id, "--from", "gpu2").stderr
+    run.wait_for(lambda: run.trains_on() == {"gpu2", "gpu3"}, "attempt without the lost host")
+    attempt = max(event.attempt for event in run.events("rank.started"))
+    run.wait_for(lambda: [event for event in run.events("step") if event.attempt == attempt], "step of it")
+    first = min(event.step for event in run.events("step") if event.attempt == attempt)
+    assert first > saved, "from the checkpoint in the copy"
+
+
+def test_down_leaves_nothing(hosts: SshHosts, user: User, run: Run) -> None:
+    assert "gpu1" in user.muster("down", run.id, code=None).stderr, "it may still work: it does not answer"
+    hosts.heal("gpu1")
+    hosts.boot("gpu1")
     assert "is down: no processes or memory are left" in user.muster("down", run.id).stderr
     for name in hosts.names:
         assert not hosts.processes(name, run.id)

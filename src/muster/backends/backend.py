@@ -153,3 +153,6 @@ class Backend:
     market: Market = Market()
     provisioning: Provisioning = Provisioning()
     acceptance: Acceptance = Acceptance()
+    move: Callable[[str, str], str] | None = None
+    """(run, host): let that host's copy be the run's home, which was lost; what was done, in words. None: there are no
+    copies. Raises MusterError."""

@@ -176,8 +176,8 @@ class BucketLauncher(Generic[P]):
             packed = base64.b64encode(code).decode() if code is not None else None
             question = replace(question, resolved=text, code=packed)
             run_home.publish(home, text, code)
-        box = self._box(run_id, known[0], home, mailbox.SUPERVISOR)
-        reply = box.send(ASK, codec.encode(question).decode(), timeout_s=max(ASK_S, timeout_s))
+        text = codec.encode(question).decode()
+        reply = self.carry(run_id, mailbox.SUPERVISOR, ASK, text, timeout_s=max(ASK_S, timeout_s))
         try:
             answer = codec.reader_of(FROM_POD)(reply.encode())
         except Unreadable as error:
@@ -198,19 +198,25 @@ class BucketLauncher(Generic[P]):
             raise BackendError(f"{run_id} was never submitted", hint=f"muster status {run_id}")
         if terminal.tty:
             raise UsageError(
-                "no terminal is opened on a host of this run: commands reach it through the bucket",
+                "no terminal is opened on a host of this run: a command's output comes at its end",
                 hint="a command without a terminal: muster exec ... < /dev/null (on Vertex AI also vertex.web_access)",
             )
-        box = self._box(run_id, known[0], home, box_of(self.box_of_host(run_id, known[1], host or 0)))
-        command = encode(Command(argv=tuple(argv), timeout_s=COMMAND_S)).decode()
-        outcome = decode(Outcome, box.send(RUN, command, timeout_s=COMMAND_S + ASK_S).encode())
+        to, command = (
+            self.box_of_host(run_id, known[1], host or 0),
+            encode(Command(argv=tuple(argv), timeout_s=COMMAND_S)),
+        )
+        outcome = decode(Outcome, self.carry(run_id, to, RUN, command.decode(), timeout_s=COMMAND_S + ASK_S).encode())
         terminal.out(base64.b64decode(outcome.out))
         terminal.err(base64.b64decode(outcome.err))
         return outcome.code
 
-    def _box(self, run_id: str, local: Path, home: Home, name: str) -> Box:
+    def carry(self, run_id: str, to: str, kind: str, text: str, *, timeout_s: float) -> str:
+        """Bring a question to the supervisor, or a command to a host, and return the answer. Raises BackendError."""
+        home, local, name = self.home(run_id), local_dir(run_id), to if kind == ASK else box_of(to)
+        assert home is not None and local is not None  # it was submitted
         token = read_token(str(local / "token"))
-        return Box(store=self.opened(), home=home.uri, name=name, run_id=run_id, token=token, clock=self.clock)
+        box = Box(store=self.opened(), home=home.uri, name=name, run_id=run_id, token=token, clock=self.clock)
+        return box.send(kind, text, timeout_s=timeout_s)
 
     # ------------------------------------------------------------ below
 

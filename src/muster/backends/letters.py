@@ -55,44 +55,13 @@ class Outcome(Record):
 
 
 @dataclass(kw_only=True)
-class Letters:
-    """Reads both boxes in threads until ``stop``."""
+class Answers:
+    """Answers what a host is asked, however that reached it."""
 
-    store: Store
-    home: str
-    run_id: str
-    token: bytes
-    index: int | str
     children: Children
     env: Mapping[str, str]
     run_dir: Path
     """The supervisor's folder on this host."""
-    holds: Callable[[], bool]
-    """Whether the supervisor here holds the run."""
-    _stopped: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> None:
-        for name, act, due in (
-            (mailbox.SUPERVISOR, self.ask, self.holds),
-            (box_of(self.index), self.command, lambda: True),
-        ):
-            box = Box(store=self.store, home=self.home, name=name, run_id=self.run_id, token=self.token)
-            threading.Thread(target=self._serve, args=(box, act, due), name=f"box-{name}", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _serve(self, box: Box, act: mailbox.Act, due: Callable[[], bool]) -> None:
-        said = ""
-        while not self._stopped.wait(LOOK_S):
-            try:
-                if due():
-                    box.serve_once(act)
-                said = ""
-            except Exception as error:  # noqa: BLE001 (a thread's edge: who asks is told by their own clock)
-                if not said:
-                    print(f"muster: questions to {box.name} are not answered: {error}", file=sys.stderr, flush=True)
-                said = str(error)
 
     def ask(self, kind: str, text: str) -> str:
         """A question to the supervisor, as a pod's (``protocol.pipes``), by the same program; its answer's text."""
@@ -125,3 +94,40 @@ class Letters:
             )
         out, err = (base64.b64encode(part[-MOST_BYTES:]).decode() for part in (done.out, done.err))
         return encode(Outcome(code=done.code, out=out, err=err)).decode()
+
+
+@dataclass(kw_only=True)
+class Letters(Answers):
+    """Reads both boxes in threads until ``stop``."""
+
+    store: Store
+    home: str
+    run_id: str
+    token: bytes
+    index: int | str
+    holds: Callable[[], bool]
+    """Whether the supervisor here holds the run."""
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        for name, act, due in (
+            (mailbox.SUPERVISOR, self.ask, self.holds),
+            (box_of(self.index), self.command, lambda: True),
+        ):
+            box = Box(store=self.store, home=self.home, name=name, run_id=self.run_id, token=self.token)
+            threading.Thread(target=self._serve, args=(box, act, due), name=f"box-{name}", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _serve(self, box: Box, act: mailbox.Act, due: Callable[[], bool]) -> None:
+        said = ""
+        while not self._stopped.wait(LOOK_S):
+            try:
+                if due():
+                    box.serve_once(act)
+                said = ""
+            except Exception as error:  # noqa: BLE001 (a thread's edge: who asks is told by their own clock)
+                if not said:
+                    print(f"muster: questions to {box.name} are not answered: {error}", file=sys.stderr, flush=True)
+                said = str(error)

@@ -13,16 +13,17 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from muster.backends import code_bundle
-from muster.core import resolved_file
+from muster.core import processes, resolved_file
 from muster.core.errors import AccessError, BackendError, ConflictError
 from muster.core.protocols import Store
 from muster.core.resolved_file import DamagedRunFile
 from muster.core.typed_json import Record, Unreadable, decode, encode
-from muster.storage import run_registry, uris
+from muster.storage import run_registry, run_secrets, uris
 from muster.storage.home import HOME_FILE, SUBMISSION_FILE, open_home
 
 FOLDER = "run-files"
@@ -132,6 +133,21 @@ def place(run_dir: Path, *, run_id: str, backend: str, files: RunFiles, submissi
     damaged = {resolved_file.NAME} if _is_damaged(run_dir, None if home is not None else submitted) else set()
     written = [name for name, data in named.items() if _written(run_dir / name, data, replace=newer or name in damaged)]
     return [*written, "what a restart changed"] if _fetched(run_dir) else written
+
+
+def place_both(
+    folder: Path, link: Path, *, token: str, secrets: Mapping[str, str], run_id: str, backend: str, files: RunFiles,
+    submission: str, home: str,
+) -> None:  # fmt: skip
+    """``place`` the agent's folder, ``host``, and the supervisor's: each brings home what its own programs write.
+    ``link``: where the run file looks for the user's code. Raises as ``place``."""
+    for part in (folder / "host", folder / "supervisor"):
+        place(part, run_id=run_id, backend=backend, files=files, submission=submission, home=home)
+        (part / "logs").mkdir(mode=0o700, exist_ok=True)
+        processes.replace_text(part / "token", token)
+    run_secrets.write(folder / "host", secrets)
+    link.unlink(missing_ok=True)  # of an earlier start on this disk
+    link.symlink_to(folder / "host" / code_bundle.FOLDER)
 
 
 def _fetched(run_dir: Path) -> bool:

@@ -157,6 +157,9 @@ def recover(
     run: str = RUN,
     overrides: list[str] = OVERRIDES,
     watch: bool = typer.Option(False, "--watch", "-w", help="Supervise from this terminal, as `train` does."),
+    copy_on: str | None = typer.Option(
+        None, "--from", metavar="HOST", help="The run's home was lost: continue from HOST's copy (backend: ssh)."
+    ),
     ranks: str | None = RANKS,
 ) -> None:
     """Continue a run that was stopped or whose supervisor died.
@@ -167,7 +170,7 @@ def recover(
 
     argv = ["muster", *sys.argv[1:]]
     if not watch:
-        result = use_case.recover(run, overrides or [], argv=argv)
+        result = use_case.recover(run, overrides or [], argv=argv, copy_on=copy_on)
         output.result(result.run.run_id)
         output.doubts(result.handle.warnings)
         output.info(f"hint: muster logs -f {result.run.run_id}")

@@ -163,12 +163,15 @@ class FarStart(Record):
     """Begin to work for a run; kept in a file that its owner alone reads."""
 
     run_id: Name
-    index: Count
+    index: Annotated[Count, "its place in ssh.hosts"]
+    rank: Annotated[Count, "its place among those that were started"]
     submission: Name
     home: Name
     files_sha256: Name
-    addresses: Annotated[tuple[Name, ...], "of all hosts, by index"]
-    port: Port
+    address: Annotated[Name, "by which the other hosts reach it"]
+    server: Annotated[str, "address of the host with the run's home; its own: a shared folder; empty: a bucket"]
+    port: Annotated[Port, "of that server"]
+    copies: Annotated[bool, "it keeps a copy of the home on its disk"] = False
     token: Name
     secrets: Mapping[str, str] = field(default_factory=dict)
 
@@ -190,6 +193,15 @@ class FarEnd(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FarAsk(Record):
+    """A question to the run's supervisor, which is on this host, or a command on it (``backends.letters``)."""
+
+    run_id: Name
+    kind: Name
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class FarFacts(Record):
     """One host as it is now."""
 
@@ -200,8 +212,14 @@ class FarFacts(Record):
     gpus: Annotated[tuple[str, ...], "their names; of a question about no run"] = ()
     gpu_memory_bytes: Count = 0
     disk_bytes: Count = 0
+    wall_ns: Annotated[Int64, "its clock"] = 0
+    doubts: Annotated[tuple[str, ...], "what may go wrong there, in words"] = ()
     held_by: Annotated[str, "the run that it works for"] = ""
     processes: Annotated[Count, "of the run"] = 0
+    keeps_home: Annotated[bool, "the run's home is on its disk"] = False
+    copied_wall_ns: Annotated[Int64, "when its copy of the run's home was last brought up to date; 0: it has none"] = 0
+    supervises: Annotated[bool, "the run's supervisor is one of them"] = False
+    reply: Annotated[str, "to FarAsk"] = ""
     left: Annotated[tuple[str, ...], "what exists of the run: processes, memory, secrets, in words"] = ()
 
 
@@ -213,6 +231,7 @@ class StoreCall(Record):
     key: Annotated[str, "below the folder of homes: RUN/checkpoints/..."]
     data: Annotated[str, "base64"] = ""
     generation: Annotated[str | None, "of put: what it replaces; empty: nothing; None: anything"] = None
+    staged: Annotated[str, "of put: a file next to it with the data, which is then removed"] = ""
     start: Annotated[Count, "first byte of get, read and write; a write of nothing at 0 makes the file"] = 0
     stop: Annotated[Count, "of read: the first byte that is not wanted"] = 0
 
@@ -223,7 +242,7 @@ class StoreAnswer(Record):
 
     data: Annotated[str, "base64"] = ""
     generation: str = ""
-    size: Count = 0
+    size: Annotated[Count, "of get too, whose answer may have a part"] = 0
     sizes: Annotated[Mapping[str, int], "key -> bytes, of list; folder -> 0, of folders"] = field(default_factory=dict)
 
 
@@ -236,7 +255,7 @@ class FarRefused(Record):
     hint: str = ""
 
 
-ToFar: TypeAlias = FarStart | FarLook | FarEnd
+ToFar: TypeAlias = FarStart | FarLook | FarEnd | FarAsk
 FromFar: TypeAlias = FarFacts | FarRefused
 FromStore: TypeAlias = StoreAnswer | FarRefused
 TO_FAR: Channel[ToFar] = Channel(

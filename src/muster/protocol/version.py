@@ -11,7 +11,7 @@ from muster.core.errors import UsageError
 from muster.core.typed_json import Count, Json, Record
 
 #: Raised with each change of a message (``tests/unit/protocol/schema.json`` tells when).
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 @dataclass(frozen=True, kw_only=True)

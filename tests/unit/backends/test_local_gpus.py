@@ -19,7 +19,7 @@ class Shell:
 
 @pytest.fixture
 def launcher(monkeypatch):
-    monkeypatch.setattr("muster.backends.local.hardware.shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("muster.backends.hardware.shutil.which", lambda name: f"/usr/bin/{name}")
     return lambda **environ: LocalLauncher(shell=Shell(), environ=environ)
 
 

@@ -40,8 +40,18 @@ def test_rules():
     assert keys(spec("a", "b", "c", needed=2)) == [], "the third is a spare"
     assert keys(spec("a", needed=2)) == keys(spec("a", "a")) == ["ssh.hosts"]
     assert keys(spec("a", "b", spares=3)) == ["resources.spare_hosts"]
-    assert keys(spec("a", run_dir="/shared/run")) == ["run_dir"]
-    assert place(spec("me@a:22", "b"), "r-1").home == "ssh://me@a:22/r-1"
+    assert keys(spec("a", run_dir="gs://bucket/run")) == keys(spec("a", run_dir="/shared/run")) == []
+    assert keys(spec("a", run_dir="memory://run")) == keys(spec("a", run_dir="/shared/$(id)")) == ["run_dir"]
+
+
+def test_where_the_home_is():
+    here = place(spec("me@a:22", "b"), "r-1")
+    assert (here.home, here.keeper, here.hosts) == ("ssh://me@a:22/r-1", "me@a:22", ["me@a:22", "b"])
+    moved = place(spec("a", "b", "c"), "r-1", "ssh://b/r-1")
+    assert (moved.keeper, moved.hosts) == ("b", ["b", "a", "c"]), "its keeper supervises it"
+    assert moved.filled_in(moved.spec).checkpoint.dir == "ssh://b/r-1/checkpoints"
+    assert place(spec("a", run_dir="/shared/run"), "r-1").is_shared and not here.is_shared
+    assert place(spec("a", run_dir="gs://bucket/run/"), "r-1").keeper is None
 
 
 @pytest.mark.parametrize("key", ["other/x", "../x", "run/../../x", "/etc/passwd", "", "run/..", "."])

@@ -28,8 +28,11 @@ from muster.storage.run_registry import RunDir
 from muster.transport.secure_session import run_token
 
 
-def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str] = ()) -> Submitted:
+def recover(
+    reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str] = (), copy_on: str | None = None
+) -> Submitted:
     """Start what is missing of the run, detached: living agents are adopted, training resumes where it can.
+    ``copy_on``: the host whose copy is to be the run's home from now on.
 
     Raises:
         ConflictError: a supervisor holds the run, or another command is starting one.
@@ -37,13 +40,22 @@ def recover(reference: str, overrides: Sequence[str] = (), *, argv: Sequence[str
         UsageError: agents of another version run; the run has succeeded and nothing in it was changed; its resolved run
             file is damaged, and nothing tells what it was.
     """
+    moved = [_move(reference, copy_on)] if copy_on is not None else []
     intent = _intent(reference, overrides, argv)
     damaged: list[Damage] = []
     for _ in event_log.read(intent.run.events, on_damage=damaged.append):  # its supervisor goes on without it
         pass
     handle = submit.start(intent, intent.request)
-    handle = dataclasses.replace(handle, warnings=(*handle.warnings, *event_log.in_words(damaged)))
+    handle = dataclasses.replace(handle, warnings=(*moved, *handle.warnings, *event_log.in_words(damaged)))
     return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle)
+
+
+def _move(reference: str, host: str) -> str:
+    run = run_registry.find(reference)
+    backend = backends.get(spec_of(run).backend)
+    if backend.move is None:
+        raise UsageError(f"--from {host}: hosts of backend: {backend.name} keep no copy of a run's home")
+    return backend.move(run.run_id, host)
 
 
 def recover_here(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from muster.backends.host.run_state import RunState
-from muster.backends.host.state import Exit, Looked, Requeued, SaveReason, Scope, State
+from muster.backends.host.state import AGENT, SUPERVISOR, Exit, Looked, Requeued, SaveReason, Scope, State
 from muster.core.errors import MusterError
 from muster.core.typed_json import Unreadable
 from muster.protocol.client import AskStatus, StopRun
@@ -33,6 +33,29 @@ class Program:
 def program_argv(module: str, run_dir: Path, run_id: str) -> list[str]:
     """Of one of Muster's own programs, under this process's Python."""
     return [sys.executable, "-P", "-m", module, "--run-dir", str(run_dir), "--run-id", run_id]
+
+
+def two_programs(
+    folder: Path, *, name: str, run_id: str, env: Mapping[str, str], home: RunState, more: Mapping[str, str]
+) -> dict[str, Program]:
+    """The agent and the supervisor in the folders of ``run_folder.place_both``. ``home``: the supervisor's; ``more``:
+    of its environment."""
+    agent, supervisor, env = folder / "host", home.run_dir, {**env, "MUSTER_POD": name, "MUSTER_JOBSET": home.job}
+    return {
+        AGENT: Program(
+            argv=[*program_argv("muster.agent.watchdog", agent, run_id), "--host", name, "--no-metadata-server"],
+            env={**env, "MUSTER_RUN_DIR": str(agent)},
+            home=RunState(run_dir=agent),
+            writer=name,
+        ),
+        SUPERVISOR: Program(
+            argv=program_argv("muster.app.supervisor", supervisor, run_id),
+            env={**env, **more, "MUSTER_RUN_DIR": str(supervisor)},
+            log=supervisor / "logs" / f"supervisor-{name}.log",
+            home=home,
+            writer=SUPERVISOR,
+        ),
+    }
 
 
 class Service(Protocol):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import muster.backends.local.hardware as machine
+import muster.backends.hardware as machine
 from muster.backends.local.resolve import resolve
 from muster.config import memory_at_logout
 from muster.config.spec import RunSpec

@@ -15,6 +15,12 @@ def _launcher() -> Launcher:
     return SshLauncher()
 
 
+def _move(run_id: str, host: str) -> str:
+    from muster.backends.ssh.launcher import SshLauncher
+
+    return SshLauncher().move(run_id, host)
+
+
 def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:
     from muster.backends.ssh.provision import SshCluster
 
@@ -27,4 +33,5 @@ BACKEND = Backend(
     capabilities=Capabilities(ships_code=True),
     checks=Checks(rules=rules, fixed_keys=("ssh",)),
     provisioning=Provisioning(cluster=_cluster),
+    move=_move,
 )

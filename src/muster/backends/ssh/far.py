@@ -17,18 +17,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from muster.backends import hardware
+from muster.backends.host.children import RealChildren
+from muster.backends.letters import ASK, Answers
+from muster.backends.run_home import RUN_ID
+from muster.backends.ssh.home_copy import COPIED
 from muster.backends.ssh.store_server import Homes, refusal
+from muster.config import memory_at_logout
 from muster.core import environment, processes, typed_json
+from muster.core.clock import SystemShell
 from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
-from muster.core.typed_json import Unreadable
+from muster.core.typed_json import Unreadable, decode
 from muster.protocol.codec import encode, reader_of
 from muster.protocol.pipes import (
     FROM_STORE,
     TO_FAR,
     TO_STORE,
+    FarAsk,
     FarEnd,
     FarFacts,
     FarLook,
@@ -69,31 +78,27 @@ def secrets_of(folder: Path) -> Iterator[Path]:
 
 def look(order: FarLook) -> FarFacts:
     """Looks, changes nothing."""
-    gpus = [] if order.run_id else _gpus()
+    gpus, living = ([], _living(order.run_id)) if order.run_id else (hardware.gpus(SystemShell(), {}), [])
+    kept = root() / "homes" / order.run_id
+    copied = kept / COPIED
     reached = (environment.inherited().get("SSH_CONNECTION", "").split() + [""] * 3)[2]
     return FarFacts(
         hostname=socket.gethostname(),
         boot=processes.boot_id(),
         home=str(Path.home()),
         address=reached,
-        gpus=tuple(name for name, _ in gpus),
-        gpu_memory_bytes=min((size for _, size in gpus), default=0),
+        gpus=tuple(one.name for one in gpus),
+        gpu_memory_bytes=min((one.memory_bytes for one in gpus), default=0),
         disk_bytes=shutil.disk_usage(Path.home()).free,
+        wall_ns=time.time_ns(),
+        doubts=memory_at_logout.doubts(),
         held_by=_holder()[0],
-        processes=len(_living(order.run_id)) if order.run_id else 0,
+        keeps_home=bool(order.run_id) and (kept / RUN_ID).exists() and not copied.exists(),
+        copied_wall_ns=copied.stat().st_mtime_ns if order.run_id and copied.exists() else 0,
+        processes=len(living),
+        supervises=any("muster.app.supervisor" in one.argv for one in living),
         left=tuple(_left(order.run_id)) if order.run_id else (),
     )
-
-
-def _gpus() -> list[tuple[str, int]]:
-    """(name, bytes of memory) of each; 0 where the driver does not say how much (memory that CPU and GPU share)."""
-    argv = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [line.rpartition(",") for line in done.stdout.splitlines()]
-    return [(name, int(size) << 20 if size.strip().isdecimal() else 0) for name, _, size in rows]
 
 
 def _left(run_id: str) -> Iterator[str]:
@@ -115,27 +120,26 @@ def start(order: FarStart) -> None:
         ConflictError: this host works for another run.
         BackendError: the run's home cannot be reached from here.
     """
-    folder, on_first_host = folder_of(order.run_id), order.home.startswith("ssh://")
+    folder = folder_of(order.run_id)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _lease(order) as lease:
         if lease is None:
             return
         end(FarEnd(run_id=order.run_id, grace_s=0.0))  # a host program that was killed leaves an agent behind
-        if order.index and on_first_host:
+        if order.server and order.server != order.address:
             _reach(order)
         processes.replace_text(folder / "start.json", typed_json.encode(order).decode())
         processes.replace_text(folder / "token", order.token)
         lease.truncate(0)
         lease.write(f"{order.run_id} {order.submission}".encode())
         lease.flush()
-        extra = {"MUSTER_BIND": order.addresses[order.index], "MUSTER_TOKEN_FILE": str(folder / "token")}
-        if on_first_host:
-            extra["MUSTER_STORE"] = f"{order.addresses[0]} {order.port}"
-        given = environment.inherited()
-        env = processes.environment(given, run_id=order.run_id, run_dir=str(folder), extra=extra)
-        python = [sys.executable, "-I", "-m"]
-        if on_first_host and not order.index:
-            server = [*python, STORE, str(root() / "homes"), order.run_id, order.addresses[0], str(order.port)]
+        env, python = _environment(order, folder), [sys.executable, "-I", "-m"]
+        if order.server == order.address:
+            kept = root() / "homes" / order.run_id
+            if not (kept / RUN_ID).exists():
+                raise BackendError(f"{socket.gethostname()} does not see the run's home: is its folder shared?")
+            (kept / COPIED).unlink(missing_ok=True)  # from now on it is the home
+            server = [*python, STORE, str(root() / "homes"), order.run_id, order.address, str(order.port)]
             processes.start(server, env=env, log=folder / "store.log", cwd=folder)
             _reach(order)
         with processes.open_log(folder / "host.log") as log:
@@ -143,6 +147,26 @@ def start(order: FarStart) -> None:
                 [*python, HOST, str(folder)], env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, pass_fds=[lease.fileno()],
             )  # fmt: skip
+
+
+def _environment(order: FarStart, folder: Path) -> dict[str, str]:
+    """Of the run's programs here."""
+    extra = {"MUSTER_BIND": order.address, "MUSTER_TOKEN_FILE": str(folder / "token")}
+    if order.server:
+        extra["MUSTER_STORE"] = f"{order.server} {order.port}"
+    return processes.environment(environment.inherited(), run_id=order.run_id, run_dir=str(folder), extra=extra)
+
+
+def ask(order: FarAsk) -> str:
+    """The answer; needs none of this host's programs but the supervisor. Raises BackendError: there is none."""
+    folder = folder_of(order.run_id)
+    try:
+        begun = decode(FarStart, processes.read_plain(folder / "start.json"))
+    except FileNotFoundError as error:
+        raise BackendError(f"nothing of {order.run_id} is at work on {socket.gethostname()}") from error
+    os.chdir(folder)
+    answers = Answers(children=RealChildren(), env=_environment(begun, folder), run_dir=folder / "supervisor")
+    return (answers.ask if order.kind == ASK else answers.command)(order.kind, order.text)
 
 
 @contextlib.contextmanager
@@ -167,8 +191,8 @@ def _lease(order: FarStart) -> Iterator[BinaryIO | None]:
             if taken or submission == order.submission:
                 yield file if taken else None
                 return
-            if time.monotonic() > until:
-                raise ConflictError(f"an earlier submission is still at work on {socket.gethostname()}")
+            if time.monotonic() > until:  # cut off since: the run goes on without what that does
+                end(FarEnd(run_id=order.run_id, grace_s=0.0))
             time.sleep(0.2)
 
 
@@ -183,7 +207,7 @@ def _holder() -> tuple[str, str]:
 
 def _reach(order: FarStart) -> None:
     """Wait for the server of the run's home, which proves that it is this run's: another program may have the port."""
-    address, until, last = order.addresses[0], time.monotonic() + CONNECT_S, ""
+    address, until, last = order.server, time.monotonic() + CONNECT_S, ""
     while time.monotonic() < until:
         try:
             with socket.create_connection((address, order.port), timeout=2.0) as sock:
@@ -256,6 +280,8 @@ def answer(order: ToFar) -> FromFar:
                 start(order)
             case FarEnd():
                 end(order)
+            case FarAsk():
+                return replace(look(FarLook()), reply=ask(order))
             case FarLook():
                 return look(order)
         return look(FarLook(run_id=order.run_id))

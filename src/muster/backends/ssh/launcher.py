@@ -5,23 +5,25 @@ This machine holds the run's intent and speaks with hosts by the user's own ``ss
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.backends import code_bundle, run_folder, run_home
-from muster.backends.bucket_launcher import BucketLauncher, ended_with
+from muster.backends.bucket_launcher import ASK_S, BucketLauncher, ended_with
+from muster.backends.letters import ASK
 from muster.backends.run_folder import RunFiles
 from muster.backends.run_home import SUBMISSION
 from muster.backends.ssh.openssh import OpenSsh, everywhere, refuse
 from muster.backends.ssh.placement import Placement, place
 from muster.config.spec import RunSpec
-from muster.core.errors import BackendError, CapacityError, MusterError, UsageError
+from muster.core.errors import BackendError, CapacityError, ConflictError, MusterError, UsageError
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.protocol.client import FromClient, SupervisorStatus
-from muster.protocol.pipes import FarEnd, FarFacts, FarLook, FarStart
-from muster.storage import run_secrets
+from muster.protocol.pipes import FarAsk, FarEnd, FarFacts, FarLook, FarStart
+from muster.storage import run_registry, run_secrets
 from muster.storage.home import HOME_FILE
 from muster.transport.secure_session import read_token
 
@@ -39,11 +41,11 @@ class SshLauncher(BucketLauncher[Placement]):
     follow = None
 
     def placed(self, spec: RunSpec, run_id: str, run_dir: str | None) -> Placement:
-        return place(spec, run_id)
+        return place(spec, run_id, run_dir)
 
     def offers(self, spec: RunSpec) -> list[Offer]:
         """The least of the hosts that answer."""
-        found = list(self._there(spec, least=1).values())
+        found = list(self._there(place(spec, ""), least=1).values())
         gpus = min(len(one.gpus) for one in found)
         return [
             Offer(
@@ -98,11 +100,24 @@ class SshLauncher(BucketLauncher[Placement]):
         """
         local, run_id = Path(request.run_dir), request.run_id
         spec = RunSpec.model_validate_json(request.files[RESOLVED])
-        placement, number = place(spec, run_id), request.labels.get(SUBMISSION, "1")
-        facts, begun = self._there(spec, least=spec.resources.hosts), (local / HOME_FILE).exists()
-        if placement.is_on_first_host and placement.hosts[0] not in facts:
-            raise CapacityError(f"{placement.hosts[0]} does not answer, and the run's home is to be on its disk")
+        number, known = request.labels.get(SUBMISSION, "1"), self.known(run_id)
+        placement, begun = known[1] if known is not None else place(spec, run_id), known is not None
+        placement = replace(placement, spec=spec)
+        facts = self._there(placement, least=spec.resources.hosts)
+        if placement.keeper is not None and placement.keeper not in facts:
+            hint = f"muster recover {run_id} --from HOST continues from another host's copy" if begun else None
+            raise CapacityError(f"{placement.keeper} does not answer, and has the run's home", hint=hint)
+        if placement.is_shared:
+            self._share(placement, list(facts), run_id)
         self.begin(local, run_id, placement.home)
+        home = self.home(run_id)
+        if (
+            begun
+            and home
+            and any(one.held_by == run_id for one in facts.values())
+            and not run_home.end_of(home, again=True)
+        ):
+            number = run_home.submission_of(local)  # that one goes on: what it lacks is started
         try:
             first, *others = orders = self._orders(placement, facts, local, run_id, number)
             self.ssh.order(first, orders[first])
@@ -115,7 +130,47 @@ class SshLauncher(BucketLauncher[Placement]):
             raise
         (local / DOWN).unlink(missing_ok=True)
         self.record(local, run_id, int(number))
-        return self.handle(run_id, local, placement.hosts[0], _doubts(placement, answers))
+        return self.handle(run_id, local, placement.hosts[0], _doubts(placement, answers, run_id))
+
+    def move(self, run_id: str, host: str) -> str:
+        """Let the copy of the run's home on ``host`` be its home, and end what works for the run; how old the copy is.
+
+        Raises:
+            ConflictError: the home is still there.
+            UsageError: ``host`` has no copy.
+            MusterError: it does not answer, or what runs cannot be ended.
+        """
+        known = self.known(run_id)
+        if known is None or host not in known[1].hosts:
+            raise UsageError(f"{host!r} is no host of {run_id}", hint="as in ssh.hosts")
+        local, placement = known
+        found = self._look(placement, run_id)
+        facts = {name: one for name, one in found.items() if isinstance(one, FarFacts)}
+        if not isinstance(here := found[host], FarFacts):
+            raise here
+        if placement.keeper in facts and facts[placement.keeper].keeps_home:
+            raise ConflictError(f"{placement.keeper} answers and has the home", hint=f"muster recover {run_id} uses it")
+        if not (here.keeps_home if placement.is_shared else here.copied_wall_ns):
+            having = ", ".join(name for name, one in facts.items() if one.copied_wall_ns)
+            raise UsageError(f"{host} has no copy of the home of {run_id}", hint=having and f"--from {having}")
+        if placement.is_shared:  # the run itself needs nothing
+            run_registry.replace_text(local / HOME_FILE, f"ssh://{host}/{run_id}\n")
+            return f"the home of {run_id} is read through {host}"
+        refuse(everywhere(list(facts), lambda name: self.ssh.order(name, FarEnd(run_id=run_id, grace_s=0.0))))
+        with contextlib.suppress(FileNotFoundError):  # the copy may end earlier than what was read of the lost home
+            (local / "events").rename(local / f"events-{placement.keeper}-{here.wall_ns}")
+        run_registry.replace_text(local / HOME_FILE, f"ssh://{host}/{run_id}\n")
+        return f"the copy on {host} is {(here.wall_ns - here.copied_wall_ns) / 1e9:.0f} s old"
+
+    def _share(self, placement: Placement, hosts: Sequence[str], run_id: str) -> None:
+        """Have the home in the folder that hosts share, under the name by which each looks for it."""
+        link, folder = f".muster/ssh/homes/{run_id}", str(placement.spec.run_dir)
+
+        def linked(host: str) -> str:
+            self.ssh.run(host, ["mkdir", "-p", "-m", "700", ".muster/ssh/homes", folder])
+            return self.ssh.run(host, ["ln", "-sfn", folder, link])
+
+        refuse(everywhere(hosts, linked), most=len(hosts) - placement.spec.resources.hosts)
 
     def _orders(
         self, placement: Placement, facts: Mapping[str, FarFacts], local: Path, run_id: str, number: str
@@ -135,13 +190,15 @@ class SshLauncher(BucketLauncher[Placement]):
         files = RunFiles(resolved=resolved, run_yaml=text, code=code).encoded()
         sha256 = run_folder.put(self.opened(), placement.home, files)
         token, secrets = read_token(str(local / "token")).decode(), run_secrets.read(local)
-        addresses = tuple(one.address for one in facts.values())
+        server = facts[placement.keeper].address if placement.keeper is not None else ""
         return {
             host: FarStart(
-                run_id=run_id, index=index, submission=number, home=placement.home, files_sha256=sha256,
-                addresses=addresses, port=spec.ssh.port, token=token, secrets=secrets,
+                run_id=run_id, index=spec.ssh.hosts.index(host), rank=rank, submission=number, home=placement.home,
+                files_sha256=sha256, address=one.address, server=one.address if placement.is_shared else server,
+                port=spec.ssh.port, copies=rank == 1 and bool(server) and not placement.is_shared, token=token,
+                secrets=secrets,
             )
-            for index, host in enumerate(facts)
+            for rank, (host, one) in enumerate(facts.items())
         }  # fmt: skip
 
     def ask(
@@ -155,12 +212,27 @@ class SshLauncher(BucketLauncher[Placement]):
     def code_dir(self, run_id: str) -> str:
         known = self.known(run_id)
         assert known is not None  # it was submitted
-        return _code_dir(next(iter(self._there(known[1].spec, least=1).values())).home, run_id)
+        return _code_dir(next(iter(self._there(known[1], least=1).values())).home, run_id)
 
     def box_of_host(self, run_id: str, placement: Placement, host: int) -> str:
-        if host >= len(placement.hosts):
-            raise UsageError(f"{run_id} has no host {host}: it has {len(placement.hosts)}, counted from 0")
-        return str(host)
+        """The host itself: commands go there by ssh."""
+        hosts = placement.spec.ssh.hosts
+        if host >= len(hosts):
+            raise UsageError(f"{run_id} has no host {host}: it has {len(hosts)}, counted from 0")
+        return hosts[host]
+
+    def carry(self, run_id: str, to: str, kind: str, text: str, *, timeout_s: float) -> str:
+        """By ssh to the host of the supervisor, or of the command. No other program of ours has to run there."""
+        known = self.known(run_id)
+        assert known is not None  # it was submitted
+        if kind == ASK:
+            found = self._look(known[1], run_id)
+            able = [host for host, one in found.items() if isinstance(one, FarFacts) and one.supervises]
+            if not able:
+                silent = "; ".join(str(one) for one in found.values() if isinstance(one, MusterError))
+                raise BackendError(silent or f"no host has a supervisor of {run_id}", hint=f"muster recover {run_id}")
+            to = able[0]
+        return self.ssh.order(to, FarAsk(run_id=run_id, kind=kind, text=text), timeout_s + ASK_S).reply
 
     def find(self, run_id: str) -> JobHandle | None:
         """By the run's folder on this machine, until it was ended from here."""
@@ -176,7 +248,7 @@ class SshLauncher(BucketLauncher[Placement]):
             return JobStatus(state=JobState.ABSENT, reason="no such run, or it was never submitted")
         tasks = {
             host: f"unreachable: {one}" if isinstance(one, MusterError) else _task(one)
-            for host, one in self._look(known[1].spec, handle.run_id).items()
+            for host, one in self._look(known[1], handle.run_id).items()
         }
         if (end := run_home.end_of(home, again=True)) is not None:
             return ended_with(end, tasks)
@@ -215,17 +287,17 @@ class SshLauncher(BucketLauncher[Placement]):
         if (known := self.known(handle.run_id)) is None:
             return []
         found: list[str] = []
-        for host, one in self._look(known[1].spec, handle.run_id).items():
+        for host, one in self._look(known[1], handle.run_id).items():
             found += [f"{host}: {what}" for what in one.left] if isinstance(one, FarFacts) else [str(one)]
         return found
 
-    def _look(self, spec: RunSpec, run_id: str = "") -> dict[str, FarFacts | MusterError]:
+    def _look(self, placement: Placement, run_id: str = "") -> dict[str, FarFacts | MusterError]:
         order = FarLook(run_id=run_id)
-        return everywhere(spec.ssh.hosts, lambda host: self.ssh.order(host, order))
+        return everywhere(placement.hosts, lambda host: self.ssh.order(host, order))
 
-    def _there(self, spec: RunSpec, *, least: int) -> dict[str, FarFacts]:
+    def _there(self, placement: Placement, *, least: int) -> dict[str, FarFacts]:
         """Hosts that answer. Raises what the others said where those are fewer than ``least``."""
-        return refuse(self._look(spec), most=len(spec.ssh.hosts) - least)
+        return refuse(self._look(placement), most=len(placement.hosts) - least)
 
 
 def _task(one: FarFacts) -> str:
@@ -237,14 +309,17 @@ def _code_dir(home: str, run_id: str) -> str:
     return f"{home}/.muster/ssh/runs/{run_id}"
 
 
-def _doubts(placement: Placement, answers: Mapping[str, object]) -> Sequence[str]:
+def _doubts(placement: Placement, answers: Mapping[str, object], run_id: str) -> Sequence[str]:
     """What a person who submits should know."""
     silent = [host for host in placement.hosts[1:] if host not in answers]
     found = [f"{host} does not answer and is left out" for host in silent]
+    found += [
+        f"{host}: {one}" for host, facts in answers.items() if isinstance(facts, FarFacts) for one in facts.doubts
+    ]
     found += [f"left out: {answer}" for answer in answers.values() if isinstance(answer, MusterError)]
-    if placement.is_on_first_host:
-        first = placement.hosts[0]
-        found.append(
-            f"the run's home is on {first}: if it is lost the run stops (run_dir: gs://BUCKET/RUN outlives it)"
-        )
+    if placement.keeper is not None and not placement.is_shared:
+        able = [host for host, one in answers.items() if isinstance(one, FarFacts)]
+        copy = f"muster recover {run_id} --from {able[0]} continues from its copy" if able else "there is no copy"
+        lost = f"the run's home is on {placement.keeper}: if it is lost the run stops, and {copy}"
+        found.append(f"{lost} (run_dir: gs://BUCKET/RUN, or a folder that hosts share, outlives it)")
     return found

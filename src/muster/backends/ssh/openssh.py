@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import socket
+import subprocess
 import tarfile
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from muster.core import processes
 from muster.core.clock import SystemShell
 from muster.core.errors import AccessError, BackendError, BusyError, ConflictError, MusterError
 from muster.core.protocols import Shell
@@ -24,6 +26,8 @@ NOT_CONNECTED = 255
 """ssh's own exit code."""
 TIMEOUT_S = 120.0
 AT_ONCE = 16
+SILENT_S = 20.0
+_SILENT: dict[str, tuple[float, MusterError]] = {}
 _Result = TypeVar("_Result")
 
 
@@ -36,8 +40,10 @@ class OpenSsh:
     """Runs ``ssh``."""
 
     shell: Shell = field(default_factory=lambda: SystemShell(own_group=True))
+    silent: dict[str, tuple[float, MusterError]] = field(default_factory=lambda: _SILENT)
+    """Hosts that did not answer, and until when they are not asked again."""
 
-    def order(self, host: str, message: ToFar) -> FarFacts:
+    def order(self, host: str, message: ToFar, timeout_s: float = TIMEOUT_S) -> FarFacts:
         """Have the far program carry out an order; how the host is then.
 
         Raises:
@@ -46,7 +52,7 @@ class OpenSsh:
             ConflictError: the host works for another run.
             BackendError: anything else; the far side's own words.
         """
-        printed = self.run(host, FAR, encode(message).decode())
+        printed = self.run(host, FAR, encode(message).decode(), timeout_s)
         try:
             answer = reader_of(FROM_FAR)(printed.rpartition(f"\n{MARK}\n")[2].strip().encode())
         except Unreadable as error:
@@ -58,26 +64,32 @@ class OpenSsh:
 
     def run(self, host: str, words: Sequence[str], text: str = "", timeout_s: float = TIMEOUT_S) -> str:
         """What a program on the host printed, with ``text`` as its input. Raises as ``order``, and for an exit code."""
+        until_s, error = self.silent.get(host, (0.0, None))
+        if error is not None and time.monotonic() < until_s:
+            raise error
         try:
             done = self.shell.run([*client(host), *words], stdin=text, timeout_s=timeout_s)
-        except BusyError as error:
-            raise Unreachable(f"{host} does not answer: {error}") from error
-        if done.returncode:
-            raise _trouble(host, done.returncode, done.stderr)
+            error = _trouble(host, done.returncode, done.stderr) if done.returncode else None
+        except BusyError as busy:
+            error = Unreachable(f"{host} does not answer: {busy}")
+        if isinstance(error, Unreachable):
+            self.silent[host] = time.monotonic() + SILENT_S, error
+        if error is not None:
+            raise error
         return done.stdout
 
     def send(self, host: str, folder: Path, to: str) -> None:
         """The folder's files to a folder there, by a stream. Raises as ``run``."""
         self.run(host, ["mkdir", "-p", to])
-        sock, stderr = processes.connect([*client(host), "tar", "-x", "-f", "-", "-C", to])
-        with sock, stderr:
-            try:
-                with sock.makefile("wb") as pipe, tarfile.open(fileobj=pipe, mode="w|") as packed:
+        argv = [*client(host), "tar", "-x", "-f", "-", "-C", to]
+        with tempfile.TemporaryFile() as said:
+            child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=said, stderr=said)
+            with contextlib.suppress(BrokenPipeError), child:  # which waits for its end
+                with tarfile.open(fileobj=child.stdin, mode="w|") as packed:
                     packed.add(folder, ".")
-                sock.shutdown(socket.SHUT_WR)
-                sock.recv(1)  # its end
-            except OSError as error:
-                raise BackendError(f"{host}: {folder} cannot be sent: {error}") from error
+            said.seek(0)
+            if child.returncode:
+                raise _trouble(host, child.returncode, said.read().decode(errors="replace"))
 
 
 def everywhere(hosts: Sequence[str], act: Callable[[str], _Result]) -> dict[str, _Result | MusterError]:

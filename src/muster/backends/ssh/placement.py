@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from muster.config.sections.ssh import FOLDER
 from muster.config.spec import RunSpec
 from muster.config.validation import is_remote
 from muster.core.errors import Problem
+from muster.storage import uris
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +22,19 @@ class Placement:
     """Its URI: a bucket's, or ``ssh://``, the first host and the run's id."""
 
     @property
-    def hosts(self) -> list[str]:
-        return self.spec.ssh.hosts
+    def keeper(self) -> str | None:
+        """The host through which the home is read; None: it is in a bucket."""
+        return uris.bucket_and_key(self.home)[0] if self.home.startswith("ssh://") else None
 
     @property
-    def is_on_first_host(self) -> bool:
-        return self.home.startswith("ssh://")
+    def is_shared(self) -> bool:
+        """The home is in a folder that every host sees."""
+        return self.keeper is not None and self.spec.run_dir is not None
+
+    @property
+    def hosts(self) -> list[str]:
+        """All, with the keeper first."""
+        return sorted(self.spec.ssh.hosts, key=lambda host: host != self.keeper)
 
     def filled_in(self, spec: RunSpec) -> RunSpec:
         """``spec`` as hosts read it: checkpoints go to the home unless it says otherwise."""
@@ -32,12 +42,11 @@ class Placement:
         return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"dir": directory})})
 
 
-def place(spec: RunSpec, run_id: str) -> Placement:
-    """Nothing is checked (``rules`` does)."""
+def place(spec: RunSpec, run_id: str, home: str | None = None) -> Placement:
+    """``home``: where it is since ``muster recover --from``. Nothing is checked (``rules`` does)."""
     given = spec.run_dir
-    return Placement(
-        spec=spec, home=given.rstrip("/") if given and is_remote(given) else f"ssh://{spec.ssh.hosts[0]}/{run_id}"
-    )
+    first = given.rstrip("/") if given and is_remote(given) else f"ssh://{spec.ssh.hosts[0]}/{run_id}"
+    return Placement(spec=spec, home=home or first)
 
 
 def rules(spec: RunSpec) -> Iterator[Problem]:
@@ -51,6 +60,7 @@ def rules(spec: RunSpec) -> Iterator[Problem]:
     if more >= 0 and spec.resources.spare_hosts not in (0, more):
         message = f"ssh.hosts has {more} beyond resources.hosts"
         yield Problem(key="resources.spare_hosts", message=message, value=spec.resources.spare_hosts)
-    if spec.run_dir is not None and not spec.run_dir.startswith(("gs://", "s3://")):
+    if spec.run_dir is not None and not re.fullmatch(rf"(gs|s3)://.*|{FOLDER}", spec.run_dir):
         hint = "leave it out: the run's home is on the first host's disk"
-        yield Problem(key="run_dir", message="must be a folder of a bucket", value=spec.run_dir, hint=hint)
+        message = "must be a bucket's, or a folder that all hosts share"
+        yield Problem(key="run_dir", message=message, value=spec.run_dir, hint=hint)

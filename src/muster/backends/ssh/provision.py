@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +18,12 @@ from muster.backends.protocols import Lease
 from muster.backends.ssh.openssh import OpenSsh, everywhere, refuse
 from muster.config.spec import RunSpec
 from muster.core.errors import DISTRIBUTION, BackendError, MusterError, UsageError
-from muster.protocol.pipes import FarLook
+from muster.protocol.pipes import FarFacts, FarLook
 from muster.storage.store.ssh import ENV
 
 INSTALL_S = 1900.0
+CLOCK_S = 10.0
+"""By which clocks may seem to differ: ssh takes a while."""
 WHEELS = ".muster/ssh/wheels"
 NOT_HERE = "has no meaning where hosts are reached by SSH"
 
@@ -56,13 +59,18 @@ class SshCluster:
             raise UsageError(f"{manifests} has no wheels", hint=f"in a clone: pip wheel -w {manifests} '.[data,train]'")
         self._everywhere(self._python, progress, "there")
 
+        facts: dict[str, tuple[FarFacts, int]] = {}
+
         def prepared(host: str) -> str:
             self._install(host, manifests)
             one = self.ssh.order(host, FarLook())
+            facts[host] = one, one.wall_ns - time.time_ns()
             gpus = f"{len(one.gpus)} x {one.gpus[0]}" if one.gpus else "no GPU"
             return f"{host}: {one.hostname} at {one.address}, {gpus}, {one.disk_bytes / 1e9:.0f} GB of disk free"
 
         found = self._everywhere(prepared, progress, "there")
+        agree(facts)
+        found += [f"warning: {host}: {text}" for host, (one, _) in facts.items() for text in one.doubts]
         return Lease(run_id="", resources=tuple(found), labels={"zone": self.project})
 
     def down(self, *, keep_data: bool = False, progress: Progress = silent) -> Down:
@@ -116,6 +124,24 @@ class SshCluster:
             pip += ["--no-deps", "--no-index", "--find-links", WHEELS]
             wanted = "".join(_requirement(path) for path in sorted(wheels.glob("*.whl")))
         self.ssh.run(host, pip, wanted, INSTALL_S)
+
+
+def agree(facts: Mapping[str, tuple[FarFacts, int]]) -> None:
+    """What hosts need of each other; ``facts`` with what each clock is ahead of this machine's, in ns.
+
+    Raises:
+        BackendError: clocks differ, or two hosts have one address, which is none that others reach.
+    """
+    wrong, hosts = [], dict[str, str]()
+    slow, fast = min(facts, key=lambda host: facts[host][1]), max(facts, key=lambda host: facts[host][1])
+    if (apart_s := (facts[fast][1] - facts[slow][1]) / 1e9) > CLOCK_S:
+        wrong.append(f"{fast}'s clock is {apart_s:.0f} s ahead of {slow}'s (there: sudo timedatectl set-ntp true)")
+    for host, (one, _) in facts.items():
+        if (other := hosts.setdefault(one.address, host)) != host:
+            reason = "one machine" if facts[other][0].boot == one.boot else "NAT: let HostName name what others reach"
+            wrong.append(f"{other} and {host} are both {one.address}: {reason}")
+    if wrong:
+        raise BackendError("; ".join(wrong), hint="repair that, then the same command")
 
 
 def _requirement(wheel: Path) -> str:

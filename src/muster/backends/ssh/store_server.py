@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import os
+import re
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from muster.backends.host.place import say
 from muster.core import processes
 from muster.core.errors import AccessError, ConflictError, MusterError
 from muster.protocol.codec import reader_of
-from muster.protocol.pipes import TO_STORE, FarRefused, FromStore, StoreAnswer, StoreCall
+from muster.protocol.pipes import STORE_BYTES, TO_STORE, FarRefused, FromStore, StoreAnswer, StoreCall
 from muster.storage.store import blobs
 from muster.storage.store.local import LocalStore, translated
 from muster.transport.listening import listen_on, raise_soft_limit
@@ -62,10 +63,17 @@ class Homes:
 
     def _done(self, call: StoreCall, path: str) -> StoreAnswer:
         data, store = base64.b64decode(call.data), LocalStore()
+        if call.staged:
+            if not re.fullmatch(r"\.muster-[0-9a-f]{32}", call.staged):
+                raise AccessError(f"{call.staged!r} is no staged file")
+            staged = Path(path).with_name(call.staged)
+            data = staged.read_bytes()
+            staged.unlink()
         match call.verb:
             case "get":
                 found = store.get(path, start=call.start)
-                return StoreAnswer(data=base64.b64encode(found.data).decode(), generation=found.generation)
+                part, size = found.data[:STORE_BYTES], call.start + len(found.data)
+                return StoreAnswer(data=base64.b64encode(part).decode(), generation=found.generation, size=size)
             case "put" if call.generation is None:
                 return StoreAnswer(generation=store.put(path, data))
             case "put" if call.generation:

@@ -40,9 +40,9 @@ from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.google.session import Session
 from muster.backends.host.children import Children, RealChildren
 from muster.backends.host.loop import HostProgram
-from muster.backends.host.place import Place, Program, program_argv, say
+from muster.backends.host.place import Place, Program, say, two_programs
 from muster.backends.host.run_state import RunState
-from muster.backends.host.state import AGENT, SUPERVISOR, Exit, LeaveAt, Outcome, Rules, State
+from muster.backends.host.state import SUPERVISOR, Exit, LeaveAt, Outcome, Rules, State
 from muster.backends.letters import Letters
 from muster.backends.log_forwarder import LogForwarder
 from muster.backends.vertex import reducers
@@ -58,7 +58,6 @@ from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, MusterError
 from muster.core.protocols import Clock, Store
-from muster.storage import run_secrets
 from muster.storage.store import open_store
 from muster.storage.store.patient import start_thread
 from muster.transport.listening import listen_on, raise_soft_limit
@@ -157,17 +156,10 @@ class Host:
         token, values = self._secrets(placement.spec)
         base = given.run_dir / given.run_id
         folder = base / self.mark
-        for part in ("host", "supervisor"):
-            run_folder.place(
-                folder / part, run_id=given.run_id, backend="vertex", files=files, submission=given.submission,
-                home=given.home,
-            )  # fmt: skip
-            (folder / part / "logs").mkdir(mode=0o700, exist_ok=True)
-            processes.replace_text(folder / part / "token", token)
-        run_secrets.write(folder / "host", values)
-        with contextlib.suppress(FileNotFoundError):  # of an earlier start on this disk
-            (base / code_bundle.FOLDER).unlink()
-        (base / code_bundle.FOLDER).symlink_to(Path(self.mark, "host", code_bundle.FOLDER))
+        run_folder.place_both(
+            folder, base / code_bundle.FOLDER, token=token, secrets=values, run_id=given.run_id, backend="vertex",
+            files=files, submission=given.submission, home=given.home,
+        )  # fmt: skip
         self._tell("up")
         say(f"{host} at {own}: {_shared_memory()}")
         if reducers.count(placement):
@@ -274,31 +266,9 @@ class VertexPlace(Place):
             **self.host.environ,
             "MUSTER_RUN_ID": given.run_id,
             "MUSTER_BIND": self.own,
-            "MUSTER_POD": self.name,
-            "MUSTER_JOBSET": given.nonce,
         }
         hub = {"HF_TOKEN": self.secrets["HF_TOKEN"]} if "HF_TOKEN" in self.secrets else {}
-        supervisor, agent = self.folder / "supervisor", self.folder / "host"
-        return {
-            AGENT: Program(
-                argv=[
-                    *program_argv("muster.agent.watchdog", agent, given.run_id),
-                    "--host",
-                    self.name,
-                    "--no-metadata-server",
-                ],
-                env={**env, "MUSTER_RUN_DIR": str(agent)},
-                home=RunState(run_dir=agent),
-                writer=self.name,
-            ),
-            SUPERVISOR: Program(
-                argv=program_argv("muster.app.supervisor", supervisor, given.run_id),
-                env={**env, **hub, "MUSTER_RUN_DIR": str(supervisor)},
-                log=supervisor / "logs" / f"supervisor-{self.name}.log",
-                home=self.home,
-                writer=SUPERVISOR,
-            ),
-        }
+        return two_programs(self.folder, name=self.name, run_id=given.run_id, env=env, home=self.home, more=hub)
 
     def _holds(self) -> bool:
         """Whether the supervisor of this host holds the run."""

@@ -12,6 +12,7 @@ import io
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Literal, TypeAlias
 
@@ -75,17 +76,30 @@ class SshStore:
         self._lock = threading.Lock()
 
     def get(self, uri: str, *, start: int = 0) -> Stored:
-        answer = self.call(uri, "get", start=start)
-        return Stored(data=base64.b64decode(answer.data), generation=answer.generation)
+        data, answer = b"", self.call(uri, "get", start=start)
+        generation = answer.generation
+        while data := data + base64.b64decode(answer.data):
+            if start + len(data) >= answer.size:
+                break
+            answer = self.call(uri, "get", start=start + len(data))
+            if answer.generation != generation:
+                raise BusyError(f"{uri} was replaced while it was read")
+        return Stored(data=data, generation=generation)
 
-    def put(self, uri: str, data: bytes) -> str:
-        return self.call(uri, "put", data).generation
+    def put(self, uri: str, data: bytes, generation: str | None = None) -> str:
+        staged = ""
+        if len(data) > STORE_BYTES:
+            staged = f".muster-{uuid.uuid4().hex}"
+            with SshFiles().open(uris.join(uri.rpartition("/")[0], staged), "wb") as file:
+                file.write(data)
+            data = b""
+        return self.call(uri, "put", data, generation=generation, staged=staged).generation
 
     def put_if_absent(self, uri: str, data: bytes) -> str:
-        return self.call(uri, "put", data, generation="").generation
+        return self.put(uri, data, "")
 
     def put_if(self, uri: str, data: bytes, generation: str) -> str:
-        return self.call(uri, "put", data, generation=generation).generation
+        return self.put(uri, data, generation)
 
     def list(self, prefix: str) -> dict[str, int]:
         host, _ = uris.bucket_and_key(prefix)
@@ -101,6 +115,7 @@ class SshStore:
         data: bytes = b"",
         *,
         generation: str | None = None,
+        staged: str = "",
         start: int = 0,
         stop: int = 0,
     ) -> StoreAnswer:
@@ -117,7 +132,11 @@ class SshStore:
                 waiting = self._idle.get(mine)
                 stream = waiting.pop() if waiting else None
             stream = stream or _connected(host)
-            stream.send(StoreCall(verb=verb, key=key, data=packed, generation=generation, start=start, stop=stop))
+            stream.send(
+                StoreCall(
+                    verb=verb, key=key, data=packed, generation=generation, staged=staged, start=start, stop=stop
+                )
+            )  # fmt: skip
             answer = stream.receive()
         except (OSError, Unreadable) as error:
             with self._lock:  # those that wait were lost with it

@@ -20,6 +20,7 @@ from muster.backends.host import state as host
 from muster.backends.host.decide import decide
 from muster.backends.host.state import AGENT, SUPERVISOR, Child, Lease, Looked, State
 from muster.backends.slurm import batch, node
+from muster.backends.ssh.host import rules as ssh
 from muster.backends.vertex.host import rules as vertex
 
 PAGE = Path(__file__).resolve().parents[4] / "docs/reference/host-program.md"
@@ -34,6 +35,8 @@ PLACES = {
     "Slurm, first node": (node.rules(0), (AGENT, SUPERVISOR)),
     "Slurm, third node": (node.rules(2), (AGENT,)),
     "Slurm, batch program": (batch.RULES, (STEP,)),
+    "SSH, first host": (ssh(0), (AGENT, SUPERVISOR)),
+    "SSH, other host": (ssh(None), (AGENT,)),
     "Compute Engine, host": (gce("host"), (AGENT,)),
     "Compute Engine, supervisor": (gce(SUPERVISOR), (SUPERVISOR,)),
 }

@@ -1,0 +1,84 @@
+"""A second host's copy of a run's home that is on the first host's disk: ``muster recover RUN --from HOST`` goes on
+from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from muster.backends.host.place import say
+from muster.backends.run_home import RUN_ID
+from muster.core.errors import BackendError, MusterError
+from muster.core.protocols import Store
+from muster.protocol.pipes import STORE_BYTES
+from muster.storage import uris
+from muster.storage.store import blobs, open_store
+from muster.storage.store.patient import start_thread
+
+EVERY_S = 5.0
+LAST_S = 120.0
+"""For what the run's end left to be copied."""
+COPIED = ".muster-copied"
+"""In the copy's folder; its modification time is that of the last whole round."""
+CHANGING_BYTES = 1 << 16
+"""A JSON file up to this size (lease, fence, commit marker) may change and keep its size, and refer to other files."""
+
+
+@dataclass(kw_only=True)
+class HomeCopy:
+    """Brings what is new in ``home`` to ``folder``, in a thread until ``stop``.
+
+    Small JSON files are read before the home is listed, and written after everything else: what they refer to is there.
+    """
+
+    home: str
+    folder: Path
+    store: Store = field(default_factory=open_store)
+    _changing: set[str] = field(default_factory=set)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = start_thread(self._keep, "copy")
+
+    def stop(self) -> None:
+        """With what has come last."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(LAST_S)
+
+    def _keep(self) -> None:
+        said, rounds = "", 2  # once the run has ended: a JSON file is copied in the second
+        while rounds:
+            rounds -= self._stopped.wait(EVERY_S)
+            try:
+                self.once()
+                said = ""
+            except FileNotFoundError:  # it was removed while the round went on
+                self._changing.clear()
+            except (MusterError, OSError) as error:
+                if str(error) != said:
+                    say(f"the copy of the run's home is not up to date: {error}")
+                said = str(error)
+
+    def once(self) -> None:
+        """One round. Raises FileNotFoundError, MusterError, OSError: it is not whole."""
+        read = {name: self.store.get(uris.join(self.home, name)).data for name in self._changing}
+        there = {uri[len(self.home) + 1 :]: size for uri, size in self.store.list(self.home).items()}
+        if RUN_ID not in there:
+            raise BackendError(f"no run is in {self.home}")
+        here = {os.path.relpath(path, self.folder): size for path, size in self.store.list(str(self.folder)).items()}
+        self._changing = {name for name, size in there.items() if name.endswith(".json") and size <= CHANGING_BYTES}
+        for name in there.keys() - self._changing:
+            if here.get(name) != there[name]:
+                uri, path = uris.join(self.home, name), str(self.folder / name)
+                with blobs.reading(uri) as source, blobs.writing(path) as file:
+                    shutil.copyfileobj(source, file, STORE_BYTES)
+        for name in read.keys() & there.keys():
+            self.store.put(str(self.folder / name), read[name])
+        for name in here.keys() - there.keys():
+            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / COPIED).touch(0o600)

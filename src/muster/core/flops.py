@@ -189,6 +189,11 @@ class ModelShape:
         )
 
     @property
+    def layer_norm(self) -> bool:
+        """Its norms are LayerNorms, its positions learned: no float32 norm, no rotation."""
+        return self.family == "gpt2"
+
+    @property
     def attention_width(self) -> int:
         """heads x head_dim."""
         return self.heads * self.head_dim

@@ -6,7 +6,8 @@ The layer is transformers' (RMSNorm in float32, rotary positions, gated MLP) und
 * a norm saves its input in float32 (where c < 4: a cast copy, 4 h), the normalised value in c (c h) and its output,
   which is the next matrices' input (c h); in float32 there is no cast copy, but the product with 1/rms stays (c h);
 * attention saves q, k, v and its result (which is o_proj's input), and a float32 log-sum-exp per head;
-* the MLP saves gate, silu(gate), up and their product;
+* a LayerNorm is one kernel: it saves its input and its output, both in c;
+* the MLP saves gate, silu(gate), up and their product; without a gate what goes into the activation and what comes out;
 * rotary tables, residual sums and weights add nothing that grows with the layer's tokens.
 
 Compiled layers keep less: the partitioner computes elementwise results again from the matrices' results.
@@ -45,7 +46,9 @@ def kept_per_token(
     if compiled:
         return c * 2 * h + attention + c * matrices * i + 8 + _adapters(shape, c, lora_rank)
     norm = (4 + 2 * c) * h if c < 4 else 3 * c * h
-    if lora_rank:  # a frozen norm's weight needs no gradient, so the normalised value is not kept
+    if shape.layer_norm:  # one kernel: its input (the stream) and its output
+        norm = 2 * c * h
+    elif lora_rank:  # a frozen norm's weight needs no gradient, so the normalised value is not kept
         norm -= c * h
     norms = shape.norms_per_layer * norm
     if shape.qk_norm:  # over the heads of q and k; what comes out is not kept, the rotation keeps it no more
@@ -57,7 +60,7 @@ def kept_per_token(
 def working_per_token(shape: ModelShape, *, compute_bytes: int, tp: int) -> float:
     """Extra bytes a token at the peak of one layer's backward pass: gradients in flight, and what is computed again."""
     h, _a, _k, i = _widths(shape, tp)
-    return compute_bytes * (2 * i + h)
+    return compute_bytes * ((2 if shape.gated_mlp else 1) * i + h)
 
 
 def recomputed_share(kind: str) -> float:

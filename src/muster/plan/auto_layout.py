@@ -11,7 +11,7 @@ from muster.core.layout import Layout
 from muster.plan.constants import Constants
 from muster.plan.format import gigabytes
 from muster.plan.layouts import FREE, layouts
-from muster.plan.memory import LOCAL_GRADIENTS_SHARE, DeviceOverhead, memory
+from muster.plan.memory import DeviceOverhead, memory
 from muster.plan.search import MEMORY_MARGIN
 from muster.plan.step_time import step_time
 from muster.plan.tpu_memory import tpu_memory
@@ -60,7 +60,6 @@ def compare_layouts(
     """
     capacity = option.offer.gpu_memory_bytes
     overhead = replace(overhead, capacity_bytes=capacity)
-    once = work.trained_parameters * 4 < LOCAL_GRADIENTS_SHARE * capacity and not work.exact
     result = []
     for layout in layouts(work, option, num_nodes, FREE):
         if work.local_steps and layout.dp_replicate == 1:
@@ -74,7 +73,7 @@ def compare_layouts(
             activation_checkpointing=activation_checkpointing,
         )
         for reshard in (True, False) if layout.dp_shard > 1 and not option.is_tpu else (True,):
-            job = replace(work, reshard_after_forward=reshard, once_a_step=once and not option.is_tpu)
+            job = replace(work, reshard_after_forward=reshard)
             need = (tpu_memory(job, setting) if option.is_tpu else memory(job, setting, overhead)).total_bytes
             seconds = step_time(job, setting, option, num_nodes, constants).seconds
             fits = need <= capacity * (1 - MEMORY_MARGIN)

@@ -128,7 +128,7 @@ def _memory_of(
     if setting.layout.cp > 1:  # keys and values of whole sequences, gathered and in order; never measured
         heads = work.shape.kv_heads * work.shape.head_dim / setting.layout.tp
         working += 2 * 2 * tokens * setting.layout.cp * heads * work.compute_bytes
-    loss = _loss(work, tokens, wide_product=device.streams)
+    loss = _loss(work, tokens, cuda=device.streams)
     # In the first round no gradient exists yet; later the shards' do, or whole ones; the root's comes last.
     later = setting.rounds(work) > 1
     held = (static["whole gradients"] or static["gradients"]) if later else 0.0
@@ -182,6 +182,13 @@ def _workspace(work: Workload, setting: Setting, tokens: int, device: DeviceOver
     return (tokens + ROWS_PER_DOCUMENT * documents) * width * 4 + whole
 
 
+def reduced_once(work: Workload, rounds: int, capacity_bytes: int | None) -> bool:
+    """Whether whole gradients are kept over the micro-batches and reduced with the last (the trainer's rule)."""
+    if rounds == 1 or work.exact or capacity_bytes is None:
+        return False
+    return work.trained_parameters * REDUCE_BYTES < LOCAL_GRADIENTS_SHARE * capacity_bytes
+
+
 def held_parameters(work: Workload, layout: Layout) -> float:
     """Parameters (without adapters) of ``work.shape`` on one rank: layers are cut by tp and dp_shard, the rest by
     dp_shard alone."""
@@ -230,12 +237,7 @@ def _static(work: Workload, setting: Setting, device: DeviceOverhead) -> dict[st
     units = _units(work, layout.tp)
     share = work.master_bytes / layout.shards if work.trains_head else 0.0
     whole = 0.0
-    if (
-        setting.rounds(work) > 1
-        and not work.exact
-        and device.capacity_bytes is not None
-        and work.trained_parameters * 4 < LOCAL_GRADIENTS_SHARE * device.capacity_bytes
-    ):
+    if reduced_once(work, setting.rounds(work), device.capacity_bytes):
         whole = trained * layout.shards * REDUCE_BYTES  # kept whole until the last round
     if work.exact:
         gradients += trained * 8  # the fixed-point totals
@@ -286,15 +288,16 @@ def _gathered(work: Workload, units: Units, shards: int, *, streams: bool) -> Ga
     whole_ends = c if shards > 1 or (work.master_bytes if work.trains_head else base_bytes) != c else 0
     trained = units.layer if work.trains_all else units.adapters_per_layer
     layer = whole * units.layer
-    copies = 1 if shards == 1 else 3 if streams else 2  # this layer's, the next one's, and its gather buffer
-    forward = layer * copies
+    # This layer's and the next one's gather; in the forward pass torch keeps this one's buffer until the next copy too.
+    copies = 1 if shards == 1 else 2
+    forward = layer * (copies + (shards > 1 and streams))
     between = layer if shards > 1 else 0.0
     if not work.reshard_after_forward and shards > 1:
         forward = between = layer * (units.layers + 1)
     if shards == 1:
         reduce = trained * _reducing(c, shards)
-    else:  # the layer before is still being reduced; this one's own gradients come as its activations go
-        reduce = trained * (_reducing(c, shards) - c + (c + REDUCE_BYTES if streams else 0))
+    else:  # the layer before is still being reduced while this one's own gradients come
+        reduce = trained * (REDUCE_BYTES + (c if streams else 0))
     root_gradient = max(units.root, units.embedding) * _reducing(c, shards) if work.trains_head else 0.0
     if work.shape.tied and work.trains_head:  # the embedding's gradient is separate from the head's and is added to it
         root_gradient += work.shape.head_parameters * c
@@ -327,24 +330,26 @@ class Loss:
     """The head's gradient, whole until the root is reduced."""
 
 
-def _loss(work: Workload, tokens: float, *, wide_product: bool) -> Loss:
+def _loss(work: Workload, tokens: float, *, cuda: bool) -> Loss:
     """Chunked cross-entropy, which computes its gradients in the forward pass.
 
     First a chunk's logits are there as the product, in float32 with one temporary, and as the gradient of the chunk
     before: 12 bytes a logit in either type. Then, in bfloat16, its own gradient and the product that is added to the
-    head's gradient: the logits in float32 are gone by then. That sum is in float32, and so is the product on CUDA
-    (``wide_product``). In the backward pass it is multiplied by the incoming gradient, which takes a second copy.
+    head's gradient: the logits in float32 are gone by then. That sum is in float32, and so is the product on CUDA.
+    Compiled for CUDA, one kernel reads the product and writes the gradient: no logits in float32. In the backward pass
+    the head's gradient is multiplied by the incoming one, which takes a second copy.
     """
     c, vocab = work.compute_bytes, work.shape.vocab
     targets = tokens * work.supervised if work.shape.has_head else 0.0
     chunk = min(work.loss_chunk_tokens or targets, targets)
     again = 1 if chunk < targets else 0
-    logits = chunk * vocab * (8 + again * c + (c if c < 4 else 0))
+    wide = 0 if cuda and work.compile else 8
+    logits = chunk * vocab * ((wide or c) + again * c + (c if c < 4 else 0))
     added = chunk * vocab * 2 * c
     hidden = targets * work.shape.hidden * c * 2
     head = work.shape.head_parameters if work.trains_head else 0
     return Loss(
-        forward=hidden + head * 4 + (max(logits, added + head * (4 if wide_product else c)) if c < 4 else logits),
+        forward=hidden + head * 4 + (max(logits, added + head * (4 if cuda else c)) if c < 4 else logits),
         backward=hidden * 1.5 + 2 * head * c,
         head_gradient=head * c,
     )

@@ -8,10 +8,13 @@ Model FLOP utilisation is an outcome, never an input. What is modelled:
 * the rest of a layer is memory traffic: passes over its activations, fewer where compiled;
 * FSDP: each round gathers every unit for the forward pass, again for the backward pass (if resharded), and
   reduce-scatters float32 gradients; the share ``overlap`` of arithmetic can hide it, the rest is exposed;
+  what is hidden takes processors and bandwidth from it. Each round's first gather and last reduction hide behind
+  nothing. Gradients are reduced once a step where the trainer does (``memory.reduced_once``), else in each round;
 * tensor parallel: four all-reduces of the stream a layer and round, not hidden; one more where layers run again, since
   torch stops there before the last one's (on TPUs two more, where they run again in full);
 * replicas: one all-reduce of float32 gradient shards in the last round, which the same share of its backward pass hides
-  (the trainer begins a unit's when its gradient is final).
+  (the trainer begins a unit's when its gradient is final);
+* with each doubling of the machines a little more: a step waits for its slowest rank.
 
 TPUs: useful operations at the planned MFU of the chip (``accelerators.yaml``), which stands for recomputation and
 memory traffic too; what sharding exposes, the update and snapshots are added as above.
@@ -33,14 +36,18 @@ from muster.core.flops import Convention
 from muster.plan.activations import recomputed_share
 from muster.plan.constants import (
     ATTENTION_HALF_TOKENS,
+    COLLECTIVE_SHARE,
+    CONTEXT_SHARE,
     DEFAULT,
     FLOAT32_PASSES,
     FP8_CAST_BYTES,
     FP8_SHARE,
+    LAYER_NORM_TRAFFIC,
     TRAFFIC,
+    WAITING_SHARE,
     Constants,
 )
-from muster.plan.memory import held_parameters
+from muster.plan.memory import held_parameters, reduced_once
 from muster.plan.workload import Setting, Workload
 
 REDUCE_BYTES = 4
@@ -102,7 +109,7 @@ def step_time(
     forward_share *= 1.0 / (1.0 + again * forward_share)
     weights = matrices / arithmetic / (3.0 + again) if work.trains_all else 0.0  # the head counts along: it is small
     links = Links(option.fabric, option.offer.gpus_per_node, num_nodes, layout.tp, layout.shards)
-    exposed = _sharding(work, setting, links, rounds, arithmetic, forward_share, constants)
+    exposed = _sharding(work, setting, option, links, rounds, arithmetic, forward_share, constants)
     tensor = _tensor(work, setting, option, links, rounds, constants) * (1 - work.hidden_tensor_parallel)
     useful = work.useful_flops_per_token() * work.tokens_per_step * work.fill
     padding = setting.padding(work)
@@ -118,6 +125,8 @@ def step_time(
         "replicas": _replicas(work, setting, links, arithmetic / rounds * (1 - forward_share) * constants.overlap),
         "optimizer": _optimizer(work, setting, option),
     }
+    if not option.is_tpu:
+        parts["slowest rank"] = WAITING_SHARE * math.log2(num_nodes) * sum(parts.values())
     snapshots = _snapshots(work, setting, option, num_nodes, parts, constants)
     return StepTime(
         parts={**parts, "snapshots": snapshots.stall_s / snapshots.every if snapshots.every else 0.0},
@@ -211,9 +220,15 @@ def _attention(
     shape = work.shape
     again = recomputed_share(setting.activation_checkpointing) / 3.0
     flops = tokens * work.attention_flops_per_token() * (1 + again) / setting.layout.tp
-    kernel = option.accelerator.attention_rate(work.attention, shape.head_dim)
+    chip = option.accelerator
+    kernel = chip.attention_rate(work.attention, shape.head_dim)
     if kernel is None:
+        if work.attention and chip.attention_flops:
+            raise NoPlanError(
+                f"{chip.name} has no {work.attention} attention; known: {', '.join(chip.attention_flops)}"
+            )
         return flops / (ceiling * constants.efficiency)
+    kernel *= CONTEXT_SHARE if setting.layout.cp > 1 else 1.0
     length = min(work.document_length or work.sequence_length, work.sequence_length)
     return flops / (kernel * length / (length + ATTENTION_HALF_TOKENS) * constants.attention_efficiency)
 
@@ -233,11 +248,18 @@ def _traffic(work: Workload, setting: Setting, option: Option, tokens: float, co
     if bandwidth is None:
         raise NoPlanError(f"the memory bandwidth of {option.accelerator.name} is unknown")
     shape, tp = work.shape, setting.layout.tp
-    by_hidden, by_attention, by_mlp = TRAFFIC[work.compile]
+    by_hidden, by_attention, by_mlp = (
+        LAYER_NORM_TRAFFIC if shape.layer_norm and not work.compile else TRAFFIC[work.compile]
+    )
     kv = shape.kv_heads * shape.head_dim
     elements = (
         by_hidden * shape.hidden + (by_attention * (shape.attention_width + kv) + by_mlp * shape.intermediate) / tp
     )
+    if work.lora_rank:  # an adapter reads its matrix's input again, and adds to its output
+        adapted = [
+            each for each in shape.linears() if work.lora_targets == "all-linear" or each.name in work.lora_targets
+        ]
+        elements += sum(each.inputs + each.outputs for each in adapted) / tp
     passes = 3.0 + recomputed_share(setting.activation_checkpointing)
     if setting.activation_checkpointing == "selective":
         passes += 1.0
@@ -252,33 +274,41 @@ def _traffic(work: Workload, setting: Setting, option: Option, tokens: float, co
 
 
 def _sharding(
-    work: Workload, setting: Setting, links: Links, rounds: int, arithmetic: float, forward_share: float,
-    constants: Constants,
+    work: Workload, setting: Setting, option: Option, links: Links, rounds: int, arithmetic: float,
+    forward_share: float, constants: Constants,
 ) -> float:  # fmt: skip
-    """Seconds of FSDP's collectives that arithmetic does not hide."""
+    """Seconds of FSDP's collectives that arithmetic does not hide, and what the hidden ones take of it."""
     shards = setting.layout.shards
     if shards == 1:
         return 0.0
     cut = (shards - 1) / shards / links.shard()
-    held = held_parameters(work, setting.layout) * shards / setting.layout.pp
-    whole = held * work.compute_bytes
-    reduced = (held if work.trains_all else work.trained_parameters) * REDUCE_BYTES
-    if work.exact:
-        reduced *= 2
-    gathers = 1 if work.reshard_after_forward else 0
-    forward, backward = whole * cut, (whole * gathers + reduced) * cut
-    compute = arithmetic / rounds
-    hidden = constants.overlap * compute
-    unhidden = max(0.0, forward - hidden * forward_share) + max(0.0, backward - hidden * (1 - forward_share))
-    units = max(1, work.shape.layers)
-    ends = (forward + backward) / units + 2 * ALLREDUCE_LATENCY_S * units / 10
+    shape, layout = work.shape, setting.layout
+    held = held_parameters(work, layout) * shards / layout.pp
+    trained = held if work.trains_all else work.trained_parameters
+    gather = held * work.compute_bytes * cut
+    reduce = trained * REDUCE_BYTES * (2 if work.exact else 1) * cut
+    # Nothing hides the first gather (embedding, head, one layer) and the last reduction (the same).
+    ends = shape.head_parameters + shape.embedding_parameters + shape.layer_matmul_parameters / layout.tp
+    ends = 1 / shape.layers if option.is_tpu else min(1.0, ends / held)
+    again = gather if work.reshard_after_forward else 0.0
+    hidden = constants.overlap * arithmetic / rounds
+    forward_s, backward_s = hidden * forward_share, hidden * (1 - forward_share)
+
+    def exposed(end: float, rest: float, hidden_s: float) -> float:
+        return end + max(0.0, rest - hidden_s)
+
+    latency = 2 * ALLREDUCE_LATENCY_S * max(1, shape.layers) / 10
     if work.once_a_step:
-        return max(0.0, whole * cut + reduced * cut - hidden) + ends
-    if not work.reshard_after_forward:  # gathered once a step, in the first round
-        first = max(0.0, forward - hidden * forward_share)
-        rest = max(0.0, backward - hidden * (1 - forward_share))
-        return first + rounds * rest + rounds * ends
-    return rounds * (unhidden + ends)
+        total = gather + reduce
+        waits = exposed(ends * total, (1 - ends) * total, hidden) + latency
+    else:
+        reductions = 1 if reduced_once(work, rounds, option.offer.gpu_memory_bytes) and not option.is_tpu else rounds
+        total = rounds * (gather + again) + reductions * reduce
+        waits = rounds * (exposed(ends * gather, (1 - ends) * gather, forward_s) + latency)
+        waits += reductions * exposed(ends * reduce, again + (1 - ends) * reduce, backward_s)
+        waits += (rounds - reductions) * exposed(0.0, again, backward_s)
+    taken = 0.0 if option.is_tpu else COLLECTIVE_SHARE * constants.overlap  # a TPU's links need none of its cores
+    return waits + taken * max(0.0, total - waits)
 
 
 def _tensor(work: Workload, setting: Setting, option: Option, links: Links, rounds: int, constants: Constants) -> float:

@@ -90,6 +90,21 @@ def test_the_price_is_of_the_named_machine_alone(planned):
     assert priced == set(machine.modes), "modes without a list price have one now"
 
 
+def test_the_network_of_ones_own_hosts_is_planned_with(planned):
+    """A100s with InfiniBand of 200 GB/s a host, where Google's have 12.5."""
+    given = ("resources.machine=a2-ultragpu-8g", "resources.provisioning_model=on_demand", "resources.hosts=8",
+             "parallelism.dp_shard=64", "training.micro_batch_size=1")  # fmt: skip
+    slow, fast = planned(*given), planned(*given, "resources.network_gb_s=200")
+    assert fast.chosen.option.fabric.inter == pytest.approx(200e9 * 0.9375, rel=0.03)
+    assert slow.chosen.time.parts["sharding"] > 5 * fast.chosen.time.parts["sharding"]
+    assert any("resources.network_gb_s 200" in line for line in fast.plan.assumptions)
+
+
+def test_a_reservation_without_a_name_is_planned_and_its_name_is_asked_for(planned):
+    found = planned("resources.machine=a3-ultragpu-8g", "resources.provisioning_model=reservation")
+    assert any("resources.reservation will be named" in line for line in found.plan.assumptions)
+
+
 def test_a_price_of_no_machine_is_not_used_and_that_is_said(planned):
     with_price, without = planned("resources.usd_per_host_hour=1"), planned()
     assert with_price.plan.chosen.usd == without.plan.chosen.usd

@@ -265,3 +265,48 @@ def test_tp_is_proposed_where_adapters_can_be_split_and_for_no_mixture():
     assert more - few == {"r1s8t2p1c1e1"} and "r2s4t2p1c1e1" in few
     for work in (job(float8=True), job(shape=replace(job().shape, experts=True))):
         assert all("t1" in layout.key for layout in layouts(work, option(), 2, Pins()))
+
+
+def test_an_attention_kernel_that_a_chip_lacks_is_refused_and_not_planned_as_matrices():
+    work = job(attention="flash3", global_batch_size=8)
+    assert step_time(work, at(8), option("a3-megagpu-8g"), 1).parts["attention"] > 0
+    with pytest.raises(NoPlanError, match="A100-80GB has no flash3 attention; known: flash2"):
+        step_time(work, at(8), option("a2-ultragpu-8g", "on_demand"), 1)
+
+
+def test_the_first_gather_and_the_last_reduction_hide_behind_nothing():
+    """8B on 64 GPUs: embedding, head and a layer of 218M, gathered in 2 bytes and reduced in 4."""
+    quick = replace(DEFAULT, overlap=1e6)  # all but the ends is hidden
+    work = job("8B", global_batch_size=64)
+    sharding = step_time(work, at(64), option(), 8, quick).parts["sharding"]
+    whole = 63 / 64 / 187.5e9
+    ends = (2 * 525.3e6 + 218.1e6) * (2 + 4) * whole
+    taken = (sharding - ends - 2 * ALLREDUCE_LATENCY_S * 32 / 10) / 0.2 / 1e6
+    assert taken == pytest.approx(8.03e9 * (2 + 2 + 4) * whole - ends, rel=0.02), "what is hidden takes a part"
+
+
+def test_small_gradients_are_reduced_once_a_step_in_time_as_in_memory():
+    """The trainer's rule: whole gradients in float32 take less than a tenth of a GPU."""
+    times = {}
+    for size in ("1B", "8B"):
+        few, many = (step_time(job(size, global_batch_size=8 * n), at(8), option(), 1) for n in (1, 9))
+        times[size] = (many.parts["sharding"] - few.parts["sharding"]) / few.parts["sharding"] / 8
+    assert times["8B"] == pytest.approx(1, abs=1e-6)
+    assert times["1B"] < 0.7
+    assert "whole gradients" not in memory(job("8B", global_batch_size=64), at(8)).items
+
+
+def test_adapters_read_and_write_beside_their_matrices():
+    work = job("8B", lora_rank=16)
+    narrow = replace(work, lora_targets=("q_proj",))
+    a, b = (step_time(each, at(8), option(), 1).parts["memory traffic"] for each in (work, narrow))
+    others = sum(each.inputs + each.outputs for each in work.shape.linears() if each.name != "q_proj")
+    assert a - b == pytest.approx(8 * 4096 * 32 * others * 2 * 3 / 3.35e12, rel=1e-6)
+
+
+def test_more_machines_wait_longer_for_the_slowest():
+    shares = []
+    for nodes in (1, 8, 64):
+        time = step_time(job(global_batch_size=512), at(8, replicas=nodes), option(), nodes)
+        shares.append(time.parts["slowest rank"] / (time.seconds - time.parts["slowest rank"]))
+    assert shares == pytest.approx([0.0, 0.015, 0.03])

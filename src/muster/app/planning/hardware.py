@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -77,6 +77,11 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
         )  # fmt: skip
     elif usd is not None and (tpu or not here):
         notes.append(f"list prices: {KEY} is of the host that resources.machine names, and it names none")
+    if (rate := spec.resources.network_gb_s) is not None and not tpu:
+        inter = rate * rows.GIGA * offers.network_share()
+        options = [replace(each, fabric=replace(each.fabric, inter=inter, measured=False)) for each in options]
+        reached = f"{inter / rows.GIGA:.0f}"
+        notes.append(f"hosts' network: resources.network_gb_s {rate:g}, of which collectives get {reached}")
     if tpu:
         notes.append("one slice, mesh data 1 x fsdp x tp over all its chips, with the run file's tp, else the fastest")
         notes.append("TPUs of the catalogue, not this machine; backend gke starts slices of several hosts")

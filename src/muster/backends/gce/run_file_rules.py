@@ -106,7 +106,8 @@ def _reservation(placement: Placement) -> Iterator[Problem]:
     key, name, mode = "resources.reservation", placement.spec.resources.reservation, placement.mode
     reserved = mode in (RESERVATION, CALENDAR)
     if reserved and not name:
-        yield Problem(key, f"{mode} needs the reservation's name", hint="R, or projects/OWNER/reservations/R")
+        hint = "R, or projects/OWNER/reservations/R"
+        yield Problem(key, f"{mode} needs the reservation's name", hint=hint, to_submit=True)
     if name and not reserved:
         message = f"{mode} cannot use a reservation: its requests say NO_RESERVATION, so that they use up none"
         yield Problem(key, message, value=name, hint=f"resources.provisioning_model: {RESERVATION}, or drop the name")

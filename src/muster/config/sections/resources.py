@@ -38,6 +38,9 @@ class Resources(Section):
     usd_per_host_hour: Annotated[float, Field(ge=0)] | None = None
     """What a host costs; default: the list price of ``machine``, ``mode`` and place where it is known, and nothing on
     your own machine."""
+    network_gb_s: Annotated[float, Field(gt=0)] | None = None
+    """What the NICs of a host's data network carry together in one direction, GB/s as on the data sheet (8 x 400 Gb/s:
+    400). For plans; default: that of ``machine`` in the catalogue."""
     reservation: str | None = None
     project: str | None = None
     cluster: str | None = None

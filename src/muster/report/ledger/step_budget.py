@@ -21,7 +21,7 @@ from muster.report.ledger.time_axis import Timed
 #: Part -> what the plan calls it (``plan.step_time``). It foresees no waits for data or for a processor.
 PLANNED: Mapping[str, tuple[str, ...]] = {
     "compute": ("matrices", "attention", "memory traffic", "padding", "optimizer"),
-    "communication": ("sharding", "tensor parallel", "replicas", "pipeline bubble"),
+    "communication": ("sharding", "tensor parallel", "replicas", "pipeline bubble", "slowest rank"),
     "checkpoint": ("snapshots",),
 }
 #: Part -> how to make it smaller.

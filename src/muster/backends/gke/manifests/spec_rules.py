@@ -54,7 +54,7 @@ def rules(spec: RunSpec) -> Iterator[Problem]:
         yield from (one.problem for one in findings(placement) if one.error)
 
     for problem in problems_of(spec, lambda: place(spec, run_id="run", run_dir="", options=Options()), (errors,)):
-        if not problem.to_submit and problem.key != "resources.accelerator":
+        if problem.key == "resources.reservation" or not (problem.to_submit or problem.key == "resources.accelerator"):
             yield problem
 
 
@@ -78,7 +78,8 @@ def _reservation_is_named(placement: Placement) -> Iterator[Finding]:
     key, name, mode = "resources.reservation", placement.spec.resources.reservation, placement.mode
     if mode in RESERVED and not name:
         reason = "a specific reservation is consumed by exactly one name; nodes carry it as a label"
-        yield _error(key, None, f"mode {mode} needs the reservation's name: {reason}")
+        message = f"mode {mode} needs the reservation's name: {reason}"
+        yield Finding(True, Problem(key=key, message=message, to_submit=True))
     if mode not in RESERVED and name and mode != "owned":
         reason = "Spot and flex-start pools are made with NORESERVATION"
         hint = "set resources.provisioning_model: reservation, or drop the name"

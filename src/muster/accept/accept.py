@@ -50,9 +50,9 @@ def accept(
     clock: Clock | None = None,
     shell: Shell | None = None,
 ) -> Accepted:
-    """Climb until a rung fails, the budget would be passed, or the top; clear up; write the record. Blocks for an hour
-    or two. ``rehearsal``: what stands for the place, where it is not the place itself; machines that show it
-    themselves need not be told.
+    """Climb until a level fails, the budget would be passed, or the top; clear up; write the record. Blocks for an hour
+    or two. ``rehearsal``: what replaces the real place in a rehearsal; not needed for machines that show it
+    themselves.
 
     Raises:
         RunFileError: the run file does not hold.

@@ -1,6 +1,6 @@
-"""A ladder of rungs that cost more and more: it stops at the first that fails, and never passes its budget.
+"""A ladder of levels that cost more and more: it stops at the first that fails, and never passes its budget.
 
-A rung begins only where its longest time at its price, and the clearing up after it, still fit; what waits looks at the
+A level begins only where its longest time at its price, and the clearing up after it, still fit; what waits looks at the
 meter each time. Clearing up follows in every case.
 """
 
@@ -33,15 +33,15 @@ class Unit:
 
 DOLLARS = Unit(key="usd", form="${:.2f}")
 HOST_HOURS = Unit(key="host_hours", form="{:.2f} host-hours")
-"""Where nobody knows a price: the budget is kept all the same."""
+"""Where no price is known: the budget is kept all the same."""
 
 
 class OverBudget(MusterError):
-    """The next rung, or the next look, might cost more than is left."""
+    """The next level, or the next look, might cost more than is left."""
 
 
 class NotHere(Exception):
-    """A rung that this place has no use for; the reason."""
+    """A level that does not apply to this place; the reason."""
 
 
 @dataclass(kw_only=True)
@@ -106,7 +106,7 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True)
 class Climbed:
-    """One rung's outcome."""
+    """One level's outcome."""
 
     name: str
     title: str
@@ -118,7 +118,7 @@ class Climbed:
 
 
 def climb(rungs: Sequence[Rung], clear_up: Rung, meter: Meter, tell: Tell) -> list[Climbed]:
-    """Every rung in order, until one fails; then ``clear_up``, whatever happened."""
+    """Every level in order, until one fails; then ``clear_up`` in any case."""
     climbed: list[Climbed] = []
     try:
         for rung in rungs:

@@ -12,7 +12,7 @@ from muster.core.event_details.network import MEMORY, TIME, NetworkMeasured
 from muster.core.event_details.run import RunFinished
 from muster.core.events import Event
 from muster.health.network.expected import judge_level, unjudged
-from muster.health.network.figures import Rung
+from muster.health.network.figures import SizeResult
 from muster.health.network.judge import judge_values
 
 JUDGED = "all_gather"
@@ -64,7 +64,7 @@ def judged(measured: NetworkMeasured, *, family: str) -> str:
             be held against the published one; with the figures.
     """
     figures = [
-        Rung(
+        SizeResult(
             collective=one.collective, size_bytes=one.size_bytes, ranks=measured.ranks, seconds=one.seconds,
             spread=one.spread, wrong=one.wrong,
         )
@@ -110,6 +110,6 @@ def _ended(measured: NetworkMeasured) -> str:
     return ""
 
 
-def _largest(figures: Sequence[Rung]) -> list[Rung]:
+def _largest(figures: Sequence[SizeResult]) -> list[SizeResult]:
     """Each collective's largest."""
     return list({one.collective: one for one in sorted(figures, key=lambda one: one.size_bytes)}.values())

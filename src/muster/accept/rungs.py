@@ -1,4 +1,4 @@
-"""What each rung does, by the verbs that a user types: nothing here knows a back end's name."""
+"""What each level does, by the verbs that a user types: nothing here knows a back end's name."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Trial:
                 limit_s=PREFLIGHT_S if self.site is not None else START_S,
             ),
             Rung(name="train", title=f"{HOSTS} hosts train", act=self.train, per_hour=whole, limit_s=START_S),
-            Rung(name="check", title="the hosts' hardware, beside it", act=self.check, per_hour=whole),
+            Rung(name="check", title="the hosts' hardware, meanwhile", act=self.check, per_hour=whole),
             Rung(name="kill", title="a host's programs are killed", act=self.kill, per_hour=whole),
             Rung(
                 name="recover", title="it trains on beyond the step", act=self.trains_on, per_hour=whole,
@@ -243,7 +243,7 @@ class Trial:
             return said
         python = sys.executable if launcher.remote is None else "python"
         python = self.site.python(self.spec) if self.site is not None else python
-        for number in reversed(range(HOSTS)):  # whoever counts them may count otherwise
+        for number in reversed(range(HOSTS)):  # a back end may number hosts in another order
             out = io.BytesIO()
             try:
                 argv = [python, "-P", "-m", END_HOST, run_id, self.killed]
@@ -360,7 +360,7 @@ def trial(loaded: Loaded, cluster: Cluster | None, budget: float) -> Trial:
     """Where others run the place and no price is known, the budget counts host-hours.
 
     Raises:
-        UsageError: nobody knows what a host costs there, so no budget could be kept.
+        UsageError: the price of a host there is not known, so no budget could be kept.
     """
     spec = priced(loaded.spec)
     backend = backends.get(spec.backend)
@@ -371,7 +371,7 @@ def trial(loaded: Loaded, cluster: Cluster | None, budget: float) -> Trial:
         raise UsageError(
             "what a host costs is not known, so no budget can be kept",
             hint="resources.machine, provisioning_model and locations of a row in `muster prices`, or "
-            "resources.usd_per_host_hour; provisioning_model: owned for machines that cost nobody anything",
+            "resources.usd_per_host_hour; provisioning_model: owned for machines that cost nothing",
         )
     # The supervisor keeps it too, should this program die.
     limits = spec.limits.model_copy(update={"max_usd": min(budget, spec.limits.max_usd or budget)})

@@ -321,7 +321,7 @@ def _on_memory(ctx: HostContext, checked: ev.MemoryChecked) -> None:
     state, memory = ctx.state, ctx.state.memory
     if checked.trouble:
         if checked.trouble != memory.trouble:
-            ctx.note(f"the memory of {state.host} is lost and cannot be made anew: {checked.trouble}")
+            ctx.note(f"the memory of {state.host} is lost and cannot be recreated: {checked.trouble}")
         memory.trouble = checked.trouble
         return
     memory.trouble = ""

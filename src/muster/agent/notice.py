@@ -34,17 +34,17 @@ def due_s(state: HostState) -> float:
     leaving = state.leaving
     if leaving.unreported:
         return leaving.gone_s - (1 - WAIT_SHARE) * state.spec.recovery.grace_s
-    return leaving.gone_s if leaving.told else NEVER
+    return leaving.gone_s if leaving.reported else NEVER
 
 
 def tick(ctx: HostContext) -> None:
     """Act on a notice that came while there was no supervisor, and leave when the time is over: a supervisor that
     waits for the host to return would wait without end for one that never left (a machine of one's own)."""
     state, leaving = ctx.state, ctx.state.leaving
-    if leaving.told and _left_s(ctx) == 0:
+    if leaving.reported and _left_s(ctx) == 0:
         if not state.ranks.table:
-            ctx.exit(f"got {leaving.told}")
-        leaving.told = ""  # with ranks: it was not taken away
+            ctx.exit(f"got {leaving.reported}")
+        leaving.reported = ""  # with ranks: it was not taken away
     if not leaving.unreported:
         return
     if state.is_supervised:
@@ -57,7 +57,7 @@ def tick(ctx: HostContext) -> None:
 
 def _tell(ctx: HostContext, source: str) -> None:
     ctx.report(HostNotice(notice="preemption", source=source, grace_s=_left_s(ctx)))
-    ctx.state.leaving.told = source
+    ctx.state.leaving.reported = source
 
 
 def _save(ctx: HostContext) -> None:

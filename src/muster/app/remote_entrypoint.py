@@ -3,7 +3,7 @@
 One message comes in on standard input, one goes out (``protocol.pipes``). ``AskInPod`` speaks to the supervisor (after
 putting run file and code in place, where there are any); ``ReadFolder`` is answered with what the folder's files hold
 beyond the offsets. A pod whose run lives in a bucket has its own files only: events are brought from there first, into
-a folder beside its own. No further authentication: who may run commands in the pod may read its token.
+a folder next to its own. No further authentication: who may run commands in the pod may read its token.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def answer(run: RunDir, question: ToPod) -> FromPod:
 
 def _events(run: RunDir) -> Path:
     """The folder with everybody's events; where the home does not answer, those that were brought before. Damage in the
-    home is told on standard error; where its place is known, a line that is no event stands there."""
+    home is reported on standard error; where its place is known, a line that is no event stands there."""
     home = open_home(run.path)
     if home.is_folder:
         return run.events

@@ -46,7 +46,7 @@ def ways(
     now: datetime | None = None,
     home: Path | None = None,
 ) -> tuple[list[Way], list[str]]:
-    """What to ask for, the cheapest first and those whose price nobody knows last; and why a place has nothing.
+    """What to ask for, the cheapest first and those without a known price last; and why a place has nothing.
 
     A place's ways are its plan's: the chosen one, and of each other machine, mode and location the cheapest of those
     that are faster for more money.
@@ -105,15 +105,15 @@ def submit_to_first(
     clock: Clock | None = None,
 ) -> Submitted:
     """Start the run at the first place that takes it: lack of machines or quota, and a refusal of access, lead to the
-    next one. ``patience_s``: wait that long for its hosts, else take the request back and ask the next place (the last
-    one is waited for by nobody); None: return as soon as a place has taken it, into a queue too.
+    next one. ``patience_s``: wait that long for its hosts, else cancel the request and ask the next place (the last
+    one is not waited for); None: return as soon as a place has taken it, into a queue too.
 
     Raises:
         NoPlanError: no place has a plan.
         UsageError: no such back end, the run file is wrong for each, or all would use one ``run_dir`` and leave it half
             used.
         CapacityError: no place takes it; every reason.
-        ConflictError, BackendError: a place's; it may hold something, so nobody else was asked.
+        ConflictError, BackendError: a place's; it may hold something, so no other place was asked.
     """
     clock = clock or SystemClock()
     asked, refused = ways(run_file, overrides, names=names)

@@ -35,8 +35,8 @@ def main() -> None:
     supervisor = Supervisor(
         run_dir=arguments.run_dir, bind=given.bind, job=given.jobset, ignore_term=given.term_ignored
     )
-    if (mended := _mended(RunDir(path=arguments.run_dir, run_id=arguments.run_id))) is not None:
-        supervisor.note(mended)
+    if (repaired := _repaired(RunDir(path=arguments.run_dir, run_id=arguments.run_id))) is not None:
+        supervisor.note(repaired)
     as_json = given.jobset and run_output.json_logs_of(arguments.run_dir)
     own_log = (JsonLines if as_json else Lines)(sys.stdout, Narrator(arguments.run_dir))
     sinks = [own_log, *revivals(supervisor), *metrics_sinks(supervisor)]
@@ -47,13 +47,13 @@ def main() -> None:
     except MusterError as error:
         said = f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else "")
         code = error.exit_code
-    if writer.close(code) and said:  # not into a pipe that nobody reads
+    if writer.close(code) and said:  # not into a pipe without a reader
         print(said, file=sys.stderr)
     sys.exit(code)
 
 
-def _mended(run: RunDir) -> str | None:
-    """Where a scheduler has started this one, nobody has looked at the run's file. ``serve`` says what stays wrong."""
+def _repaired(run: RunDir) -> str | None:
+    """Repair the run's file, unchecked so far where a scheduler started this process. ``serve`` reports what is left."""
     try:
         resolved_file.read(run.path)
     except DamagedRunFile:

@@ -87,7 +87,7 @@ def unpack(data: bytes, run_dir: Path) -> None:
         except UsageError:
             shutil.rmtree(fresh)
             raise
-    # Not atomic, and need not be: nothing reads it before the run (or its restart) is told to start.
+    # Not atomic, and need not be: nothing reads it before the run (or its restart) starts.
     shutil.rmtree(there, ignore_errors=True)
     fresh.rename(there)
 

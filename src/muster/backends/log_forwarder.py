@@ -36,8 +36,8 @@ _CREATED, _WRITTEN = 0x100, 0x2  # IN_CREATE, IN_MODIFY of <sys/inotify.h>
 
 def writer_of(line: str, pod: str) -> tuple[str, str]:
     """(task, text) of a line of the pod's output; the task is the process that wrote it, or the pod itself."""
-    if line.startswith(run_output.JSON_BEGINS) and (told := run_output.of_json_line(line)) is not None:
-        return told[0] or pod, told[1]
+    if line.startswith(run_output.JSON_BEGINS) and (parsed := run_output.of_json_line(line)) is not None:
+        return parsed[0] or pod, parsed[1]
     result = MARKED.match(line)
     return (result[1], line[result.end() :]) if result else (pod, line)
 

@@ -1,15 +1,15 @@
-"""Questions to a run that nobody can dial: one letter at a time in the run's home, answered by the host it is for.
+"""Questions to a run that accepts no connections: one letter at a time in the run's home, answered by the host it is for.
 
 A box is two small objects below the home, each changed by conditional writes alone: ``mail/BOX.json``, the newest
 letter, and ``mail/BOX.answer.json``, who took it and what came of it. Letters carry rising numbers and a MAC by the
 run's token over everything in them and where they lie. So
 
 * a letter that arrived twice, or was written twice because an answer was lost, is one letter;
-* an older letter that somebody puts back has a number that was answered, or a time that is over;
-* a letter of another run, of another box or of somebody without the token is not read;
+* an older letter that is put back has a number that was answered, or a time that is over;
+* a letter of another run, of another box or of a sender without the token is not read;
 * a letter is acted on once: it is taken before it is acted on, and one that was taken is never taken again, by the same
-  host even if the answer is deleted. A host that dies in between leaves it unanswered, which the sender is told;
-* a letter that nobody took in time is taken by its sender, so that no host carries it out after the sender was told.
+  host even if the answer is deleted. A host that dies in between leaves it unanswered, and the sender gets an error;
+* a letter that no host took in time is taken by its sender, so that no host carries it out after the sender gave up.
 
 A box costs its reader one read of a few hundred bytes for each look.
 """
@@ -42,19 +42,19 @@ TRIES = 20
 """Against other writers of the same box."""
 
 Act = Callable[[str, str], str]
-"""What a letter asks, by its kind and its text; returns the answer. Raises MusterError: the sender is told."""
+"""What a letter asks, by its kind and its text; returns the answer. Raises MusterError: the sender gets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Letter(Record):
-    """What somebody asks."""
+    """A request to a host."""
 
     number: Count
     id: Name
     kind: Name
     text: str
     until_wall_ns: Int64
-    """Nobody acts on it after this moment."""
+    """No host acts on it after this moment."""
     mac: str = ""
 
 
@@ -95,7 +95,7 @@ class Box:
         """Write a letter and wait for its answer.
 
         Raises:
-            BackendError: nobody took it in time (then nobody will), or whoever took it did not answer; or it was
+            BackendError: no host took it in time (then none will), or the one that took it did not answer; or it was
                 refused, with the host's own words.
         """
         until = self.clock.monotonic_ns() + int(timeout_s * 1e9)
@@ -122,7 +122,7 @@ class Box:
 
     def _withdraw(self, letter: Letter, generation: str | None) -> bool:
         """Take it ourselves, over the answer ``generation``: no host acts on it later. False: one was faster."""
-        own = Answer(number=letter.number, id=letter.id, done=True, error="nobody took it in time: it was withdrawn")
+        own = Answer(number=letter.number, id=letter.id, done=True, error="no host took it in time: it was withdrawn")
         try:
             self._put(self._uri("answer."), encode(replace(own, mac=self._mac(own))), generation)
             return True
@@ -241,7 +241,7 @@ class Box:
         return self.store.put_if(uri, data, generation)
 
     def _is_own(self, record: Letter | Answer) -> bool:
-        """Whether somebody with the run's token wrote it, for this box. As bytes: text is compared if it is ASCII."""
+        """Whether its writer has the run's token, and wrote it for this box. As bytes: text is compared if it is ASCII."""
         return hmac.compare_digest(record.mac.encode(), self._mac(record).encode())
 
     def _mac(self, record: Letter | Answer) -> str:

@@ -40,7 +40,7 @@ class Exec(Protocol):
 
 
 class Steps(Protocol):
-    """How programs are started beside a run, one on each of its machines."""
+    """How programs are started in addition to a run, one on each of its machines."""
 
     def __call__(self, run_id: str) -> dict[str, list[str]]:
         """Machine, as the back end knows it -> what comes before a program there; the program's input and output are
@@ -161,7 +161,7 @@ class Launcher(Protocol):
 
     @property
     def steps(self) -> Steps | None:
-        """None: the back end starts nothing beside a run."""
+        """None: the back end starts no other programs."""
         ...
 
     @property
@@ -171,7 +171,7 @@ class Launcher(Protocol):
 
     @property
     def revive(self) -> Revive | None:
-        """None: the back end itself replaces hosts that end, or nobody does."""
+        """None: the back end itself replaces hosts that end, or they are not replaced."""
         ...
 
     @property

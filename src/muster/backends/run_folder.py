@@ -1,7 +1,7 @@
 """What hosts get of a run: its files, as they travel through the run's home, and as they are placed in its folder.
 
 Where hosts have no config map, the submitter puts one object into the home, named after its SHA-256; the digest reaches
-the hosts by another way (a job's arguments), so nobody who may write the bucket alone can give them other code.
+the hosts by another way (a job's arguments), so write access to the bucket alone is not enough to give them other code.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def get(store: Store, home: str, sha256: str, *, patience_s: float = PATIENCE_S)
     except Unreadable as error:
         raise BackendError(f"{uri}: {error}", hint="it is of another version of Muster") from error
     if stored is None:
-        raise BackendError(f"{uri} does not have its digest: somebody else wrote it", hint="muster submit again")
+        raise BackendError(f"{uri} does not have its digest: it was changed", hint="muster submit again")
     code = base64.b64decode(stored.code) if stored.code else None
     return RunFiles(resolved=stored.resolved, run_yaml=stored.run_yaml, code=code)
 
@@ -129,7 +129,7 @@ def place(run_dir: Path, *, run_id: str, backend: str, files: RunFiles, submissi
     newer = _read(run_dir / SUBMISSION_FILE) != number
     if newer and files.code is not None:
         code_bundle.unpack(files.code, run_dir)
-    # Of a claim's file that a restart wrote the supervisor alone knows the contents; it writes a damaged one anew.
+    # Of a claim's file that a restart wrote the supervisor alone knows the contents; it rewrites a damaged one.
     damaged = {resolved_file.NAME} if _is_damaged(run_dir, None if home is not None else submitted) else set()
     written = [name for name, data in named.items() if _written(run_dir / name, data, replace=newer or name in damaged)]
     return [*written, "what a restart changed"] if _fetched(run_dir) else written

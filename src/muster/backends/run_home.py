@@ -93,7 +93,7 @@ def holder_of(home: Home) -> str | None:
 
 
 def publish(home: Home, resolved: str, code: bytes | None) -> None:
-    """Put a corrected run file, and the code with it, where pods that start or start anew find it."""
+    """Put a corrected run file, and the code with it, where pods that start or restart read it."""
     named = {resolved_file.NAME: resolved_file.sealed(resolved).encode()}
     if code is not None:
         with tarfile.open(fileobj=io.BytesIO(code)) as archive:
@@ -111,7 +111,7 @@ def submission_of(local: Path) -> str:
 def logs(home: Home, after: Mapping[str, int]) -> Iterator[LogChunk]:
     """What the run's programs printed beyond ``after``, as far as it is in the home; at most half a minute old.
 
-    What is damaged there is left out, which standard error is told at the first look; where more of the same file
+    What is damaged there is left out, with a line on standard error at the first look; where more of the same file
     follows, a line in its place says how much is lost.
 
     Raises:

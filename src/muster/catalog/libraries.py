@@ -80,12 +80,12 @@ def refuse(found: Mapping[str, str], *, attention: str = "auto") -> None:
 
 
 def untested(found: Mapping[str, str]) -> str | None:
-    """One line about a combination of torch and transformers that nobody tried; None: it was, or one is absent."""
+    """One line about an untested combination of torch and transformers; None: it was tested, or one is absent."""
     torch, transformers = found.get("torch"), found.get("transformers")
     if torch is None or transformers is None:
         return None
-    beside = [release(row.transformers)[:2] for row in libraries().tested if same_minor(row.torch, torch)]
-    if beside and min(beside) <= release(transformers)[:2] <= max(beside):
+    tried = [release(row.transformers)[:2] for row in libraries().tested if same_minor(row.torch, torch)]
+    if tried and min(tried) <= release(transformers)[:2] <= max(tried):
         return None
     tested = ", ".join(f"{row.torch} with {row.transformers}" for row in libraries().tested)
     return f"torch {torch} with transformers {transformers} is not tested with Muster (tested: {tested})"

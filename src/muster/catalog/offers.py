@@ -182,7 +182,7 @@ def at_price(
 def fabric(machine: Machine, mode: Mode) -> Fabric:
     """What collectives get, placement considered."""
     intra = None if machine.intra_bytes_per_s is None else machine.intra_bytes_per_s * NVLINK_SHARE
-    if machine.topologies is not None:  # the chips of a slice are wired to each other, whatever host or mode
+    if machine.topologies is not None:  # the chips of a slice are wired to each other, across hosts and modes
         return Fabric(intra=intra, inter=None if intra is None else intra * machine.count, measured=False)
     inter, measured = machine.busbw_bytes_per_s, True
     if inter is None:

@@ -1,7 +1,7 @@
 """``python -m muster.chaos.end_host RUN_ID HOST``: ends the host's programs on this machine as a crash would (SIGKILL).
 
-The first process of a container does not hear that signal from within; whatever it does then is what it does after a
-crash of what it started.
+The first process of a container does not receive that signal from within; it then acts as after a crash of what it
+started.
 """
 
 from __future__ import annotations

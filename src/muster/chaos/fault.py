@@ -46,7 +46,7 @@ class Fault:
     disk: bool = False
     """The checkpoints need a file system of their own that can be filled: root."""
     settings: tuple[str, ...] = ()
-    """Overrides, ``key=value``, whatever the file says."""
+    """Overrides of the file, ``key=value``."""
     exit_code: int | None = None
     """The run ends with it; None: training continues."""
     recover: bool = False

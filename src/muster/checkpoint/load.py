@@ -59,12 +59,12 @@ def load_newest(
     elsewhere: Set[str] = frozenset(),
     on_conversion: Callable[[str], None] = lambda text: None,
 ) -> tuple[Manifest, int] | None:
-    """Restore the newest committed checkpoint of this model that is whole into ``state``, whatever layout either has:
+    """Restore the newest committed checkpoint of this model that is whole into ``state``, between any two layouts:
     (which, the bytes read here). None: there is none, and ``state`` is as it was.
 
-    Each rank reads what it needs of it and nothing else, and every block is verified as it is read; it stays beside
-    the state until all ranks have theirs, since damage that one of them finds makes all of them pass it over.
-    Collective over ``group`` (gloo). ``on_skip`` as in ``newest_valid``, ``elsewhere`` as in ``shards.restore``.
+    Each rank reads what it needs of it and nothing else, and every block is verified as it is read; it is held in
+    addition to the state until all ranks have theirs, since damage that one of them finds makes all of them pass it
+    over. Collective over ``group`` (gloo). ``on_skip`` as in ``newest_valid``, ``elsewhere`` as in ``shards.restore``.
     ``on_conversion`` gets a sentence about tensors that were stored in another type, on rank 0.
     """
     rank, ranks = exchange.rank_of(group), 1 if group is None else group.size()
@@ -91,7 +91,7 @@ def load_newest(
 
 
 def load_into(manifest: Manifest, state: Mapping[str, torch.Tensor]) -> int:
-    """Restore the checkpoint into ``state`` in place, whatever layout either has; returns the bytes read here.
+    """Restore the checkpoint into ``state`` in place, between any two layouts; returns the bytes read here.
 
     Each rank reads what it needs, without a collective. Call after ``newest_valid``.
 

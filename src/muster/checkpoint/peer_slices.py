@@ -38,7 +38,7 @@ from muster.protocol.version import MINE
 from muster.transport.secure_session import run_token
 from muster.transport.stream import Stream
 
-#: Ranges that are asked for at a time, at least one: memory that a rank needs beside its state.
+#: Ranges that are asked for at a time, at least one: memory that a rank needs besides its state.
 BATCH_BYTES = 16 << 20
 #: A replicator that died is back within this time, on the same port.
 RESTART_S = 2.0

@@ -273,7 +273,7 @@ class Saver:
         try:
             if self._claim is not None:
                 self._claim.again()
-        except Exception as error:  # noqa: BLE001 (the other ranks wait for the answer, whatever it is)
+        except Exception as error:  # noqa: BLE001 (the other ranks wait for an answer in any case)
             return _words(error)
         return None
 

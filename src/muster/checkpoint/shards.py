@@ -97,7 +97,8 @@ class ShardReader(StorageReader):
         return done
 
     def _in_order_of_shards(self, plan: LoadPlan) -> list[ReadItem]:
-        """The plan's items, those of one shard one after another; each shard is told what will be read of it."""
+        """The plan's items, those of one shard one after another; ``expect`` announces to each shard what is read of
+        it."""
         items: dict[int, list[ReadItem]] = defaultdict(list)
         ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
         shards: dict[int, Shard] = {}

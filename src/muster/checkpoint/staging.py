@@ -136,7 +136,7 @@ def _shared(length: int) -> tuple[torch.Tensor, int] | None:
     try:
         fd = os.memfd_create("muster-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(fd, 0, length)
-        # Whoever reads it may rely on its length: no SIGBUS.
+        # Readers may rely on its length: no SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError:

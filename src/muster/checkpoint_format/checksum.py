@@ -1,7 +1,7 @@
 """Checksums of what is stored and sent: XXH3-64, which runs at the speed of memory. No torch.
 
 A flipped bit, swapped pages or zeroes change it with a probability of 1 - 2**-64; it guards against accidents, not
-against somebody who writes to the files. Each value travels with the algorithm's name (``core.types.Checksum``).
+against an attacker who writes to the files. Each value travels with the algorithm's name (``core.types.Checksum``).
 """
 
 from __future__ import annotations

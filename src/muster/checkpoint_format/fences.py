@@ -5,12 +5,12 @@ over. So the new attempt closes the door first (its name, conditionally), then l
 been committed, then seals that list into the fence. A marker of another attempt that is not on the list
 came too late and does not count, however it got there.
 
-A sealed fence is kept twice, the copy written first. Whoever finds the fence damaged or gone reads the copy; whoever
-holds it writes it again; where the copy is damaged too, a claim makes it anew from the markers that are whole, unless a
-newer attempt has begun (``heirs`` knows). The damaged bytes stay beside it, as ``fence.damaged.json``.
+A sealed fence is kept twice, the copy written first. Readers that find the fence damaged or gone read the copy; its
+holder rewrites it; if the copy is damaged too, a claim rebuilds it from the markers that are whole, unless a newer
+attempt has begun (``heirs`` knows). The damaged bytes are kept as ``fence.damaged.json``.
 
 Two copies of a run's folder count their attempts alike. So a fence also holds a nonce of its attempt, which the run's
-home keeps: who finds a nonce that his home does not know is a copy that came second, and is refused.
+home keeps: a copy that finds a nonce unknown to its own home came second, and is refused.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def read(store: Store, directory: str, *, on_damage: Callable[[str], None] | Non
 
 def check(store: Store, directory: str, *, run_id: str, attempt: int, nonce_of: NonceOf = unbound) -> None:
     """Raise ConflictError unless this run and attempt hold the sealed fence; CheckpointError where that is damaged or
-    gone, which a ``claim`` mends."""
+    gone, which a ``claim`` repairs."""
     now = _look(store, directory)
     if now.damage is not None:
         raise CheckpointError(f"{fence_uri(directory)}: {now.damage}", hint=_HINT)
@@ -151,9 +151,9 @@ def claim(
 ) -> None:
     """Fence off every older attempt: from now on only this one commits here. Repeating it is harmless.
 
-    ``heirs`` lists the markers that count at that moment (see ``Fence.inherited``); it is told whether nothing is left
-    of the fence, and raises ConflictError where a newer attempt has begun or committed here. Another run's fence is
-    taken over (a new run that continues in an old one's folder).
+    ``heirs`` lists the markers that count at that moment (see ``Fence.inherited``); its argument is whether nothing is
+    left of the fence, and it raises ConflictError where a newer attempt has begun or committed here. Another run's
+    fence is taken over (a new run that continues in an old one's folder).
 
     Raises:
         ConflictError: a newer attempt of this run, or another copy of it, has claimed the folder.

@@ -4,7 +4,7 @@
 
     <dir>/fence.json                      the run and attempt that may commit (fence.previous.json: its copy)
     <dir>/commits/step-00000042.json      the marker: a manifest, written last, conditionally
-    <dir>/commits/begun-<run>.a3          attempt 3 has begun: its name says so, whatever becomes of the fence (older
+    <dir>/commits/begun-<run>.a3          attempt 3 has begun: its name says so, even if the fence is lost (older
                                           attempts' are removed then)
     <dir>/step-00000042.a3/...            the data of step 42 by attempt 3
 
@@ -175,8 +175,8 @@ def claim(
     on_rebuilt: OnRebuilt = lambda reason: None,
     nonce_of: NonceOf = unbound,
 ) -> None:
-    """Take the folder's fence: older attempts commit nothing from now on. Repeating it is harmless, and mends it where
-    it is damaged: ``on_rebuilt`` is told.
+    """Take the folder's fence: older attempts commit nothing from now on. Repeating it is harmless, and repairs a
+    damaged fence: ``on_rebuilt`` is called.
 
     Raises:
         ConflictError: a newer attempt of this run has taken it, or another copy of the run.
@@ -195,7 +195,7 @@ def claim(
     if (held := fences.read(store, directory)) is not None:
         held.refuse_copy(directory, run_id, nonce_of)  # before its number counts here
     first = False
-    with suppress(ConflictError):  # before the door is closed: whoever is superseded can always see it
+    with suppress(ConflictError):  # before the door is closed: a superseded attempt can always see it
         store.put_if_absent(begun_uri(directory, run_id, attempt), f"{run_id}/{attempt}\n".encode())
         first = True
     fences.claim(
@@ -209,7 +209,7 @@ def claim(
 
 
 def _begun(store: Store, directory: str, run_id: str) -> list[int]:
-    """The attempts of this run that have claimed the folder, whatever is left of the fence."""
+    """The attempts of this run that have claimed the folder, independent of the fence."""
     matches = (_BEGUN.match(uris.name(uri)) for uri in store.list(uris.join(directory, "commits")))
     return [int(match.group(2)) for match in matches if match is not None and match.group(1) == run_id]
 
@@ -271,7 +271,7 @@ def best(found: Iterable[Manifest]) -> list[Manifest]:
 def prune(store: Store, directory: str, *, keep_last: int, run_id: str, attempt: int, keep_best: int = 0) -> list[str]:
     """Remove all but the ``keep_last`` newest and the ``keep_best`` best checkpoints; returns the folders removed.
 
-    Newest means last committed: this attempt's own before older attempts', whatever their steps. Marker
+    Newest means last committed: this attempt's own before older attempts', at any step. Marker
     first, data after, so that a kill in between leaves an orphan and never a marker without data. Should
     the files of all those to be kept be missing or short, older ones are kept until one is whole.
     """

@@ -1,7 +1,7 @@
 """Where a tensor's bytes come from: one shape for every tier.
 
 A tier hands over ``Shard``s (what the bytes are, and a way to get some of them); ``checkpoint.shards``
-reads tensors by name and slice from any set of them, whatever layout they were written in.
+reads tensors by name and slice from any set of them, written in any layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shard:
     read: Read
     name: str = "shard"
     expect: Callable[[Sequence[tuple[int, int]]], None] = lambda ranges: None
-    """Told which (start, stop) will be read, in this order: a source across a network gets many at a time."""
+    """Called with the (start, stop) that will be read, in this order: a source across a network gets many at a time."""
 
 
 def open_checkpoint(manifest: Manifest) -> list[Shard]:

@@ -128,7 +128,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # nobody reads any more, or the disk is full: the code stays what it is
+        except OSError:  # the reader is gone, or the disk is full: the exit code is kept
             _discard(stream)
     sys.exit(code)
 

@@ -271,7 +271,7 @@ def export(
     target = None
     if place is not None:
         if push is not None and out is None:
-            raise api.UsageError("--for needs a folder that is kept", hint="--out FOLDER beside --push")
+            raise api.UsageError("--for needs a folder that is kept", hint="--out FOLDER together with --push")
         target = serve.target(place, spec_of(api.find_run(run)), bucket=bucket, image=image, machine=machine)
     result = api.export(
         run, out=out, step=step, best=best, merge=not adapter, push=push, public=public, base=base,
@@ -298,7 +298,7 @@ def _load(run_file: str, overrides: list[str] | None) -> api.Loaded:
 
 
 def _leave(ended: Ended) -> None:
-    """Exit with the run's code, whatever has become of the terminal."""
+    """Exit with the run's code, even if the terminal is gone."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not ended.shown:
         from muster.cli.live import show_cursor

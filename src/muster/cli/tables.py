@@ -37,16 +37,16 @@ def runs(found: Sequence[RunStatus], now_ns: int, width: int | None) -> Iterator
         yield from whole
         return
     short = aligned(rows, left=(0, 1))
-    beside = max(map(len, short)) <= width
-    if not beside:
+    fits = max(map(len, short)) <= width
+    if not fits:
         short = aligned([row[1:] for row in rows], left=(0,))
         yield f"  {short[0]}"
     else:
         yield short[0]
     for each, line, folder in zip(found, short[1:], folders[1:], strict=True):
-        if not beside:
+        if not fits:
             yield each.run.run_id
-        yield line if beside else f"  {line}"
+        yield line if fits else f"  {line}"
         if folder != "-":
             yield f"  {folder}"
 

@@ -1,6 +1,6 @@
 """An exported folder where it is asked: requests for Vertex AI, or manifests for GKE, that serve it with vLLM.
 
-Nothing is sent: files are written beside the folder, and the commands that use them are said. Never run on Google
+Nothing is sent: files are written next to the folder, and the commands that use them are printed. Never run on Google
 Cloud. Sources: aiplatform.v1 (revision 20261106) for the requests, Kubernetes 1.34 for the manifests, Google's pages on
 vLLM in a custom container (its server speaks OpenAI's protocol, so it is asked by ``rawPredict``) and on GKE.
 """

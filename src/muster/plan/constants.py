@@ -25,14 +25,14 @@ class Constants:
     checksum_bytes_per_s: float = 10e9
     """A rank's thread that makes a snapshot count (one H100 host, measured)."""
     copies_beside: bool = True
-    """Snapshots are copied beside the next step's forward and backward passes (GPUs)."""
+    """Snapshots are copied during the next step's forward and backward passes (GPUs)."""
     store_bytes_per_s_per_node: float = 1e9
     """A machine's rate to and from a bucket (modelled)."""
     host_s_per_layer: float = 0.6e-3
     """Python and launch time of a layer's forward and backward; compiled half of it (modelled)."""
     split_matrix_s: float = 0.0
-    """A rank's time around each matrix that tensor parallel splits, in a round, beside its all-reduce's bytes. On a GPU
-    kernels hide it."""
+    """A rank's time around each matrix that tensor parallel splits, in a round, without its all-reduce's bytes. On a
+    GPU kernels hide it."""
     precision: str = "bf16"
 
 

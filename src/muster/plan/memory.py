@@ -37,9 +37,9 @@ class DeviceOverhead:
     communicator_bytes: int = 405 * MIB
     """Buffers of one NCCL communicator. A rank has one for all ranks, and one for each axis of more than one."""
     nccl_bytes: int = 0
-    """What the first communicator of a rank takes beside its buffers: NCCL's kernels."""
+    """What the first communicator of a rank takes besides its buffers: NCCL's kernels."""
     standby_bytes: int = 0
-    """What a warm standby holds beside each rank: a context, cuBLAS, the first kernels."""
+    """What the warm standby of each rank holds: a context, cuBLAS, the first kernels."""
     attention_workspace: bool = False
     """Attention's backward pass needs float32 sums and, for grouped heads, whole gradients (flash attention)."""
     fragmentation: float = 0.04

@@ -39,7 +39,7 @@ def explain(problem: Problem, outcome: Outcome) -> tuple[str, str | None]:
     message = f"no plan fits {problem.work.title}: {reason}"
     result = nearest(problem)
     if result is None:
-        return message, "nothing in the catalogue runs this model, whatever the machines; try a smaller one or LoRA"
+        return message, "no machine in the catalogue runs this model; try a smaller one or LoRA"
     usd = result.candidate.cost.usd_p50
     price = f" for {dollars(usd)} (p90 {dollars(result.candidate.cost.usd_p90 or usd)})" if usd is not None else ""
     return message, (

@@ -181,7 +181,7 @@ def settings_as_overrides(settings: JsonObject) -> list[str]:
 
 
 def digest(spec: Json) -> str:
-    """Of a spec's JSON, whatever the order of its keys."""
+    """Of a spec's JSON, independent of the order of its keys."""
     text = json.dumps(spec, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

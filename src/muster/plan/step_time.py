@@ -370,13 +370,13 @@ class _Snapshots:
 def _snapshots(
     work: Workload, setting: Setting, option: Option, num_nodes: int, parts: Mapping[str, float], constants: Constants
 ) -> _Snapshots:
-    """What snapshots cost. A copy runs beside the next step until its update, which waits for what is left of it; then
-    a thread computes the checksum, for which the next snapshot waits."""
+    """What snapshots cost. A copy overlaps with the next step until its update, which waits for what is left of it;
+    then a thread computes the checksum, for which the next snapshot waits."""
     size, step_s = local_state_bytes(work, setting), sum(parts.values())
     copy_s = size / constants.device_to_host_bytes_per_s
     takes_s = copy_s + size / constants.checksum_bytes_per_s
-    beside = constants.copies_beside and not option.is_tpu
-    held_s = max(0.0, copy_s - step_s + parts["optimizer"]) if beside else copy_s
+    overlaps = constants.copies_beside and not option.is_tpu
+    held_s = max(0.0, copy_s - step_s + parts["optimizer"]) if overlaps else copy_s
     failures_per_s = option.mode.failures_per_node_day * num_nodes / _DAY_S
     mtbf_s = 1 / failures_per_s if failures_per_s else math.inf
     automatic = intervals.snapshot_steps(held_s, step_s, bytes_=size, takes_s=takes_s, mtbf_s=mtbf_s)

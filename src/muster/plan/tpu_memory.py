@@ -2,7 +2,7 @@
 allocates for compiled programs, and with no TPU.
 
 State is cut over all chips of the slice (norms and what tp does not divide count so too). What XLA's buffer assignments
-have beside it (``benchmarks/tpu_aot.py``), with tensor parallel a chip's part of each table of the vocabulary:
+have besides (``benchmarks/tpu_aot.py``), with tensor parallel a chip's part of each table of the vocabulary:
 
 * from the forward pass to the end of layers' backward pass what the layers' scan keeps, and the chip's part of the
   layers' weights in the compute type, which is made once and not a layer at a time;
@@ -24,7 +24,7 @@ from muster.plan.workload import Setting, Workload
 
 #: What libtpu and the compiled programs take; an assumption.
 RUNTIME_BYTES = 10**9
-#: The gradient's sums and moments, whatever the master type (``train_jax.step``).
+#: The gradient's sums and moments, for any master type (``train_jax.step``).
 FLOAT32 = 4
 #: The last dimension of an array in HBM is padded to a multiple of this where it lies along the lanes.
 LANES = 128

@@ -36,7 +36,7 @@ class Workload:
     lora_targets: tuple[str, ...] | str = "all-linear"
     dora: bool = False
     lora_embeddings: bool = False
-    """Embedding and head are trained as a whole beside the adapters."""
+    """Embedding and head are trained as a whole in addition to the adapters."""
     optimizer: OptimizerTraits = ADAMW
     loss_chunk_tokens: int = 1024
     """0: logits of the whole micro-batch at once."""
@@ -51,7 +51,7 @@ class Workload:
     """Matrix products in 8 bits; of the layout alone: their time and memory are taken for bfloat16's."""
     reshard_after_forward: bool = True
     once_a_step: bool = False
-    """Parameters are gathered and gradients reduced once a step, whatever the rounds (Megatron's distributed
+    """Parameters are gathered and gradients reduced once a step, for any number of rounds (Megatron's distributed
     optimizer); the trainer gathers each round."""
     pipeline_chunks: int = 1
     """Pieces of a pipeline stage that are interleaved."""
@@ -71,7 +71,7 @@ class Workload:
     """Steps; None: chosen by the plan, 0: only at the end."""
     asynchronous: bool = True
     warm_standby: bool = True
-    """A standby waits beside each rank, with a context on its GPU."""
+    """Each rank has a standby, with a context on its GPU."""
     evaluation_every: int = 0
     evaluation_tokens: int = 0
 

@@ -1,5 +1,5 @@
-"""A group of ranks and its collectives. Whoever is in a function of this file waits for the other ranks: by that a
-stack tells one that waits from one that is waited for (``health.hang.stacks``)."""
+"""A group of ranks and its collectives. A rank in a function of this file waits for the other ranks: by this a stack
+shows whether its rank waits or is waited for (``health.hang.stacks``)."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def measure(
     for collective in order.collectives:
         for size in order.sizes:
             say(_figure(group, collective, size))
-    group.meet()  # nobody leaves before the others are done: their last collective would fail
+    group.meet()  # a rank that leaves earlier would make the others' last collective fail
 
 
 def _figure(group: Group, collective: str, size: int) -> Measured:

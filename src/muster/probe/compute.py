@@ -19,15 +19,15 @@ from torch._C._distributed_c10d import AllreduceOptions, HashStore, ProcessGroup
 from muster.health.machine.report import ProbeLine, Speed
 
 _WARM_S, _MEASURE_S = 1.0, 3.0
-#: So long GPUs wait for each other, and so long, in all, their part may take: less than the rung's limit, so that one
-#: that hangs does not cost what the others have measured.
+#: How long GPUs wait for each other, and how long their part may take in all: less than the measurement's limit, so
+#: that a GPU that hangs does not cost what the others have measured.
 _START_S, _TOGETHER_S = 15.0, 25.0
 _CPU_S = 0.5
 _SIZE, _CPU_SIZE = 8192, 768
 _COPY_BYTES = 1 << 30
 _LOOPBACK_BYTES = 256 << 20
 _REPEATS = 5
-#: GPUs that a thread of an earlier rung still waits for: the others are measured without them.
+#: GPUs that a thread of an earlier measurement still waits for: the others are measured without them.
 _HUNG: set[int] = set()
 
 

@@ -12,9 +12,9 @@ from functools import partial
 from muster.health.hardware.own_gpus import GPUS
 from muster.health.machine.report import ProbeLine
 from muster.probe import passive
-from muster.probe.rungs import Output, Rung, run_in_turn, run_together
+from muster.probe.measurements import Measurement, Output, run_in_turn, run_together
 
-#: The passive part has this long in all, a rung of the loaded part as long as its row says (with the import of torch
+#: Limits: of the whole passive part, and of each measurement of the loaded part (with the import of torch
 #: and the making of contexts in the first).
 PASSIVE_S = 2.0
 LIMITS_S = {"torch": 60.0, "matmul": 30.0, "copies": 20.0, "all_reduce": 20.0, "loopback": 10.0}
@@ -29,29 +29,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     full = given.part == "full"
     output = Output(partial(_write, sys.stdout.fileno()))
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # torch's numbers of GPUs are then the driver's
-    rungs: dict[str, Rung] = {
+    measurements: dict[str, Measurement] = {
         "gpus": partial(passive.gpus, PASSIVE_S - 0.2),
         "settings": passive.settings,
         "ports": passive.ports,
     }
     if os.path.isdir(given.driver):
-        rungs["links"] = partial(passive.links, PASSIVE_S - 0.2)
-        rungs["kernel_log"] = partial(passive.kernel_log, PASSIVE_S - 0.2)
+        measurements["links"] = partial(passive.links, PASSIVE_S - 0.2)
+        measurements["kernel_log"] = partial(passive.kernel_log, PASSIVE_S - 0.2)
     if given.folder:
-        rungs["disk"] = partial(passive.disk, given.folder)
+        measurements["disk"] = partial(passive.disk, given.folder)
     loaded = _loaded() if full else {}
-    output.begin((*rungs, *loaded))
-    run_together(rungs, output, limit_s=PASSIVE_S if not full else 3 * PASSIVE_S)
+    output.begin((*measurements, *loaded))
+    run_together(measurements, output, limit_s=PASSIVE_S if not full else 3 * PASSIVE_S)
     why = _why_not_loaded(output.sent)
     for name in loaded if why else ():
         output.add(ProbeLine(rung=name, failed=f"not tried: {why}"))
     run_in_turn(loaded, output)
     output.end()
-    os._exit(0)  # a rung that was given up may never return
+    os._exit(0)  # a measurement that was given up may never return
 
 
 def _why_not_loaded(sent: Sequence[ProbeLine]) -> str:
-    """Why GPUs may not be loaded: a process uses one, or nobody could say whether one does; empty: they may."""
+    """Why GPUs may not be loaded: a process uses one, or it is not known whether one does; empty: they may."""
     line = next((line for line in sent if line.rung == "gpus"), None)
     if line is None or line.failed:
         return "it is not known whether a process uses a GPU, and this would disturb it"
@@ -65,7 +65,7 @@ def _why_not_loaded(sent: Sequence[ProbeLine]) -> str:
     return ""
 
 
-def _loaded() -> dict[str, tuple[Rung, float]]:
+def _loaded() -> dict[str, tuple[Measurement, float]]:
     names = tuple(LIMITS_S) if importlib.util.find_spec("torch") else ("torch",)
     return {name: (partial(_load, name), LIMITS_S[name]) for name in names}
 
@@ -75,13 +75,13 @@ def _load(name: str) -> ProbeLine:
 
     if name == "torch":
         return ProbeLine(rung=name)
-    rungs: dict[str, Rung] = {
+    measurements: dict[str, Measurement] = {
         "matmul": compute.matmul,
         "copies": compute.copies,
         "all_reduce": compute.all_reduce,
         "loopback": compute.loopback,
     }
-    return rungs[name]()
+    return measurements[name]()
 
 
 def _write(fd: int, data: bytes) -> None:

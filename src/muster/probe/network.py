@@ -1,10 +1,10 @@
 """A host's part of ``muster check --network``: orders come in as lines of JSON, figures go out as lines of JSON.
 
-Started by argument list: ``python -P -m muster.probe.network --address ADDRESS``. Whoever starts it holds its input and
-output, so that nothing of ours listens but torch's store, on that address, as a run's ranks have it. Ranks are forked
-for each order from this process, which has torch loaded and no thread. Ranks that hang are looked at and then left as
-they are, so that the other hosts find them so, until the next order or the end: both begin with killing them. It ends
-with its input.
+Started by argument list: ``python -P -m muster.probe.network --address ADDRESS``. The program that starts it holds its
+input and output, so that nothing of ours listens but torch's store, on that address, as a run's ranks have it. Ranks
+are forked for each order from this process, which has torch loaded and no thread. Ranks that hang are looked at and
+then left as they are, so that the other hosts find them so, until the next order or the end: both begin with killing
+them. It ends with its input.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Lines:
         self.fd, self.ended, self._rest = fd, False, b""
 
     def next(self, within_s: float | None) -> bytes | None:
-        """The next line; None: none in this time (None: for ever), or the end."""
+        """The next line; None: none in this time (None: no limit), or the end."""
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._rest and not self.ended:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -220,7 +220,7 @@ def _rank(order: Order, rank: int, gpu: int | None, address: str, pipe: int) -> 
 
     try:
         measure(order, rank, address=address, gpu=gpu, say=say)
-    except Exception as error:  # noqa: BLE001 (whatever torch raises: it is this order's failure)
+    except Exception as error:  # noqa: BLE001 (any error of torch: it is this order's failure)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         _write(pipe, encode(HostLine(order=order.name, failed=f"rank {rank}: {reason}")) + b"\n")
 

@@ -1,4 +1,4 @@
-"""What a machine tells of itself: no torch, no CUDA, nothing loaded; safe beside running ranks."""
+"""What a machine reports of itself: no torch, no CUDA, nothing loaded; safe while ranks run."""
 
 from __future__ import annotations
 

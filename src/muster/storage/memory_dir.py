@@ -6,11 +6,11 @@ alone::
 
     <run_dir>/memory/<host>.json     path, inode and boot: ``of_run`` and a restarted agent find the folder by it
 
-Where that record is damaged, a restarted agent takes the folder that has the host's name and is this user's: nobody
-else can have made it, its snapshots are verified like any, and nobody would ever delete it otherwise.
+Where that record is damaged, a restarted agent takes the folder that has the host's name and is this user's: no
+other user can have made it, its snapshots are verified like any, and otherwise it would never be deleted.
 
-Whoever may write under the root may empty it under a run (a desktop's logout does: systemd's ``RemoveIPC``). The folder
-is then made anew under its own name, which the host's processes know, unless another user was quicker.
+A program that may write under the root may empty it under a run (a desktop's logout does: systemd's ``RemoveIPC``). The
+folder is then recreated under its own name, which the host's processes know, unless another user was quicker.
 
 Small files and sockets are opened through the folder's descriptor; rings by path, with ``O_NOFOLLOW``, in a folder that
 only its owner can enter. A link is never followed.
@@ -175,7 +175,7 @@ class MemoryDir:
         return result
 
     def remove(self) -> None:
-        """Delete it and what is in it; absent is success. Nothing outside it is touched, whatever its path names now.
+        """Delete it and what is in it; absent is success. Nothing outside it is touched, even if its path names another folder now.
 
         Raises:
             OSError: it could not be deleted.
@@ -313,7 +313,7 @@ def _open_root(root: Path) -> int:
 
 
 def _trusted_owners() -> set[int]:
-    """Root and this user; in a user namespace (Apptainer, enroot) also whoever has no number in it: the real root."""
+    """Root and this user; in a user namespace (Apptainer, enroot) also the user without a number in it: the real root."""
     unmapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
     overflow = {int(Path("/proc/sys/kernel/overflowuid").read_text())} if unmapped else set()
     return {0, os.geteuid()} | overflow

@@ -172,7 +172,7 @@ def _check_place(path: Path) -> None:
 
 
 def lock_submit(folder: Path, name: str = SUBMIT_LOCK) -> BinaryIO | None:
-    """The lock of whoever starts a run in ``folder``, which is made: held until it is closed, or its process ends.
+    """The lock for starting a run in ``folder``, which is made: held until it is closed, or its process ends.
 
     None: another one holds it.
 
@@ -193,7 +193,7 @@ def lock_submit(folder: Path, name: str = SUBMIT_LOCK) -> BinaryIO | None:
                 return None
             if os.fstat(file.fileno()).st_nlink:
                 return file
-            file.close()  # its folder was removed by whoever held it: a new one counts now
+            file.close()  # its holder removed the folder: a new lock file counts now
     except OSError as error:
         raise _cannot_make(folder, error) from error
 
@@ -201,7 +201,7 @@ def lock_submit(folder: Path, name: str = SUBMIT_LOCK) -> BinaryIO | None:
 def clear(folder: Path, *, made: bool) -> None:
     """Remove what a submit that failed has written into ``folder``; with ``made``, that too.
 
-    The lock goes last, after what says that this is a run: nobody begins one there meanwhile, and who tries is told so.
+    The lock goes last, after the files that mark a run: meanwhile another submit there is refused.
     """
     with contextlib.suppress(OSError):
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name in ("run_id", "format")):

@@ -1,6 +1,6 @@
 """Values of a run's secrets, as its hosts find them: ``secrets.json`` in the run's folder, its owner's alone.
 
-Beside ``token``, and of the same kind: it is in no event, no log and no bucket. Where hosts see another folder (pods),
+Next to ``token``, and of the same kind: it is in no event, no log and no bucket. Where hosts see another folder (pods),
 the back end hands the values over by the place's own means and the file stays where the run was submitted.
 """
 
@@ -40,7 +40,7 @@ def read(run_dir: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise AccessError(f"cannot read {path}", hint="submit the run again: it is written anew") from error
+        raise AccessError(f"cannot read {path}", hint="submit the run again: that rewrites it") from error
     if not isinstance(found, dict):
-        raise AccessError(f"{path} is damaged", hint="submit the run again: it is written anew")
+        raise AccessError(f"{path} is damaged", hint="submit the run again: that rewrites it")
     return {str(name): str(value) for name, value in found.items()}

@@ -72,7 +72,7 @@ def read(folder: Path) -> SweepRecord | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, Unreadable) as error:
-        raise MusterError(f"{folder / NAME} cannot be read: {error}", hint="another run_dir begins anew") from error
+        raise MusterError(f"{folder / NAME} cannot be read: {error}", hint="start over with another run_dir") from error
 
 
 def write(folder: Path, record: SweepRecord) -> None:

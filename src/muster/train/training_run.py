@@ -161,9 +161,9 @@ class TrainingRun:
         if snapshot_due and self.snapshots is not None:
             copies_arrived = self.consensus.copies_arrived()
             self.clock.begin_stall()
-            self.snapshots.save(work.step, self.state.local_tensors(), copies_arrived=copies_arrived, beside=True)
+            self.snapshots.save(work.step, self.state.local_tensors(), copies_arrived=copies_arrived, overlap=True)
             self.times.stall_ns = self.clock.end_stall()
-            held_s = self.times.stall_ns / 1e9 + self.snapshots.beside_s
+            held_s = self.times.stall_ns / 1e9 + self.snapshots.overlapped_s
             self.pace.took(held_s, waited_s=self.snapshots.waited_s, takes_s=self.snapshots.takes_s)
         try:
             self.flush_pending_metrics()

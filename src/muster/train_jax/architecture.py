@@ -1,6 +1,6 @@
 """What the JAX model computes: dense decoders of a few families, from a transformers config.
 
-Whatever is not listed here is refused with its name: a setting that were silently left out would train another model.
+A setting that is not listed here is refused by name: ignoring it silently would train another model.
 """
 
 from __future__ import annotations

@@ -122,14 +122,14 @@ def set_numerics(spec: RunSpec, context: RankContext) -> None:
         jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_compilation_cache_dir", str(Path(context.run_dir, "xla_cache", f"rank-{context.rank}")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # Whatever the environment says: process 0 would compile for all, and here each is that one (``Engine.compiling``).
+    # Overrides the environment: process 0 would compile for all, and here each is that one (``Engine.compiling``).
     jax.config.update("jax_share_binary_between_hosts", False)
 
 
 def join_chips(context: RankContext, world: World) -> None:
     """Make the chips of all hosts one platform. Collective; the coordinator is in rank 0, on a port of its own.
 
-    It listens on the run's address alone and, like torch's rendezvous store, authenticates nobody (SECURITY.md).
+    It listens on the run's address alone and, like torch's rendezvous store, has no authentication (SECURITY.md).
     """
     if context.world_size == 1:
         return

@@ -28,7 +28,7 @@ class State(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What differs from step to step, as arrays: as Python numbers each step would be compiled anew."""
+    """What differs from step to step, as arrays: as Python numbers they would make each step compile again."""
 
     scale: Array
     """1 / the step's supervised tokens."""

@@ -14,7 +14,7 @@ import jax
 class XlaTrace:
     """``train.measurement.live_trace.Recorder`` of this process and its chips.
 
-    Beside the Chrome trace it leaves XLA's, ``NAME.xplane.pb``, which XProf and TensorBoard open.
+    Besides the Chrome trace it leaves XLA's, ``NAME.xplane.pb``, which XProf and TensorBoard open.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class XlaTrace:
         jax.profiler.stop_trace()
 
     def export_chrome_trace(self, path: str) -> None:
-        """Move what was recorded to ``path``, and XLA's own beside it. Raises OSError where there is none."""
+        """Move what was recorded to ``path``, and XLA's own next to it. Raises OSError where there is none."""
         assert self._folder is not None
         try:
             for found in self._folder.rglob("*.trace.json.gz"):

@@ -16,7 +16,7 @@ from muster.config.load import loads
 from muster.core.errors import AccessError, CapacityError, MusterError
 from muster.core.types import JobState, JobStatus
 from muster.health.network.expected import judge_level
-from muster.health.network.figures import Rung as Level
+from muster.health.network.figures import SizeResult
 from muster.health.network.search import assess
 from tools import verified_page as page
 
@@ -131,7 +131,7 @@ def test_a_wait_for_nodes_is_ended_by_the_budget_before_it_is_passed(climbs):
 )
 def test_a_level_that_cannot_be_judged_is_not_passed(climbs, monkeypatch, machine, size, outcome):
     """Of a known family; gloo, for one, measures no message so large as the published figures'."""
-    level = Level(collective="all_gather", size_bytes=size, ranks=16, seconds=size / 400e9, spread=0.0, wrong=0)
+    level = SizeResult(collective="all_gather", size_bytes=size, ranks=16, seconds=size / 400e9, spread=0.0, wrong=0)
     family = "A4" if machine else ""
     checked = NetworkChecked(
         findings=(judge_level(level, hosts=2, family=family),), assessment=assess(["n1", "n2"], ()), rounds=1

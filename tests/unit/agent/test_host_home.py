@@ -71,7 +71,7 @@ def test_in_a_folder_the_run_file_is_there_at_once(tmp_path):
 def test_a_home_that_cannot_be_written_is_told_when_that_changes(tmp_path):
     events, lonely = [], []
     part = HostHome(bucket_home(tmp_path))
-    part._sync = sync = SimpleNamespace(trouble=None, lonely=lonely.append)
+    part._sync = sync = SimpleNamespace(trouble=None, seek_supervisor=lonely.append)
     for trouble in (None, "503", "504", None, None):
         sync.trouble = trouble
         events += part.watch(supervised=trouble is None)

@@ -105,10 +105,10 @@ def measured(limit_s=60.0):
 def test_figures_are_those_that_the_programs_print(programs):
     result, tables, said = measured()
     assert not result.failed and said == ["all_gather_perf on 2 hosts", "all_reduce_perf on 2 hosts"]
-    assert [(rung.collective, rung.size_bytes) for rung in result.rungs] == [
+    assert [(one.collective, one.size_bytes) for one in result.sizes] == [
         (collective, size) for collective in ("all_gather", "all_reduce") for size in LADDER
     ]
-    assert [round(rung.busbw, 2) for rung in result.rungs if rung.size_bytes == 8 * GIB] == [223.39, 235.26]
+    assert [round(one.busbw, 2) for one in result.sizes if one.size_bytes == 8 * GIB] == [223.39, 235.26]
     assert [len(read_nccl_tests(text).rows) for text in tables] == [14, 14]
 
 
@@ -116,7 +116,7 @@ def test_one_that_dies_says_why_and_its_rows_count(programs, monkeypatch):
     monkeypatch.setenv("FAKE", "dies")
     result, _, said = measured()
     assert "all_gather_perf: node-1: Test NCCL failure common.cu:1005 'unhandled system error" in result.failed
-    assert [rung.size_bytes for rung in result.rungs] == [MIB, 2 * MIB, 4 * MIB] * 2 and len(said) == 2
+    assert [one.size_bytes for one in result.sizes] == [MIB, 2 * MIB, 4 * MIB] * 2 and len(said) == 2
 
 
 def test_one_that_hangs_is_ended_after_a_row_s_limit(programs, monkeypatch):
@@ -124,7 +124,7 @@ def test_one_that_hangs_is_ended_after_a_row_s_limit(programs, monkeypatch):
     monkeypatch.setattr(nccl_tests, "_START_S", 2.0)
     result, _, said = measured(limit_s=2.0)
     assert result.failed.startswith("all_gather_perf hangs after 4 MiB: no row within 4 s"), result
-    assert [rung.size_bytes for rung in result.rungs] == [MIB, 2 * MIB, 4 * MIB]
+    assert [one.size_bytes for one in result.sizes] == [MIB, 2 * MIB, 4 * MIB]
     assert said == ["all_gather_perf on 2 hosts"], "the others would hang, too"
     pid, until = int((programs / "pid").read_text()), time.monotonic() + 10
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
@@ -135,20 +135,20 @@ def test_one_that_hangs_is_ended_after_a_row_s_limit(programs, monkeypatch):
 def test_one_that_refuses_is_tried_once(programs, monkeypatch):
     monkeypatch.setenv("FAKE", "no GPU")
     result, tables, said = measured()
-    assert "no CUDA-capable device is detected" in result.failed and not result.rungs and not tables and len(said) == 1
+    assert "no CUDA-capable device is detected" in result.failed and not result.sizes and not tables and len(said) == 1
 
 
 def test_one_without_mpi_measures_no_network(programs, monkeypatch):
     """``mpirun`` starts it once for each rank, and each measures itself: figures of nothing, and no error."""
     monkeypatch.setenv("FAKE", "no MPI")
     result, tables, said = measured()
-    assert "not built with MPI=1" in result.failed and not result.rungs and not tables and len(said) == 1
+    assert "not built with MPI=1" in result.failed and not result.sizes and not tables and len(said) == 1
 
 
 def test_programs_that_are_not_installed(bin_folder):
     result, tables, said = measured()
     assert "mpirun was unable to find the specified executable file" in result.failed and len(said) == 1
-    assert not result.rungs and not tables
+    assert not result.sizes and not tables
 
 
 def test_no_mpirun(bin_folder):

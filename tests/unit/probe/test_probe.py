@@ -24,8 +24,8 @@ from muster.health.machine.report import MachineReport, ProbeLine, Speed, of_own
 from muster.health.verdicts import Verdict, exit_code, worst
 from muster.probe import passive
 from muster.probe.main import LIMITS_S
+from muster.probe.measurements import Output, run_in_turn, run_together
 from muster.probe.programs import command, output_of
-from muster.probe.rungs import Output, run_in_turn, run_together
 
 HERE = Path(__file__).parent
 

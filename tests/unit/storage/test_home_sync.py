@@ -86,7 +86,7 @@ def test_an_hour_of_sixteen_hosts_asks_for_no_more_than_is_priced(tmp_path):
         home = home_at(tmp_path / writer, store, clock)
         log = home.open_log(RUN, writer, 1, clock)
         sync = sync_of(home, writer, clock)
-        sync.lonely(False)
+        sync.seek_supervisor(False)
         (home.local / "logs").mkdir()
         until_s = clock.now_s + 3600
         with open(home.local / "logs" / "rank-0.a1.log", "w") as output:

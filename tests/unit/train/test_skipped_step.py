@@ -161,7 +161,7 @@ def test_an_agent_that_is_woken_for_the_snapshots_copy_finds_the_steps_event_the
     agent.beat = lambda step: told.append(("beat", step))  # type: ignore[method-assign]
     run.snapshots = SimpleNamespace(
         save=nothing, before_change=nothing, copy_is_pending=lambda: False, newest_steps=dict,
-        beside_s=0.0, waited_s=0.0, takes_s=0.0,
+        overlapped_s=0.0, waited_s=0.0, takes_s=0.0,
     )  # fmt: skip
     run.consensus.snapshot_every = lambda: 1
     loop.train(run)

@@ -87,7 +87,7 @@ class Edge:
     # ------------------------------------------------------------ events
 
     def start(self, *, watchdog: int | None, ignore_term: bool) -> None:
-        """SIGTERM and SIGINT are notices; ``ignore_term``: the supervisor is told of SIGTERM (Slurm)."""
+        """SIGTERM and SIGINT are notices; ``ignore_term``: SIGTERM is left to the supervisor (Slurm)."""
         self.pool.wake_on_signals()
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._on_signal)
@@ -339,7 +339,7 @@ class Edge:
         return ev.ForkServerFound(None, follows)
 
     def replicator_record(self) -> ReplicatorRecord:
-        """What a dead agent's replicator was told."""
+        """The orders of a dead agent's replicator."""
         try:
             return decode(ReplicatorRecord, self.identity.memory.read(_REPLICATOR_RECORD))
         except (OSError, AccessError, Unreadable):

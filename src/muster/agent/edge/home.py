@@ -37,7 +37,7 @@ class HostHome:
         """Call it in every turn of the loop. While no supervisor is connected, the lease is looked at more often."""
         if self._sync is None:
             return
-        self._sync.lonely(not supervised)
+        self._sync.seek_supervisor(not supervised)
         before, self._trouble = self._trouble, self._sync.trouble
         if before is None and self._trouble is not None:
             yield Noted(f"events wait on this host: its run's home cannot be written ({self._trouble})")
@@ -52,7 +52,7 @@ class HostHome:
             try:
                 self._home.fetch()
                 return
-            except Exception as error:  # noqa: BLE001 (whatever it is: a host that ends this thread waits without end)
+            except Exception as error:  # noqa: BLE001 (on any error: without this thread the host would wait forever)
                 if not noted:
                     reason = f"{type(error).__name__}: {error}"[:500]
                     background.post(Noted(f"this host waits for its run file: {reason}"))

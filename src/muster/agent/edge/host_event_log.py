@@ -19,7 +19,7 @@ from muster.protocol.values import RankEvent
 from muster.storage.home import Home
 
 #: So many of a rank's newest lines in a predecessor's file hold what it may send again (``rank.sent_events.KEPT``), and
-#: what the agent says of it. They may lie anywhere: most ranks say little beside the first one's steps.
+#: what the agent says of it. They may be anywhere: most ranks write little compared with the first one's steps.
 NEWEST = 2048
 #: Of a line of a rank, whose fields are in the order of their names (``core.event_log``). A file of weeks is read while
 #: the ranks wait, and parsing each line would take ten times as long.

@@ -22,7 +22,7 @@ class MemoryWatch:
         self._listens = False
 
     def listen(self) -> None:
-        """Accept the host's processes on the socket file, bound anew. Raises OSError."""
+        """Accept the host's processes on the socket file, bound again. Raises OSError."""
         self._listens = False  # a bound file on which nothing accepts looks like one that is served
         self._pool.leave_socket_files()
         self._pool.listen(f"unix:{self._identity.memory.bind_address(SOCKET)}")
@@ -46,7 +46,7 @@ class MemoryWatch:
             memory.renew(identity.run_dir, run_id=identity.run_id, host=identity.host)
             name = "" if memory.folder == before else f" as {memory.folder}, for the name is taken"
             lost = f"{before} was deleted from outside, with the snapshots in it"
-            self._renewed, self._listens = f"{lost}; it is made anew{name}", False
+            self._renewed, self._listens = f"{lost}; recreated{name}", False
         if self._listens and memory.exists(SOCKET):
             return False
         self.listen()

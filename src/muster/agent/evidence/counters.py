@@ -16,7 +16,7 @@ _WORD_BYTES = 4  # port_rcv_data and port_xmit_data count these (Linux, sysfs-cl
 
 
 def counters(pids: Sequence[int], *, proc: Path = Path("/proc"), ports: Path = PORTS) -> Counters:
-    """Now. Ports of RDMA count beside the interfaces of the network, loopback does not."""
+    """Now. Ports of RDMA count in addition to the network interfaces, loopback does not."""
     busy, everything = processor_ticks(proc)
     received, sent = _interfaces(proc)
     for port in ports.glob("*/ports/*/counters"):

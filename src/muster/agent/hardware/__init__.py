@@ -1,1 +1,1 @@
-"""The host's hardware, looked at before ranks use it and whenever somebody asks."""
+"""The host's hardware, checked before ranks use it and on request."""

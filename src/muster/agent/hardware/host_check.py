@@ -1,6 +1,6 @@
 """A look at the host's hardware by ``muster.probe``: before ranks use it, and whenever the supervisor asks.
 
-The agent says only what was seen: the supervisor judges. The first look begins with the agent and runs beside the
+The agent says only what was seen: the supervisor judges. The first look begins with the agent and runs during the
 imports. A passive one holds up the host's readiness for ``PASSIVE_S`` at most; a full one loads the GPUs, so standbys,
 which open contexts there, wait for its end. There is one probe at most: a question that comes meanwhile gets the answer
 of the one that runs.
@@ -53,7 +53,7 @@ def begin(ctx: HostContext) -> None:
 
 
 def ask(ctx: HostContext, order: LookAtHost) -> None:
-    """Look now, beside what runs here: nothing is loaded."""
+    """Look now, while ranks run: nothing is loaded."""
     if ctx.state.hardware.check.part is not None:
         ctx.state.hardware.check.numbers.append(order.number)
     else:

@@ -3,7 +3,7 @@
 ``/dev/kmsg`` gives one record a read, from the moment it is opened at its end, so what was before the run is never
 judged. Where it may not be opened ``dmesg --follow-new`` is tried (it may have a permission of its own). Where neither
 works that is noted once, and in a pod of GKE the node's condition is read instead: it holds the numbers of Xids,
-neither their GPUs nor how often they came, and GKE puts 48 alone there unless it is told more. A number is an error
+neither their GPUs nor how often they came, and GKE puts 48 alone there unless more are configured. A number is an error
 when it appears; those that stood there before this agent are not judged.
 """
 

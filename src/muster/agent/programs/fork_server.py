@@ -1,4 +1,4 @@
-"""The fork server: started or adopted, told what to fork, restarted when it dies."""
+"""The fork server: started or adopted, ordered to fork ranks, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "forkserver"
 MODULE = "muster.rank.fork_server"
 #: One that died this often before it connected will die again, for a while: it is reported, and tried again later.
 DEATHS = 3
-#: First after this time, then after twice as long each time: an import of torch beside ranks that train costs them.
+#: First after this time, then after twice as long each time: an import of torch slows the ranks that train.
 AGAIN_S, MOST_S = 15.0, 300.0
 
 
@@ -134,7 +134,7 @@ def _renew_store(ctx: HostContext) -> None:
 
 
 def on_lost(ctx: HostContext) -> None:
-    """Its connection is closed: whoever starts ranks needs another store."""
+    """Its connection is closed: the next start of ranks needs another store."""
     server = ctx.state.fork_server
     server.peer = server.store = None
     server.spawning.clear()

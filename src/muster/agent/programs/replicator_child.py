@@ -1,4 +1,4 @@
-"""The replicator: given orders, told again what it has not answered, restarted when it dies.
+"""The replicator: given orders, sent again those that it has not answered, restarted when it dies.
 
 Where copies go, and the port, are also in the host's memory folder: a restarted agent starts a replicator too, while
 the ranks train on, and the supervisor does not repeat it.

@@ -17,7 +17,7 @@ SPEAK_FOR_THEMSELVES = {
     # The watchdog rethrows CUDA errors in a thread that catches nothing: the process would end.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-#: Beside these: lets a rank of a healthy replica survive the abort of the groups that cross replicas.
+#: In addition to these: lets a rank of a healthy replica survive the abort of the groups that cross replicas.
 SURVIVE_ABORTS = {
     # A thread that ends the process where the watchdog is stuck. The agent detects hangs itself.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -34,7 +34,7 @@ _OLDER_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # still obeyed
 
 #: ``torch.cuda.is_available()`` asks the driver's library instead of opening CUDA, in a process that will fork: others
 #: ask while they are imported (transformers does where flash-attn is installed), and a fork could not use CUDA then.
-#: On an H100 it was not enough beside flash-attn or torchao (``rank/fork_check.py``).
+#: On an H100 it was not enough with flash-attn or torchao (``rank/fork_check.py``).
 ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 #: Calls of collectives that torch's flight recorder holds, for the evidence of a hang. Of one all_reduce on gloo it

@@ -77,7 +77,7 @@ def _finished(argv: list[str], folder: Path, env: dict[str, str], until: float) 
         return child.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
-    finally:  # whatever it left behind, too
+    finally:  # with the processes that it left behind
         _end(child)
 
 
@@ -138,7 +138,7 @@ def main() -> int:
 
 
 def _wait_for(fd: int, limit_s: float) -> None:
-    """Have the lock. Whoever has it ends within this time."""
+    """Take the lock. Its holder ends within this time."""
     until = time.monotonic() + limit_s
     while True:
         try:

@@ -27,7 +27,7 @@ from muster.storage.memory_dir import MemoryDir
 from muster.transport.listening import BACKLOG, bind_path
 from muster.transport.stream import REPLICATOR_SOCKET, Stream
 
-#: How often a rank is told that its shard is still being written.
+#: How often progress is reported to a rank whose shard is still being written.
 BUSY_S = 2.0
 
 

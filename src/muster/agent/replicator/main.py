@@ -210,7 +210,7 @@ class Replicator:
         self.send(LogNote(text=text))
 
     def _reject(self, ring: Ring, version: Version, reason: str) -> None:
-        """A receiver found a version damaged: where it is so here, it counts no longer, and the agent is told."""
+        """A receiver found a version damaged: if it is damaged here, drop it and report to the agent."""
         try:
             ring.verify(version)
         except CheckpointError:

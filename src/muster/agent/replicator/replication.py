@@ -158,7 +158,7 @@ class SnapshotSender:
 
 
 def connect(address: tuple[str, int], token: bytes) -> PeerStream:
-    """A stream to another host's replicator, which has been told this one's version."""
+    """A stream to another host's replicator; the hello with this one's version is sent."""
     stream = Stream(socket.create_connection(address, timeout=TIMEOUT_S), token, server=False, decode=decode_peer)
     stream.send(PeerHello(version=MINE))
     return stream

@@ -243,7 +243,7 @@ class ReportEvidence:
 
     gathered: Gathering
     findings: Mapping[int, tuple[Finding, ...]]
-    """Of a rank's host and GPU since its last step, by rank; nothing beside an exit."""
+    """Of a rank's host and GPU since its last step, by rank; empty for an exit."""
 
 
 # ---------------------------------------------------------------- the end

@@ -271,7 +271,7 @@ class CountersRead:
 
 @dataclass(frozen=True)
 class OomKills:
-    """Since the last look, beside a rank's exit."""
+    """Since the last look, for a rank's exit."""
 
     exit: RankExit
     new: int

@@ -95,7 +95,7 @@ class HostIdentity:
 
         ``streams``: stdin, stdout where they are others, and what else ``Popen`` takes.
 
-        It would inherit limits that somebody has lowered since this agent began: they are put back, or else this agent
+        It would inherit limits that were lowered since this agent began: they are restored, or else this agent
         ends here, and its keeper starts one that has its own. Ranks and the fork server outlive that.
         """
         low = processes.restore_limits(self.limits)

@@ -26,7 +26,7 @@ class RankState(enum.Enum):
 
 _S = RankState
 LIVING = frozenset({_S.RUNNING, _S.PAUSING, _S.PAUSED, _S.EXITING})
-#: Whose end nobody has learned in any way.
+#: Whose end is not known in any way.
 UNENDED = frozenset({_S.RUNNING, _S.PAUSING, _S.PAUSED})
 
 
@@ -148,4 +148,4 @@ class Gathering:
     """NCCL's report, and what is missing of it."""
     asks_ras: bool = False
     exited: RankEvidence | None = None
-    """The rank beside whose exit this is done; None: the run stands still."""
+    """The rank whose exit is the occasion; None: the run hangs."""

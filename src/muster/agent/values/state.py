@@ -153,9 +153,9 @@ class Leaving:
     """Why and when this host goes: a notice, or no supervisor and no work."""
 
     unreported: str = ""
-    """The source of a notice that no supervisor has heard of."""
-    told: str = ""
-    """The source of one that a supervisor has heard of."""
+    """The source of a notice that was not reported to a supervisor yet."""
+    reported: str = ""
+    """The source of one that was."""
     gone_s: float = 0.0
     """When this host is taken away."""
     alone_s: float = 0.0
@@ -217,7 +217,7 @@ class Trackers:
 
 @dataclass
 class Replicator:
-    """One at a time. A successor is told again where copies go and what is being fetched."""
+    """One at a time. A successor gets its orders again: where copies go and what is being fetched."""
 
     pid: int | None = None
     started_s: float = 0.0

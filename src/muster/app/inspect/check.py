@@ -37,7 +37,7 @@ from muster.storage.run_registry import RunDir
 from muster.supervise.recovery import host_health
 from muster.supervise.recovery.host_health import commands_of
 
-#: The probe's rungs have limits of their own; this one holds where the whole program is stuck.
+#: The probe's measurements have limits of their own; this one holds where the whole program is stuck.
 PASSIVE_LIMIT_S, FULL_LIMIT_S = 10.0, 180.0
 #: A run's hosts have this long to answer, and are asked for what has come so often.
 HOSTS_LIMIT_S, HOSTS_AGAIN_S = 20.0, 0.25
@@ -124,11 +124,11 @@ def is_run(target: str) -> bool:
 
 
 def check_run(reference: str) -> Checked:
-    """Have the agents of a live run look at their hosts, all at once and beside the training: nothing is loaded.
+    """Have the agents of a live run look at their hosts, all at once, while it trains: nothing is loaded.
 
     Raises:
         UsageError: no such run; it has ended.
-        SupervisorUnreachable: nobody holds it.
+        SupervisorUnreachable: no supervisor holds it.
     """
     run = run_registry.find(reference)
     launcher, handle = job(run)
@@ -219,7 +219,7 @@ def check_hosts_network(
     Raises:
         RunFileError: the run file is wrong.
         UsageError: no such run, fewer than two hosts, it is not known how to reach them, or their GPUs are in use.
-        SupervisorUnreachable: nobody holds the run.
+        SupervisorUnreachable: no supervisor holds the run.
     """
     run = target is not None and is_run(target)
     if run and (reach or nccl_tests):

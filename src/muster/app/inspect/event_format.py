@@ -254,7 +254,7 @@ _TEXTS: Mapping[type[Detail], str] = {
     checkpoints.CheckpointFailed: "checkpoint not written: {detail.reason}",
     checkpoints.CheckpointRejected: "checkpoint passed over: {detail.uri}: {detail.reason}",
     checkpoints.CheckpointRestored: "restored step {event.step} from {detail.tier} on rank {event.rank}",
-    checkpoints.FenceRebuilt: "mended: {detail.reason}",
+    checkpoints.FenceRebuilt: "repaired: {detail.reason}",
     checkpoints.MemoryLost: "{event.host}: {detail.reason}",
     checkpoints.SnapshotInterval: "{detail.reason}",
     checkpoints.SnapshotRejected: "snapshot passed over: step {detail.copy.step} of rank {detail.copy.rank} on "

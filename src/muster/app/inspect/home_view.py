@@ -1,4 +1,4 @@
-"""A run whose home is in a bucket, seen from the machine of somebody who follows it."""
+"""A run whose home is in a bucket, seen from the machine of a user who follows it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def home_of(run: RunDir, launcher: Launcher) -> Home | None:
 def bring(run: RunDir, backend: str, what: What, on_damage: Callable[[Damage], None] | None = None) -> None:
     """Bring to ``run``'s folder on this machine what its home holds beyond it; what cannot be reached stays away.
 
-    ``on_damage``: told of what is damaged in the home; None: standard error is.
+    ``on_damage``: called with what is damaged in the home; None: it is printed on standard error.
     """
     try:
         home = home_of(run, backends.load(backend))

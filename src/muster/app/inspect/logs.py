@@ -63,7 +63,7 @@ def events(
     reader: EventReader | None = None,
     writer: str | None = None,
 ) -> Iterator[Event]:
-    """The run's events, oldest first; with ``follow``, new ones until the run has ended. ``on_damage``: told of each
+    """The run's events, oldest first; with ``follow``, new ones until the run has ended. ``on_damage``: called with each
     place of the log that had to be left out. ``reader``: it goes on where this one is. ``writer``: of one alone.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from muster.app.inspect.network_hosts import Place, Result
 from muster.catalog.rows import table
 from muster.health.hardware.nccl_tests import NcclTable, read_nccl_tests
-from muster.health.network.figures import Rung
+from muster.health.network.figures import SizeResult
 from muster.probe.programs import output_of
 
 #: The program of each collective (nccl-tests, README).
@@ -64,7 +64,7 @@ def measured_by_nccl_tests(
 
     After a program that printed no row at all, or that hung, the others are not tried: they would do the same.
     """
-    rungs, tables, failed = list[Rung](), list[str](), ""
+    results, tables, failed = list[SizeResult](), list[str](), ""
     for collective in collectives:
         name = _PROGRAMS[collective]
         say(f"{name} on {len(hosts)} hosts")
@@ -75,23 +75,23 @@ def measured_by_nccl_tests(
         try:
             output, code = output_of(argv, limit_s=total + 20, silence_s=_START_S + limit_s, errors=True)
         except OSError as error:
-            return Result(rungs, f"{argv[0]} cannot be started: {error.strerror}"), tables
+            return Result(results, f"{argv[0]} cannot be started: {error.strerror}"), tables
         text = output.decode(errors="replace")
         seen = read_nccl_tests(text)
         here = [
-            Rung(
+            SizeResult(
                 collective=collective, size_bytes=row.size_bytes, ranks=seen.gpus, seconds=row.time_us / 1e6,
                 spread=0.0, wrong=row.wrong or 0,
             )
             for row in seen.rows if row.size_bytes and row.time_us > 0 and not _alone(text)
         ]  # fmt: skip
-        rungs += here
+        results += here
         if here:
             tables.append("\n".join(line for line in text.splitlines() if _LINE.match(line)))
         failed = failed or _why(name, seen, text, code, _START_S + limit_s)
         if code is None or not here:
             break
-    return Result(rungs, failed), tables
+    return Result(results, failed), tables
 
 
 def _alone(text: str) -> bool:

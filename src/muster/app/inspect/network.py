@@ -17,7 +17,7 @@ from muster.app.inspect.network_hosts import Crew, Place, Result
 from muster.core.errors import UsageError
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.health.network.expected import Past, judge_history, judge_level
-from muster.health.network.figures import COLLECTIVES, Hello, Rung
+from muster.health.network.figures import COLLECTIVES, Hello, SizeResult
 from muster.health.network.judge import judge_pairs, judge_together, judge_values
 from muster.health.network.search import Assessment, Figure, Pair, assess, next_round
 from muster.health.network.table import nccl_table
@@ -57,7 +57,7 @@ class NetworkTest:
     history: Path | None = None
     """A file of former levels, compared with and added to."""
     say: Callable[[str], object] = field(default=lambda text: None)
-    """Is told how far it is, a line at a time."""
+    """Called with its progress, a line at a time."""
 
 
 def check_network(hosts: Sequence[Place], argv: Callable[[Place], list[str]], test: NetworkTest) -> NetworkChecked:
@@ -103,7 +103,7 @@ def _measured(crew: Crew, test: NetworkTest) -> NetworkChecked:
         number += 1
         test.say(f"round {number}: {len(pairs)} pairs")
         for pair, result in zip(pairs, crew.carry(pairs, ("all_gather",), sizes, limit_s), strict=True):
-            best = max(result.rungs, key=lambda rung: rung.size_bytes, default=None)
+            best = max(result.sizes, key=lambda one: one.size_bytes, default=None)
             if best is not None and best.wrong:
                 wrong[pair] = wrong.get(pair, 0) + best.wrong
             figures.append(Figure(pair=pair, busbw=best.busbw if best else None, spread=best.spread if best else 0.0))
@@ -120,17 +120,17 @@ def _measured(crew: Crew, test: NetworkTest) -> NetworkChecked:
         ladder = tuple(_doubling(_LEAST, largest))
         if test.nccl_tests is None:
             (together,) = crew.carry([tuple(group)], test.collectives, ladder, test.limit_s)
-            tables = list(_tables(crew, group, together.rungs))
+            tables = list(_tables(crew, group, together.sizes))
         else:
             ranks = [(one.place, one.hello.ranks) for one in crew.ready if one.hello and one.place.name in group]
             together, tables = measured_by_nccl_tests(
                 ranks, test.nccl_tests, collectives=test.collectives, sizes=ladder, limit_s=test.limit_s, say=test.say
             )
         found += _of_group(together, len(group), test)
-        if not gloo:  # a processor that serves several peers is slower, whatever the network
-            found += judge_together(together.rungs, seen, hosts=len(group), size_bytes=sizes[0])
+        if not gloo:  # a processor that serves several peers is slower on any network
+            found += judge_together(together.sizes, seen, hosts=len(group), size_bytes=sizes[0])
         found += _beside_history(together, crew, len(group), test)
-    found += judge_values(wrong, sum(rung.wrong for rung in together.rungs))
+    found += judge_values(wrong, sum(one.wrong for one in together.sizes))
     return NetworkChecked(findings=tuple(found), assessment=seen, rounds=number, tables=tuple(tables))
 
 
@@ -149,22 +149,22 @@ def _of_group(result: Result, hosts: int, test: NetworkTest) -> Iterator[Finding
         text = f"{hosts} hosts together: {result.failed}"
         yield Finding(check="net.group", verdict=Verdict.INCOMPLETE, message=text, evidence=result.failed)
     for collective in test.collectives:
-        here = [rung for rung in result.rungs if rung.collective == collective]
+        here = [one for one in result.sizes if one.collective == collective]
         if here:
-            yield judge_level(max(here, key=lambda rung: rung.size_bytes), hosts=hosts, family=test.family)
+            yield judge_level(max(here, key=lambda one: one.size_bytes), hosts=hosts, family=test.family)
 
 
 def _beside_history(result: Result, crew: Crew, hosts: int, test: NetworkTest) -> Iterator[Finding]:
     """Against former levels; the new one is added to them. One that cannot be kept costs nothing."""
-    gathered = [rung for rung in result.rungs if rung.collective == "all_gather"]
+    gathered = [one for one in result.sizes if one.collective == "all_gather"]
     hello = crew.ready[0].hello
     if test.history is None or not gathered or hello is None:
         return
-    rung = max(gathered, key=lambda rung: rung.size_bytes)
+    top = max(gathered, key=lambda one: one.size_bytes)
     library = f"NCCL {hello.nccl}" if hello.nccl else "gloo"
     now = Past(
         family=test.family, hosts=hosts, library="nccl-tests" if test.nccl_tests is not None else library,
-        collective=rung.collective, size_bytes=rung.size_bytes, busbw=rung.busbw, date=time.strftime("%Y-%m-%d"),
+        collective=top.collective, size_bytes=top.size_bytes, busbw=top.busbw, date=time.strftime("%Y-%m-%d"),
     )  # fmt: skip
     past: list[Past] = []
     with contextlib.suppress(OSError):
@@ -179,15 +179,15 @@ def _beside_history(result: Result, crew: Crew, hosts: int, test: NetworkTest) -
             file.write(encode(now) + b"\n")
 
 
-def _tables(crew: Crew, group: Sequence[str], measured: Sequence[Rung]) -> Iterator[str]:
+def _tables(crew: Crew, group: Sequence[str], measured: Sequence[SizeResult]) -> Iterator[str]:
     ranks = [
         (member.place.name, device, member.hello.device)
         for member in crew.ready
         if member.place.name in group and member.hello is not None
         for device in range(member.hello.ranks)
     ]
-    for collective in dict.fromkeys(rung.collective for rung in measured):
-        yield nccl_table([rung for rung in measured if rung.collective == collective], ranks, repeats=_REPEATS)
+    for collective in dict.fromkeys(one.collective for one in measured):
+        yield nccl_table([one for one in measured if one.collective == collective], ranks, repeats=_REPEATS)
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:

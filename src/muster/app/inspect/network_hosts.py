@@ -1,5 +1,5 @@
-"""The hosts of ``muster check --network``: how they are named and reached, and their programs, which are told what to
-measure and say what they measured (``probe.network``)."""
+"""The hosts of ``muster check --network``: how they are named and reached, and their programs, which get orders to
+measure and send what they measured (``probe.network``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from muster.core.processes import read_plain
 from muster.core.typed_json import Unreadable, decode, encode
 from muster.health.hang.analysis import analyse
 from muster.health.hang.evidence import Evidence, RankEvidence
-from muster.health.network.figures import Hello, HostLine, Measured, Order, Rung, rungs
+from muster.health.network.figures import Hello, HostLine, Measured, Order, SizeResult, size_results
 from muster.probe.programs import conversation, network_command
 from muster.probe.stuck import LIMIT_S
 from muster.protocol.client import AskStatus
@@ -89,7 +89,7 @@ def of_run(reference: str, wanted: Sequence[str]) -> tuple[list[Place], Callable
 
     Raises:
         UsageError: no such run or host, nothing of it runs, fewer than two, or a back end that does not tell them.
-        SupervisorUnreachable: nobody holds the run.
+        SupervisorUnreachable: no supervisor holds the run.
     """
     run = run_registry.find(reference)
     backend = backends.get(spec_of(run).backend)
@@ -116,7 +116,7 @@ def of_run(reference: str, wanted: Sequence[str]) -> tuple[list[Place], Callable
 class Result:
     """Of a group. ``failed``: why figures are missing, and who is the culprit where that is seen."""
 
-    rungs: Sequence[Rung] = ()
+    sizes: Sequence[SizeResult] = ()
     failed: str = ""
 
 
@@ -239,11 +239,11 @@ class Crew:
         self, groups: Sequence[Sequence[str]], collectives: tuple[str, ...], sizes: tuple[int, ...], limit_s: float
     ) -> list[Result]:
         """Each group (disjoint) measures, all at once. A pair has all its figures or none."""
-        names, told, order_of = dict[str, int](), list[int](), list[str]()
+        names, worlds, order_of = dict[str, int](), list[int](), list[str]()
         for place, group in enumerate(groups):
             names |= dict.fromkeys(group, place)
             order_of.append(secrets.token_hex(16))
-            told.append(self._order(order_of[place], group, collectives, sizes, limit_s))
+            worlds.append(self._order(order_of[place], group, collectives, sizes, limit_s))
         measured: list[list[Measured]] = [[] for _ in groups]
         failed = [self._gone(group) for group in groups]
         stuck: list[list[RankEvidence]] = [[] for _ in groups]
@@ -269,8 +269,8 @@ class Crew:
                 failed[place] = failed[place] or f"{member.place.name}: {member.failed}"
         return [
             Result(
-                () if len(group) == 2 and failed[place] else rungs(measured[place], ranks=told[place]),
-                _explained(failed[place], stuck[place], told[place]),
+                () if len(group) == 2 and failed[place] else size_results(measured[place], ranks=worlds[place]),
+                _explained(failed[place], stuck[place], worlds[place]),
             )
             for place, group in enumerate(groups)
         ]

@@ -99,7 +99,7 @@ def traces(reference: str, *, steps: int = 3, ranks: tuple[int, ...] = ()) -> It
 
     Raises:
         UsageError: no such run; it has ended; a rank does not exist; no rank trains now.
-        SupervisorUnreachable: nobody answers for the run.
+        SupervisorUnreachable: no supervisor answers for the run.
     """
     run = run_registry.find(reference)
     name, reader = secrets.token_hex(4), from_now_on(run)

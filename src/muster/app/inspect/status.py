@@ -200,7 +200,7 @@ def job(run: RunDir, backend: str | None = None) -> tuple[Launcher, JobHandle]:
 def mirror(launcher: Launcher, run: RunDir, on_damage: Callable[[Damage], None] = lambda damage: None) -> None:
     """Bring the events of a run whose folder is elsewhere; what cannot be reached now stays as it was.
 
-    ``on_damage``: told of what is damaged there.
+    ``on_damage``: called with what is damaged there.
     """
     if (home := home_of(run, launcher)) is not None:
         fetch(home, run, "events", on_damage)
@@ -220,7 +220,7 @@ def spec_of(run: RunDir) -> RunSpec:
     except OSError as error:
         raise MusterError(f"{run.path} holds no resolved.json", hint="was the submit interrupted?") from error
     except DamagedRunFile as error:
-        raise DamagedRunFile(str(error), hint=f"muster recover {run.run_id} writes it anew") from error
+        raise DamagedRunFile(str(error), hint=f"muster recover {run.run_id} rewrites it") from error
     except ValueError as error:
         raise MusterError(
             f"{run.resolved} was not written by this version of Muster: {first_problem(error)}"

@@ -22,7 +22,7 @@ from muster.storage.run_registry import RunDir
 from muster.transport.client import ask_supervisor
 from muster.transport.secure_session import run_token
 
-#: A supervisor looks after its lease, and mends it, every few seconds: a client waits for that at most this long.
+#: A supervisor checks and repairs its lease every few seconds: a client waits for that at most this long.
 LEASE_AGAIN_S = 4.0
 _TAIL_BYTES = 1 << 14
 
@@ -69,7 +69,7 @@ def request_here(run: RunDir, message: FromClient, *, timeout_s: float = 5.0) ->
 
 
 def _address(run: RunDir, patience_s: float) -> Address | None:
-    """Where the run's supervisor listens; None: nobody holds the run.
+    """Where the run's supervisor listens; None: no supervisor holds the run.
 
     A lease that is damaged or gone is written again by the supervisor that holds the run: it is waited for, where the
     events say that there is one.

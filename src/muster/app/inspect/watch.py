@@ -53,7 +53,7 @@ class Account:
     goodput_purchased: float | None
     usd: float | None
     losses: tuple[tuple[str, float], ...]
-    """The largest categories beside productive time: name, share of the purchased host-time."""
+    """The largest categories besides productive time: name, share of the purchased host-time."""
 
 
 @dataclass(kw_only=True)

@@ -125,9 +125,9 @@ class Why:
 
 
 def _seen(captured: EvidenceGathered, *, of_hang: bool) -> Iterator[str]:
-    """What was captured of a hang, or seen beside an exit."""
+    """What was captured of a hang, or at an exit."""
     if not of_hang:
-        yield f"seen beside it: {captured.summary}"
+        yield f"seen at the exit: {captured.summary}"
     elif captured.culprit:
         where = f" in {captured.operation} of {captured.group}" if captured.operation else ""
         waits = f"{captured.victims} {'rank waits' if captured.victims == 1 else 'ranks wait'}{where}"
@@ -160,7 +160,7 @@ def _of_run(reference: str) -> Why:
         if event.kind == EvidenceGathered.kind:
             gathered = event.read(EvidenceGathered)
             captured[gathered.incident_id] = gathered
-            if known := found.get(gathered.incident_id):  # beside a rank's exit it comes after the incident
+            if known := found.get(gathered.incident_id):  # for a rank's exit it comes after the incident
                 known.captured = gathered
         elif event.kind == IncidentDetected.kind:
             begun = event.read(IncidentDetected)

@@ -1,4 +1,4 @@
-"""A first run file for somebody's rows: what is chosen for them, each choice said and commented."""
+"""A first run file for a user's rows: what is chosen for them, each choice printed and commented."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def _number(value: float) -> str:
 
 
 # ----------------
-# What a file or data set holds, for somebody who has no run file yet: the kind of its rows, how many, how long
+# What a file or data set holds, for a user without a run file: the kind of its rows, how many, how long
 
 
 #: Rows that are read, checked and measured; more are not counted.

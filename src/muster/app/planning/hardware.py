@@ -60,7 +60,7 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     """Everything that ``spec`` could run on.
 
     A run on the CPU of this machine has no choice: it alone is on offer. A run on TPUs is planned for the catalogue's,
-    whatever this machine is. GPUs of this machine are one offer beside the catalogue's.
+    not for this machine. GPUs of this machine are one offer besides the catalogue's.
     """
     here = backends.get(spec.backend).capabilities.uses_this_machine
     tpu = spec.resources.device == "tpu"

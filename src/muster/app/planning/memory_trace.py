@@ -25,7 +25,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """The closed form beside the trace: bytes of tensors on one rank."""
+    """The closed form compared with the trace: bytes of tensors on one rank."""
 
     closed_form_bytes: int
     closed_form_by_item: Mapping[str, int]

@@ -30,7 +30,7 @@ class Place:
     """What it is the name of: a backend, or a device."""
     planned: Planned | None
     reason: str
-    """In a sentence: what it costs beside the cheapest, or why there is no plan."""
+    """In a sentence: what it costs compared with the cheapest, or why there is no plan."""
     wrong: bool = False
     """Because of the run file."""
 
@@ -54,7 +54,7 @@ def places(
     now: datetime | None = None,
     home: Path | None = None,
 ) -> list[Place]:
-    """The cheapest first (``fastest``: the fastest); those without a plan last, those whose price nobody knows before.
+    """The cheapest first (``fastest``: the fastest); those without a plan last, those without a known price before.
     Where ``resources.locations`` has zones, a back end whose machines are in regions is planned in their regions.
 
     ``names``: of back ends, or of ``DEVICES``.

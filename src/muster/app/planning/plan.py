@@ -92,7 +92,7 @@ def plan(
 ) -> Planned:
     """The cheapest (or fastest) way to run ``run_file`` within its limits.
 
-    ``environment``: check this machine's files and folders too. ``device``: plan for it, whatever the file says.
+    ``environment``: check this machine's files and folders too. ``device``: plan for it instead of the file's.
 
     Raises:
         NoPlanError: nothing fits; the message says why, the hint names the nearest plan that would.

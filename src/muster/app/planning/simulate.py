@@ -201,7 +201,7 @@ def _check(asked: Asked) -> None:
 
 
 def _check_size(scenario: Scenario) -> None:
-    """Refuse what would rehearse for hours, or for ever."""
+    """Refuse what would rehearse for hours, or without end."""
     if scenario.hosts > MOST_HOSTS or scenario.spares > MOST_SPARES:
         raise UsageError(
             f"{scenario.hosts:,} hosts and {scenario.spares:,} spares: a rehearsal takes at most {MOST_HOSTS:,} hosts "

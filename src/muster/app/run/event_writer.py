@@ -1,6 +1,6 @@
-"""What is made of a run's events beside the run: lines in a file, a terminal's display, work that they ask for.
+"""What is made of a run's events while it runs: lines in a file, a terminal's display, work that they ask for.
 
-The supervisor's loop hands an event over and goes on. A terminal that is stopped, a pipe that nobody reads, a disk that
+The supervisor's loop hands an event over and goes on. A terminal that is stopped, a pipe without a reader, a disk that
 is full holds up the thread of the one sink that writes there: neither the run nor another sink.
 """
 
@@ -54,7 +54,7 @@ class Sink:
 
     name = "a listener"
     shows_run = False
-    """Somebody looks on here."""
+    """A user watches this sink."""
     tend_every_s: float | None = None
     """``tend`` is called about so often, between events."""
 
@@ -113,7 +113,7 @@ class EventWriter:
     """Hands events to sinks, each in a thread of its own.
 
     ``put`` never blocks: of a sink that lags ``MOST_WAITING`` behind the oldest steps are left out, then the oldest of
-    anything, and it is told how many. ``on_gone(sink, why)``: a sink raised; called from its thread.
+    anything, and it gets their number. ``on_gone(sink, why)``: a sink raised; called from its thread.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, on_gone: Callable[[Sink, str], None]) -> None:

@@ -207,7 +207,7 @@ def push(api: Any, folder: Path, repo: str, *, message: str, replaced: Mapping[s
 
     Raises:
         AccessError, BackendError: as ``open_repository``.
-        ConflictError: somebody else wrote there at this moment.
+        ConflictError: another writer wrote there at this moment.
     """
     from huggingface_hub import CommitOperationAdd
 

@@ -1,4 +1,4 @@
-"""A damaged ``resolved.json`` as it was, written anew where no supervisor of the run is there to do it."""
+"""Restores a damaged ``resolved.json`` where no supervisor of the run is there to do it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def mend_run_file(run: RunDir, resolve: Resolve) -> str | None:
         resolved_file.read(run.path)
         return None
     except OSError:
-        return None  # whoever needs it says so
+        return None  # its next reader reports it
     except DamagedRunFile as error:
         problem = error
     found = as_submitted(run, resolve)
     if found is None:
         raise UsageError(
             f"{problem}, and {run.run_file} gives another one today",
-            hint=f"muster submit with its run file and run_dir={run.path} writes both anew",
+            hint=f"muster submit with its run file and run_dir={run.path} rewrites both",
         )
     resolved_file.set_aside(run.path)
     resolved_file.write(run.path, found)
-    return f"{problem} (kept as {resolved_file.DAMAGED}): it was written anew as it was submitted"
+    return f"{problem} (kept as {resolved_file.DAMAGED}): it was restored as it was submitted"
 
 
 def as_submitted(run: RunDir, resolve: Resolve) -> str | None:

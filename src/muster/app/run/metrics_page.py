@@ -1,7 +1,7 @@
-"""The Prometheus page of a run (``metrics`` of the run file): served beside the supervisor, by threads of its own.
+"""The Prometheus page of a run (``metrics`` of the run file): served in the supervisor's process, by threads of its own.
 
-Events are folded as they come, a few microseconds each; the page is made when somebody asks. Whoever asks shows a token
-that follows from the run's, and from which the run's cannot be told: it opens nothing else.
+Events are folded as they come, a few microseconds each; the page is made on request. A request shows a token
+that is derived from the run's, and from which the run's cannot be derived: it opens nothing else.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Server(BoundedServer):
         super().__init__(bind, port, _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Whoever asked is gone, as a rule; a mistake of ours is told, once."""
+        """As a rule the client is gone; an error of our own is reported, once."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError) and not self._failed:
             self._failed = True

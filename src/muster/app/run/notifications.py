@@ -1,4 +1,4 @@
-"""``notify`` of the run file: news of a run for people, by a program or a webhook, beside the supervisor's loop.
+"""``notify`` of the run file: news of a run for people, by a program or a webhook, outside the supervisor's loop.
 
 Each way has a thread of its own (``EventWriter``), and a time after which what it does is given up: nothing that a
 program or a server does, or does not do, holds up the run or its end.
@@ -48,7 +48,7 @@ MOST_TOLD = 200
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """One thing that people are told."""
+    """One message to people."""
 
     kind: str
     text: str
@@ -101,7 +101,7 @@ class Notifications(Sink):
             ranks = event.read(AttemptStarted).world_size
             self._tell("hosts", f"its hosts came after {_age(waited_s)}: {ranks} ranks start")
         elif event.kind == RunFinished.kind:
-            self._finished = event.read(RunFinished)  # told in ``end``, which is waited for longer
+            self._finished = event.read(RunFinished)  # sent by ``end``, which is waited for longer
 
     def tend(self) -> None:
         now_ns = self.clock.wall_ns()
@@ -133,7 +133,7 @@ class Notifications(Sink):
             )
         )  # fmt: skip
         if problem:
-            self.say(redact(f"{self.name} was not told ({kind}): {problem}"))
+            self.say(redact(f"{self.name} was not notified ({kind}): {problem}"))
 
 
 def program(argv: Sequence[str], env: Mapping[str, str], cwd: Path, news: News) -> str:
@@ -171,7 +171,7 @@ def webhook(url: str, news: News) -> str:
 
 
 def notification_sinks(supervisor: Supervisor) -> Sequence[Sink]:
-    """Who is told of this run, as its run file wants it."""
+    """The receivers of this run's news, from its run file."""
     run_dir = supervisor.run_dir.resolve()
     try:
         run_id, spec = read_run_id(run_dir), read_spec(run_dir)
@@ -192,7 +192,7 @@ def notification_sinks(supervisor: Supervisor) -> Sequence[Sink]:
         if url:
             ways["notify.webhook"] = functools.partial(webhook, url)
         else:
-            supervisor.note(f"notify.webhook: the secret {given} is not here, and nobody is told")
+            supervisor.note(f"notify.webhook: the secret {given} is not here: no news is sent")
     return [Notifications(name=name, spec=spec, run_id=run_id, deliver=way, say=say) for name, way in ways.items()]
 
 

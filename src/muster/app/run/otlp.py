@@ -64,7 +64,7 @@ class OtlpExport(SentFigures):
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Headers may hold a key: it goes to nobody but whom the run file names."""
+    """Headers may hold a key: it goes only to the address that the run file names."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str

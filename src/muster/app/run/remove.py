@@ -86,7 +86,7 @@ def remove_sweep(folder: Path) -> None:
     with _lock_sweep(folder):
         (folder / sweep_record.NAME).unlink(missing_ok=True)
         (folder / sweep_record.LOCK).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # somebody's files are in it
+    with contextlib.suppress(OSError):  # it holds a user's files
         folder.rmdir()
 
 
@@ -138,7 +138,7 @@ def prunable(
         try:
             each = removal(run_id)
         except ConflictError:
-            continue  # it lives: nobody asked about it
+            continue  # it runs: not asked about
         except MusterError as error:
             left.append(f"{run_id} is left alone: {error}")
         else:

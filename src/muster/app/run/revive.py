@@ -75,12 +75,12 @@ class HostRevival(Sink):
             status = self.launcher.poll(self.handle)
             wanted = [name for name, text in status.tasks.items() if text == "ended" and self._may(name)]
             started = self.launcher.revive(self.handle, wanted) if wanted and self.launcher.revive is not None else []
-        except Exception as error:  # noqa: BLE001 (the next look is due whatever this one met)
+        except Exception as error:  # noqa: BLE001 (the next look is due after any error)
             what = str(error) if isinstance(error, MusterError) else f"{type(error).__name__}: {error}"
             hint = f" ({error.hint})" if isinstance(error, MusterError) and error.hint else ""
             self._fail(
                 f"a host that ended could not be started again: {what}{hint}; it is tried every {LOOK_S:g} s, and "
-                f"muster down {self.handle.run_id}, then muster recover {self.handle.run_id} starts everything anew"
+                f"muster down {self.handle.run_id}, then muster recover {self.handle.run_id} restarts everything"
             )
             return
         if not status.tasks:

@@ -1,4 +1,4 @@
-"""A run's figures, kept beside its supervisor from its events: those before it, those to come, and those left out."""
+"""A run's figures, kept in its supervisor's process from its events: those before it, those to come, and those left out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunFigures:
             self.metrics.add(event)
 
     def missed(self) -> None:
-        """Events were left out. A counter without them would mislead: with the next one the folder is read anew."""
+        """Events were left out. A counter without them would mislead: with the next one the folder is read again."""
         self._whole = False
 
     def page(self, wall_ns: int) -> str:

@@ -26,8 +26,8 @@ _NAME = re.compile(r"rank-(\d+)\.a(\d+)\.log")
 class ScriptOutput:
     """Lines of ranks' logs in ``logs``, each at most once, and none that was there at the beginning.
 
-    ``ranks``: whose; None: all. A line says whose it is unless one rank was asked for. Bounded in time and memory,
-    whatever is written.
+    ``ranks``: whose; None: all. A line says whose it is unless one rank was asked for. Bounded in time and memory
+    for any output.
     """
 
     def __init__(self, logs: Path, ranks: frozenset[int] | None) -> None:
@@ -76,7 +76,7 @@ class _Tail:
     partial: bytes = b""
     """Of the line that has no end yet: what a terminal would show of it."""
     left_out: int = 0
-    """Bytes that nobody has been told of."""
+    """Bytes left out and not reported yet."""
     torn: bool = field(default=False)
     """The beginning of the line at ``position`` was left out."""
 

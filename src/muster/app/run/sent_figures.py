@@ -1,4 +1,4 @@
-"""A run's figures, sent to somebody else's service again and again: what all such receivers have in common.
+"""A run's figures, sent to an external service again and again: what all such receivers have in common.
 
 Counters count from the run's begin, so that what a receiver did not take is in what is sent next: nothing is kept.
 """
@@ -16,7 +16,7 @@ from muster.core.clock import SystemClock
 from muster.core.events import Event
 from muster.core.protocols import Clock
 
-#: Characters of a receiver's complaint that are told.
+#: Characters of a receiver's complaint that are shown.
 MOST_TOLD = 200
 
 
@@ -39,7 +39,7 @@ class SentFigures(Sink):
 
     def event(self, event: Event) -> None:
         self.figures.add(event)
-        self.tend()  # nobody else calls it where events never stop
+        self.tend()  # where events never stop there is no other call
 
     def left_out(self, count: int) -> None:
         self.figures.missed()

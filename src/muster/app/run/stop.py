@@ -40,7 +40,7 @@ class Stopping:
     status: JobStatus
     was_running: bool
     again: bool = False
-    """It ended, and somebody has started it again meanwhile."""
+    """It ended, and was started again meanwhile."""
 
 
 def stop(
@@ -52,8 +52,8 @@ def stop(
     clock: Clock | None = None,
     source: str = "muster stop",
 ) -> Stopping:
-    """Ask the supervisor to save and end the run, and wait until it has; an ended run is success. Whoever starts it
-    again meanwhile is left alone. ``source``: who asks, for the log.
+    """Ask the supervisor to save and end the run, and wait until it has; an ended run is success. A new start of the run
+    meanwhile is left alone. ``source``: who asks, for the log.
 
     Raises:
         SupervisorUnreachable: the run lives and its supervisor does not answer.
@@ -168,7 +168,7 @@ def down(reference: str) -> Down:
     """
     run = run_registry.find(reference, any_format=True)
     backend = backend_of(run)
-    launcher, handle = job(run, backend)  # a damaged run file keeps nobody from ending it
+    launcher, handle = job(run, backend)  # works with a damaged run file too
     if not run_registry.is_readable(run.path):  # its records and events are not read, nor written
         launcher.cancel(handle)
         return _proven(Down(run=run, left=tuple(launcher.remaining(handle))))
@@ -187,7 +187,7 @@ def down(reference: str) -> Down:
     if not before.state.ended and not _finished_since(run, before_wall_ns):
         # The supervisor was ended before it could write the end.
         reason = "muster down ended it; the newest checkpoint remains"
-        with contextlib.suppress(MusterError):  # a bucket that does not answer keeps nobody from ending a run
+        with contextlib.suppress(MusterError):  # a run can be ended while its bucket does not answer
             submit.log_event(run, "run.finished", {"outcome": "stopped", "exit_code": 130, "reason": reason})
     return _proven(Down(run=run, left=left))
 

@@ -71,7 +71,7 @@ class Intent:
     """The folder was made for it; else it was there, empty, and stays."""
     running: bool = False
     lock: BinaryIO | None = None
-    """Nobody else starts a run there until it is closed: ``start`` does."""
+    """No other submit starts a run there until it is closed, which ``start`` does."""
 
 
 def submit(
@@ -85,7 +85,7 @@ def submit(
 
     Raises:
         UsageError: ``run_dir`` holds another run; nothing was written.
-        ConflictError: ``run_dir`` holds a run that is running with another file, or somebody else starts one there now.
+        ConflictError: ``run_dir`` holds a run that is running with another file, or another submit starts one there now.
         CapacityError, AccessError, BackendError: the back end's; nothing of a new run is left then.
     """
     intent = begin(given(run_file, overrides), argv=argv, tell=tell)
@@ -108,7 +108,7 @@ def preview(loaded: Loaded) -> JobRequest:
 
 @contextlib.contextmanager
 def _placing(loaded: Loaded) -> Iterator[None]:
-    """What a back end finds wrong with the run file is told with file and line."""
+    """What a back end finds wrong with the run file is reported with file and line."""
     try:
         yield
     except RunFileError as error:
@@ -131,7 +131,7 @@ def begin(loaded: Loaded, *, argv: Sequence[str] = (), tell: Tell = lambda _text
     made = path is None or not path.exists()
     lock = _alone(spec, launcher)
     try:
-        path, held = _own_folder(spec, launcher)  # whoever was faster has made it meanwhile
+        path, held = _own_folder(spec, launcher)  # a faster submit may have made it meanwhile
         intent = _begin(loaded, spec, launcher, path, held, argv, tell)
         if layout_reason is not None and not intent.running:
             tell(layout_reason)
@@ -183,7 +183,7 @@ def _begin(
             code_bundle.unpack(code, path)
             tell(code_bundle.described(code))
         if damaged is not None:
-            log_event(run, "run.message", {"text": f"{damaged}; this submit writes it anew"})
+            log_event(run, "run.message", {"text": f"{damaged}; this submit rewrites it"})
         log_intent(run, spec, resolved, argv, planned_step_s=loaded.planned_step_s)
     return intent
 
@@ -223,7 +223,7 @@ def _alone(spec: RunSpec, launcher: Launcher) -> BinaryIO | None:
 
 def check_same_run(run: RunDir, spec: RunSpec) -> None:
     """Raise UsageError where ``spec`` is another run than the one in the folder: of another model, another command,
-    other kinds of data, or where nothing there says which one it holds. Whatever else differs is a change of the same
+    other kinds of data, or where nothing there says which one it holds. Any other difference is a change of the same
     run.
     """
     held, before = _held(run)
@@ -354,7 +354,7 @@ def _start_supervised(intent: Intent, request: JobRequest) -> JobHandle:
             return handle
         if not task.startswith("running"):
             if not intent.running:
-                intent.launcher.cancel(handle)  # what was started with it; nobody else submits meanwhile
+                intent.launcher.cancel(handle)  # what was started with it; the lock keeps other submits out
             raise _last_words(log, log_bytes)
         time.sleep(0.05)
     late = f"its supervisor has not begun in {FIRST_WORD_S:g} s; muster logs {intent.run.run_id} shows why"
@@ -377,7 +377,7 @@ def discard(intent: Intent, error: MusterError) -> None:
     """End what was started of a new run, and remove its folder or, where that was there before, what is in it.
 
     Raises:
-        BackendError: it could not be ended, so nobody knows what is left; the folder stays, for `muster down`.
+        BackendError: it could not be ended, so it is not known what is left; the folder stays, for `muster down`.
     """
     run_id = intent.run.run_id
     handle = JobHandle(run_id=run_id, backend=intent.spec.backend, job_id="", run_dir=str(intent.run.path))
@@ -437,7 +437,7 @@ def _standing(launcher: Launcher, run: RunDir, resolved: str) -> tuple[int, bool
         return number + 1, False
     try:
         same = resolved_file.read(run.path) == resolved
-    except (OSError, DamagedRunFile):  # its supervisor writes it anew
+    except (OSError, DamagedRunFile):  # its supervisor rewrites it
         same = False
     if not same:
         raise ConflictError(

@@ -1,7 +1,7 @@
 """Machines whose hardware is faulty are kept from other work, where the run's account may do that in its cluster.
 
-Beside what the policy does with the run's own hosts: a machine that this run gives up would be the next run's trouble.
-Work that runs there goes on. Where it is not allowed, the log has the command for whoever may.
+In addition to what the policy does with the run's own hosts: a machine that this run gives up would be the next run's
+trouble. Work that runs there goes on. Where it is not allowed, the log has the command for an administrator.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class TakeOut(Sink):
             why = "this run's account may not" if isinstance(error, AccessError) else "it could not be done"
             typed = self.command(machine, reason)
             self.say(
-                f"{host}: its machine {machine} is to be taken out of the cluster by whoever may"
+                f"{host}: its machine {machine} is to be taken out of the cluster by an administrator"
                 f"{f': {typed}' if typed else ''} ({why}: {error})"
             )
 
 
 def machines_taken_out(supervisor: Supervisor) -> Sequence[Sink]:
-    """What does that for this run, where its cluster can be told and the run file does not forbid it."""
+    """What does that for this run, where its cluster supports it and the run file does not forbid it."""
     run_dir = supervisor.run_dir.resolve()
     try:
         run_id, spec = read_run_id(run_dir), read_spec(run_dir)

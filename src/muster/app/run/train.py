@@ -94,8 +94,8 @@ def supervise(
             on_start(intent.run, handle.warnings)
         with processes.open_log(intent.run.logs / "supervisor.log") as log:
             own_log = Lines(processes.forgiving(log.fileno()), Narrator(intent.run.path))
-            beside = (*revivals(supervisor), *metrics_sinks(supervisor), *notification_sinks(supervisor))
-            writer = EventWriter.of(supervisor, [own_log, *beside, *sinks])
+            observers = (*revivals(supervisor), *metrics_sinks(supervisor), *notification_sinks(supervisor))
+            writer = EventWriter.of(supervisor, [own_log, *observers, *sinks])
             try:
                 launcher.attach(handle, task="supervisor", pid=os.getpid())
                 code = supervisor.serve()
@@ -115,7 +115,7 @@ def _hangup(tell: Callable[[str], None]) -> Iterator[None]:
     """
     try:
         before = signal.signal(signal.SIGHUP, lambda _number, _frame: tell(HANGUP))
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # not the main thread, which owns signals
         yield
         return
     try:

@@ -1,7 +1,7 @@
 """``limits`` of the run file, for a sweep as a whole: the same guard that a run has, over the hosts of all trials.
 
 Hours are those in which any trial holds hosts. Of the dollars each trial has a share set aside for it, so that they
-hold while nobody watches, too: a sweep that was killed leaves trials behind that stop in time.
+hold without a watcher, too: a sweep that was killed leaves trials behind that stop in time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEAST_SHARE = 0.01
 
 @dataclass
 class Budget:
-    """Told of every trial's hosts, says what is left."""
+    """Counts every trial's hosts, and what is left."""
 
     limits: Limits
     grace_s: float
@@ -49,7 +49,7 @@ class Budget:
         return f"limits.max_usd {usd:g}" if usd is not None and guard.spent_usd(wall_ns) >= usd else None
 
     def share(self, number: int, wall_ns: int) -> float | None:
-        """Dollars that this trial may cost in all: what it has cost, and an equal part of what nobody has."""
+        """Dollars that this trial may cost in all: what it has cost, and an equal part of what is not assigned."""
         if self.limits.max_usd is None:
             return None
         self._shares.pop(number, None)

@@ -40,7 +40,7 @@ class Definition:
     places: str
     """``run_dir`` of a trial, without its number."""
     shares: tuple[str, ...] = ()
-    """``CUDA_VISIBLE_DEVICES`` of trials that run at the same time on this machine; empty: they need not be told."""
+    """``CUDA_VISIBLE_DEVICES`` of trials that run at the same time on this machine; empty: not set."""
     notes: tuple[str, ...] = ()
     """What was decided, for people."""
 

@@ -1,6 +1,6 @@
 """Optuna, asked for the next trial's values and for whether a trial is worth going on with. Imported by a sweep alone.
 
-The study lives in memory and is told anew, from the sweep's record and the runs' events, whenever a sweep goes on:
+The study is in memory and is rebuilt, from the sweep's record and the runs' events, whenever a sweep goes on:
 there is no second file that could disagree with them.
 """
 

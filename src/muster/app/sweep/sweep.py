@@ -50,7 +50,7 @@ class Swept:
 
 
 def sweep(definition: Definition, *, tell: Callable[[str], None], clock: Clock | None = None) -> Swept:
-    """Run all trials to their ends; blocks. ``tell`` gets a line for whatever happens.
+    """Run all trials to their ends; blocks. ``tell`` gets a line for each event.
 
     Raises:
         ConflictError: another process runs this sweep.
@@ -87,11 +87,11 @@ class _Sweep:
     short: set[int] = field(default_factory=set)
     """Ended by their share of the dollars: they are continued once others have left some."""
     said: dict[int, int] = field(default_factory=dict)
-    """Trial -> step of the newest held-out loss that was told."""
+    """Trial -> step of the newest held-out loss that was reported."""
     unseen: set[int] = field(default_factory=set)
-    """Of these nobody could say how they are, which was told once."""
+    """Trials whose status could not be read; reported once."""
     unended: set[int] = field(default_factory=set)
-    """These could not be ended at the first try, which was told once."""
+    """Trials that could not be ended at the first try; reported once."""
     broke: bool = False
     """Not enough dollars are left for another trial."""
     _retry_ns: int = 0
@@ -137,7 +137,7 @@ class _Sweep:
     # ------------------------------------------------------------ begin and continue
 
     def _resume(self, known: TrialRecord) -> None:
-        """A trial of a sweep that goes on: what it has reached is told to Optuna, an open one is continued."""
+        """A trial of a sweep that goes on: what it has reached is reported to Optuna, an open one is continued."""
         found = trial.find(known.number, known.run_id)
         if found is not None:
             found.look()
@@ -149,7 +149,7 @@ class _Sweep:
             self.optimizer.end(known.number, known.loss, pruned=known.state == "pruned")
         elif known.reason and found is not None:  # it was decided to end it, and then the sweep was killed
             self._prune(found, known.reason)
-        elif found is not None and not found.look().state.ended:  # it runs, and nobody has to be asked
+        elif found is not None and not found.look().state.ended:  # it runs: nothing to do
             self.active[known.number] = found
 
     def _fill(self) -> None:
@@ -238,7 +238,7 @@ class _Sweep:
             result = found.look()
         except MusterError as error:
             if found.number not in self.unseen:
-                self.tell(f"trial {found.number}: nobody says how it is: {first_line(error)}")
+                self.tell(f"trial {found.number}: its status cannot be read: {first_line(error)}")
             self.unseen.add(found.number)
             return None
         self.unseen.discard(found.number)
@@ -362,7 +362,7 @@ class _Sweep:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C meanwhile is raised at the end, the second at once: a run that is half submitted is known to nobody."""
+    """Ctrl-C meanwhile is raised at the end, the second at once: a run that is half submitted would be lost."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

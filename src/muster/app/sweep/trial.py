@@ -86,7 +86,7 @@ class Trial:
         with visible(gpus):
             try:
                 recover.recover(self.run.run_id, overrides, argv=("muster", "sweep"))
-            except ConflictError:  # a supervisor holds it: somebody was faster
+            except ConflictError:  # a supervisor holds it: another recover was faster
                 pass
         self._recovered_at.append(self.step)
 
@@ -101,7 +101,7 @@ class Trial:
             stop.stop(self.run.run_id, save=save, force=not save, wait=False, source=why)
         except BusyError:
             raise
-        except MusterError:  # nobody holds it: it waits in a queue, or its supervisor is gone
+        except MusterError:  # no supervisor holds it: it waits in a queue, or the supervisor is gone
             stop.down(self.run.run_id)
         self.ending = True
 

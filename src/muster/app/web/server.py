@@ -11,7 +11,7 @@ from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
 #: How often the server looks whether it is to end.
 LOOK_S = 0.2
 #: Questions that are answered at once. Each has so long for every part of its request; where one more comes, the
-#: oldest gives way, so that nobody who asks and says nothing, or says it slowly, keeps others out.
+#: oldest gives way, so that a client that sends nothing, or sends slowly, does not keep others out.
 MOST_CLIENTS, CLIENT_S = 16, 5.0
 
 

@@ -54,7 +54,7 @@ _HEADERS = {
 
 @dataclass
 class WatchPage:
-    """Serves until ``end``. ``address`` is told of each address that opens one page: the first, and after each use
+    """Serves until ``end``. ``address`` is called with each address that opens one page: the first, and after each use
     the next."""
 
     looks: Looks
@@ -119,7 +119,7 @@ class _Server(BoundedServer):
         super().__init__(BIND, port, _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Whoever asked is gone, as a rule; a mistake of ours is told."""
+        """As a rule the client is gone; an error of our own is reported."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]

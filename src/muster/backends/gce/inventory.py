@@ -88,7 +88,7 @@ class Site:
 
     @property
     def main_range(self) -> str:
-        """The region's own, whatever run file names it: two subnets of one network may not overlap."""
+        """The region's own, the same for each run file: two subnets of one network may not overlap."""
         slots = list(ipaddress.IPv4Network(MAIN_RANGES).subnets(new_prefix=SLOT))
         return str(slots[zlib.crc32(self.region.encode()) % len(slots)])
 
@@ -154,7 +154,7 @@ def resources(site: Site) -> list[Resource]:
 
 
 def _networks(site: Site) -> list[Resource]:
-    """With ``gce.subnetwork`` the first address is somebody else's matter; data networks are ours in any case."""
+    """With ``gce.subnetwork`` the first address is the user's to provide; data networks are ours in any case."""
     found = networks(site)
     if site.makes_network:
         return [*found, main_rule(site)]

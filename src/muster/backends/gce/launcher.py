@@ -1,7 +1,7 @@
 """The ``Launcher`` for Compute Engine: a run is a supervisor's machine, which makes its hosts; all have its label.
 
 The run's folder on the user's machine holds its intent; the run itself, what was asked for (``request_log``) and how
-far machines have come are in its bucket. Nobody dials a machine: questions go through a mailbox there.
+far machines have come are in its bucket. Machines accept no connections: questions go through a mailbox there.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class GceLauncher(GoogleLauncher[Placement]):
     # ------------------------------------------------------------ end
 
     def cancel(self, handle: JobHandle) -> None:
-        """Nobody asks for anything any more; then every machine, disk, group, template, policy and the run's secret is
-        removed. Absent is success."""
+        """Close the log of requests, then remove every machine, disk, group, template, policy and the run's secret.
+        Absent is success."""
         known = self.known(handle.run_id)
         if known is None:
             return

@@ -95,7 +95,7 @@ class Placement:
 
     @property
     def supervisor_s(self) -> int:
-        """The longest life of the supervisor's machine: nobody else removes it where nobody says ``muster down``."""
+        """The longest life of the supervisor's machine, which else only ``muster down`` removes."""
         hours = self.spec.limits.max_hours
         if hours is None:
             return LONGEST_S
@@ -158,7 +158,7 @@ def stem_of(run: str) -> str:
 
 
 def supervisor_of(run: str) -> str:
-    """Name of the run's supervisor's machine, in whatever zone it is."""
+    """Name of the run's supervisor's machine, in any zone."""
     return f"{stem_of(run)}-supervisor"
 
 

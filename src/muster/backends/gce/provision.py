@@ -196,7 +196,7 @@ class Hosts:
         self.file.write(log.with_request(done), generation)
 
     def _settle(self, log: RequestLog, generation: str, turn: Request, hosts: Sequence[Instance]) -> None:
-        """The newest turn: sent again where nobody knows of it, waited for, or at its end."""
+        """The newest turn: sent again if the service does not know it, waited for, or at its end."""
         if self.placement.mode == FLEX_START:
             self._settle_queued(log, generation, turn)
             return

@@ -41,8 +41,8 @@ class Looked:
 
     log: RequestLog | None
     machines: Sequence[Instance]
-    told: Mapping[str, Mapping[str, tuple[float, str]]] = field(default_factory=dict)
-    """Machine -> what it told of its newest boot."""
+    reported: Mapping[str, Mapping[str, tuple[float, str]]] = field(default_factory=dict)
+    """Machine -> what it reported of its newest boot."""
     connected: frozenset[str] = frozenset()
     """Hosts whose agents the supervisor knows."""
 
@@ -51,7 +51,7 @@ class Looked:
 class Useless:
     """Which machines run and will never be of use: they said that their start failed, are late, or fell silent.
 
-    Nothing is said while nobody is there to be joined: the supervisor's program has just started, or tells nothing.
+    Nothing is said while there is no supervisor to join: its program has just started, or reports nothing.
     Not for several threads.
     """
 
@@ -79,15 +79,15 @@ class Useless:
         return found
 
     def _reason(self, machine: Instance, now_s: float) -> str | None:
-        told = _told(self.store, self.placement.home, machine.name)
+        reported = _reported(self.store, self.placement.home, machine.name)
         if machine.name in self._joined:
             since_s = self._silent_s.setdefault(machine.name, now_s)
-            if all(at_s <= since_s for at_s, _ in told.values()):
+            if all(at_s <= since_s for at_s, _ in reported.values()):
                 silent = f"its agent fell silent {now_s - since_s:.0f} s ago, and the machine runs"
                 return silent if now_s - since_s > SILENT_S else None
             self._joined.discard(machine.name)  # it has booted again: its start is looked at
             del self._silent_s[machine.name]
-        looked = Looked(log=None, machines=(machine,), told={machine.name: told})
+        looked = Looked(log=None, machines=(machine,), reported={machine.name: reported})
         rows = stages_of(looked, machine, now_s)
         wrong = next((row for row in rows if row.state in ("failed", "late")), None)
         if wrong is None or (wrong.state == "failed" and now_s - (wrong.since_s or now_s) < FAILED_S):
@@ -101,10 +101,9 @@ def look(placement: Placement, compute: Compute, store: Store, file: RequestLogF
     machines = instances_of(compute, placement.stem)
     status = _status(placement, store)
     connected = _connected(status) if status is not None else frozenset()
-    told = {
-        one.name: _told(store, placement.home, one.name) for one in machines if one.lives and one.name not in connected
-    }
-    return Looked(log=log, machines=machines, told=told, connected=connected)
+    starting = [one.name for one in machines if one.lives and one.name not in connected]
+    reported = {name: _reported(store, placement.home, name) for name in starting}
+    return Looked(log=log, machines=machines, reported=reported, connected=connected)
 
 
 def _status(placement: Placement, store: Store) -> HomeStatus | None:
@@ -118,8 +117,8 @@ def _connected(said: HomeStatus) -> frozenset[str]:
     return frozenset(name for name, host in said.status.hosts.items() if host.connected)
 
 
-def _told(store: Store, home: str, name: str) -> dict[str, tuple[float, str]]:
-    """Of the newest boot: the one that told something last."""
+def _reported(store: Store, home: str, name: str) -> dict[str, tuple[float, str]]:
+    """Of the newest boot: the one with the last report."""
     boots: dict[str, dict[str, tuple[float, str]]] = {}
     try:
         for uri in store.list(uris.join(home, FOLDER, name) + "/"):
@@ -132,13 +131,13 @@ def _told(store: Store, home: str, name: str) -> dict[str, tuple[float, str]]:
 
 def stages_of(looked: Looked, machine: Instance, now_s: float) -> list[Stage]:
     """How far ``machine``'s start has come."""
-    told = looked.told.get(machine.name, {})
+    reported = looked.reported.get(machine.name, {})
     asked_s = _seconds(text(machine.row, "creationTimestamp")) or now_s
     runs = machine.status == "RUNNING"
     began_s = (_seconds(text(machine.row, "lastStartTimestamp")) or asked_s) if runs else None
     # A supervisor joins nothing: it is done when its program has what it needs.
-    joined = machine.name in looked.connected or (not machine.turn and startup_stages.CHECKED in told)
-    return tree(began_s, told, asked_s=asked_s, joined=joined, now_s=now_s)
+    joined = machine.name in looked.connected or (not machine.turn and startup_stages.CHECKED in reported)
+    return tree(began_s, reported, asked_s=asked_s, joined=joined, now_s=now_s)
 
 
 def explain(looked: Looked, placement: Placement, end: EndRecord | None, now_s: float) -> JobStatus:

@@ -31,7 +31,7 @@ Body = dict[str, Json]
 API = "https://compute.googleapis.com/compute/v1/projects"
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 NOTICE_S = 120
-"""Of a preemption, in the metadata server, before the machine is told to shut down: 0 or this (API). Not asked for, it
+"""Of a preemption, in the metadata server, before the machine is shut down: 0 or this (API). Not asked for, it
 comes with the shutdown."""
 HOST_ERROR_S = 90
 """After so long a silent host counts as dead for Google: its least; what it takes else is 330 s."""
@@ -51,8 +51,8 @@ PERMISSIONS = (
     "compute.subnetworks.use", "compute.subnetworks.useExternalIp", "compute.zoneOperations.get",
     "compute.zoneOperations.list", "compute.regionOperations.get", "compute.globalOperations.get",
 )  # fmt: skip
-"""What the supervisor does with machines. Beside it: ``roles/iam.serviceAccountUser`` on the hosts' account, and the
-bucket and the secret as hosts have them."""
+"""What the supervisor does with machines. It also needs ``roles/iam.serviceAccountUser`` on the hosts' account, and
+the bucket and the secret as hosts have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ def _properties(placement: Placement, zone: str, policy: Request | None) -> Json
 
 
 def _boot_disk(placement: Placement, image: str, size_gb: int, disk_type: str) -> JsonObject:
-    """Disks do not take over their machine's labels, and stay behind it unless told not to."""
+    """Disks do not inherit their machine's labels, and outlive it unless ``autoDelete`` is set."""
     initial: JsonObject = {
         "sourceImage": image,
         "diskSizeGb": str(size_gb),
@@ -314,7 +314,7 @@ def _scheduling(placement: Placement) -> JsonObject:
     elif mode != FLEX_START:
         # Google brings the same name back on another host sooner than anybody finds a machine in a full zone.
         scheduling |= {"automaticRestart": True, "hostErrorTimeoutSeconds": HOST_ERROR_S}
-    if placement.machine.local_ssd:  # else it waits an hour for disks whose content is nobody's
+    if placement.machine.local_ssd:  # else it waits an hour for disks whose content is not needed
         scheduling["localSsdRecoveryTimeout"] = _duration(0)
     if placement.run_s is not None and not bound:
         scheduling["maxRunDuration"] = _duration(placement.run_s)
@@ -324,7 +324,7 @@ def _scheduling(placement: Placement) -> JsonObject:
 
 
 def _affinity(placement: Placement) -> JsonObject:
-    """Whoever says nothing uses up any reservation that fits, be it another team's."""
+    """Without an affinity a machine uses up any reservation that fits, even another team's."""
     name = placement.spec.resources.reservation
     if placement.mode not in (RESERVATION, CALENDAR) or not name:
         return {"consumeReservationType": "NO_RESERVATION"}

@@ -2,7 +2,7 @@
 # Makes a machine of Compute Engine a host or the supervisor of a Muster run: "startup-script" in its metadata.
 #
 # It runs as root at every boot, without a home, an input or a time limit, and nothing shows its exit code: so each step
-# may be done twice or be cut off anywhere, and what is reached is told to the run's bucket, as
+# may be done twice or be cut off anywhere, and what is reached is written to the run's bucket, as
 # HOME/machines/NAME/BOOT.STAGE with a line of text: seconds since 1970, and words. It ends once the program is started;
 # systemd keeps that alive.
 # Stages: booted, driver, bundle, started; or failed, with the reason. (The program adds: checked.)
@@ -105,7 +105,7 @@ bundle() { # gs://BUCKET/FOLDER/SHA256.tar.gz: fetched, compared with its name, 
   tar -xzf "$WORK/bundle" -C "$SOFTWARE.new" --no-same-owner || fail "$uri cannot be unpacked"
   rm -f "$WORK/bundle"
   python=$(python_in "$SOFTWARE.new") || fail "no Python 3.11 or newer, neither in the bundle nor on the image"
-  # pip's own wheel runs as it is: the image may have none. Into a folder of its own, beside which the image's packages
+  # pip's own wheel runs as it is: the image may have none. Into a folder of its own, so that the image's packages
   # (torch) stay visible.
   set -- "$SOFTWARE.new"/wheels/pip-*.whl
   [ -e "$1" ] || fail "the bundle has no wheel of pip"
@@ -128,7 +128,7 @@ python_in() { # FOLDER: a Python that is new enough
   return 1
 }
 
-start() { # ROLE PYTHON: systemd keeps it alive; started anew at each boot, after the steps above
+start() { # ROLE PYTHON: systemd keeps it alive; started at each boot, after the steps above
   local words=("$2" -P -m "$PROGRAM" --role "$1")
   cat >/etc/systemd/system/muster.service.new <<UNIT
 [Unit]

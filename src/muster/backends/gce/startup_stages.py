@@ -15,11 +15,11 @@ CREATED, BOOTED, DRIVER, AGENT, CHECKED, JOINED = "created", "booted", "driver",
 FAILED = "failed"
 LIMITS_S = {CREATED: 600.0, BOOTED: 300.0, DRIVER: 960.0, AGENT: 1200.0, CHECKED: 300.0, JOINED: 180.0}
 """Of the driver and the software the script itself gives up after 900 s each, with a reason of its own."""
-TOLD = {BOOTED: "booted", DRIVER: "driver", AGENT: "started", CHECKED: "checked"}
+OBJECTS = {BOOTED: "booted", DRIVER: "driver", AGENT: "started", CHECKED: "checked"}
 """Stage -> its object's name below the machine's folder."""
 LATE = {
     CREATED: "the request has not made it a machine yet",
-    BOOTED: "its start-up script has told nothing: no way to Cloud Storage (Private Google Access, or an external "
+    BOOTED: "its start-up script has reported nothing: no way to Cloud Storage (Private Google Access, or an external "
     "address), no objectUser role on the bucket for its account, or no start (its serial port shows why)",
     DRIVER: "nvidia-smi does not show its GPUs: the image installs its driver at the first boot, or cannot",
     AGENT: "the bundle is still being fetched or installed",
@@ -40,20 +40,20 @@ class Stage:
     """Seconds since 1970: when it was done, or when it could begin."""
     limit_s: float = 0.0
     text: str = ""
-    """What the machine told of it, or why it is late or failed."""
+    """What the machine reported of it, or why it is late or failed."""
 
 
 def tree(
-    created_s: float | None, told: Mapping[str, tuple[float, str]], *, asked_s: float, joined: bool, now_s: float
+    created_s: float | None, reported: Mapping[str, tuple[float, str]], *, asked_s: float, joined: bool, now_s: float
 ) -> list[Stage]:
     """The stages of one machine, in order.
 
-    ``created_s``: when it began to run, None before; ``told``: what it put into the home since its newest boot, by the
+    ``created_s``: when it began to run, None before; ``reported``: what it put into the home since its newest boot, by the
     object's stage, with its time; ``asked_s``: when it was asked for. Times are seconds since 1970, and machines' own.
     """
     done = {CREATED: (created_s, "") if created_s is not None else None}
-    done |= {stage: told.get(name) for stage, name in TOLD.items()}
-    # A later stage that was told proves those before it: the bucket may have lost an object that was overwritten.
+    done |= {stage: reported.get(name) for stage, name in OBJECTS.items()}
+    # A later stage that was reported proves those before it: the bucket may have lost an object that was overwritten.
     found, before_s, open_ = [], asked_s, True
     reached = JOINED if joined else next((one for one in reversed(LIMITS_S) if done.get(one)), None)
     for name, limit_s in LIMITS_S.items():
@@ -66,7 +66,7 @@ def tree(
         elif not open_:
             found.append(Stage(name=name, state="-", limit_s=limit_s))
         else:
-            found.append(_open(name, limit_s, before_s, told.get(FAILED), now_s))
+            found.append(_open(name, limit_s, before_s, reported.get(FAILED), now_s))
             open_ = False
     return found
 
@@ -94,7 +94,7 @@ def sentence(stages: list[Stage], now_s: float) -> str:
     return "joined"
 
 
-def read_told(text: str) -> tuple[float, str]:
-    """An object's line: seconds since 1970, and words; 0 where somebody else wrote it."""
+def read_report(text: str) -> tuple[float, str]:
+    """An object's line: seconds since 1970, and words; 0 where another program wrote it."""
     seconds, _, words = text.strip().partition(" ")
     return (float(seconds) if re.fullmatch(r"[0-9]{1,12}", seconds) else 0.0, words)

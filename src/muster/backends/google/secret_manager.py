@@ -1,6 +1,6 @@
 """Secret Manager: a secret of one version that a run's hosts read, by its full name, with their own account.
 
-``projects/P/secrets/S/versions/1`` is a version; nothing here reads ``latest``, which somebody else could replace.
+``projects/P/secrets/S/versions/1`` is a version; nothing here reads ``latest``, which another writer could replace.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SecretManager:
             reply = self.session.send(call)
             if reply.status < 300:
                 return
-            if reply.status != 409 or not tries_left:  # 409: somebody else changed it meanwhile
+            if reply.status != 409 or not tries_left:  # 409: it was changed meanwhile
                 raise refusal(call, reply)
 
     def share(self, version: str, accounts: Iterable[str | None]) -> list[str]:
@@ -167,7 +167,7 @@ class SecretManager:
             url = f"{ROOT}/projects/{project}/secrets?{urllib.parse.urlencode(query)}"
             reply = self.session.find(Call(method="GET", url=url))
             body = reply.body if reply is not None else {}
-            # Whatever the filter let through is looked at again: `down` removes what is named here.
+            # The filter's result is checked again: `down` removes what is named here.
             found += [text(row, "name") for row in children(body, "secrets") if text(row, "labels", label) == value]
             if not (page := text(body, "nextPageToken")):
                 return found

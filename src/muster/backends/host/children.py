@@ -1,6 +1,6 @@
 """The programs of a container's first process: started, watched, and everything that ends below it collected.
 
-A first process is the parent of whatever lost its own: it has to collect strangers too, and must not take from a thread
+A first process is the parent of all orphans: it has to collect strangers too, and must not take from a thread
 that waits for a program of its own (``run``) what that program ended with.
 """
 
@@ -104,7 +104,7 @@ class RealChildren:
         return found
 
     def _collect_strangers(self) -> None:
-        """Whatever else has ended; nothing is started meanwhile, so no child is unknown here but a stranger."""
+        """Collect other ended processes; nothing is started meanwhile, so an unknown child is a stranger."""
         known = {child.pid for child in (*self._named.values(), *self._others.values())}
         with contextlib.suppress(ChildProcessError):
             while (one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:

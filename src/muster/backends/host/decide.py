@@ -287,7 +287,7 @@ def _is_used_up(child: Child, rules: Rules) -> bool:
 
 def _take_over_where_due(state: State, now: float, rules: Rules, *, at_once: bool) -> Decision:
     """``at_once``: this host has waited for its turn before it expired the lease; the one that lost it may have been
-    the one that is told when the allocation ends."""
+    the one that gets the notice of the allocation's end."""
     is_blocked = (state.notice is not None and not rules.insists) or state.child(SUPERVISOR).shipping
     if rules.rank is None or state.supervises or is_blocked:
         return state, []

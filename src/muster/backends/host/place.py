@@ -86,7 +86,7 @@ class Place:
         return ask_to_save(self.home.lease(), self.token, self.reasons[reason])
 
     def notice_scope(self) -> Scope | None:
-        """What a notice means, where ``Rules.notice_scope`` does not say; None: nobody answers."""
+        """What a notice means, where ``Rules.notice_scope`` does not say; None: no answer."""
         return "host"
 
     def requeue(self) -> Requeued:
@@ -98,7 +98,7 @@ class Place:
         raise NotImplementedError
 
     def end_here(self) -> None:
-        """Kill every process of the run on this host, whatever its session."""
+        """Kill every process of the run on this host, in any session."""
         raise NotImplementedError
 
     def leave(self, ended: Exit, state: State) -> int:

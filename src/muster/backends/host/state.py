@@ -1,4 +1,4 @@
-"""What a host program knows, what it is told, what it does: frozen values, times in seconds of the monotonic clock."""
+"""What a host program knows, the events it gets, the actions it takes: frozen values, times in seconds of the monotonic clock."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class State:
     """When the allocation's time is nearly up."""
     free_since_s: float | None = None
     cut_off: bool = False
-    """This host reaches nobody: what it starts could only hang."""
+    """This host reaches no other: what it starts could only hang."""
     again_since_s: float | None = None
     """When 75 was first seen in the home."""
     was_held: bool = False
@@ -189,7 +189,7 @@ class Looked:
     end: int | Literal["unreadable"] | None = None
     """How the run ended; read where the lease is free."""
     cut_off: bool = False
-    """This host has reached nobody else for so long that its ranks can only hang."""
+    """This host has reached no other for so long that its ranks can only hang."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class RequeueRest:
 
 @dataclass(frozen=True)
 class AskTime:
-    """For how long the allocation lasts: the host that would have been told is lost."""
+    """For how long the allocation lasts: the host that would have got the notice is lost."""
 
 
 @dataclass(frozen=True)

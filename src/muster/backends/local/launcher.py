@@ -46,7 +46,7 @@ class _Task(Record):
     start_ticks: int = -1
     argv: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    """What it has beside the submitter's environment."""
+    """What it has besides the submitter's environment."""
     foreground: bool = False
 
 
@@ -218,7 +218,7 @@ class LocalLauncher:
         """Wait for the supervisor of the submission before, which has ended its run and is on its way out: taken over,
         it would leave this one without any. Before the lock, which it may need for its end."""
         before = None
-        with contextlib.suppress(BackendError):  # a damaged one is begun anew where nothing lives
+        with contextlib.suppress(BackendError):  # a damaged one is replaced where nothing runs
             before = job_record.read(run_dir, _Job, backend=self.name)
         if before is None or number <= before.submission:
             return

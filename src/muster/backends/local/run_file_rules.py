@@ -26,7 +26,7 @@ TRAINING = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 
 
 def rules(spec: RunSpec) -> Iterator[Problem]:
-    """What cannot hold here, whatever is installed."""
+    """What cannot hold here, with any installation."""
     if spec.run_dir is not None and is_remote(spec.run_dir):
         yield Problem(key="run_dir", message="must be a folder of this machine", value=spec.run_dir)
 

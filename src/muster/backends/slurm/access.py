@@ -88,7 +88,7 @@ def _account(slurm: Slurm, want: limits.Asked, partition: limits.Row, config: Ma
     flags = frozenset(own.get("flags", "").split(","))
     if "OverPartQOS" in flags:
         above.reverse()
-    if not enforced & {"limits", "safe"} or (not qos and found["qos"]):  # which of several it is cannot be told
+    if not enforced & {"limits", "safe"} or (not qos and found["qos"]):  # which of several it is cannot be known
         above, found = [], {}
     return _Account(
         said=said, flags=flags, limits=(*above, *([(f"account {found['account']}", found)] if found else []))

@@ -154,7 +154,7 @@ class Slurm:
 
     def drain(self, node: str, reason: str) -> str:
         """Give ``node`` no new jobs; those that run there go on. Returns what is so now. One that is drained or down
-        stays as it is: somebody gave a reason.
+        stays as it is: it has a reason already.
 
         Raises:
             AccessError: this user may not (operators and administrators may).

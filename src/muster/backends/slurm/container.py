@@ -1,5 +1,5 @@
-"""How a program is started on a node: the step, and the container it runs in: what of the node it must see, and how
-pyxis and apptainer are told."""
+"""How a program is started on a node: the step, and the container it runs in: what of the node it must see, and the
+options of pyxis and apptainer."""
 
 from __future__ import annotations
 

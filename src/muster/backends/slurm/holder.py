@@ -1,5 +1,5 @@
-"""What a node makes of the holder of the run's lease: one that it cannot reach, while it can reach Slurm's controller,
-is deposed by a conditional write; a node that reaches neither is cut off."""
+"""Checks the holder of the run's lease: the lease of a holder that this node cannot reach, while it can reach Slurm's
+controller, is revoked by a conditional write; a node that reaches neither is cut off."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Holder:
                 self._is_cut_off = True
                 return Looked(lease=held, cut_off=silent_s > self.cut_off_after_s)
             if not self._is_cut_off and not self.connects(address) and self.home.vacate(record.term):
-                self.say(f"the lease's holder at {address[0]} has been silent for {silent_s:.1f} s: deposed")
+                self.say(f"the lease's holder at {address[0]} has been silent for {silent_s:.1f} s: revoked")
                 return Looked(lease=Lease(kind="vacated"))
             reached = self._is_cut_off  # the holder may well live: it gets its time again
         if reached:

@@ -14,8 +14,8 @@ from muster.storage.job_record import JobRecord
 from muster.storage.run_output import Verdict
 
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "RESV_DEL_HOLD")
-#: The accounting is told of a job's end late (a busy slurmdbd, or one that was down), and of some never. A run writes
-#: its logs every few seconds, so one that has been quiet for longer has ended, whatever the accounting still says.
+#: The accounting learns of a job's end late (a busy slurmdbd, or one that was down), and of some never. A run writes
+#: its logs every few seconds, so one that has been quiet for longer has ended, even if the accounting has it running.
 ACCOUNTING_LAGS_S = 600.0
 
 
@@ -38,7 +38,7 @@ def judge(
     quiet_s: float = 0.0,
 ) -> JobStatus:
     """``jobs``: this submission's, oldest first; ``accounted``: the last one's row in the accounting, if any;
-    ``is_locked``: somebody submits it now; ``quiet_s``: since something was last written in the run's folder."""
+    ``is_locked``: a submit is in progress; ``quiet_s``: since something was last written in the run's folder."""
     living = [job for job in jobs if not job.ended]
     if record is None and not jobs:
         return JobStatus(state=JobState.ABSENT, reason="Slurm has no job of this run")
@@ -119,7 +119,7 @@ def _saved(verdict: Verdict, jobs: Sequence[Job], run_dir: Path) -> JobStatus:
     if not last.ended:
         if last.state in _WAITING or begun_since:
             return _living(last, len(jobs))
-        # Its batch program may be submitting the next job just now: whoever did so too would have two.
+        # Its batch program may be submitting the next job just now: a second submission would make two.
         reason = f"{verdict.reason}; job {last.id} is ending"
         return JobStatus(state=JobState.RUNNING, reason=reason, tasks={"job": f"ending ({last.id})"})
     if begun_since or reason_text.STATES.get(last.state) is JobState.STOPPED:

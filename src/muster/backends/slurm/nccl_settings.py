@@ -11,7 +11,7 @@ from muster.config.spec import RunSpec
 from muster.core.errors import UsageError
 
 # A constant program: everything variable is an argument, so nothing is ever quoted into it. Google's scripts overwrite
-# NCCL_SOCKET_IFNAME and the like, so ours come after, and whatever their last command returns does not matter.
+# NCCL_SOCKET_IFNAME and the like, so ours come after; the exit code of their last command is ignored.
 SOURCE_AND_RUN = (
     'muster_libraries=$1; shift; muster_run=("$@"); set --; source "$0"; set +eu;'
     ' export LD_LIBRARY_PATH="$muster_libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"; exec env "${muster_run[@]}"'
@@ -72,7 +72,7 @@ def _is_there(fabric: SlurmFabric, folder: str) -> bool:
 
 
 def _script(fabric: SlurmFabric, folder: str) -> str | None:
-    """Google's script for the libraries in ``folder``: at the same place beside them as on Google's images."""
+    """Google's script for the libraries in ``folder``: at the same relative path as on Google's images."""
     if fabric.script is None:
         return None
     return os.path.normpath(os.path.join(folder, os.path.relpath(fabric.script, fabric.libraries)))

@@ -63,7 +63,7 @@ class NodePlace(JobPlace):
     holder: Holder
 
     def look(self, ended_pid: int | None) -> Looked:
-        """The run's result stands whoever holds the lease: its supervisor's node may be lost after it."""
+        """The run's result counts under any lease holder: its supervisor's node may be lost after it."""
         if (verdict := self.verdict()) is not None:
             return Looked(lease=Lease(kind="free"), end=verdict.exit_code)
         return self.holder.look(ended_pid)

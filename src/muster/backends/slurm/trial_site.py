@@ -135,7 +135,7 @@ class SlurmSite:
 
     @contextmanager
     def folder(self, spec: RunSpec) -> Iterator[SmallJob]:
-        """One's folder, beside those of runs; removed in the end.
+        """The trial's folder, next to those of runs; removed in the end.
 
         Raises:
             UsageError: it cannot be made.

@@ -66,13 +66,13 @@ from muster.transport.secure_session import run_token
 JOB, PROJECT = "CLOUD_ML_JOB_ID", "CLOUD_ML_PROJECT_ID"
 """Set by Vertex: the job's number, and the project's, which nothing else tells a host: it runs in one of Google's."""
 OVER, FAILED = 0, 1
-"""Exit codes, whatever the run's end was: its home says how it ended, so the job's state says nothing; or that could
+"""Exit codes, for any end of the run: its home says how it ended, so the job's state says nothing; or that could
 not be written, and a failed job is all that is left to be seen."""
 SETTLED_S, PREPARE_S = 900.0, 3600.0
 """A job that has worked for so long is not ended by a host that comes back and cannot read something; for this long."""
 RETRY_S = 20.0
 LEAVE_EARLY_S = 120.0
-"""Before the job's timeout, beside the run's own grace: Vertex ends a job there without notice."""
+"""Before the job's timeout, in addition to the run's own grace: Vertex ends a job there without notice."""
 OTHERS_S = 90.0
 """For how long the chief waits for the last writes of the others."""
 

@@ -21,7 +21,7 @@ ERROR_LATE_S = 90.0
 _FINAL = {"SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED"}
 #: Quota that is used up makes a job wait here without limit and without an error.
 _NOT_YET = {"UNSPECIFIED", "QUEUED", "PENDING"}
-#: Google's own client waits for ever on a job that has EXPIRED.
+#: Google's own client waits forever on a job that has EXPIRED.
 _STATES = {
     "RUNNING": JobState.RUNNING,
     "UPDATING": JobState.RUNNING,
@@ -99,7 +99,7 @@ class CustomJob:
 
 
 def custom_job(record: JsonObject) -> CustomJob:
-    """``record`` as the API answers; whatever is missing or of another type counts as not said."""
+    """``record`` as the API answers; a missing or mistyped field counts as unknown."""
     code = at(record, "error", "code")
     return CustomJob(
         name=text(record, "name"),

@@ -90,7 +90,7 @@ class Jobs:
         try:
             reply = self.session.send(call)
         except Unreachable:
-            return  # asked again by whoever waits for its end
+            return  # the caller that waits for its end asks again
         if reply.status >= 300 and reply.status not in (400, 404):
             raise refusal(call, reply)
 

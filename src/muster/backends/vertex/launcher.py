@@ -1,7 +1,7 @@
 """The ``Launcher`` for Vertex AI: a run is a custom job in one of its regions, found by its label and its nonce.
 
 The run's folder on the user's machine holds its intent; the run itself, and how far its requests have come, are in its
-bucket. Nobody can dial a host: questions go through a mailbox there.
+bucket. Hosts accept no connections: questions go through a mailbox there.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class VertexLauncher(GoogleLauncher[Placement]):
         requests = self._requests(known[1])
         try:
             looked = requests.look()
-        except ConflictError:  # somebody else looks at this moment, and does what is due
+        except ConflictError:  # another command looks at this moment, and does what is due
             looked = requests.look()
         if looked.log is None:
             return JobStatus(state=JobState.ABSENT, reason="the run was never submitted")

@@ -46,7 +46,7 @@ class Placement:
 
     @property
     def max_wait_s(self) -> int:
-        """How long a region may keep the request waiting; never 0, which would be for ever."""
+        """How long a region may keep the request waiting; never 0, which would be without limit."""
         hours = self.spec.vertex.max_wait_hours or WAIT_HOURS.get(self.mode, OTHER_WAIT_HOURS)
         return max(1, math.ceil(hours * 3600))
 

@@ -1,6 +1,6 @@
 """How far a submission has come with its regions: the run's request log, and the next step from it.
 
-Whoever looks at the run (``muster status``, ``watch``, ``submit`` again), on any machine, does what is due: the log
+Each look at the run (``muster status``, ``watch``, ``submit`` again), on any machine, does what is due: the log
 is changed by conditional writes before anything is sent, so of two who look at the same time one acts. Nothing waits
 here but ``begin``, for a job whose creation was not answered.
 """
@@ -81,7 +81,7 @@ class Requests:
 
         Raises:
             CapacityError: every region refused.
-            ConflictError: somebody else submits, or an older submission's job still goes on.
+            ConflictError: another submit is in progress, or an older submission's job still goes on.
             AccessError, BackendError: Google's refusal; nothing was created by this submission.
         """
         log, _ = self.held()
@@ -110,7 +110,7 @@ class Requests:
 
         Raises:
             AccessError, BackendError: Google's refusal.
-            ConflictError: somebody else acts at the same time.
+            ConflictError: another command acts at the same time.
         """
         log, generation = self.held()
         if log is None:

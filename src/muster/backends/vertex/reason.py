@@ -46,7 +46,7 @@ def _without_a_job(looked: Looked) -> JobStatus:
     last = looked.request
     if last is not None and last.name:
         number = last.name.rpartition("/")[2]
-        return JobStatus(state=JobState.FAILED, reason=f"custom job {number} is gone: somebody has deleted it")
+        return JobStatus(state=JobState.FAILED, reason=f"custom job {number} is gone: it was deleted")
     where = f" {last.where}" if last is not None else ""
     return JobStatus(state=JobState.WAITING, reason=_with_earlier(looked, f"asking{where}"))
 

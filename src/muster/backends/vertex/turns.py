@@ -94,7 +94,7 @@ def next_step(
             return Look(after_s=LOOK_EVERY_S, why=f"the answer of {last.where} was lost: looking for a job of it")
         return Create(region=last.where, again=True)
     going = [one for one in jobs if not one.final and one.state != "CANCELLING"]
-    # Before one has claimed the run either may be the one that does: whoever is cancelled then could be both.
+    # Before one has claimed the run either may be the one that does: cancelling then could end both.
     if last.owner and (others := [one for one in going if one.name != job.name]):
         return Cancel(name=others[0].name, leave=False)
     if job.final:

@@ -123,7 +123,7 @@ def _snapshots(chosen: PlannedWay) -> str:
     share = chosen.step_s_by_item.get("snapshots", 0.0) / chosen.step_s
     often = "each step" if every == 1 else f"every {every} steps"
     text = (
-        f"a snapshot in the host's memory {often}: {chosen.snapshot_s:.2g} s each, beside the steps "
+        f"a snapshot in the host's memory {often}: {chosen.snapshot_s:.2g} s each, during the steps "
         f"but for {share:.1%} of the time"
     )
     if auto == every:

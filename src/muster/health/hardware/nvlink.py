@@ -84,8 +84,8 @@ def judge_links(report: LinkReport) -> list[Finding]:
     for one in report.gpus:
         counted = {key: count for key, count in one.errors.items() if count}
         if counted:
-            shown = ", ".join(f"link {link} {kind} {count}" for (link, kind), count in sorted(counted.items())[:4])
-            message = f"GPU {one.gpu}: {sum(counted.values())} NVLink errors so far ({shown})"
+            errors = ", ".join(f"link {link} {kind} {count}" for (link, kind), count in sorted(counted.items())[:4])
+            message = f"GPU {one.gpu}: {sum(counted.values())} NVLink errors so far ({errors})"
             out.append(Finding(check="gpu.nvlink", verdict=Verdict.NOTE, gpu=one.gpu, message=message))
     if not out:
         total = sum(active.values())

@@ -9,7 +9,7 @@ from statistics import median
 
 from muster.catalog.rows import table, typed
 from muster.core.typed_json import Count, Name, Record
-from muster.health.network.figures import Rung
+from muster.health.network.figures import SizeResult
 from muster.health.verdicts import Finding, Verdict
 
 #: Fewer former figures make no history; a lack of more than this share of their median is noted.
@@ -61,25 +61,25 @@ def _rows() -> dict[str, ExpectedBandwidth]:
     )
 
 
-def judge_level(rung: Rung, *, hosts: int, family: str) -> Finding:
+def judge_level(result: SizeResult, *, hosts: int, family: str) -> Finding:
     """A network's level against its family's published figure.
 
     A figure of another collective, or of messages too small to be compared, is shown without a verdict.
     """
     row = expected_bandwidth(family)
-    size = f"{rung.size_bytes / 2**20:g} MiB"
-    text = f"{rung.collective} of {size} between {hosts} hosts: bus bandwidth {rung.busbw:,.3g} GB/s"
-    value = f"{rung.busbw:.4g} GB/s"
-    comparable = row is not None and row.collective == rung.collective and hosts >= row.nodes
-    if row is None or not comparable or rung.size_bytes < _LEAST_SHARE * row.size_bytes:
+    size = f"{result.size_bytes / 2**20:g} MiB"
+    text = f"{result.collective} of {size} between {hosts} hosts: bus bandwidth {result.busbw:,.3g} GB/s"
+    value = f"{result.busbw:.4g} GB/s"
+    comparable = row is not None and row.collective == result.collective and hosts >= row.nodes
+    if row is None or not comparable or result.size_bytes < _LEAST_SHARE * row.size_bytes:
         why = "no expected value" + (f" for {family}" if family else "")
         if row is not None:
-            why += f" for {rung.collective} of {size}"
+            why += f" for {result.collective} of {size}"
         return Finding(check="net.busbw", verdict=Verdict.HEALTHY, message=f"{text}; {why}", value=value)
     verdict, word = Verdict.HEALTHY, "as published"
-    if rung.busbw < row.bad_gb_s:
+    if result.busbw < row.bad_gb_s:
         verdict, word = Verdict.DRAIN, "less than 70 % of what was published: is the fabric's plugin loaded?"
-    elif rung.busbw < row.good_gb_s:
+    elif result.busbw < row.good_gb_s:
         verdict, word = Verdict.NOTE, "slow"
     return Finding(
         check="net.busbw", verdict=verdict, message=f"{text}, {word}", value=value, source=row.source,

@@ -88,7 +88,7 @@ def factor(collective: str, ranks: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
+class SizeResult:
     """One size of one collective over a group: the slowest rank's median."""
 
     collective: str
@@ -109,13 +109,13 @@ class Rung:
         return self.algbw * factor(self.collective, self.ranks)
 
 
-def rungs(measured: list[Measured], *, ranks: int) -> list[Rung]:
+def size_results(measured: list[Measured], *, ranks: int) -> list[SizeResult]:
     """The figures that all ranks have, in the order in which they were taken."""
     found: dict[tuple[str, int], list[Measured]] = {}
     for one in measured:
         found.setdefault((one.collective, one.size_bytes), []).append(one)
     return [
-        Rung(
+        SizeResult(
             collective=collective, size_bytes=size, ranks=ranks, seconds=max(one.seconds for one in ones),
             spread=max(one.spread for one in ones), wrong=sum(one.wrong for one in ones),
         )

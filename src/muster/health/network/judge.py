@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from muster.health.network.figures import Rung
+from muster.health.network.figures import SizeResult
 from muster.health.network.search import Assessment, Figure, Pair
 from muster.health.verdicts import Finding, Verdict
 
@@ -54,23 +54,23 @@ def judge_pairs(
     return found
 
 
-def judge_together(rungs: Sequence[Rung], seen: Assessment, *, hosts: int, size_bytes: int) -> list[Finding]:
+def judge_together(results: Sequence[SizeResult], seen: Assessment, *, hosts: int, size_bytes: int) -> list[Finding]:
     """All together against pairs of the same hosts, at the pairs' size: a ring is as fast with many as with two.
 
     Nothing where it is, or where it was not measured.
     """
 
-    def near(one: Rung) -> bool:
+    def near(one: SizeResult) -> bool:
         return abs(one.size_bytes / size_bytes - 1) < 0.01  # sizes are cut to a multiple of the ranks
 
-    rung = next((one for one in rungs if one.collective == "all_gather" and near(one)), None)
-    lack = 1 - rung.busbw / seen.level if rung is not None and seen.level > 0 else 0.0
-    if rung is None or hosts < 3 or lack <= _CONGESTED:
+    gathered = next((one for one in results if one.collective == "all_gather" and near(one)), None)
+    lack = 1 - gathered.busbw / seen.level if gathered is not None and seen.level > 0 else 0.0
+    if gathered is None or hosts < 3 or lack <= _CONGESTED:
         return []
     text = f"{hosts} hosts together are {lack:.0%} slower than pairs of them: congestion between switches"
     return [
         Finding(
-            check="net.group", verdict=Verdict.NOTE, message=text, value=f"{rung.busbw:.3g} GB/s",
+            check="net.group", verdict=Verdict.NOTE, message=text, value=f"{gathered.busbw:.3g} GB/s",
             expected=f"> {seen.level * (1 - _CONGESTED):.3g} GB/s", source="compared with the pairs",
         )
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from muster.health.network.figures import Rung
+from muster.health.network.figures import SizeResult
 
 _HEAD = """\
 #
@@ -14,12 +14,12 @@ _HEAD = """\
 #        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)"""
 
 
-def nccl_table(rungs: Sequence[Rung], ranks: Sequence[tuple[str, int, str]], *, repeats: int) -> str:
+def nccl_table(results: Sequence[SizeResult], ranks: Sequence[tuple[str, int, str]], *, repeats: int) -> str:
     """Of one collective. ``ranks``: (host, device, its name) of each. Times are medians of ``repeats``, of the slowest
     rank; the columns that were not measured repeat nothing: they say N/A (torch reduces in place only)."""
-    if not rungs:
+    if not results:
         return ""
-    collective, sizes = rungs[0].collective, [rung.size_bytes for rung in rungs]
+    collective, sizes = results[0].collective, [one.size_bytes for one in results]
     in_place = collective == "all_reduce"
     lines = [
         f"# Collective test starting: {collective}_perf",
@@ -33,17 +33,17 @@ def nccl_table(rungs: Sequence[Rung], ranks: Sequence[tuple[str, int, str]], *, 
         ),
         _HEAD,
     ]
-    for rung in rungs:
-        count = rung.size_bytes // 4 // (1 if in_place else rung.ranks)
+    for one in results:
+        count = one.size_bytes // 4 // (1 if in_place else one.ranks)
         redop = "sum" if collective in ("all_reduce", "reduce_scatter") else "none"
-        cells = f"  {_time(rung.seconds * 1e6):>7s}  {rung.algbw:6.2f}  {rung.busbw:6.2f}  {rung.wrong:5d}"
+        cells = f"  {_time(one.seconds * 1e6):>7s}  {one.algbw:6.2f}  {one.busbw:6.2f}  {one.wrong:5d}"
         empty = f"  {'N/A':>7s}  {'N/A':>6s}  {'N/A':>6s}  {'N/A':>5s}"
         both = empty + cells if in_place else cells + empty
-        lines.append(f"{rung.size_bytes:12d}  {count:12d}  {'float':>8s}  {redop:>6s}  {-1:6d}{both}")
-    wrong = sum(rung.wrong for rung in rungs)
+        lines.append(f"{one.size_bytes:12d}  {count:12d}  {'float':>8s}  {redop:>6s}  {-1:6d}{both}")
+    wrong = sum(one.wrong for one in results)
     lines += [
         f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}",
-        f"# Avg bus bandwidth    : {fmean(rung.busbw for rung in rungs):g}",
+        f"# Avg bus bandwidth    : {fmean(one.busbw for one in results):g}",
         "#",
     ]
     return "\n".join(lines)

@@ -97,8 +97,8 @@
 
   // Without columns in which nothing is known.
   function told_alone(names, rows) {
-    const told = names.map((_, i) => rows.some((row) => row[i] !== UNKNOWN));
-    return table(names.filter((_, i) => told[i]), rows.map((row) => row.filter((_, i) => told[i])));
+    const known = names.map((_, i) => rows.some((row) => row[i] !== UNKNOWN));
+    return table(names.filter((_, i) => known[i]), rows.map((row) => row.filter((_, i) => known[i])));
   }
 
   function tables() {

@@ -49,7 +49,7 @@ def check(run_dir: str | Path, *, reference: str | Path | None = None, bound_s: 
     unreported: set[int] = set()
     with _judging(findings["I1"]):
         unreported = _step_chain(history, findings["I1"], findings["I2"])
-    if not history.supervisor_damaged:  # what it decided cannot be told from what is left
+    if not history.supervisor_damaged:  # its decisions cannot be read from what is left
         with _judging(findings["I3"]):
             _leadership(history, findings["I3"])
     if reference is not None:

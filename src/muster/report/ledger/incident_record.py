@@ -47,11 +47,11 @@ class IncidentRecord:
     hosts: int = 0
     """Hosts that were training when it happened."""
     secondary: bool = False
-    """The consequence of another rank's end, which was told first."""
+    """The consequence of another rank's end, reported before it."""
     part_of: str | None = None
     """The incident that was being answered by then."""
     explains: str | None = None
-    """The one that had stopped training before this one, its cause or what came with it, was told."""
+    """The incident reported before this one, when training stopped: this one is its cause, or came with it."""
 
     @property
     def stopped_training(self) -> bool:
@@ -101,7 +101,7 @@ def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[
 
 
 def _join_causes(records: Sequence[IncidentRecord]) -> None:
-    """One fault is one interruption, whose evidence names the cause, also where its consequence was told first."""
+    """One fault is one interruption, whose evidence names the cause, even if its consequence was reported first."""
     for consequence in records:
         for cause in records if consequence.secondary else ():
             within = cause.attempt == consequence.attempt and cause.detected_ns >= consequence.detected_ns

@@ -1,4 +1,4 @@
-"""Where a step's time goes, beside what the plan foresaw, and what to change next. Pure.
+"""Where a step's time goes, compared with the plan, and what to change next. Pure.
 
 The parts are rank 0's, measured each by a clock of its own around what it names, means over clean steps; ``rest`` is
 what they leave of the measured step, and says how well they close (negative: they overlap). Time inside collectives
@@ -26,7 +26,7 @@ PLANNED: Mapping[str, tuple[str, ...]] = {
 }
 #: Part -> how to make it smaller.
 ADVICE: Mapping[str, str] = {
-    "straggler": "replace the host that the others wait for, or mend what makes it slow",
+    "straggler": "replace the host that the others wait for, or fix what makes it slow",
     "communication": "larger micro-batches or fewer shards: sums less often, over fewer links (muster plan compares)",
     "data_wait": "the loop waits for its batch: faster storage for the prepared data, or fewer ranks on a host",
     "host_gap": "the loop's thread waits for a processor: fewer ranks or other programs on the host",
@@ -125,8 +125,8 @@ def levers(parts_s: Mapping[str, float], step_s: float, *, lag_s: float, usd_per
 def _lag_s(events: Sequence[Timed], attempt: int) -> float:
     """The greatest lag of a straggler that was named in this attempt, as far as rank 0 waits for it."""
     named = [timed.event for timed in events if timed.event.kind == StragglerNamed.kind]
-    told = [event.read(StragglerNamed) for event in named if event.attempt == attempt and event.rank != 0]
-    return max((one.lag_ns for one in told if one.cause != "tokens"), default=0) / 1e9
+    others = [event.read(StragglerNamed) for event in named if event.attempt == attempt and event.rank != 0]
+    return max((one.lag_ns for one in others if one.cause != "tokens"), default=0) / 1e9
 
 
 def _planned(events: Sequence[Timed]) -> dict[str, float]:

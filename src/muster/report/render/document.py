@@ -128,7 +128,7 @@ def document(ledger: Ledger, verdicts: Mapping[str, Verdict], damaged: Sequence[
     submissions = (t.event.read(RunSubmitted) for t in ledger.events if t.event.kind == RunSubmitted.kind)
     submitted, end = next(submissions, None), ledger.finished
     evals = _evals(ledger)
-    told = [each for _, each in evals.values()]
+    scores = [each for _, each in evals.values()]
     steps = ledger.lineage.steps
     speed, total = figures.speed(steps), figures.tokens(ledger)
     last = steps.in_lineage[-1:]
@@ -144,12 +144,12 @@ def document(ledger: Ledger, verdicts: Mapping[str, Verdict], damaged: Sequence[
         started=moment(ledger, ledger.begin_ns) if ledger.events else None,
         newest_event=moment(ledger, ledger.end_ns) if ledger.events else None,
         wall_s=(ledger.end_ns - ledger.begin_ns) / 1e9,
-        execution_accuracy=_newest(each.execution_accuracy for each in told),
-        execution_accuracy_before=told[0].execution_accuracy if len(told) > 1 else None,
-        baseline_accuracy=_newest(each.baseline_accuracy for each in told),
-        query_match=_newest(each.query_match for each in told),
+        execution_accuracy=_newest(each.execution_accuracy for each in scores),
+        execution_accuracy_before=scores[0].execution_accuracy if len(scores) > 1 else None,
+        baseline_accuracy=_newest(each.baseline_accuracy for each in scores),
+        query_match=_newest(each.query_match for each in scores),
         final_loss=_newest(known(steps.numbers("loss")[last])),
-        heldout_loss=told[-1].loss if told else None,
+        heldout_loss=scores[-1].loss if scores else None,
         steps=len(steps.in_lineage),
         final_step=int(steps.step[last[0]]) if len(last) else None,
         tokens=total.final_lineage,

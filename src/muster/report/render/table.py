@@ -18,7 +18,7 @@ from muster.report.render.terminal import Console
 
 _BAR = 12
 _WIDE = 100
-"""From so many columns on there is room for bars beside the words."""
+"""From so many columns on there is room for bars next to the words."""
 _DIM = "dim"
 _UNKNOWN = "unknown"
 

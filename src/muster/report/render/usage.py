@@ -53,14 +53,14 @@ def usage_columns(ledger: Ledger, at: Callable[[int], float]) -> dict[str, list[
 
     ``cpu_s`` and ``network_bytes`` are of one host in one step.
     """
-    told = [timed for timed in ledger.events if timed.event.kind == HostUsage.kind]
+    usages = [timed for timed in ledger.events if timed.event.kind == HostUsage.kind]
     result: dict[str, list[float | None]] = {name: [] for name in ("t", *_COLUMNS)}
-    if not told:
+    if not usages:
         return result
-    width = max(1, (told[-1].t_ns - told[0].t_ns) // _POINTS)
+    width = max(1, (usages[-1].t_ns - usages[0].t_ns) // _POINTS)
     parts: dict[tuple[int, int], list[tuple[int, HostUsage]]] = {}
-    for timed in told:
-        key = timed.event.attempt, (timed.t_ns - told[0].t_ns) // width
+    for timed in usages:
+        key = timed.event.attempt, (timed.t_ns - usages[0].t_ns) // width
         parts.setdefault(key, []).append((timed.t_ns, timed.event.read(HostUsage)))
     last = 0
     for (attempt, _), part in sorted(parts.items()):

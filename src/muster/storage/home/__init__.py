@@ -39,7 +39,7 @@ __all__ = [
     "open_home",
 ]
 
-#: ``outputs``: what the run left behind beside checkpoints (``files.OUTPUTS``).
+#: ``outputs``: what the run left behind besides checkpoints (``files.OUTPUTS``).
 What = Literal["events", "logs", "outputs"]
 #: Time in seconds that a call of ``Home.store`` takes at most in a bucket.
 ANSWER_S = 2.0
@@ -53,8 +53,8 @@ class HomeSync(Protocol):
         """Why something waits to be shipped; None: nothing waits for longer than it should."""
         ...
 
-    def lonely(self, lonely: bool) -> None:
-        """Whether this process looks for a supervisor: ``lease.json`` is brought more often then. Costs nothing."""
+    def seek_supervisor(self, seeks: bool) -> None:
+        """Whether this process looks for a supervisor: ``lease.json`` is copied more often then. Costs nothing."""
         ...
 
     def stop(self, timeout_s: float) -> bool:
@@ -160,8 +160,8 @@ class NothingToShip:
 
     trouble: str | None = None
 
-    def lonely(self, lonely: bool) -> None:
-        """The lease is where it belongs."""
+    def seek_supervisor(self, seeks: bool) -> None:
+        """Nothing to do: the lease is in the folder itself."""
 
     def stop(self, timeout_s: float) -> bool:
         return True

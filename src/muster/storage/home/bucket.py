@@ -95,7 +95,7 @@ class BucketHome:
             self.bulk.put(marker, b"%d\n" % (attempt - 1))
 
     def _ended_up_to(self, marker: str) -> int:
-        """All attempts up to this one were ended; 0 where nobody knows."""
+        """All attempts up to this one were ended; 0: not known."""
         try:
             return int(self.bulk.get(marker).data)
         except (FileNotFoundError, ValueError):
@@ -160,7 +160,7 @@ class BucketHome:
 
 
 def _warn(text: str) -> None:
-    """Damage in what this user wrote keeps nobody from writing on."""
+    """Damage in this user's own files is reported, and writing continues."""
     print(text, file=sys.stderr)
 
 
@@ -199,9 +199,9 @@ class BucketSync:
             self._ended.append(ended)
             start_thread(partial(self._run, name, step, ended), name)
 
-    def lonely(self, lonely: bool) -> None:
+    def seek_supervisor(self, seeks: bool) -> None:
         """Whether this process looks for a supervisor: the lease is copied more often then. Costs nothing."""
-        self._lonely = lonely
+        self._seeks_supervisor = seeks
 
     @property
     def trouble(self) -> str | None:
@@ -239,7 +239,7 @@ class BucketSync:
             try:
                 step()
                 self._failed.pop(name, None)
-            except Exception as error:  # noqa: BLE001 (nobody else would hear of it, and shipping has to go on)
+            except Exception as error:  # noqa: BLE001 (reported here alone, and shipping has to go on)
                 self._failed[name] = f"shipping {name} to the run's home failed: {type(error).__name__}: {error}"
                 traceback.print_exc(file=sys.stderr)
             over = stopping and (self._passing_trouble() is None or time.monotonic() >= self._until_s)

@@ -20,7 +20,7 @@ from muster.storage.store import blobs
 
 #: File of a local run folder with the number of its submission: run files of other submissions do not concern it.
 SUBMISSION_FILE = "submission"
-#: What a submission's run file is made of, beside the code in this folder.
+#: What a submission's run file is made of, besides the code in this folder.
 RUN_FILES, CODE = ("resolved.json", "run.yaml"), "code"
 #: Folders of a run that are brought to the home file by file. What every host makes alike is written once.
 ALIKE = ("tokenizer",)

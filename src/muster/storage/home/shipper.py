@@ -92,7 +92,7 @@ class Shipper:
         if not self._lock.acquire(timeout=wait_s):
             raise BusyError(f"{self.uri}: no answer yet")
         try:
-            since_s, self.waiting_since_s = self.waiting_since_s, None  # what is written from here on waits anew
+            since_s, self.waiting_since_s = self.waiting_since_s, None  # later writes start a new wait
             try:
                 self._ship()
             except (ConflictError, Damaged) as error:  # neither gets better by waiting

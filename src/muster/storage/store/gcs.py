@@ -20,7 +20,7 @@ from muster.core.protocols import Stored
 from muster.storage import uris
 from muster.storage.store.blobs import translate
 
-#: A clock that is further off from the bucket's is told of, in seconds: half a lease.
+#: A clock that is further off from the bucket's is reported, in seconds: half a lease.
 SKEW_S = 5.0
 #: Answers after which the same request may succeed, by Google's own list for Cloud Storage.
 _BUSY = (408, 429, 500, 502, 503, 504)

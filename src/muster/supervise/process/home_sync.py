@@ -170,7 +170,7 @@ class SupervisorHome:
 
     @property
     def allocation(self) -> dict[str, str]:
-        """What ``supervisor.started`` says of it: an end is that of its submission, whatever clocks show."""
+        """What ``supervisor.started`` says of it: an end is matched to its submission by number, not by clocks."""
         number = self._submission()
         if self.home.is_folder:
             return {"submission": number} if number else {}

@@ -55,8 +55,8 @@ class SupervisorContext:
     def await_first_step(self) -> None:
         """From now on the ranks have ``start_timeout_s`` to step or to report progress.
 
-        A script of the user's own that has never called ``muster.run`` cannot be told from one that hangs: it has no
-        deadline.
+        A script of the user's own that has never called ``muster.run`` has no deadline: it cannot be distinguished
+        from one that hangs.
         """
         silent = self.settings.spec.command is not None and not self.state.last_applied_step
         if silent:

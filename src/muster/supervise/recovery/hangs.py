@@ -68,8 +68,8 @@ def judge_hang(ctx: SupervisorContext) -> None:
     if found.answers:
         took_ns = ctx.now_ns - found.begun_ns
         analysis, ranks = conclude(found, len(state.ranks))
-        told = _event_of(analysis, ranks, incident_id=f"i{state.next_incident}", took_ns=took_ns)
-        ctx.log("evidence.gathered", told)
+        details = _event_of(analysis, ranks, incident_id=f"i{state.next_incident}", took_ns=took_ns)
+        ctx.log("evidence.gathered", details)
         if analysis.culprits:
             culprit = analysis.culprits[0]
             host, rank = state.ranks.get(culprit.rank, host), culprit.rank
@@ -112,7 +112,7 @@ def _ras(answers: Mapping[str, EvidenceReady], missing: list[str]) -> ras.Ras | 
 
 
 def read_answers(answers: Mapping[str, EvidenceReady], waiting: Iterable[str]) -> tuple[list[RankEvidence], list[str]]:
-    """(what hosts told of their ranks, a sentence for each host of ``waiting`` and each text that is unreadable)."""
+    """(what hosts report of their ranks, a sentence for each host of ``waiting`` and each text that is unreadable)."""
     missing = [f"{host} has not answered" for host in sorted(waiting)]
     ranks: list[RankEvidence] = []
     for host, answer in sorted(answers.items()):

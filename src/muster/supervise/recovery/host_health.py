@@ -49,8 +49,8 @@ def on_health(ctx: SupervisorContext, host: Host, message: HealthReport | HostFa
     traits, evidence, detail = HOST_UNHEALTHY, message.evidence[:500], dict[str, Json]()
     health: dict[str, Json] = {"resettable": list(message.resettable)}
     if isinstance(message, HostFault):
-        told, host.health.told = host.health.told, (message.at_ns, evidence)
-        if host.health.told == told:
+        last, host.health.reported = host.health.reported, (message.at_ns, evidence)
+        if host.health.reported == last:
             return
         health["verdict"] = detail["class"] = message.verdict
         if message.sound_step is not None:

@@ -73,8 +73,8 @@ def report_incident(
     if decision.action is Action.IGNORE and detail.get("sound_step") is not None:
         state.saves.distrusted.pop(state.attempt, None)  # the ranks go on from what they have
     if decision.action is not Action.IGNORE:
-        told = {**identity, **detail}
-        state.open_incident(opened_by(told, host=host, at_ns=ctx.now_ns, step=state.last_applied_step))
+        details = {**identity, **detail}
+        state.open_incident(opened_by(details, host=host, at_ns=ctx.now_ns, step=state.last_applied_step))
     apply_decision(ctx, decision, incident, hosts, key)
 
 
@@ -105,16 +105,16 @@ def _changes_nothing(decision: Decision) -> bool:
     return decision.action in (Action.RESTART, Action.IGNORE) and not skipped_by(decision)
 
 
-def opened_by(told: JsonObject, *, host: str | None, at_ns: int, step: int) -> OpenIncident:
-    """``told``: the details of ``incident.detected``; ``step``: the last that was applied."""
+def opened_by(details: JsonObject, *, host: str | None, at_ns: int, step: int) -> OpenIncident:
+    """``details``: those of ``incident.detected``; ``step``: the last that was applied."""
     return OpenIncident(
-        incident_id=str(told["incident_id"]),
-        kind=str(told["incident"]),
+        incident_id=str(details["incident_id"]),
+        kind=str(details["incident"]),
         detected_ns=at_ns,
         last_applied_step=step,
-        secondary=bool(told.get("secondary")),
+        secondary=bool(details.get("secondary")),
         host=host,
-        counts=not told.get("snapshot_rejected"),
+        counts=not details.get("snapshot_rejected"),
     )
 
 

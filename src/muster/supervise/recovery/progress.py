@@ -81,11 +81,11 @@ def _pace(ctx: SupervisorContext, step: int, detail: JsonObject) -> None:
     host = state.ranks.get(found.rank) if found.cause.blames_host else None
     price = ctx.settings.usd_per_host_hour
     usd = usd_per_day(found.lag_us, found.step_us, hosts=len(state.active), usd_per_host_hour=price)
-    told: dict[str, Json] = {"cause": found.cause.value, "evidence": found.evidence, "last": found.last}
-    told |= {"steps": found.steps, "lag_ns": int(found.lag_us * 1000), "step_ns": int(found.step_us * 1000)}
+    details: dict[str, Json] = {"cause": found.cause.value, "evidence": found.evidence, "last": found.last}
+    details |= {"steps": found.steps, "lag_ns": int(found.lag_us * 1000), "step_ns": int(found.step_us * 1000)}
     if usd is not None:
-        told["usd_per_day"] = round(usd, 2)
-    ctx.log("straggler.named", told, host=host, rank=found.rank, step=step)
+        details["usd_per_day"] = round(usd, 2)
+    ctx.log("straggler.named", details, host=host, rank=found.rank, step=step)
     if host is not None:
         report_incident(ctx, STRAGGLER, host=host, evidence=f"{host}: {found.evidence}", step=step)
 

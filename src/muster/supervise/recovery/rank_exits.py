@@ -101,7 +101,7 @@ def _failed(ctx: SupervisorContext, host: str, message: RankExit, *, part_of: st
 def _await_evidence(ctx: SupervisorContext, message: RankExit) -> None:
     """Evidence that its host gathers for this exit belongs to the incident that is logged next."""
     state = ctx.state
-    state.exits = {of: told for of, told in state.exits.items() if of[0] >= message.attempt - 1}
+    state.exits = {of: incident for of, incident in state.exits.items() if of[0] >= message.attempt - 1}
     state.exits[message.attempt, message.rank] = f"i{state.next_incident}"
 
 
@@ -129,8 +129,8 @@ def _while_answered(ctx: SupervisorContext, host: str, message: RankExit) -> Non
         identity: JsonObject = {"incident_id": f"i{state.next_incident}", "incident": kind.kind, "evidence": evidence}
         state.next_incident += 1
         named.add(message.rank)
-        told = {**identity, **detail, "part_of": part_of}
-        ctx.log("incident.detected", told, host=host, rank=message.rank, step=message.step)
+        details = {**identity, **detail, "part_of": part_of}
+        ctx.log("incident.detected", details, host=host, rank=message.rank, step=message.step)
 
 
 def _classified(ctx: SupervisorContext, host: str, message: RankExit) -> tuple[IncidentTraits, str, JsonObject]:
@@ -176,8 +176,8 @@ def classify_rank_exit(
         (_NO_ROOM.search(text), RANK_EXCEPTION, ", its host's memory: ", {**detail, **xid}),
         (True, RANK_EXCEPTION, f": {prefix}", {**detail, **xid}),
     )
-    kind, words, told = next((kind, words, told) for applies, kind, words, told in rows if applies)
-    return kind, f"{where}{words}{first_line}", told
+    kind, words, details = next(row[1:] for row in rows if row[0])
+    return kind, f"{where}{words}{first_line}", details
 
 
 def _xid(text: str, own: OwnNumbers) -> tuple[Verdict, JsonObject]:

@@ -149,7 +149,7 @@ class HostHealth:
     """GPUs that a reset may heal, by the health report."""
     fault: Fault | None = None
     """The gravest report that came while no attempt ran: judged before the next one starts."""
-    told: tuple[int, str] | None = None
+    reported: tuple[int, str] | None = None
     """The last report of its own look at its hardware (time, sentence): an agent repeats it when it connects."""
     resetting: bool = False
     """A reset was decided; it is tried once for each health report."""

@@ -60,7 +60,7 @@ class EventsInOrder:
     timeline: Timeline
     places: dict[str, tuple[array[int], array[int]]]
     on_damage: Callable[[str], None]
-    """Told once of each file with events that were there before, and are not now."""
+    """Called once for each file that has lost events."""
 
     @property
     def newest_ns(self) -> int:

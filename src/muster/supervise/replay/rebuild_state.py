@@ -335,8 +335,8 @@ class _Replay:
             except UsageError:
                 return  # of a later version, or of a package that is no longer installed
             known = {"class": detail.verdict, "sound_step": detail.sound_step}
-            told: JsonObject = {key: value for key, value in known.items() if value is not None}
-            fault = Fault(traits=traits, evidence=detail.evidence, resettable=detail.resettable, detail=told)
+            details: JsonObject = {key: value for key, value in known.items() if value is not None}
+            fault = Fault(traits=traits, evidence=detail.evidence, resettable=detail.resettable, detail=details)
             host.health.keep(fault)
             host.health.resettable = before
 

@@ -1,6 +1,6 @@
-"""SQLite files as they are, opened for reading alone: with the changes that still lie in a write-ahead log beside them.
+"""SQLite files as they are, opened for reading alone: with the changes that are still in a write-ahead log.
 
-SQLite itself cannot read such a log without writing: it makes an index beside it, or folds it into the file. So a file
+SQLite itself cannot read such a log without writing: it makes an index next to it, or folds it into the file. So a file
 with one (or with the journal of a change that was cut off) is copied with it, and the copy is opened.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from muster.core.errors import MusterError, UsageError
 
-#: What SQLite keeps beside a file while changes are under way, and after a writer was killed.
+#: What SQLite keeps next to a file while changes are under way, and after a writer was killed.
 LOGS = ("-wal", "-journal")
 _COPY_TRIES = 5
 
@@ -24,7 +24,7 @@ Marks = tuple[tuple[int, int, int] | None, ...]
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """``path``, read-only, as its last committed change left it; nothing beside it is written. Blocks while copying.
+    """``path``, read-only, as its last committed change left it; nothing is written next to it. Blocks while copying.
 
     Raises:
         UsageError: no such file, not a database, or written to all the time.
@@ -43,12 +43,12 @@ def open_database(path: Path) -> sqlite3.Connection:
     except OSError as error:
         raise MusterError(
             f"database {str(path)!r} cannot be copied to {tempfile.gettempdir()}: {error.strerror}",
-            hint="it has changes in a log beside it, which reading would write to: make room, set TMPDIR, or close it",
+            hint="it has changes in a log file, which reading would write to: make room, set TMPDIR, or close it",
         ) from error
 
 
 def marks(path: Path) -> Marks:
-    """What changes when the database or a log beside it does: (inode, size, time) of each; None where it is absent."""
+    """What changes when the database or its log does: (inode, size, time) of each; None where it is absent."""
     return tuple(_mark(f"{path}{ending}") for ending in ("", *LOGS))
 
 

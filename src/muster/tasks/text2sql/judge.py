@@ -2,7 +2,7 @@
 
 It can be ended at any moment: it holds nothing but open databases. Memory and processor time are limited by the
 kernel, so that a query cannot outlive its caller either; wall-clock time is the caller's to limit (`judge_process`),
-to which each stage is told (`Begun`).
+which is sent each stage (`Begun`).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _say(out: BinaryIO, said: Said) -> None:
 
 
 class _Databases:
-    """The last few databases, open; one that has changed is opened anew."""
+    """The last few databases, open; one that has changed is reopened."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[str, tuple[Marks, sqlite3.Connection]] = OrderedDict()

@@ -115,7 +115,7 @@ class _Ended:
     def why(self) -> str:
         if self.code in (None, -signal.SIGXCPU):
             return "timeout"
-        # Nobody but the kernel kills it, for lack of memory; a failed allocation may end it by a signal, too.
+        # Only the kernel kills it, for lack of memory; a failed allocation may end it by a signal, too.
         is_memory = self.code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)
         return "memory" if is_memory else f"error: ended with {self.code}"
 

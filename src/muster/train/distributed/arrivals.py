@@ -1,7 +1,7 @@
 """Who comes last to a step's sums, and what each rank did with its time until then.
 
 All ranks leave a step's sums together, and the next ones begin when the last rank arrives: the time of whole steps is
-the same on every rank and names nobody. So each rank measures, by its own clock, how long it takes from one to the
+the same on every rank and shows no slow one. So each rank measures, by its own clock, how long it takes from one to the
 other with its waits for others left out. How late the last one comes, and which it is, every rank learns from the
 agreement on commands (``step_consensus``), whose message is sent anyway. Each keeps its newest steps, and while one
 comes last too often for chance (``last_arrivals``) the same message carries everybody's medians every few steps. Clocks
@@ -36,7 +36,7 @@ from muster.train.distributed.reduce import GradientReducer
 KEPT_STEPS, SENT_EVERY = 20, 4
 #: A lag below this share of a step is no news; the one that is named must be longer (``health.stragglers``).
 LEAST_SHARE = 0.02
-#: The same rank's figures are told at ever longer intervals (in steps), up to this one.
+#: The same rank's figures are reported at ever longer intervals (in steps), up to this one.
 MOST_SELDOM = 1000
 #: Ranks in an event, at most.
 MOST_RANKS = 64
@@ -141,8 +141,8 @@ class Arrivals:
     """Steps of which all know who came last. As ``_last`` and ``_sent_at``, the same on every rank."""
     _last: LastArrivals = field(init=False)
     _sent_at: int = field(default=0, init=False)
-    _told: tuple[int, int, int] = field(default=(-1, 0, 0), init=False)
-    """The rank that was told of last; of ``_learned`` the first and the newest time."""
+    _reported: tuple[int, int, int] = field(default=(-1, 0, 0), init=False)
+    """The rank that was reported last; of ``_learned`` the first and the newest time."""
 
     def __post_init__(self) -> None:
         self._last = LastArrivals(self.world_size)
@@ -202,16 +202,16 @@ class Arrivals:
         return news
 
     def _consider(self, figures: Sequence[int]) -> None:
-        """Whether the ranks' figures are told: at first at every occasion, then ever more seldom."""
+        """Keep the ranks' figures as news if a rank stands out: at first each time, then ever more rarely."""
         news, rank = conspicuous(figures)
-        told, first, newest = self._told
+        last, first, newest = self._reported
         if not news:
             return
-        if rank != told:
+        if rank != last:
             first = self._learned
         elif self._learned - newest < min(MOST_SELDOM, newest - first):
             return
-        self._told = rank, first, self._learned
+        self._reported = rank, first, self._learned
         self._news = news
 
     def _figures(self) -> list[int]:

@@ -88,7 +88,7 @@ def make_meshes(layout: Layout, device_type: str, *, replica: int = 0) -> Meshes
 
 def _mesh(device_type: str, axes: dict[str, int], *, only: str | None = None) -> DeviceMesh:
     """A mesh of the default group's ranks. ``only``: the one axis whose groups are used; none is made for others, nor
-    for an axis of one rank beside others."""
+    for an axis of one rank if there are others."""
     unused = {axis for axis, size in axes.items() if len(axes) > 1 and (size == 1 or (only or axis) != axis)}
     if unused:
         import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend of no collectives)

@@ -2,7 +2,7 @@
 
 A unit (an FSDP module, mostly one decoder layer; of a model that is not cut some 25 MiB of parameters) has its final
 gradient when its part of the last backward pass is done: its sum begins then, and is awaited before the update. On a
-GPU the sum runs on NCCL's stream beside the remaining layers, on the CPU in gloo's threads.
+GPU the sum runs on NCCL's stream in parallel with the remaining layers, on the CPU in gloo's threads.
 
 Never run on a GPU.
 """
@@ -23,8 +23,8 @@ BUCKET_BYTES = 25 << 20
 class EarlySums:
     """The sums over replicas of one step after the other.
 
-    Units are begun in their given order, whatever order they get ready in: all replicas make the same collectives in
-    the same sequence, though one of them may hear of its units in another, or be in its first step.
+    Units are begun in their given order, not in that in which they get ready: all replicas make the same collectives
+    in the same sequence, even if their units get ready in another one, or one of them is in its first step.
 
     The first step learns how often a unit's gradient comes in a backward pass (more than once where a layer is used
     again) and begins no sum before its end.
@@ -40,8 +40,8 @@ class EarlySums:
         lost: Callable[[RuntimeError], None],
     ) -> None:
         """``units``: what is to be summed in place, asked once the unit is ready. ``parts``: of how many gradients each
-        hears by itself. ``start``: begins a sum (None: there is nothing to add). ``lost``: told of the error if one
-        fails."""
+        hears by itself. ``start``: begins a sum (None: there is nothing to add). ``lost``: called with the error if
+        one fails."""
         self._units, self._parts, self._start, self._wait, self._lost = units, parts, start, wait, lost
         self._expected = [0] * len(units)
         """How often each unit's gradient comes in a step's last backward pass; 0: not known."""

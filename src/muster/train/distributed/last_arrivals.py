@@ -1,8 +1,8 @@
 """Whether one rank comes last too often for chance: a sequential test, which every rank makes of the same news.
 
-Where no rank is slower than the others, each comes last in its turn: in one of ``ranks`` steps, whatever the noise
-looks like. A slow one does so in most. Each rank's steps are bets on that (a CUSUM of log likelihoods, Page 1954);
-looked at after every step, for as long as the run lasts, it accuses somebody on average less than once in
+Where no rank is slower than the others, each comes last equally often: in one of ``ranks`` steps, for any
+distribution of the noise. A slow one does so in most. Each rank's steps are bets on that (a CUSUM of log likelihoods,
+Page 1954); looked at after every step, for as long as the run lasts, it accuses a rank on average less than once in
 ``FALSE_ALARM_STEPS`` steps in which no rank is slower (Lorden 1971: less than once in e^h steps for each of the ranks).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-#: Steps without a slow rank in which somebody is accused once, at most.
+#: Steps without a slow rank in which at most one false accusation is expected.
 FALSE_ALARM_STEPS = 10_000
 #: Share of steps in which a slow rank comes last: of two ranks one that is 10 % slow, where steps vary by 5 %.
 SLOW_SHARE = 0.9

@@ -1,4 +1,4 @@
-"""A rank computes and allocates beside its GPU: on the processors of the GPU's own memory node.
+"""A rank computes and allocates close to its GPU: on the processors of the GPU's own memory node.
 
 On a machine with several sockets the host memory of a snapshot would otherwise lie wherever the rank happened to run
 when it first wrote there, and copies to the other socket's memory go at about half the rate (an estimate).

@@ -225,7 +225,7 @@ def finished(
     ``weights``: how long gradients of weights take apart, and then ``backward`` is without them; None: half of it each.
 
     Raises:
-        ValueError: stages wait for each other for ever.
+        ValueError: stages wait for each other forever.
     """
     if schedule.split_backward and weights is None:
         backward = weights = backward / 2
@@ -251,5 +251,5 @@ def finished(
                 places[stage] += 1
                 going = True
     if places != [len(order) for order in orders]:
-        raise ValueError(f"stages wait for each other for ever: {schedule}")
+        raise ValueError(f"stages wait for each other forever: {schedule}")
     return ends

@@ -80,9 +80,9 @@ def set_numerics(spec: RunSpec, context: RankContext, device: torch.device) -> N
 def fix_libraries(spec: RunSpec) -> None:
     """Make cuBLAS and flash-attn deterministic, for deterministic runs.
 
-    cuBLAS on every stream, if before its first use. flash-attn's backward pass sums in no fixed order unless it is told
-    to, and transformers learns of it by this variable alone (``modeling_flash_attention_utils``); torch's own kernels
-    (``varlen``) obey ``use_deterministic_algorithms``.
+    cuBLAS on every stream, if before its first use. flash-attn's backward pass sums in no fixed order unless it is
+    asked to, and transformers reads this variable alone for it (``modeling_flash_attention_utils``); torch's own
+    kernels (``varlen``) obey ``use_deterministic_algorithms``.
     """
     if spec.training.deterministic or spec.training.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -18,7 +18,7 @@ from muster.train.distributed.process_groups import Waits
 
 def sends_under_way(stages: int, chunks: int) -> int:
     """Messages of a stage that may be under way. A stage is ahead of its neighbours by fewer in every order: the oldest
-    of more was received long ago, and nobody waits for a stage that awaits its end."""
+    of more was received long ago, and no stage waits for one that awaits its end."""
     return 2 * stages * chunks + 2
 
 

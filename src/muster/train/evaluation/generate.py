@@ -133,8 +133,8 @@ def objection(module: ModelWithLoss) -> str | None:
         return None
     size, room = whole_bytes(module) / 1e9, FREE_SHARE * free_bytes(device) / 1e9
     return (
-        f"no answers are generated: the whole model takes {size:.1f} GB, a GPU here has {room:.1f} GB for it beside "
-        "the training state, and in shards it would be gathered anew for each token"
+        f"no answers are generated: the whole model takes {size:.1f} GB, a GPU here has {room:.1f} GB left beyond "
+        "the training state, and in shards it would be gathered again for each token"
     )
 
 
@@ -145,7 +145,7 @@ def fits_everywhere(module: ModelWithLoss) -> bool:
 
 
 def fits(module: ModelWithLoss) -> bool:
-    """Whether the whole model in its compute dtype fits beside what this rank holds now."""
+    """Whether the whole model in its compute dtype fits in addition to what this rank holds now."""
     device = next(module.parameters()).device
     return whole_bytes(module) <= (WHOLE_BYTES if device.type == "cpu" else FREE_SHARE * free_bytes(device))
 

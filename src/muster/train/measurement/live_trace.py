@@ -34,7 +34,7 @@ class Recorder(Protocol):
 
 def torch_profiler() -> Recorder:
     """Raises RuntimeError where a script's own is at work: to prepare another one would disturb it."""
-    import torch  # a loop of somebody's own may have none
+    import torch  # a user's own loop may have none
 
     if torch.autograd.profiler._is_profiler_enabled:
         raise RuntimeError("a profiler of the script's own is at work")
@@ -42,8 +42,8 @@ def torch_profiler() -> Recorder:
 
 
 class LiveTrace:
-    """One trace at a time: a request of ``muster profile`` that comes meanwhile waits. Never raises, whatever the
-    profiler does: a run goes on without its trace.
+    """One trace at a time: a request of ``muster profile`` that comes meanwhile waits. Never raises: if the profiler
+    fails, the run goes on without its trace.
 
     Writes ``DIRECTORY/step-K.rank-R.json`` or ``steps-K-L.rank-R.json`` (Chrome trace format), under this name once it
     is whole, and reports it as ``trace.written``.
@@ -76,14 +76,14 @@ class LiveTrace:
         try:
             self._running = self._recorder()
             self._running.start()
-        except Exception as error:  # noqa: BLE001 (whatever a library raises: training goes on)
+        except Exception as error:  # noqa: BLE001 (any error of a library: training goes on)
             self._fail(f"the profiler cannot start: {error}")
         self._agent.progress()
 
     def end(self, step: int) -> None:
         """A step ends: once it is the last one of the trace, write it.
 
-        Steps are counted, not subtracted: in a loop of somebody's own their numbers may jump or begin anew.
+        Steps are counted, not subtracted: in a user's own loop their numbers may jump or restart.
         """
         if self._request is None or self._running is None:
             return

@@ -98,7 +98,7 @@ def memory_room_bytes(device: torch.device) -> float:
 def peak_flops(spec: RunSpec, device: torch.device) -> tuple[float | None, str]:
     """Peak FLOP/s of one rank, for MFU, and the source of the figure. None: unknown, so no MFU.
 
-    On a GPU it is the data sheet's dense bf16 rate, whatever the run computes in, so that MFU compares between runs. A
+    On a GPU it is the data sheet's dense bf16 rate, in any dtype of the run, so that MFU compares between runs. A
     CPU has none: a timed matmul gave 22, 64 and 131 GFLOP/s on one shared machine within an hour.
     """
     if spec.output.peak_tflops is not None:

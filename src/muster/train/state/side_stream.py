@@ -1,7 +1,7 @@
-"""Copies that run beside the next step: its forward and backward passes read the state, and change nothing.
+"""Copies that run during the next step: its forward and backward passes read the state, and change nothing.
 
-From a GPU on a stream of their own, on the CPU in a thread. The first ran on one H100, where nobody looked whether it
-overlaps; tests replace ``torch.cuda`` by one that keeps the order of what it is asked for.
+From a GPU on a stream of their own, on the CPU in a thread. The first ran on one H100, where overlap was not
+measured; tests replace ``torch.cuda`` by one that keeps the order of what it is asked for.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SideStream:
 
 
 class ThreadCopy:
-    """One copy that another thread makes: it calls this, and whoever is about to change what is copied waits."""
+    """One copy that another thread makes: it calls this; code that is about to change what is copied waits."""
 
     def __init__(self, copy: Callable[[], None]) -> None:
         self._copy, self._ended, self._seconds = copy, threading.Event(), 0.0

@@ -114,8 +114,8 @@ class Snapshots:
         """Slots that are registered with CUDA, will be soon, or were refused."""
         self._side: SideStream | None = None
         self._copying: ThreadCopy | None = None
-        self.beside_s = 0.0
-        """What the last copy took that a thread of this process made beside a step."""
+        self.overlapped_s = 0.0
+        """Time of the last copy that a thread of this process made during a step."""
         self.waited_s = 0.0
         """What the last ``save`` waited until the version before counted."""
         self.takes_s = 0.0
@@ -150,13 +150,13 @@ class Snapshots:
         local_tensors: Mapping[str, Tensor],
         *,
         copies_arrived: bool = False,
-        beside: bool = False,
+        overlap: bool = False,
     ) -> None:
         """Copy; returns when the tensors may change again. A kill at any point leaves only complete versions.
 
-        ``copies_arrived``: the ranks agreed that every peer holds the ordered version. ``beside``: copies from a GPU
-        go on beside what is computed next; the caller calls ``before_change`` before the tensors change.
-        Where the host's memory was emptied, nothing is copied until its agent has made the folder anew.
+        ``copies_arrived``: the ranks agreed that every peer holds the ordered version. ``overlap``: copies from a GPU
+        go on while the next step computes; the caller calls ``before_change`` before the tensors change.
+        Where the host's memory was emptied, nothing is copied until its agent has recreated the folder.
         """
         began = time.monotonic()
         self.settle()
@@ -174,7 +174,7 @@ class Snapshots:
             self._views[slot] = slot_tensors(self._ring, slot, self._chunks)
         self._newest = Version(step=step, attempt=self._attempt, rank=self._rank, slot=slot)
         commit = partial(self._ring.commit, slot, step=step, attempt=self._attempt, rank=self._rank)
-        copied = self._copy(self._views[slot], local_tensors, beside=beside)
+        copied = self._copy(self._views[slot], local_tensors, overlap=overlap)
         if copied is None and self._ring.slot_bytes <= INLINE_BYTES:
             commit()
             self._last = step
@@ -185,20 +185,20 @@ class Snapshots:
         self._pin(local_tensors)
 
     def _copy(
-        self, views: Mapping[str, Tensor], local_tensors: Mapping[str, Tensor], *, beside: bool
+        self, views: Mapping[str, Tensor], local_tensors: Mapping[str, Tensor], *, overlap: bool
     ) -> Callable[[], None] | None:
-        """Copy; or, ``beside``, begin to: what returns when these copies have ended, for the thread that computes the
-        checksum. On the CPU that thread makes them. Not of little."""
+        """Copy; or, with ``overlap``, begin to, and return what waits for these copies, for the thread that computes
+        the checksum. On the CPU that thread makes them. Small states are copied at once."""
 
         def copy() -> None:
             for name, tensor in local_tensors.items():
                 compact.copy(views[name], tensor)
 
         gpu = next((tensor.device for tensor in local_tensors.values() if tensor.is_cuda), None)
-        if gpu is not None and beside:
+        if gpu is not None and overlap:
             self._side = self._side or SideStream(gpu)
             return self._side.copy(copy).synchronize
-        if gpu is None and beside and self._ring.slot_bytes > INLINE_BYTES:
+        if gpu is None and overlap and self._ring.slot_bytes > INLINE_BYTES:
             self._copying = ThreadCopy(copy)
             return self._copying
         copy()
@@ -214,11 +214,11 @@ class Snapshots:
         self.takes_s = time.monotonic() - began
 
     def before_change(self) -> None:
-        """The tensors are about to change: the copies that go on beside the step are finished first."""
+        """The tensors are about to change: wait for the copies that overlap with the step."""
         if self._side is not None:
             self._side.before_change()
         if self._copying is not None:
-            self.beside_s = self._copying.wait()
+            self.overlapped_s = self._copying.wait()
             self._copying = None
 
     @property
@@ -242,7 +242,7 @@ class Snapshots:
             pin_soon(self._ring, memory, gpu, purpose="memory for snapshots")
 
     def _is_ring_lost(self) -> bool:
-        """Whether nobody finds the ring under its path: what is written to it would die with this process."""
+        """Whether the ring is gone from its path: what is written to it would be lost with this process."""
         try:
             return os.stat(self._path, follow_symlinks=False).st_ino != self._inode
         except OSError:

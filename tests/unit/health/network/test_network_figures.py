@@ -4,7 +4,7 @@ import pytest
 
 from muster.health.hardware.nccl_tests import is_nccl_tests, judge_nccl_tests, read_nccl_tests
 from muster.health.network.expected import Past, expected_bandwidth, judge_history, judge_level
-from muster.health.network.figures import COLLECTIVES, Measured, Rung, rungs
+from muster.health.network.figures import COLLECTIVES, Measured, SizeResult, size_results
 from muster.health.network.judge import judge_together, judge_values
 from muster.health.network.search import Assessment
 from muster.health.network.table import nccl_table
@@ -14,10 +14,10 @@ GIB = 1 << 30
 
 
 def rung(collective="all_gather", size=8 * GIB, *, ranks=16, busbw=None, seconds=0.1, wrong=0):
-    one = Rung(collective=collective, size_bytes=size, ranks=ranks, seconds=seconds, spread=0.01, wrong=wrong)
+    one = SizeResult(collective=collective, size_bytes=size, ranks=ranks, seconds=seconds, spread=0.01, wrong=wrong)
     if busbw is None:
         return one
-    return Rung(
+    return SizeResult(
         collective=collective,
         size_bytes=size,
         ranks=ranks,
@@ -40,7 +40,7 @@ def test_bandwidths_are_those_of_nccl_tests(collective, microseconds, algbw, bus
 def test_a_group_is_as_slow_as_its_slowest_rank():
     figures = [Measured(rank=rank, collective="all_gather", size_bytes=64, seconds=0.1 + rank) for rank in range(3)]
     figures += [Measured(rank=0, collective="all_gather", size_bytes=128, seconds=0.1)]
-    (one,) = rungs(figures, ranks=3)
+    (one,) = size_results(figures, ranks=3)
     assert (one.size_bytes, one.seconds) == (64, 2.1), "a size that a rank has not measured is none"
 
 

@@ -103,12 +103,12 @@ BEGIN = ["side waits for compute", "copied on side", "event on side"]
 
 def test_a_snapshot_counts_once_its_copy_has_ended_and_the_one_before_counts_until_then(cuda, taken, tmp_path):
     cuda.finished.set()
-    taken.save(1, state(1), beside=True)
+    taken.save(1, state(1), overlap=True)
     taken.settle()
     assert held(tmp_path) == {1: [1.0] * 8}
     cuda.log.clear()
     cuda.finished.clear()
-    taken.save(2, state(2), beside=True)
+    taken.save(2, state(2), overlap=True)
     assert cuda.log[:3] == BEGIN, "behind the update, on a stream of its own; the host went on"
     assert held(tmp_path) == {1: [1.0] * 8} and taken.newest_steps() == {"snapshot_step": 1}
     taken.before_change()
@@ -121,9 +121,9 @@ def test_a_snapshot_counts_once_its_copy_has_ended_and_the_one_before_counts_unt
 
 
 def test_the_next_snapshot_waits_for_the_one_before(cuda, taken, tmp_path):
-    taken.save(1, state(1), beside=True)
+    taken.save(1, state(1), overlap=True)
     threading.Timer(0.2, cuda.finished.set).start()
-    taken.save(2, state(2), beside=True)
+    taken.save(2, state(2), overlap=True)
     taken.settle()
     assert held(tmp_path) == {1: [1.0] * 8, 2: [2.0] * 8}
 
@@ -140,14 +140,14 @@ def test_a_broken_gpu_is_said_by_the_rank_itself(cuda, taken, tmp_path):
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
     cuda._synchronize = broken
-    taken.save(1, state(1), beside=True)
+    taken.save(1, state(1), overlap=True)
     with pytest.raises(RuntimeError, match="uncorrectable ECC"):
         taken.settle()
     assert held(tmp_path) == {}
 
 
 def test_on_the_cpu_little_is_copied_at_once(taken, tmp_path):
-    taken.save(1, {"w": torch.ones(8)}, beside=True)
+    taken.save(1, {"w": torch.ones(8)}, overlap=True)
     taken.before_change()
     assert held(tmp_path) == {1: [1.0] * 8}, "a small one counts at once"
 
@@ -182,7 +182,7 @@ def test_on_the_cpu_a_thread_copies_until_the_state_changes(taken, tmp_path, mon
 
     monkeypatch.setattr(snapshot.compact, "copy", copy)
     weights = torch.ones(8)
-    taken.save(1, {"w": weights}, beside=True)
+    taken.save(1, {"w": weights}, overlap=True)
     assert held(tmp_path) == {}
     changed = threading.Thread(target=lambda: (taken.before_change(), weights.fill_(2.0)))
     changed.start()
@@ -195,7 +195,7 @@ def test_on_the_cpu_a_thread_copies_until_the_state_changes(taken, tmp_path, mon
     taken.save(2, {"w": weights})
     taken.settle()
     assert held(tmp_path)[2] == [2.0] * 8
-    assert taken.beside_s > 0
+    assert taken.overlapped_s > 0
 
 
 def test_a_copy_that_fails_in_the_thread_is_raised_and_lets_the_update_go_on(taken, monkeypatch):
@@ -205,7 +205,7 @@ def test_a_copy_that_fails_in_the_thread_is_raised_and_lets_the_update_go_on(tak
         raise RuntimeError("no such memory")
 
     monkeypatch.setattr(snapshot.compact, "copy", broken)
-    taken.save(1, {"w": torch.ones(8)}, beside=True)
+    taken.save(1, {"w": torch.ones(8)}, overlap=True)
     taken.before_change()
     with pytest.raises(RuntimeError, match="no such memory"):
         taken.settle()

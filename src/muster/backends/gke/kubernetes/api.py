@@ -180,7 +180,7 @@ class Cluster:
         url = f"{self.connection.endpoint}/{name}"
         reply = with_retries(send, method, url, self.clock)
         if reply.status == 409:
-            raise ConflictError(f"{method} {url}: {reply.message}", hint="somebody else changes it; try again")
+            raise ConflictError(f"{method} {url}: {reply.message}", hint="it was changed at the same time; try again")
         if reply.status >= 300 and not (absent and reply.status == 404):
             raise refusal(Call(method=method, url=url), reply)
         return reply

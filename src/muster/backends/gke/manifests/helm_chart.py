@@ -39,7 +39,7 @@ TEMPLATES = ("_objects.tpl", "run.yaml", "queue.yaml", "networks.yaml")
 
 def chart(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None = None) -> dict[str, str]:
     """Relative name -> text of every file of the chart. Installing it with its own values gives the plain objects, but
-    for the supervisors' priority: ``submit`` sees whether the cluster has the class, a chart has to be told.
+    for the supervisors' priority: ``submit`` sees whether the cluster has the class, a chart needs a value for it.
 
     Raises:
         RunFileError, UsageError: as ``render.render``.

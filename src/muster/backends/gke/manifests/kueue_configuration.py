@@ -174,7 +174,7 @@ def matches_by_own_keys(release: Release) -> bool:
 
 
 def _limits(configuration: JsonObject, release: Release) -> tuple[float | None, float | None]:
-    """(start, recovery) of waitForPodsReady in seconds as it acts; None: for ever."""
+    """(start, recovery) of waitForPodsReady in seconds as it acts; None: no limit."""
     block = configuration.get("waitForPodsReady")
     if text(configuration, "apiVersion").endswith("/v1beta1"):
         if at(block, "enable") is not True:

@@ -14,7 +14,7 @@ RBAC = "rbac.authorization.k8s.io/v1"
 #: Kinds that a run with a metrics page has more than others: (api, kind, plural).
 KINDS = ((API, "PodMonitoring", "podmonitorings"), (RBAC, "RoleBinding", "rolebindings"), (RBAC, "Role", "roles"))
 KEY = "token"
-#: The collector's account: of GKE's managed collection, and where somebody installed the operator.
+#: The collector's account: of GKE's managed collection, and of an operator that was installed by hand.
 COLLECTOR, NAMESPACES = "collector", ("gke-gmp-system", "gmp-system")
 INTERVAL = "30s"
 

@@ -264,7 +264,7 @@ def leave_after_s(asked_s: int) -> int:
 def allocation_ends(spec: RunSpec, mode: str) -> tuple[int, int]:
     """(when the supervisor saves because its allocation ends, 0: never; how many the run may have, 0: any number).
 
-    Nodes of plain flex-start live 7 days whatever the run asks for, and the supervisor starts before the first of them
+    Nodes of plain flex-start live 7 days at any request, and the supervisor starts before the first of them
     is there: its waiting counts here and must not count against the run's hours, which its own limit holds over all
     allocations.
     """

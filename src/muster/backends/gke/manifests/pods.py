@@ -99,7 +99,7 @@ def supervisor_template(placement: Placement) -> Manifest:
         "volumes": run_volumes(placement),
     }
     if placement.supervisors > 1:
-        # Preferred: on a cluster whose pool has room for one node the second one would wait for ever, and Kueue's timer
+        # Preferred: on a cluster whose pool has room for one node the second one would wait forever, and Kueue's timer
         # for pods that are not ready with it, which takes all hosts. On the same node it still answers a crash.
         apart: JsonObject = {"weight": 100, "podAffinityTerm": _same_node(placement, SUPERVISOR)}
         spec["affinity"] = {"podAntiAffinity": {PREFERRED: [apart]}}
@@ -336,7 +336,7 @@ def _shared_memory(placement: Placement) -> Manifest:
 
 # A constant program: everything that varies arrives as "$0" and "$@", so nothing is ever quoted into it. The arguments
 # are put aside because a sourced script sees them. Where it fails, or its last command is false, the agent starts all
-# the same, and what is set after it wins over what it says. 75: the pod ends for nothing, and another one waits anew.
+# the same, and what is set after it wins over what it says. 75: the pod ends, and its replacement waits again.
 WAIT = """\
 script=$0 words=("$@")
 trap 'exit 75' TERM
@@ -377,7 +377,7 @@ def numbering(hosts: int, command: Sequence[str]) -> list[str]:
 
 
 def sourcing(script: str, overrides: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """``command`` after ``script`` of the node, with ``overrides`` set anew behind it."""
+    """``command`` after ``script`` of the node, with ``overrides`` set again after it."""
     words = [f"{name}={value}" for name, value in overrides.items()]
     return ["/bin/bash", "-c", SOURCE_AND_RUN, script, *words, "--", *command]
 

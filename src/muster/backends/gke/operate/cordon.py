@@ -11,7 +11,7 @@ from muster.core.clock import SystemClock
 from muster.core.errors import BackendError
 from muster.core.typed_json import JsonObject, at
 
-#: On the node: why, for whoever finds it cordoned.
+#: Annotation of the node: why it is cordoned.
 WHY = "muster/cordoned-because"
 
 

@@ -49,7 +49,7 @@ class Submission:
 
     @property
     def home(self) -> str | None:
-        """The bucket's folder that the run's pods are told of; None: their run folder is the home."""
+        """The bucket's folder in the pods' environment; None: their run folder is the home."""
         for role in children(self.jobset, "spec", "replicatedJobs"):
             for container in children(role, "template", "spec", "template", "spec", "initContainers"):
                 argv = texts(container, "command")
@@ -108,7 +108,7 @@ class Submission:
                 mine=lambda there: uid in [row["uid"] for row in _owners(there)],
                 lives=functools.partial(_lives, cluster),
             )  # fmt: skip
-        with contextlib.suppress(AccessError):  # who may make Secrets and not read them is not told
+        with contextlib.suppress(AccessError):  # an account that may make Secrets and not read them skips this check
             if text(cluster.get(first), "metadata", "uid") != uid:
                 raise ConflictError(f"another submission of {name} came between", hint="muster status shows it")
 
@@ -122,7 +122,7 @@ class Submission:
         return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
 
     def _without_unknown_monitoring(self, cluster: Cluster) -> None:
-        """The page is served all the same; somebody else may scrape it."""
+        """The page is served all the same; another collector may scrape it."""
         if any(text(row, "kind") == "PodMonitoring" for row in self.documents) and not cluster.serves(monitoring.API):
             kinds = [kind for _, kind, _ in monitoring.KINDS]
             self.documents = [row for row in self.documents if text(row, "kind") not in kinds]
@@ -146,8 +146,8 @@ class Submission:
 
 
 def taken_back(cluster: Cluster, jobset: JsonObject) -> bool:
-    """Whether it is going, or will: its submission was taken back, and with it the Secret that it belongs to. Who may
-    not read Secrets is told that it stays."""
+    """Whether it is going, or will: its submission was taken back, and with it the Secret that it belongs to. An account that may
+    not read Secrets gets False."""
     try:
         return bool(text(jobset, "metadata", "deletionTimestamp")) or _orphaned(cluster, jobset)
     except AccessError:

@@ -70,7 +70,7 @@ def queue_continuation(cluster: Cluster, namespace: str, name: str, *, at_most: 
 
     Raises:
         AllocationsUsedUp: by ``at_most``.
-        JobSetGone: somebody ended the run.
+        JobSetGone: the run was ended.
         MusterError: the server does not answer, or will not.
     """
     metadata = {"name": name, "namespace": namespace}

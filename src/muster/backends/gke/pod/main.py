@@ -88,7 +88,7 @@ class PodPlace(Place):
     all_go: Callable[[], bool | None] = lambda: False
     """Whether all pods of the run are removed; None: one cannot know."""
     age_s: Callable[[], float | None] = lambda: 0.0
-    """For how long the run has had its allocation, if longer than this pod's age; None: nobody says."""
+    """For how long the run has had its allocation, if longer than this pod's age; None: not known."""
     queue: Callable[[], str] | None = None
     """Queues the rest of the run; returns the name of what was made."""
     started_s: float = field(default_factory=time.monotonic)

@@ -49,8 +49,8 @@ def look(node: str, connect: Callable[[], Cluster]) -> NodeCondition:
 
 
 def watch(look: Callable[[], NodeCondition], tell: Callable[[NodeCondition], None], pause: Callable[[], bool]) -> None:
-    """Look until ``pause`` says that nobody listens any more (False). Trouble is told once, and looked through again: a
-    control plane that is being upgraded is away for minutes, and a right may be granted while the run goes on."""
+    """Look until ``pause`` returns False (no listener is left). An error is reported once, and retried: a control plane
+    that is being upgraded is away for minutes, and a right may be granted while the run goes on."""
     before = None
     while True:
         now = look()

@@ -23,7 +23,7 @@ class OwnJobSet:
     _cluster: Cluster | None = field(default=None)
 
     def goes(self, timeout_s: float) -> bool | None:
-        """Whether all of its pods are taken away (the queue evicts it, or somebody deletes it); None: no answer."""
+        """Whether all of its pods are taken away (the queue evicts it, or it was deleted); None: no answer."""
         answer = self._look(timeout_s)
         return None if answer is None else all_pods_go(answer[0])
 

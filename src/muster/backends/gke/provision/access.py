@@ -98,7 +98,7 @@ def preflight(site: Site, session: Session) -> None:
     lines = "\n".join(f"  {permission} (in {needed[permission]})" for permission in missing)
     hint = "grant " + ", ".join(sorted({needed[permission] for permission in missing}))
     if MAKING_ACCOUNTS.keys() & set(missing):
-        hint += "; or somebody who may runs this once, and the same command goes on:\n  "
+        hint += "; or have an administrator run this once, then repeat the command:\n  "
         hint += "\n  ".join(commands(site))
     elif ACT_AS in missing:
         hint += "; or for the accounts alone:\n  " + "\n  ".join(acting_commands(site))
@@ -116,7 +116,7 @@ def _may_act(site: Site, session: Session) -> bool:
 
 
 def _accounts_are_there(site: Site, session: Session) -> bool:
-    """Somebody made the accounts, and where that was not by hand, their roles are seen to be there."""
+    """Whether the accounts exist; for those not made by hand their roles are checked too."""
     return all(resource.look(session).state == "there" for resource in accounts(site))
 
 

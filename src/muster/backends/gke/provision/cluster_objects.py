@@ -26,7 +26,7 @@ READY_WITHIN_S = 300.0
 """A controller's image is small; a node for it may have to be made first."""
 LOOK_EVERY_S = 5.0
 TRIES = 5
-"""Of a change that somebody else's came before."""
+"""Of a change that collides with another one."""
 PROBES: dict[str, JsonObject] = {
     "kueue-controller-manager": {
         "apiVersion": "kueue.x-k8s.io/v1beta2",

@@ -52,7 +52,7 @@ class Quota:
 
     @property
     def short(self) -> bool:
-        """It cannot be enough: whatever others give back, or what they leave for what is made now."""
+        """It cannot be enough, even if others release all of theirs."""
         if self.limit is None or self.limit < 0:
             return False
         return self.limit < self.needed or (self.at_once and self.limit - (self.used or 0) < self.needed)
@@ -144,7 +144,7 @@ def _needs(site: Site, region: dict[str, tuple[int, int]]) -> Iterator[_Need]:
 
 
 def _counted(site: Site, lacking: Collection[str]) -> Iterator[_Need]:
-    """What ``up`` makes of each kind, beside what is there."""
+    """What ``up`` makes of each kind, in addition to what is there."""
     for kind, number in Counter(key.partition("/")[0] for key in lacking).items():
         if kind in COUNTED:
             place = site.region if kind == "routers" else EVERYWHERE

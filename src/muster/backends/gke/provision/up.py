@@ -401,8 +401,8 @@ def _of_others(site: Site, session: Session) -> Iterator[tuple[str, JsonObject]]
 
 
 def _of_identities(site: Site, session: Session) -> Iterator[tuple[str, JsonObject]]:
-    """Our accounts, and roles on the project that one of ours has or had. Roles of an account that somebody else made
-    are theirs; a policy that may not be read is not looked at."""
+    """Our accounts, and roles on the project that one of ours has or had. Roles of an account that ``up`` did not make
+    are left alone; a policy that may not be read is not looked at."""
     made = {"nodes": site.node_account, "build": site.build_account}
     url = f"https://iam.googleapis.com/v1/projects/{site.project}/serviceAccounts"
     there = {text(row, "email"): row.get("description") for row in _pages(session, url, "accounts")}

@@ -13,8 +13,8 @@ from muster.core.typed_json import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class AccountGrant(Grant):
-    """A role of one of our accounts. Those of an account that somebody else made are theirs: neither given nor taken,
-    nor looked at, since who may not give them may not see them either."""
+    """A role of one of our accounts. Those of an account that ``up`` did not make are left alone: neither granted nor
+    revoked nor read, since a user who may not grant them may not see them either."""
 
     account: RestResource
     email: str

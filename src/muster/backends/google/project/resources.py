@@ -69,7 +69,7 @@ class Resource(ABC):
         return "it cannot be cancelled"
 
     def in_use(self, session: Session, found: Found) -> bool:
-        """Whether a broken one still serves somebody: then it is not replaced."""
+        """Whether a broken one is still in use: then it is not replaced."""
         return False
 
     def amendment(self, session: Session, found: Found) -> Call | None:

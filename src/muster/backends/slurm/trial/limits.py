@@ -70,8 +70,8 @@ def check_partition(row: Row, want: Asked, *, groups: Collection[str] | None, fl
     for key, word, own in (("Accounts", "account", want.account), ("Qos", "QOS", want.qos)):
         allowed, denied = _names(row.get(f"Allow{key}", "ALL")), _names(row.get(f"Deny{key}", "")) or set()
         if own is not None and (own in denied or (allowed is not None and own not in allowed)):
-            told = f"it is for {_text(allowed)}" if allowed is not None else "it is kept out"
-            raise AccessError(f"{word} {own} may not use partition {name}: {told}", hint=f"slurm.{word.lower()}")
+            reason = f"it is for {_text(allowed)}" if allowed is not None else "it is kept out"
+            raise AccessError(f"{word} {own} may not use partition {name}: {reason}", hint=f"slurm.{word.lower()}")
     most, least = _count(row.get("MaxNodes", "")), _count(row.get("MinNodes", "0"))
     if want.nodes > most and PASSES_MOST not in flags:
         raise CapacityError(f"partition {name} gives a job {most:.0f} nodes at most, and {want.nodes} are asked for")
@@ -82,7 +82,7 @@ def check_partition(row: Row, want: Asked, *, groups: Collection[str] | None, fl
 
 
 def account_of(rows: Sequence[Row], want: Asked, partition: str, *, user: str, qos_enforced: bool) -> Row:
-    """The user's association that the run's jobs go by, of an accounting that lets nobody in without one.
+    """The user's association that the run's jobs go by, of an accounting that requires one.
 
     ``rows``: of ``commands.Slurm.associations``.
 
@@ -110,7 +110,7 @@ def account_of(rows: Sequence[Row], want: Asked, partition: str, *, user: str, q
 
 
 def qos_of(association: Row, want: Asked) -> str:
-    """The QOS of the run's jobs, by name; empty: it cannot be told."""
+    """The QOS of the run's jobs, by name; empty: not known."""
     there = [word for word in association["qos"].split(",") if word]
     return want.qos or association["default_qos"] or (there[0] if len(there) == 1 else "")
 
@@ -120,7 +120,7 @@ def check_limits(given: Sequence[tuple[str, Row]], want: Asked) -> None:
     that holds. Each with what it is called.
 
     Raises:
-        CapacityError, UsageError: a job would wait for ever, or be refused.
+        CapacityError, UsageError: a job would wait forever, or be refused.
     """
     for key, word, number in (("node", "nodes", want.nodes), ("gres/gpu", "GPUs", want.gpus)):
         for what, row in given:

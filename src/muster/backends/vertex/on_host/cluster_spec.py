@@ -41,7 +41,7 @@ class Seat:
     index: int
     """0: the chief; the others follow in the order of their pool."""
     peers: tuple[Peer, ...]
-    """All hosts, this one included, by index; empty for a host that is alone and was told nothing."""
+    """All hosts, this one included, by index; empty for a single host without ``CLUSTER_SPEC``."""
 
     @property
     def chief(self) -> bool:

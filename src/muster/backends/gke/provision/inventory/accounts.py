@@ -100,7 +100,7 @@ def image_repository(site: Site) -> str | None:
 
 
 def image_elsewhere(site: Site) -> str | None:
-    """What somebody has to do so that the nodes may pull an image of another project; None: nothing."""
+    """What the user has to do so that the nodes may pull an image of another project; None: nothing."""
     image = site.placement.spec.resources.image or ""
     place = repository_of(image)
     if place is None or place.project == site.project:
@@ -144,7 +144,7 @@ def _rows(session: Session, url: str, field: str) -> Iterator[JsonObject]:
 
 
 def commands(site: Site) -> list[str]:
-    """What somebody who may grant runs once, for those who may not: ``up`` then uses the accounts as they are."""
+    """What an administrator runs once for users without the right to grant: ``up`` then uses the accounts as they are."""
     made = [
         (site.makes_node_account, site.node_account, (NODE_ROLE, PULLS)),
         (site.makes_build_account, site.build_account, (LOGS, PUSHES, READS)),

@@ -1,4 +1,4 @@
-"""How large a node's disks have to be: the image, the weights and what a run writes beside them. Pure.
+"""How large a node's disks have to be: the image, the weights and what a run writes besides. Pure.
 
 Where a node has local SSDs, images and temporary files lie on them; elsewhere all of it is on the boot disk.
 """

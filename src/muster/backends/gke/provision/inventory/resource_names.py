@@ -200,7 +200,7 @@ def _refuse_what_is_not_done(resources: Resources, project: str) -> None:
         own_network(resources.network, project)
     if resources.private and not resources.authorized_networks:
         raise UsageError(
-            "resources.private needs resources.authorized_networks: nobody could reach the control plane",
+            "resources.private needs resources.authorized_networks: else the control plane cannot be reached",
             hint="the range of the machine that runs muster: resources.authorized_networks: [203.0.113.7/32]",
         )
     if reason := NOT_MADE.get(resources.storage):

@@ -1,4 +1,4 @@
-"""Rungs with limits: each in a thread of its own, given up (not waited for) when its time is over."""
+"""Measurements with limits: each in a thread of its own, given up (not waited for) when its time is over."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import replace
 from muster.core.typed_json import encode
 from muster.health.machine.report import BEGIN, END, ProbeLine
 
-#: Looks at one thing; the line's name and duration are filled in.
-Rung = Callable[[], ProbeLine]
+#: Measures one thing; the line's name and duration are filled in.
+Measurement = Callable[[], ProbeLine]
 
 
 class Output:
@@ -27,7 +27,7 @@ class Output:
         self._put(ProbeLine(rung=BEGIN, plan=plan))
 
     def add(self, line: ProbeLine) -> bool:
-        """The rung's line, unless it has one: one that was given up may end later."""
+        """Write the measurement's line, unless it has one: one that was given up may end later."""
         with self._lock:
             if line.rung not in self._open:
                 return False
@@ -36,9 +36,9 @@ class Output:
             self._put(line)
             return True
 
-    def awaits(self, rung: str) -> bool:
-        """Whether the rung has no line yet."""
-        return rung in self._open
+    def awaits(self, name: str) -> bool:
+        """Whether the measurement has no line yet."""
+        return name in self._open
 
     def end(self) -> None:
         with self._lock:
@@ -48,26 +48,26 @@ class Output:
         self._write(encode(line) + b"\n")
 
 
-def run_together(rungs: Mapping[str, Rung], output: Output, *, limit_s: float) -> None:
+def run_together(measurements: Mapping[str, Measurement], output: Output, *, limit_s: float) -> None:
     """All at once; returns when all have ended, or after ``limit_s`` with the rest given up."""
     deadline = time.monotonic() + limit_s
-    threads = {name: _start(name, rung, output) for name, rung in rungs.items()}
+    threads = {name: _start(name, measure, output) for name, measure in measurements.items()}
     for name, thread in threads.items():
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             output.add(ProbeLine(rung=name, seconds=limit_s, failed=f"it did not end within {limit_s:g} s"))
 
 
-def run_in_turn(rungs: Mapping[str, tuple[Rung, float]], output: Output) -> None:
+def run_in_turn(measurements: Mapping[str, tuple[Measurement, float]], output: Output) -> None:
     """One after the other, since they load the same GPUs. After one that did not end, the rest is not tried."""
     hung = ""
-    for name, (rung, limit_s) in rungs.items():
+    for name, (measure, limit_s) in measurements.items():
         if not output.awaits(name):
             continue
         if hung:
             output.add(ProbeLine(rung=name, failed=f"not tried: {hung} did not end"))
             continue
-        thread = _start(name, rung, output)
+        thread = _start(name, measure, output)
         thread.join(limit_s)
         if thread.is_alive() and output.add(
             ProbeLine(rung=name, seconds=limit_s, failed=f"it did not end within {limit_s:g} s")
@@ -75,12 +75,12 @@ def run_in_turn(rungs: Mapping[str, tuple[Rung, float]], output: Output) -> None
             hung = name
 
 
-def _start(name: str, rung: Rung, output: Output) -> threading.Thread:
+def _start(name: str, measure: Measurement, output: Output) -> threading.Thread:
     def look() -> None:
         begun = time.monotonic()
         try:
-            line = rung()
-        except Exception as error:  # noqa: BLE001 (whatever a driver or a library raises: nothing was learned)
+            line = measure()
+        except Exception as error:  # noqa: BLE001 (any error of a driver or a library: nothing was learned)
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             line = ProbeLine(rung=name, failed=text)
         output.add(replace(line, rung=name, seconds=time.monotonic() - begun))

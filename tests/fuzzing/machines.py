@@ -79,7 +79,7 @@ def between_machines(folder: Path) -> Iterator[Target]:
     yield Target(
         name="what a machine told of its start",
         samples=(b"1767225600 image pulled\n",),
-        read=lambda data: startup_stages.read_told(data.decode(errors="replace")),
+        read=lambda data: startup_stages.read_report(data.decode(errors="replace")),
         raises=(),
     )
     instance = (

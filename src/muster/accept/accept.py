@@ -10,7 +10,7 @@ from pathlib import Path
 from muster import backends
 from muster.accept import record
 from muster.accept.ladder import Climbed, Meter, Unit, climb
-from muster.accept.rungs import OVERRIDES, trial
+from muster.accept.levels import OVERRIDES, trial
 from muster.app.cluster.up_down import cluster_of
 from muster.config import load
 from muster.core import environment
@@ -65,7 +65,7 @@ def accept(
     if environment.current().storage_emulator:
         rehearsal = rehearsal or EMULATED
     began, meter = datetime.now(UTC), Meter(budget=budget, unit=tried.unit, clock=clock or SystemClock())
-    climbed = climb(tried.rungs(), tried.clearing(), meter, tell)
+    climbed = climb(tried.levels(), tried.clearing(), meter, tell)
     rehearsal = rehearsal or tried.rehearsal
     found = record.record(tried.spec, climbed, budget=budget, unit=tried.unit, began=began, rehearsal=rehearsal)
     path = record.write(folder, found)

@@ -1,7 +1,7 @@
 """A ladder of levels that cost more and more: it stops at the first that fails, and never passes its budget.
 
-A level begins only where its longest time at its price, and the clearing up after it, still fit; what waits looks at the
-meter each time. Clearing up follows in every case.
+A level begins only where its longest time at its price, and the clearing up after it, still fit; what waits looks at
+the meter each time. Clearing up follows in every case.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Meter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
+class Level:
     name: str
     title: str
     act: Callable[[Meter], str]
@@ -117,14 +117,14 @@ class Climbed:
     """By its end, in all."""
 
 
-def climb(rungs: Sequence[Rung], clear_up: Rung, meter: Meter, tell: Tell) -> list[Climbed]:
+def climb(levels: Sequence[Level], clear_up: Level, meter: Meter, tell: Tell) -> list[Climbed]:
     """Every level in order, until one fails; then ``clear_up`` in any case."""
     climbed: list[Climbed] = []
     try:
-        for rung in rungs:
-            tell(f"{rung.name}: {rung.title}")
-            climbed.append(_climb(rung, meter))
-            tell(f"{rung.name}: {climbed[-1].outcome}: {climbed[-1].said}")
+        for level in levels:
+            tell(f"{level.name}: {level.title}")
+            climbed.append(_climb(level, meter))
+            tell(f"{level.name}: {climbed[-1].outcome}: {climbed[-1].said}")
             if climbed[-1].outcome not in (PASSED, SKIPPED):
                 break
     finally:
@@ -135,13 +135,13 @@ def climb(rungs: Sequence[Rung], clear_up: Rung, meter: Meter, tell: Tell) -> li
     return climbed
 
 
-def _climb(rung: Rung, meter: Meter, *, in_any_case: bool = False) -> Climbed:
+def _climb(level: Level, meter: Meter, *, in_any_case: bool = False) -> Climbed:
     began_ns = meter.clock.monotonic_ns()
     try:
         if not in_any_case:
-            meter.allow(rung.title, per_hour=max(rung.per_hour, meter.per_hour), for_s=rung.limit_s)
-            meter.runs_at(max(rung.per_hour, meter.per_hour))
-        outcome, said = PASSED, rung.act(meter)
+            meter.allow(level.title, per_hour=max(level.per_hour, meter.per_hour), for_s=level.limit_s)
+            meter.runs_at(max(level.per_hour, meter.per_hour))
+        outcome, said = PASSED, level.act(meter)
     except NotHere as reason:
         outcome, said = SKIPPED, str(reason)
     except OverBudget as error:
@@ -149,4 +149,4 @@ def _climb(rung: Rung, meter: Meter, *, in_any_case: bool = False) -> Climbed:
     except MusterError as error:
         outcome, said = FAILED, str(error)
     seconds = (meter.clock.monotonic_ns() - began_ns) / 1e9
-    return Climbed(name=rung.name, title=rung.title, outcome=outcome, said=said, seconds=seconds, spent=meter.read())
+    return Climbed(name=level.name, title=level.title, outcome=outcome, said=said, seconds=seconds, spent=meter.read())

@@ -57,11 +57,11 @@ def record(
         f"{unit.key}_at_most": round(climbed[-1].spent, 4),
         "accepted": all(one.outcome in (PASSED, SKIPPED) for one in climbed),
         "rehearsal": rehearsal,
-        "rungs": [_rung(one, unit) for one in climbed],
+        "rungs": [_level(one, unit) for one in climbed],
     }
 
 
-def _rung(one: Climbed, unit: Unit) -> JsonObject:
+def _level(one: Climbed, unit: Unit) -> JsonObject:
     return {
         "name": one.name, "title": one.title, "outcome": one.outcome, "said": redact(one.said),
         "seconds": round(one.seconds, 1), unit.key: one.spent,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from muster.app.inspect.event_format import Narrator
 from muster.app.run.event_writer import EventWriter, JsonLines, Lines
-from muster.app.run.mend import mend_run_file
 from muster.app.run.metrics_page import metrics_sinks
 from muster.app.run.notifications import notification_sinks
+from muster.app.run.repair import repair_run_file
 from muster.app.run.revive import revivals
 from muster.app.run.take_out import machines_taken_out
 from muster.core import environment, processes, resolved_file
@@ -53,14 +53,14 @@ def main() -> None:
 
 
 def _repaired(run: RunDir) -> str | None:
-    """Repair the run's file, unchecked so far where a scheduler started this process. ``serve`` reports what is left."""
+    """Repair the run's file, unchecked so far if a scheduler started this process. ``serve`` reports what is left."""
     try:
         resolved_file.read(run.path)
     except DamagedRunFile:
         from muster.app.run import resolve  # and all that submits
 
         with contextlib.suppress(MusterError):
-            return mend_run_file(run, resolve.again)
+            return repair_run_file(run, resolve.again)
     except OSError:
         pass
     return None

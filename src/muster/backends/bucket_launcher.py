@@ -1,8 +1,8 @@
 """What launchers share whose runs live in a store: the intent in a folder here, the home there, a mailbox to hosts.
 
-The store is a bucket, or the disk of a host that is reached by SSH. Hosts of such a run accept no connections, so a question
-or a command is an object in the home (``mailbox``). GKE dials its pods through the cluster's API server and replaces
-``ask``, ``mirror`` and ``exec``.
+The store is a bucket, or the disk of a host that is reached by SSH. Hosts of such a run accept no connections, so a
+question or a command is an object in the home (``mailbox``). GKE dials its pods through the cluster's API server and
+replaces ``ask``, ``mirror`` and ``exec``.
 """
 
 from __future__ import annotations

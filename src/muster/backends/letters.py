@@ -1,8 +1,8 @@
 """Questions that reach a host through the run's home: to the run's supervisor, and commands (``muster exec``).
 
-A host of a custom job, or a machine without an external address, accepts no connections from outside. The host whose supervisor
-holds the run reads the box ``supervisor``; each host reads a box of its own. A command gets no input and no terminal,
-and its output comes at its end.
+A host of a custom job, or a machine without an external address, accepts no connections from outside. The host whose
+supervisor holds the run reads the box ``supervisor``; each host reads a box of its own. A command gets no input and no
+terminal, and its output comes at its end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Questions to a run that accepts no connections: one letter at a time in the run's home, answered by the host it is for.
+"""Questions to a run that accepts no connections: one letter at a time in the run's home, answered by its host.
 
 A box is two small objects below the home, each changed by conditional writes alone: ``mail/BOX.json``, the newest
 letter, and ``mail/BOX.answer.json``, who took it and what came of it. Letters carry rising numbers and a MAC by the
@@ -241,7 +241,7 @@ class Box:
         return self.store.put_if(uri, data, generation)
 
     def _is_own(self, record: Letter | Answer) -> bool:
-        """Whether its writer has the run's token, and wrote it for this box. As bytes: text is compared if it is ASCII."""
+        """Whether its writer has the run's token, and meant this box. As bytes: text is compared if it is ASCII."""
         return hmac.compare_digest(record.mac.encode(), self._mac(record).encode())
 
     def _mac(self, record: Letter | Answer) -> str:

@@ -54,7 +54,7 @@ def nonces_of(run_dir: str | Path) -> NonceOf:
         uri = home.uri_of("nonces", str(attempt))
         with suppress(ConflictError):
             home.store.put_if_absent(uri, seal({"nonce": secrets.token_hex(16)}, format=1, kind="nonce"))
-        with suppress(CheckpointError):  # damaged: it binds nothing, and refuses nobody
+        with suppress(CheckpointError):  # damaged: it binds nothing, and refuses no writer
             return str(unseal(home.store.get(uri).data, reads=1, kind="nonce")["nonce"])
         return ""
 

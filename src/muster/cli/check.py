@@ -32,7 +32,7 @@ def check(
     target: str | None = typer.Argument(
         None,
         metavar="[RUN.yaml|RUN]",
-        help="A run file: hold this machine against the one that it names. A live run: look at its hosts while it runs.",
+        help="A run file: hold this machine against the one that it names. A live run: look at its hosts as it runs.",
     ),
     captures: str | None = typer.Option(
         None, "--from", metavar="DIR", help="Captured outputs instead of this machine: a folder, or one file."

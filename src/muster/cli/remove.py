@@ -72,7 +72,7 @@ def _end(
             output.result(f"sweep: {folder}")
     if not dry_run and not yes:
         if json or not sys.stdin.isatty():
-            raise api.UsageError("nothing was removed: no terminal to ask for confirmation", hint="--yes, or --dry-run to look")
+            raise api.UsageError("nothing was removed: no terminal to ask on", hint="--yes, or --dry-run to look")
         typer.confirm(f"remove {_what(chosen, forgotten)} for good?", abort=True, err=True)
     removed: list[Removal] = []
     for each in () if dry_run else chosen:

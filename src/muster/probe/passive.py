@@ -143,7 +143,7 @@ def disk(folder: str) -> ProbeLine:
         begun = time.perf_counter()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            path.unlink()  # at once: a rung that is given up, or a kill, leaves nothing behind
+            path.unlink()  # at once: a measurement that is given up, or a kill, leaves nothing behind
             for _ in range(_WRITE_BYTES // len(_BLOCK)):
                 os.write(fd, _BLOCK)
             os.fsync(fd)

@@ -67,7 +67,7 @@ def output_of(
                     child.wait(_ENDING_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel for ever: left behind
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: left behind
                 child.wait(0.2)
     return b"".join(parts), code
 

@@ -175,7 +175,7 @@ class MemoryDir:
         return result
 
     def remove(self) -> None:
-        """Delete it and what is in it; absent is success. Nothing outside it is touched, even if its path names another folder now.
+        """Delete it and what is in it; absent is success. Nothing else is touched, even if its path was replaced.
 
         Raises:
             OSError: it could not be deleted.
@@ -313,7 +313,7 @@ def _open_root(root: Path) -> int:
 
 
 def _trusted_owners() -> set[int]:
-    """Root and this user; in a user namespace (Apptainer, enroot) also the user without a number in it: the real root."""
+    """Root and this user; in a user namespace (Apptainer, enroot) also the unmapped user: the real root."""
     unmapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
     overflow = {int(Path("/proc/sys/kernel/overflowuid").read_text())} if unmapped else set()
     return {0, os.geteuid()} | overflow

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.accept.ladder import CLEARING_S, Meter, NotHere, Rung, climb
+from muster.accept.ladder import CLEARING_S, Level, Meter, NotHere, climb
 from muster.core.errors import MusterError
 
 
@@ -27,7 +27,7 @@ def meter(budget):
 
 
 def rung(name, *, act=lambda meter: "fine", usd=0.0, limit_s=60.0):
-    return Rung(name=name, title=name, act=act, per_hour=usd, limit_s=limit_s)
+    return Level(name=name, title=name, act=act, per_hour=usd, limit_s=limit_s)
 
 
 def fails(meter):

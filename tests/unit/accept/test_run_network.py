@@ -4,7 +4,7 @@ import pytest
 from fakes.clock import VirtualClock
 
 from muster import backends
-from muster.accept import rungs
+from muster.accept import levels
 from muster.accept.ladder import Meter, climb
 from muster.accept.run_network import found, judged, waiting
 from muster.config.load import Loaded
@@ -114,8 +114,8 @@ class Launcher:
 @pytest.mark.parametrize(("what", "says"), [(SCRIPT, "script of one's own"), (TPU, "chips' network")])
 def test_who_measures_nothing_skips_the_rung_and_pays_nothing_for_it(what, says):
     spec = RunSpec.model_validate({"name": "x", "backend": "gke", **what})
-    tried = rungs.Trial(loaded=Loaded(spec=spec, text="", source=""), cluster=None, per_host_hour=100.0)
-    (rung,) = (one for one in tried.rungs() if one.name == "network")
+    tried = levels.Trial(loaded=Loaded(spec=spec, text="", source=""), cluster=None, per_host_hour=100.0)
+    (rung,) = (one for one in tried.levels() if one.name == "network")
     climbed = climb([rung], tried.clearing(), Meter(budget=1000.0, clock=VirtualClock()), lambda text: None)
     assert climbed[0].outcome == "skipped" and says in climbed[0].said and rung.per_hour == 0.0
 
@@ -126,7 +126,7 @@ def network(monkeypatch):
 
     def climbed(launcher, *rows):
         spec = RunSpec.model_validate({"name": "x", "backend": "gke"})
-        tried = rungs.Trial(loaded=Loaded(spec=spec, text="", source=""), cluster=None, per_host_hour=0.0)
+        tried = levels.Trial(loaded=Loaded(spec=spec, text="", source=""), cluster=None, per_host_hour=0.0)
         tried.run = None
         heard = events(*rows)
 
@@ -135,13 +135,13 @@ def network(monkeypatch):
                 return [one for one in heard if kind in (None, one.kind)]
 
         handle = JobHandle(run_id="r", backend="gke", job_id="", run_dir="")
-        monkeypatch.setattr(rungs.Trial, "_submit", lambda self: None)
-        monkeypatch.setattr(rungs.Trial, "_run", lambda self: None)
-        monkeypatch.setattr(rungs.Trial, "_target", lambda self: Target())
-        monkeypatch.setattr(rungs, "job", lambda run: (launcher, handle))
-        monkeypatch.setattr(rungs, "mirror", lambda launcher, run: None)
+        monkeypatch.setattr(levels.Trial, "_submit", lambda self: None)
+        monkeypatch.setattr(levels.Trial, "_run", lambda self: None)
+        monkeypatch.setattr(levels.Trial, "_target", lambda self: Target())
+        monkeypatch.setattr(levels, "job", lambda run: (launcher, handle))
+        monkeypatch.setattr(levels, "mirror", lambda launcher, run: None)
         monkeypatch.setattr(backends, "load", lambda name: launcher)
-        (rung,) = (one for one in tried.rungs() if one.name == "network")
+        (rung,) = (one for one in tried.levels() if one.name == "network")
         return tried, climb([rung], tried.clearing(), Meter(budget=1.0, clock=VirtualClock()), lambda text: None)[0]
 
     return climbed
@@ -153,7 +153,7 @@ def test_a_run_that_ends_without_a_word_ends_the_rung(network):
     assert climbed.said == "the run ended before its network was measured: evicted (heard of: no host, of 2)"
 
 
-@pytest.mark.parametrize(("kernels", "rehearsal"), [("aa", rungs.ONE_MACHINE), ("ab", None)])
+@pytest.mark.parametrize(("kernels", "rehearsal"), [("aa", levels.ONE_MACHINE), ("ab", None)])
 def test_hosts_of_one_kernel_make_a_rehearsal_of_it(network, kernels, rehearsal):
     heard = [
         (host, 0, "agent.started", {"pid": 1, "ranks": 8, "boot_id": kernel}, None)

@@ -32,7 +32,7 @@ from fakes.timeline import EPOCH, Timeline  # noqa: E402
 from fakes.vertex.jobs import Manners  # noqa: E402
 from fakes.vertex.service import APIS, FakeVertex  # noqa: E402
 
-from muster.accept import record, run_network, rungs  # noqa: E402
+from muster.accept import levels, record, run_network  # noqa: E402
 from muster.accept.ladder import Meter, climb  # noqa: E402
 from muster.backends.gce import requests  # noqa: E402
 from muster.backends.gce.compute import Compute  # noqa: E402
@@ -275,7 +275,7 @@ def measured(gb_s, *, wrong=0, hosts=("h0", "h1"), size=MEASURES, library="NCCL 
 @pytest.fixture
 def climbs(tmp_path, monkeypatch):
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(rungs, "START_S", 300.0)
+    monkeypatch.setattr(levels, "START_S", 300.0)
 
     def climbed(place, *says, budget=1000.0, answers_s=0.0):
         bucket = Bucket()
@@ -286,11 +286,11 @@ def climbs(tmp_path, monkeypatch):
         document["check"] |= {"network": True}
         spec = RunSpec.model_validate(document, strict=False)
         loaded = Loaded(spec=spec, text="name: llama\n", source="run.yaml")
-        tried = rungs.Trial(loaded=loaded, cluster=None, per_host_hour=PRICE)
+        tried = levels.Trial(loaded=loaded, cluster=None, per_host_hour=PRICE)
         hosts = Hosts(tmp_path, bucket, played, says)
         meter = Meter(budget=budget, clock=Elapsing(played.time, lambda: hosts.act(tried.run)))
         began = datetime.now(UTC)
-        found = climb([one for one in tried.rungs() if one.name == "network"], tried.clearing(), meter, print)
+        found = climb([one for one in tried.levels() if one.name == "network"], tried.clearing(), meter, print)
         written = record.record(spec, found, budget=budget, began=began, rehearsal=tried.rehearsal)
         record.write(tmp_path / "acceptance", written)
         return tried, found[0], written
@@ -343,13 +343,13 @@ def test_wrong_results_end_it_however_fast_they_are(climbs, place):
 
 def test_hosts_of_vertex_speak_before_their_job_runs_and_not_before_it_has_machines(climbs, monkeypatch):
     """A worker's programs start as soon as its machine is there; the chief's is the last, and makes the job RUNNING."""
-    looks, waiting = [], rungs.waiting
+    looks, waiting = [], levels.waiting
 
     def shown(*words, **more):
         looks.append(re.sub(r"custom job \d+ in us-central1|for \d+ min ?", "", waiting(*words, **more)).split())
         return " ".join(looks[-1])
 
-    monkeypatch.setattr(rungs, "waiting", shown)
+    monkeypatch.setattr(levels, "waiting", shown)
     _, rung, _ = climbs(vertex, started("h1"), started("h0", kernels="b"))
     assert list(dict.fromkeys(map(" ".join, looks))) == [
         "waits for quota or machines (heard of: no host, of 2)",

@@ -7,7 +7,7 @@ import pytest
 from fakes.clock import VirtualClock
 
 from muster import backends
-from muster.accept import record, rungs
+from muster.accept import levels, record
 from muster.accept.ladder import DOLLARS, HOST_HOURS, Meter, climb
 from muster.app.cluster import preflight as preflight_
 from muster.app.inspect.network import NetworkChecked
@@ -36,7 +36,7 @@ def loaded(**resources):
     ],
 )
 def test_hours_are_counted_where_nobody_knows_a_price(resources, unit, per_host_hour):
-    tried = rungs.trial(loaded(**resources), None, 10.0)
+    tried = levels.trial(loaded(**resources), None, 10.0)
     assert (tried.unit, tried.per_host_hour) == (unit, per_host_hour)
     assert tried.spec.slurm.time_limit == "1:00:00", "a job that ends by itself"
     assert tried.spec.limits.max_usd == (10.0 if per_host_hour and unit is DOLLARS else None)
@@ -89,9 +89,9 @@ def climbs(monkeypatch):
     monkeypatch.setattr(preflight_, "preflight", lambda *words, **more: done)
 
     def climbed(site, *names, budget=50.0, **resources):
-        tried = rungs.Trial(loaded=loaded(**resources), cluster=None, per_host_hour=1.0, unit=HOST_HOURS, site=site)
+        tried = levels.Trial(loaded=loaded(**resources), cluster=None, per_host_hour=1.0, unit=HOST_HOURS, site=site)
         meter = Meter(budget=budget, clock=VirtualClock(), unit=HOST_HOURS)
-        some = [rung for rung in tried.rungs() if rung.name in names]
+        some = [rung for rung in tried.levels() if rung.name in names]
         return tried, climb(some, tried.clearing(), meter, lambda text: None)
 
     return climbed
@@ -136,7 +136,7 @@ def test_a_level_that_cannot_be_judged_is_not_passed(climbs, monkeypatch, machin
     checked = NetworkChecked(
         findings=(judge_level(level, hosts=2, family=family),), assessment=assess(["n1", "n2"], ()), rounds=1
     )
-    monkeypatch.setattr(rungs, "check_network", lambda hosts, argv, test: checked if test.family == family else None)
+    monkeypatch.setattr(levels, "check_network", lambda hosts, argv, test: checked if test.family == family else None)
     _, climbed = climbs(Site(), "network", **({"machine": machine} if machine else {}))
     assert climbed[0].outcome == outcome
     assert ("no expected value for A4 for all_gather of 64 MiB; not judged, so not passed" in climbed[0].said) is (
@@ -146,7 +146,7 @@ def test_a_level_that_cannot_be_judged_is_not_passed(climbs, monkeypatch, machin
 
 def test_hosts_of_one_kernel_make_a_rehearsal_before_there_is_a_run(climbs):
     tried, climbed = climbs(Site(kernels=("a", "a")), "preflight")
-    assert climbed[0].said == "n1, n2 import Muster; done after step 2" and tried.rehearsal == rungs.ONE_MACHINE
+    assert climbed[0].said == "n1, n2 import Muster; done after step 2" and tried.rehearsal == levels.ONE_MACHINE
     tried, _ = climbs(Site(), "preflight")
     assert tried.rehearsal is None
 

@@ -80,7 +80,7 @@ def test_a_deleted_folder_is_made_anew_and_its_socket_answers(found):
     shutil.rmtree(before)
     found.check()
     (reason,) = found.renewed
-    assert str(before) in reason and "made anew" in reason and "taken" not in reason
+    assert str(before) in reason and "recreated" in reason and "taken" not in reason
     assert found.memory.folder == before and found.answers(before)
     assert found.unreachable, "the replicator's socket went with the folder"
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_mended_is_said_once_and_tried_again(found, monkeypatch):
     for _ in range(3):
         found.check()
     (note,) = found.notes
-    assert "cannot be made anew" in note and found.renewed == []
+    assert "cannot be recreated" in note and found.renewed == []
     root.chmod(0o1777)
     found.check()
     assert len(found.renewed) == 1 and found.answers()

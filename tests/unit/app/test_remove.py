@@ -247,7 +247,7 @@ def test_nobody_is_asked_in_a_pipe(state: State, capsys: pytest.CaptureFixture[s
     run = made("one-1")
     assert main.run(["rm", "one-1"]) == 2
     captured = capsys.readouterr()
-    assert "MiB" in captured.out and "nobody can be asked here" in captured.err and run.path.exists()
+    assert "MiB" in captured.out and "no terminal to ask on" in captured.err and run.path.exists()
     assert main.run(["rm", "one-1", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"] is False and run.path.exists()
     assert main.run(["rm", "one-1", "one-1", "--yes"]) == 0

@@ -215,7 +215,7 @@ def test_submit_writes_a_damaged_run_file_anew_and_says_so(paper: Paper, typed: 
     assert (typed / "resolved.json").read_bytes() == whole
     assert b'"steps": 7' in (typed / "resolved.json.damaged").read_bytes()
     (text,) = said(typed)
-    assert "is damaged" in text and "this submit writes it anew" in text
+    assert "is damaged" in text and "this submit rewrites it" in text
 
 
 def test_a_damaged_run_file_is_told_by_status_and_keeps_nobody_from_ending_the_run(paper: Paper, typed: Path):

@@ -286,8 +286,8 @@ def test_a_back_end_that_does_not_answer_for_a_while_decides_nothing(run_file, w
     monkeypatch.setattr(Fake, "look", unreachable)
     result, told = swept(run_file, world, trials=2, parallel=2, pruner="none")
     assert (result.exit_code, [known.state for known in result.record.trials]) == (0, ["complete"] * 2)
-    assert [line for line in told if "nobody says" in line] == [
-        f"trial {number}: nobody says how it is: Unable to contact slurm controller" for number in (0, 1)
+    assert [line for line in told if "cannot be read" in line] == [
+        f"trial {number}: its status cannot be read: Unable to contact slurm controller" for number in (0, 1)
     ], "each once"
 
 

@@ -85,7 +85,7 @@ def test_where_it_is_not_allowed_the_command_is_said(cluster):
     cluster.refusal = AccessError("scontrol: slurm_update error: Invalid user id")
     cluster.see("replace", "GPU 3 is gone")
     typed = "scontrol update nodename=node3 state=drain reason='muster run run-1: GPU 3 is gone'"
-    assert f"by whoever may: {typed}" in cluster.said[0]
+    assert f"by an administrator: {typed}" in cluster.said[0]
     assert "account may not: scontrol: slurm_update error: Invalid user id" in cluster.said[0]
     cluster.looked("node5")
     cluster.refusal = BackendError("no scontrol on this machine")

@@ -237,7 +237,7 @@ def test_what_was_seen_beside_an_exit_comes_after_its_incident(run: RunDir) -> N
     }
     exited = {"incident_id": "i1", "incident": "rank_exit", "evidence": "rank 1 was killed by SIGKILL"}
     write(run, ("incident.detected", 9, exited), ("evidence.gathered", None, seen))
-    assert why("demo-1").lines()[1:] == ["  seen beside it: rank 1 is gone; the kernel has killed", "  rank 1"]
+    assert why("demo-1").lines()[1:] == ["  seen at the exit: rank 1 is gone; the kernel has killed", "  rank 1"]
 
 
 def test_a_run_and_captures_at_once_are_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ class SliceSource:
         self._files: dict[str, _Summed] = {}
 
     def describe(self, ring: Ring, request: ReadSlices, stream: PeerStream) -> None:
-        """Answer ``ReadSlices``. Raises CheckpointError, after a refusal to the reader, where the version is not intact."""
+        """Answer ``ReadSlices``. Raises CheckpointError, after refusing the reader, if the version is not intact."""
         version = ring.find(request.copy.step, request.copy.attempt)
         if version is None:
             stream.send(Absent())

@@ -63,8 +63,8 @@ def events(
     reader: EventReader | None = None,
     writer: str | None = None,
 ) -> Iterator[Event]:
-    """The run's events, oldest first; with ``follow``, new ones until the run has ended. ``on_damage``: called with each
-    place of the log that had to be left out. ``reader``: it goes on where this one is. ``writer``: of one alone.
+    """The run's events, oldest first; with ``follow``, new ones until the run has ended. ``on_damage``: called with
+    each place of the log that had to be left out. ``reader``: it goes on where this one is. ``writer``: of one alone.
 
     Raises:
         UsageError: no such run, or no such kind of event.

@@ -1,4 +1,4 @@
-"""The Prometheus page of a run (``metrics`` of the run file): served in the supervisor's process, by threads of its own.
+"""The Prometheus page of a run (``metrics`` of the run file): served in the supervisor's process, by own threads.
 
 Events are folded as they come, a few microseconds each; the page is made on request. A request shows a token
 that is derived from the run's, and from which the run's cannot be derived: it opens nothing else.

@@ -10,7 +10,7 @@ from muster import backends
 from muster.app.inspect.status import job, spec_of
 from muster.app.run import resolve, submit, train
 from muster.app.run.event_writer import Sink
-from muster.app.run.mend import mend_run_file
+from muster.app.run.repair import repair_run_file
 from muster.app.run.submit import SUBMISSION, Intent, Submitted
 from muster.app.run.train import Ended
 from muster.backends import code_bundle
@@ -132,7 +132,7 @@ def _checked(run: RunDir, overrides: Sequence[str], argv: Sequence[str]) -> Inte
 
 
 def _mend(run: RunDir) -> None:
-    if (said := mend_run_file(run, resolve.again)) is not None:
+    if (said := repair_run_file(run, resolve.again)) is not None:
         submit.log_event(run, "run.message", {"text": said})
 
 

@@ -1,4 +1,4 @@
-"""A run's figures, kept in its supervisor's process from its events: those before it, those to come, and those left out."""
+"""A run's figures, kept in its supervisor's process from its events: past ones, those to come, and those left out."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def stop(
     clock: Clock | None = None,
     source: str = "muster stop",
 ) -> Stopping:
-    """Ask the supervisor to save and end the run, and wait until it has; an ended run is success. A new start of the run
-    meanwhile is left alone. ``source``: who asks, for the log.
+    """Ask the supervisor to save and end the run, and wait until it has; an ended run is success. A new start of the
+    run meanwhile is left alone. ``source``: who asks, for the log.
 
     Raises:
         SupervisorUnreachable: the run lives and its supervisor does not answer.

@@ -18,7 +18,7 @@ from muster.app.inspect.home_view import home_of
 from muster.app.inspect.status import spec_of
 from muster.app.planning.source_run import located
 from muster.app.run import resolve
-from muster.app.run.mend import as_submitted
+from muster.app.run.repair import as_submitted
 from muster.backends import code_bundle
 from muster.backends.protocols import Launcher
 from muster.config.load import Loaded, given, loads
@@ -85,8 +85,8 @@ def submit(
 
     Raises:
         UsageError: ``run_dir`` holds another run; nothing was written.
-        ConflictError: ``run_dir`` holds a run that is running with another file, or another submit starts one there now.
-        CapacityError, AccessError, BackendError: the back end's; nothing of a new run is left then.
+        ConflictError: ``run_dir`` holds a run that is running with another file, or another submit starts one there
+        now. CapacityError, AccessError, BackendError: the back end's; nothing of a new run is left then.
     """
     intent = begin(given(run_file, overrides), argv=argv, tell=tell)
     handle = start(intent, intent.request)

@@ -15,7 +15,7 @@ from muster.backends.gce.compute import Compute
 from muster.backends.gce.machine import FOLDER
 from muster.backends.gce.placement import Placement
 from muster.backends.gce.provision import AGAIN_S, Instance, instances_of
-from muster.backends.gce.startup_stages import Stage, read_told, sentence, tree
+from muster.backends.gce.startup_stages import Stage, read_report, sentence, tree
 from muster.backends.google.request_log import ASKED, MADE, NOTHING, RequestLog, RequestLogFile
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
@@ -123,7 +123,7 @@ def _reported(store: Store, home: str, name: str) -> dict[str, tuple[float, str]
     try:
         for uri in store.list(uris.join(home, FOLDER, name) + "/"):
             boot, _, stage = uri.rpartition("/")[2].rpartition(".")
-            boots.setdefault(boot, {})[stage] = read_told(store.get(uri).data.decode(errors="replace"))
+            boots.setdefault(boot, {})[stage] = read_report(store.get(uri).data.decode(errors="replace"))
     except (MusterError, FileNotFoundError):
         return {}
     return max(boots.values(), key=lambda rows: max(at for at, _ in rows.values()), default={})

@@ -48,8 +48,8 @@ def tree(
 ) -> list[Stage]:
     """The stages of one machine, in order.
 
-    ``created_s``: when it began to run, None before; ``reported``: what it put into the home since its newest boot, by the
-    object's stage, with its time; ``asked_s``: when it was asked for. Times are seconds since 1970, and machines' own.
+    ``created_s``: when it began to run, None before; ``reported``: its objects in the home since its newest boot, by
+    stage, with their times; ``asked_s``: when it was asked for. Times are seconds since 1970, and machines' own.
     """
     done = {CREATED: (created_s, "") if created_s is not None else None}
     done |= {stage: reported.get(name) for stage, name in OBJECTS.items()}

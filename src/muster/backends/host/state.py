@@ -1,4 +1,4 @@
-"""What a host program knows, the events it gets, the actions it takes: frozen values, times in seconds of the monotonic clock."""
+"""A host program's state, the events it gets, its actions: frozen values, times in seconds of the monotonic clock."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What is sent to Vertex AI, exactly: one pure function from a run file to a request for each region.
 
 A job's pools: 0 the chief, 1 the other hosts, 2 Google's Reduction Server; of TPUs one alone, a slice. Every host runs
-the same program, which finds its place in ``CLUSTER_SPEC``. A job's arguments can be read by all who may read the job: they
-name secrets and hold none.
+the same program, which finds its place in ``CLUSTER_SPEC``. A job's arguments can be read by all who may read the job:
+they name secrets and hold none.
 """
 
 from __future__ import annotations

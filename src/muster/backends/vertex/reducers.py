@@ -75,8 +75,8 @@ def sentence(placement: Placement) -> str:
 
 
 def worth(placement: Placement, *, step_s: float, usd_per_hour: float | None) -> str:
-    """What they would save of a step of ``step_s`` seconds at most, compared with what they cost; ``usd_per_hour``: of the
-    hosts. The most: all of the sums wait for the network and none is behind the computation."""
+    """What they would save of a step of ``step_s`` seconds at most, compared with what they cost; ``usd_per_hour``: of
+    the hosts. The most: all of the sums wait for the network and none is behind the computation."""
     if reason := why_none(placement):
         return f"Reduction Server: none: {reason}"
     spec, row = placement.spec, rows.machines().get(placement.machine.name)

@@ -93,7 +93,7 @@
   document.getElementById("main").append(grid);
   document.getElementById("foot").append("Looking changes nothing: closing this page does not end a run. Charts by uPlot (MIT).");
 
-  function told(text) { if (state.textContent !== text) { state.textContent = text; say(text); } }
+  function report(text) { if (state.textContent !== text) { state.textContent = text; say(text); } }
 
   function take(runs) {
     for (const run of runs) {
@@ -102,7 +102,7 @@
     }
     grid.classList.toggle("several", runs.length > 1);
     const left = runs.filter((run) => run.view.ended !== true).length;
-    told(left ? `${runs.length === 1 ? "One run" : `${runs.length} runs, ${left} of them not ended`}, looked at again and again` : runs.length === 1 ? "The run has ended." : "All runs have ended.");
+    report(left ? `${runs.length === 1 ? "One run" : `${runs.length} runs, ${left} of them not ended`}, looked at again and again` : runs.length === 1 ? "The run has ended." : "All runs have ended.");
   }
 
   async function ask() {
@@ -112,10 +112,10 @@
       answer = await post("/data", JSON.stringify({ have }));
       runs = answer.ok ? (await answer.json()).runs : null;
     } catch {
-      told("muster watch does not answer: it was ended, or its machine is gone. The runs are unchanged.");
+      report("muster watch does not answer: it was ended, or its machine is gone. The runs are unchanged.");
     }
     root.dataset.ready = "yes";
-    if (answer && !answer.ok) { told("This page was opened by another muster watch: take the address that the one that runs now has printed."); return; }
+    if (answer && !answer.ok) { report("This page was opened by another muster watch: take the address that the one that runs now has printed."); return; }
     setTimeout(ask, EVERY_MS);
     if (runs) take(runs);
   }
@@ -124,7 +124,7 @@
   themes(button, () => { for (const one of places.values()) one.draw(); });
   enter().then((may) => {
     if (may) return ask();
-    told("This address has opened a page before, and opens no second one: muster watch has printed a new one.");
+    report("This address has opened a page before, and opens no second one: muster watch has printed a new one.");
     root.dataset.ready = "yes";
-  }, () => told("muster watch does not answer."));
+  }, () => report("muster watch does not answer."));
 })();

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.backends.gce.startup_stages import LIMITS_S, read_told, sentence, tree
+from muster.backends.gce.startup_stages import LIMITS_S, read_report, sentence, tree
 
 ASKED_S = 1_000_000.0
 
@@ -65,7 +65,7 @@ def test_a_later_stage_proves_the_ones_before_it():
 
 
 def test_lines_of_others_are_no_news():
-    assert read_told("1700000000 8 GPUs\n") == (1_700_000_000.0, "8 GPUs")
-    assert read_told("what is this") == (0.0, "is this")
-    assert read_told("") == (0.0, "")
-    assert read_told("\u00b2 a digit to Unicode, and no number") == (0.0, "a digit to Unicode, and no number")
+    assert read_report("1700000000 8 GPUs\n") == (1_700_000_000.0, "8 GPUs")
+    assert read_report("what is this") == (0.0, "is this")
+    assert read_report("") == (0.0, "")
+    assert read_report("\u00b2 a digit to Unicode, and no number") == (0.0, "a digit to Unicode, and no number")

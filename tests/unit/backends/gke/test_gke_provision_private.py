@@ -207,7 +207,7 @@ def test_a_network_that_is_not_there_is_said_before_anything_is_made():
         ({"network": "projects/host/global/networks/company"}, "a shared VPC is not supported"),
         ({"network": "https://www.googleapis.com/compute/v1/projects/host/global/networks/company"}, "a shared VPC"),
         ({"network": "Company Net"}, "cannot be a VPC network's name"),
-        ({"authorized_networks": []}, "nobody could reach the control plane"),
+        ({"authorized_networks": []}, "else the control plane cannot be reached"),
         ({"storage": "anywhere_cache"}, "cannot be removed for more than an hour"),
         ({"storage": "rapid"}, "written by gRPC alone"),
         ({"authorized_networks": ["203.0.113.7/24"]}, "has host bits set"),

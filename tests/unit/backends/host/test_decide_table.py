@@ -55,7 +55,7 @@ AXES = {
     "after": (1, 45, 700),
     "lease": tuple(LEASES),
     "end in the home": (None, 0, 1, 75, 130, "unreadable"),
-    "notice": (None, "the run goes", "this host goes", "nobody knows"),
+    "notice": (None, "the run goes", "this host goes", "not known"),
 }
 
 

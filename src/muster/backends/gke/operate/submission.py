@@ -146,8 +146,8 @@ class Submission:
 
 
 def taken_back(cluster: Cluster, jobset: JsonObject) -> bool:
-    """Whether it is going, or will: its submission was taken back, and with it the Secret that it belongs to. An account that may
-    not read Secrets gets False."""
+    """Whether it is going, or will: its submission was taken back, and with it the Secret that it belongs to. An
+    account that may not read Secrets gets False."""
     try:
         return bool(text(jobset, "metadata", "deletionTimestamp")) or _orphaned(cluster, jobset)
     except AccessError:

@@ -144,7 +144,7 @@ def _rows(session: Session, url: str, field: str) -> Iterator[JsonObject]:
 
 
 def commands(site: Site) -> list[str]:
-    """What an administrator runs once for users without the right to grant: ``up`` then uses the accounts as they are."""
+    """What an administrator runs once for users who may not grant: ``up`` then uses the accounts as they are."""
     made = [
         (site.makes_node_account, site.node_account, (NODE_ROLE, PULLS)),
         (site.makes_build_account, site.build_account, (LOGS, PUSHES, READS)),

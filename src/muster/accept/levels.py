@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from muster import backends
-from muster.accept.ladder import CLEARING_S, DOLLARS, HOST_HOURS, Meter, NotHere, Rung, Unit
+from muster.accept.ladder import CLEARING_S, DOLLARS, HOST_HOURS, Level, Meter, NotHere, Unit
 from muster.accept.run_network import found, judged, waiting
 from muster.app.cluster import preflight as preflight_
 from muster.app.inspect.check import check_run
@@ -85,38 +85,38 @@ class Trial:
         region = next(iter(self.spec.resources.locations), "").rpartition("-")[0]
         return cluster_usd_per_hour(SMALL_MACHINE, region) or 0.0
 
-    def rungs(self) -> list[Rung]:
+    def levels(self) -> list[Level]:
         base, whole = self.base_usd, self.base_usd + HOSTS * self.per_host_hour
         first = 2 * base if self.site is None else whole
         return [
-            Rung(name="render", title="what would be sent, without sending it", act=self.render),
-            Rung(name="access", title="credentials, permissions, quota", act=self.access),
-            Rung(name="up", title="what runs need in the project", act=self.make, per_hour=base, limit_s=UP_S),
-            Rung(
+            Level(name="render", title="what would be sent, without sending it", act=self.render),
+            Level(name="access", title="credentials, permissions, quota", act=self.access),
+            Level(name="up", title="what runs need in the project", act=self.make, per_hour=base, limit_s=UP_S),
+            Level(
                 name="preflight", title="a small job on processors", act=self.preflight, per_hour=first,
                 limit_s=PREFLIGHT_S,
             ),
-            Rung(
+            Level(
                 name="network", title="the network between the hosts", act=self.network,
                 per_hour=whole if self.site is not None or not self.spec.unmeasured_network else 0.0,
                 limit_s=PREFLIGHT_S if self.site is not None else START_S,
             ),
-            Rung(name="train", title=f"{HOSTS} hosts train", act=self.train, per_hour=whole, limit_s=START_S),
-            Rung(name="check", title="the hosts' hardware, meanwhile", act=self.check, per_hour=whole),
-            Rung(name="kill", title="a host's programs are killed", act=self.kill, per_hour=whole),
-            Rung(
+            Level(name="train", title=f"{HOSTS} hosts train", act=self.train, per_hour=whole, limit_s=START_S),
+            Level(name="check", title="the hosts' hardware, meanwhile", act=self.check, per_hour=whole),
+            Level(name="kill", title="a host's programs are killed", act=self.kill, per_hour=whole),
+            Level(
                 name="recover", title="it trains on beyond the step", act=self.trains_on, per_hour=whole,
                 limit_s=RECOVERY_S,
             ),
-            Rung(
+            Level(
                 name="continue", title="stopped, saved, and continued", act=self.go_on, per_hour=whole,
                 limit_s=START_S,
             ),
-            Rung(name="report", title="every second and dollar", act=self.account, per_hour=whole),
+            Level(name="report", title="every second and dollar", act=self.account, per_hour=whole),
         ]  # fmt: skip
 
-    def clearing(self) -> Rung:
-        return Rung(name="down", title="everything is removed, and looked for", act=self.clear, limit_s=CLEARING_S)
+    def clearing(self) -> Level:
+        return Level(name="down", title="everything is removed, and looked for", act=self.clear, limit_s=CLEARING_S)
 
     # ------------------------------------------------------------ nothing
 

@@ -17,7 +17,7 @@ from muster.storage.run_registry import RunDir
 Resolve = Callable[[RunSpec], RunSpec]
 
 
-def mend_run_file(run: RunDir, resolve: Resolve) -> str | None:
+def repair_run_file(run: RunDir, resolve: Resolve) -> str | None:
     """Write it as it was if it is damaged, and return a sentence about that; None: nothing is wrong with it.
 
     Raises:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
 import os
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +27,13 @@ SKIPS = re.compile(r"#\s*fmt:\s*(skip|off)\b")
 MARKER = re.compile(r"\bmark\.(reads|loads)$")
 MEMBER = re.compile(r"(muster(?:\.\w+)+)(?::\w+)?")
 MODULE_NAME = re.compile(r"\bmuster(?:\.[A-Za-z_]\w*)+")
+#: Not plain present-day English: refused in docstrings, comments, messages and pages (CONTRIBUTING.md, "Rules").
+REFUSED = re.compile(
+    r"\b(whoever|whatever|somebody|nobody|anew|(?:un)?told|beside|mend(?:s|ed)?|deposed|lonely|rungs?|for\s+ever)\b",
+    re.IGNORECASE,
+)
+#: Names, not words: code in back quotes and the target of a link.
+QUOTED = re.compile(r"(`+)[^`]*?\1|\]\([^)\s]*\)")
 
 
 @dataclass
@@ -99,8 +108,31 @@ def facts_of(text: bytes) -> Facts:
                     facts.marks.setdefault(figure, []).append((node.lineno, shown))
     skips = [number for number, line in enumerate(text.decode().splitlines(), 1) if SKIPS.search(line)]
     facts.marks["fmt-skip"] = [(number, "fmt: skip") for number in skips]
+    facts.marks["words"] = sorted(words_of(text.decode(), syntax))
     facts.named = sorted(named)
     return facts
+
+
+# ---------------------------------------------------------------- words
+
+
+def words_of(source: str, syntax: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each refused word in a Python file. A string without a space is a key or a name."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield from refused(token.string, token.start[0])
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\s", node.value.strip()):
+            yield from refused(node.value, node.lineno)
+
+
+def refused(text: str, first: int = 1) -> Iterator[tuple[int, str]]:
+    """Line (of the word, if the text begins in line ``first``) and surroundings of each refused word in prose."""
+    prose = QUOTED.sub(lambda match: re.sub(r"[^\n]", "_", match[0]), text)
+    for match in REFUSED.finditer(prose):
+        begin = prose.rfind("\n", 0, match.start()) + 1
+        near = prose[max(begin, match.start() - 40) : match.end() + 40].split("\n")[0]
+        yield first + prose.count("\n", 0, match.start()), f"{' '.join(match[0].lower().split())}: {near.strip()}"
 
 
 def imports_of(body: Iterable[ast.AST], kind: str) -> Iterator[tuple[str, list[str] | None, int, str]]:

@@ -7,7 +7,8 @@ Without ``--at`` the checkout is measured, uncommitted changes included; with it
 
 ``--list FIGURE`` prints every occurrence (file:line), ``--check`` exits with 1 where a limit is broken: each limit is
 for ``src`` in the last column, and ``src`` may not have more lines than in the first column. A limit that is above its
-goal is where the figure stood when the limit was set: it is only ever lowered. Needs Python 3.11 alone.
+goal is where the figure stood when the limit was set: it is only ever lowered. ``--check`` also refuses commits after
+``tools/base-commit`` whose subject is over 72 characters or names no area. Needs Python 3.11 alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from facts import Cache, Facts
+from facts import Cache, Facts, refused
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("module", "function", "typing")
@@ -150,6 +152,27 @@ LENGTH, MCCABE, BRANCHES, PARAMETERS = 2, 3, 4, 5
 RECORDS = ("muster.protocol.", "muster.config.", "muster.core.event_details.")
 
 
+#: Where a refused word stays: (file, word) -> why.
+WORDS_ALLOWED: Mapping[tuple[str, str], str] = {}
+#: Pages and other texts that are searched for refused words.
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md")
+TEXTS = {".yaml", ".sh", ".js", ".html", ".css"}
+
+
+def refused_words(tree: Tree) -> list[str]:
+    """In docstrings, comments and messages; with ``src`` also in its other texts and in the pages."""
+    root = tree.root.parent
+    found = [(str(each.path), *mark) for each in tree.modules.values() for mark in each.facts.marks.get("words", ())]
+    if tree.root.name == "src":
+        texts = [path for path in tree.root.rglob("*") if path.suffix in TEXTS and ".min." not in path.name]
+        pages = [path for pattern in PAGES for path in root.glob(pattern)]
+        for path in sorted(texts + pages):
+            found += [(str(path.relative_to(root)), *mark) for mark in refused(path.read_text(encoding="utf-8"))]
+    return [
+        f"{path}:{line}: {text}" for path, line, text in found if (path, text.partition(":")[0]) not in WORDS_ALLOWED
+    ]
+
+
 def functions(tree: Tree, size: int, limit: int) -> list[str]:
     sizes = [
         (function[size], f"{module.path}:{function[1]}: {function[0]}")
@@ -263,6 +286,7 @@ FIGURES = {
     "seams": Figure("getattr and hasattr on our own seams", lambda tree: marks(tree, "seams"), 0),
     "any": Figure("Any", lambda tree: marks(tree, "any"), 168, 120),
     "untyped-mappings": Figure("mappings of Any or object", lambda tree: marks(tree, "untyped-mappings"), 120),
+    "words": Figure("refused words in docstrings, comments, messages and pages", refused_words, 0),
     "environment": Figure("reads of os.environ", lambda tree: marks(tree, "environment")),
 }
 
@@ -278,9 +302,7 @@ def measured(folder: Path) -> dict[str, dict[str, list[str] | int]]:
 def at_revision(revision: str) -> dict[str, dict[str, list[str] | int]]:
     if revision == "checkout":
         return measured(ROOT)
-    archive = subprocess.run(
-        ["git", "archive", revision, "src", "tests"], cwd=ROOT, check=True, capture_output=True
-    ).stdout
+    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
         return measured(Path(folder))
@@ -299,6 +321,25 @@ def broken(columns: Mapping[str, Mapping[str, Mapping[str, list[str] | int]]]) -
         f"{FIGURES[key].label} of {tree}: {number(last[tree][key])}, limit {limit} (tools/house.py --list {key})"
         for (key, tree), limit in limits.items()
         if number(last[tree][key]) > limit
+    ]
+
+
+SUBJECT = re.compile(r"[a-z][\w., /-]*: \S")
+
+
+def bad_subjects(root: Path) -> list[str]:
+    """Subjects of commits after ``tools/base-commit`` that are too long or name no area; none where that is unknown."""
+    try:
+        base = (root / "tools" / "base-commit").read_text().strip()
+    except OSError:
+        return []
+    argv = ["git", "log", "--no-merges", "--format=%h %s", f"{base}..HEAD"]
+    done = subprocess.run(argv, cwd=root, check=False, capture_output=True, text=True)
+    commits = [line.split(" ", 1) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [
+        f"subject of commit {commit} ('area: what', at most 72 characters): {subject}"
+        for commit, subject in commits
+        if len(subject) > 72 or not SUBJECT.match(subject)
     ]
 
 
@@ -327,7 +368,7 @@ def main() -> int:
             cells = [f"{number(columns[at][tree][key]):,}" for tree in ("src", "tests") for at in columns]
             limit, goal = ("" if each is None else f"{each:,}" for each in (figure.limit, figure.goal))
             print(f"| {figure.label} | {limit} | {goal} | {' | '.join(cells)} |")
-    problems = broken(columns) if given.check else []
+    problems = broken(columns) + bad_subjects(ROOT) if given.check else []
     print(*problems, sep="\n", end="\n" if problems else "")
     return 1 if problems else 0
 

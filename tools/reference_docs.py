@@ -212,7 +212,7 @@ it is a line. Every field is checked once, where the frame arrives: an unknown k
 that is missing, unknown or of another type ends the connection, never the process. The first message states the
 protocol; processes of two protocols do not speak to each other, and the refusal names both.
 
-Whoever connects proves within {HELLO_S:g} s that it knows the run's token, and says its first message within
+The connecting process proves within {HELLO_S:g} s that it knows the run's token, and sends its first message within
 {HELLO_S:g} s more; until the proof it is one of a limited number of strangers, of which the oldest is dropped for a new
 one. Frames are authenticated and not encrypted (SECURITY.md).
 

@@ -19,7 +19,7 @@ from muster.core.typed_json import JsonObject, children, parse_object, text, tex
 
 PAGE, FOLDER, SIGNERS = "verified.md", "verified", "allowed_signers"
 BEGIN, END = "<!-- records -->", "<!-- end of records -->"
-NONE = "None yet: nobody has sent a record."
+NONE = "None yet: no record was sent."
 
 
 def table(folder: Path, shell: Shell) -> str:
@@ -27,7 +27,7 @@ def table(folder: Path, shell: Shell) -> str:
     rows = [_row(path, folder / SIGNERS, shell) for path in sorted(folder.glob("*.json"))]
     if not rows:
         return NONE
-    head = "| where | machine | rungs | at most | Muster | when | signed by |\n|---|---|---|--:|---|---|---|"
+    head = "| where | machine | levels | at most | Muster | when | signed by |\n|---|---|---|--:|---|---|---|"
     return "\n".join([head, *rows])
 
 
@@ -35,7 +35,7 @@ def verified(path: Path, signers: Path, shell: Shell) -> tuple[JsonObject, str]:
     """(the record, who signed it). Raises UsageError: it is none that counts."""
     signature = path.with_name(path.name + ".sig")
     if not signature.exists() or not signers.exists():
-        raise UsageError(f"{path.name} has no signature, or nobody is named in {signers.name}")
+        raise UsageError(f"{path.name} has no signature, or {signers.name} names no signer")
     shown = shell.run(["ssh-keygen", "-Y", "find-principals", "-f", str(signers), "-s", str(signature)], timeout_s=60)
     who = shown.stdout.strip().splitlines()[0] if shown.returncode == 0 and shown.stdout.strip() else ""
     argv = ["ssh-keygen", "-Y", "verify", "-f", str(signers), "-I", who, "-n", ACCEPTANCE, "-s", str(signature)]

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "first-gpu.md").read_text()
-STATUSES = ("mended", "disproved", "part", "open")
+STATUSES = ("fixed", "disproved", "part", "open")
 
 
 def rows(heading: str) -> dict[int, list[str]]:
@@ -29,7 +29,7 @@ def test_what_is_called_mended_names_a_test_that_there_is(row: list[str]) -> Non
     _, now, named, status = row
     assert status.startswith(STATUSES), status
     tests = re.findall(r"`(test_\w+\.py)::(test_\w+)`", named)
-    if status.startswith(("mended", "part")) and "(text)" not in status:
+    if status.startswith(("fixed", "part")) and "(text)" not in status:
         assert tests or named.startswith("as above"), now
     for file, name in tests:
         (path,) = (path for kind in ("unit", "live") for path in (ROOT / "tests" / kind).rglob(file))

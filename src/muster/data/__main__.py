@@ -30,7 +30,7 @@ def main() -> None:
     run_dir = parser.parse_args().run_dir
     os.setpriority(os.PRIO_PROCESS, 0, int(os.environ.get("MUSTER_NICE", "0")))  # the agent's, not that of the watchdog
     try:
-        # Here, so that a package that is missing is said in the result: nobody looks into this program's output first.
+        # Imported here, so that a missing package is reported in the result, which is read before this program's log.
         from muster.config.spec import RunSpec
         from muster.core import resolved_file
         from muster.data.prepare import prepare
@@ -62,13 +62,13 @@ def main() -> None:
 
 def told_to_agent() -> Callable[[str, int, int], None]:
     """Progress into the log of this program and to the agent: of each activity at once, then each 10 s."""
-    told: dict[str, float] = {}
+    reported: dict[str, float] = {}
 
     def tell(activity: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if activity in told and now - told[activity] < LINES_S:
+        if activity in reported and now - reported[activity] < LINES_S:
             return
-        told[activity] = now
+        reported[activity] = now
         share = f": {done / total:.0%}" if done and total else ""
         print(f"{time.strftime('%H:%M:%S')} {activity}{share}", file=sys.stderr, flush=True)
         print(encode(Preparing(activity=activity, done=done, total=total)).decode(), flush=True)

@@ -209,7 +209,7 @@ def write_store(
 
     The last of these tokens is only ever a target, so a document takes ``lengths[d]`` positions. ``supervised``
     marks tokens that count as targets. ``windows``: document numbers of each sequence, some sequences at a time.
-    ``progress``: told how many documents are written. Returns the counts, which are stored with them.
+    ``progress``: called with the number of documents written. Returns the counts, which are stored with them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     small: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "sums", "lengths", "sizes")}

@@ -240,7 +240,7 @@ def _start_worker(recipe: Recipe) -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's processes hold both ends of its queue: after a kill -9 they would wait for work for ever."""
+    """A pool's processes hold both ends of its queue: after a kill -9 they would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -61,7 +61,7 @@ class Repository:
 
     def commit(self) -> str:
         self.git("add", "--all")
-        self.git("commit", "-q", "--allow-empty", "-m", "state")
+        self.git("commit", "-q", "--allow-empty", "-m", "tests: state")
         return self.git("rev-parse", "HEAD")
 
     def affected(self, green: dict[str, str] | None = None) -> set[str]:

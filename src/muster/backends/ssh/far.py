@@ -297,10 +297,10 @@ def main() -> None:
         store()
         return
     try:
-        told = answer(reader_of(TO_FAR)(sys.stdin.buffer.read()))
+        result = answer(reader_of(TO_FAR)(sys.stdin.buffer.read()))
     except Unreadable as error:
-        told = FarRefused(kind="failed", text=str(error), hint="muster up RUN.yaml: one version everywhere")
-    os.write(1, encode(told) + b"\n")
+        result = FarRefused(kind="failed", text=str(error), hint="muster up RUN.yaml: one version everywhere")
+    os.write(1, encode(result) + b"\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from muster.transport.listening import raise_soft_limit
 
 @dataclass(kw_only=True)
 class SshPlace(Place):
-    """One host, of which nobody reads an exit code."""
+    """One host, whose exit code is not read."""
 
     base: Path
 

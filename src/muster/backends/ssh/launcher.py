@@ -175,7 +175,7 @@ class SshLauncher(BucketLauncher[Placement]):
     def _orders(
         self, placement: Placement, facts: Mapping[str, FarFacts], local: Path, run_id: str, number: str
     ) -> dict[str, FarStart]:
-        """What each host is told; the run's files are in its home then."""
+        """Each host's start order; the run's files are in its home then."""
         spec = placement.spec
         if len({one.boot for one in facts.values()}) < len(facts):
             names = ", ".join(f"{host} ({one.hostname})" for host, one in facts.items())

@@ -50,7 +50,7 @@ def place(spec: RunSpec, run_id: str, home: str | None = None) -> Placement:
 
 
 def rules(spec: RunSpec) -> Iterator[Problem]:
-    """What cannot hold, whatever the hosts are."""
+    """What cannot hold on any hosts."""
     hosts, more = spec.ssh.hosts, len(spec.ssh.hosts) - spec.resources.hosts
     if more < 0:
         message = f"{len(hosts)} for resources.hosts {spec.resources.hosts}"

@@ -99,7 +99,7 @@ class Homes:
 
 
 def refusal(error: Exception) -> FarRefused:
-    """What the other end is told of it."""
+    """The reply to the other end for this error."""
     hint = getattr(error, "hint", None) or ""
     match error:
         case FileNotFoundError():
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def serve(homes: Homes, token: bytes, address: str, port: int) -> None:
-    """Until the run has ended since, and nobody was connected for ``LAST_S``."""
+    """Serve until the run has ended since, and no client was connected for ``LAST_S``."""
     end, began_s, idle_s = homes.folder / str(homes.run_id) / "end.json", time.time(), 0.0
     with listen_on(address, port) as listener:
         talk = functools.partial(

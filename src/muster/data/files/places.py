@@ -192,10 +192,10 @@ def identify(place: Place) -> JsonObject:
     suffix = place.name.split(".", 1)[-1]
     if isinstance(place, Remote):
         with _bucket(place.uri) as system:
-            told = system.info(place.uri)
-        mark = next((name for name in _MARKS if told.get(name)), "")
+            info = system.info(place.uri)
+        mark = next((name for name in _MARKS if info.get(name)), "")
         by_content = {} if mark in _MARKS[:2] else {"path": place.uri}
-        return {"bytes": int(told["size"]), mark: str(told.get(mark)), "suffix": suffix, **by_content}
+        return {"bytes": int(info["size"]), mark: str(info.get(mark)), "suffix": suffix, **by_content}
     try:
         size = place.stat().st_size
         digest = hashlib.sha256()

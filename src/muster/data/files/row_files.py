@@ -180,7 +180,7 @@ def _csv_rows(path: Place, file: IO[bytes]) -> Iterator[tuple[int, Row]]:
 
 
 class _Lines:
-    """A text's lines; ``characters``: read since whoever reads set it to 0, at the end of a row."""
+    """A text's lines; ``characters``: read since the reader set it to 0, at the end of a row."""
 
     def __init__(self, path: Place, text: IO[str]) -> None:
         self._path, self._text = path, text

@@ -36,7 +36,7 @@ def _open(section: FileSource) -> OpenedSource:
 
 
 def _databases(pattern: str) -> JsonObject:
-    """What identifies the database, or those of all rows, with the changes that lie in a log beside it."""
+    """What identifies the database, or those of all rows, with the changes in its write-ahead log."""
     full = str(Path(pattern).expanduser())
     if glob_of(full) == full:
         paths = {"": Path(fill(full, {}))}

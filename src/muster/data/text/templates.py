@@ -67,7 +67,7 @@ SHIPPED = {
     "chatml": (CHATML, ("<|im_start|>", "<|im_end|>")),
     "llama3": (LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
 }
-#: What a template of somebody's own writes as a special token: ChatML's kind of names, and Gemma's marks.
+#: What a user's own template writes as a special token: ChatML's kind of names, and Gemma's marks.
 _MARK = re.compile(r"<\|[^\s|<>'\"{}]{1,40}\|>|<(?:start|end)_of_turn>")
 
 

@@ -146,7 +146,7 @@ def _sizes(source: str, revision: str | None) -> dict[str, int]:
 
     try:
         info = HfApi().model_info(source, revision=revision, files_metadata=True)
-    except Exception:  # noqa: BLE001 (only for the share that is told)
+    except Exception:  # noqa: BLE001 (needed only for the reported share)
         return {}
     wanted = [file for file in info.siblings or () if any(fnmatch(file.rfilename, each) for each in PATTERNS)]
     return {name: int(file.size or 0) for file in wanted if (name := _cached_name(file))}
@@ -161,7 +161,7 @@ def _cached_name(file: Any) -> str | None:
 
 @contextmanager
 def _watched(source: str, sizes: Mapping[str, int], tell: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile, ``tell`` hears how many bytes are here: from the cache's folder, whatever library brings them."""
+    """Meanwhile, call ``tell`` with the bytes that are here: from the cache's folder, for any downloading library."""
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
@@ -174,7 +174,7 @@ def _watched(source: str, sizes: Mapping[str, int], tell: Callable[[int], None])
         before = _arrived(blobs, sizes)
         while not over.wait(LOOK_S):
             now = _arrived(blobs, sizes)
-            if now != before:  # one that stands still is not told: whoever waits may give it up
+            if now != before:  # a stalled download is not reported, so that it can be given up
                 tell(now)
             before = now
 

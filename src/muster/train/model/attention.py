@@ -357,7 +357,7 @@ def _refuse_dropped(kernel: str, mask: Tensor | None, given: dict[str, Any]) -> 
 
 
 def _grouped(query_heads: int, key_heads: int) -> dict[str, bool]:
-    """What says that keys and values have fewer heads; torch 2.11 takes them without being told."""
+    """What says that keys and values have fewer heads; torch 2.11 takes them without it."""
     return {"enable_gqa": query_heads != key_heads} if _varlen_names_groups() else {}
 
 

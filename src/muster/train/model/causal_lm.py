@@ -278,7 +278,7 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
     given = spec.model.config
     try:
         if folder is not None:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # unsaid, it asks whoever is there
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else it asks on a terminal
         elif isinstance(given, str):
             config = AutoConfig.from_pretrained(given, trust_remote_code=False)
         else:

@@ -43,7 +43,7 @@ def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
 def load_compiler(device: torch.device) -> None:
     """Load what a process's first compilation needs: 3 s of imports, and the driver that its code is loaded with.
 
-    In this process alone: the pool of processes that inductor compiles with is not started, nobody would end it here.
+    In this process alone: the pool of processes that inductor compiles with is not started: nothing would end it here.
     """
     from torch._inductor import config
 

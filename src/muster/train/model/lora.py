@@ -38,7 +38,7 @@ GATES = ("gate", "router", "shared_expert_gate")
 
 def add_adapters(model: PreTrainedModel, settings: Lora, dtype: torch.dtype, *, embeddings: bool = False) -> LoraConfig:
     """Put adapters of ``dtype`` into ``model``, freeze everything else; returns their config. ``embeddings``: the
-    embedding and the head are trained as a whole beside them.
+    embedding and the head are trained as a whole in addition.
 
     Raises:
         UsageError: no module has one of the target names.

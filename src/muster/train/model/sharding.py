@@ -106,7 +106,7 @@ def stays_whole(root: nn.Module, mesh: Meshes, compute_dtype: torch.dtype) -> bo
 
 
 def kept_outside(root: nn.Module, mesh: Meshes) -> set[nn.Parameter]:
-    """Frozen parameters of a rank that shares its model with nobody.
+    """Frozen parameters of a rank that shares its model with no other.
 
     FSDP would copy each of them whenever a unit is gathered, in the forward and in the backward pass. They are in the
     compute type already, and have no gradients to sum.

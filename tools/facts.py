@@ -122,7 +122,7 @@ def words_of(source: str, syntax: ast.Module) -> Iterator[tuple[int, str]]:
         if token.type == tokenize.COMMENT:
             yield from refused(token.string, token.start[0])
     for node in ast.walk(syntax):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\s", node.value.strip()):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\s", node.value):
             yield from refused(node.value, node.lineno)
 
 

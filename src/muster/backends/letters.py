@@ -127,7 +127,7 @@ class Letters(Answers):
                 if due():
                     box.serve_once(act)
                 said = ""
-            except Exception as error:  # noqa: BLE001 (a thread's edge: who asks is told by their own clock)
+            except Exception as error:  # noqa: BLE001 (a thread's edge: the sender has a timeout of its own)
                 if not said:
                     print(f"muster: questions to {box.name} are not answered: {error}", file=sys.stderr, flush=True)
                 said = str(error)

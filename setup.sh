@@ -8,6 +8,7 @@
 #   ./setup.sh test all [pytest arguments]           everything that CI runs
 #   ./setup.sh nightly [pytest arguments]            what CI leaves out: hours
 #   ./setup.sh gpu-check [torch versions]            the trainer's unit tests on CUDA builds of torch, no GPU; 5 GB each
+#   ./setup.sh docs                                  the documentation as a site, every link checked: .cache/docs-site
 #   ./setup.sh install [extras]                      only installs; default what every command here needs
 # Needs Python 3.11 or newer, and git to have cloned this. Variables:
 #   MUSTER_PYTHON   the Python to use
@@ -192,12 +193,16 @@ case $mode in
   gpu-check)
     gpu_check "$@"
     ;;
+  docs)
+    make_venv
+    "$VENV/bin/python" tools/docs_site.py
+    ;;
   install)
     install "${1:-all,gke,inspect,otlp,sweep}"
     say "done: $VENV/bin/muster"
     ;;
   *)
-    sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,20s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

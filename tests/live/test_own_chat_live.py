@@ -1,4 +1,4 @@
-"""From a 30-line chat JSONL and a base model without chat template to a reloaded model, by README's commands."""
+"""From 30 lines of chat and a base model without chat template to a reloaded model, by the tutorial and README."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.live
-COLOURS, THINGS = ("red", "green", "blue", "yellow", "black", "white"), ("apple", "car", "house", "river", "stone")
+ROOT = Path(__file__).parents[2]
 
 
 def make_base(folder, texts):
@@ -38,12 +38,10 @@ def make_base(folder, texts):
 
 
 def test_the_commands_from_own_rows_to_a_reloaded_model(tmp_path):
-    rows = [
-        [{"role": "user", "content": f"The {thing} is?"}, {"role": "assistant", "content": f"It is {colour}."}]
-        for thing in THINGS
-        for colour in COLOURS
-    ]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    tutorial = (ROOT / "docs" / "tutorial" / "first-model.md").read_text()
+    program = tutorial.partition("```python\n")[2].partition("```")[0]
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
     size = make_base(tmp_path / "base", [turn["content"] for row in rows for turn in row])
     env = {**os.environ, "MUSTER_HOME": str(tmp_path / "home"), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
 
@@ -72,7 +70,7 @@ def test_the_commands_from_own_rows_to_a_reloaded_model(tmp_path):
     assert tokenizer.decode(answer).startswith("It is ")
     assert answer[-1] == tokenizer.eos_token_id, "generation stops at the turn's end"
 
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     program = readme.partition("```python\n")[2].partition("```")[0].replace('"my-model"', '"out"')
     argv = [sys.executable, "-c", program]
     done = subprocess.run(argv, cwd=tmp_path, env=env, text=True, capture_output=True, check=False)

@@ -19,7 +19,7 @@ from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
 from muster.core.errors import Problem
 from muster.core.typed_json import JsonObject
-from muster.core.types import JobRequest
+from muster.core.types import JobRequest, Offer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,12 @@ class Checks:
 
 @dataclass(frozen=True, kw_only=True)
 class Market:
-    """What is sold here. Pure."""
+    """What is sold here, or is there."""
 
     rents: Callable[[Sequence[Option]], Sequence[Option]] = _everything
     """The catalogue's options as they are to be had here: fewer, or at another price."""
+    look: Callable[[RunSpec], Sequence[Offer]] | None = None
+    """The machines that are there for the run, asked within seconds; raises MusterError. None: the catalogue's."""
     notes: Callable[[RunSpec, float, float | None], Iterable[str]] | None = None
     """What a plan says of the place: of the run file as planned, seconds of a step, and dollars of all hosts by the
     hour. None: nothing."""

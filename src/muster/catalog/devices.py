@@ -19,7 +19,9 @@ def accelerator_of(device_name: str) -> Accelerator | None:
     result = [row for name, row in accelerators().items() if name.upper().split("-")[0] == parts[0]]
     if len(result) <= 1:
         return result[0] if result else None
-    sizes = [int(size) for word in parts for size in re.findall(r"(\d+)GB", word)]  # as sold: up to 7 % less than is seen
+    sizes = [
+        int(size) for word in parts for size in re.findall(r"(\d+)GB", word)
+    ]  # as sold: up to 7 % less than is seen
     sized = [row for row in result if any(0.9 < size * 1e9 / row.memory_bytes < 1.1 for size in sizes)]
     return sized[0] if len(sized) == 1 else None
 

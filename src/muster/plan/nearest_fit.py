@@ -85,7 +85,17 @@ def _limit(problem: Problem) -> str | None:
 def _telling(rejected: tuple[Rejection, ...]) -> str:
     # Of a TPU's machines the one with the largest slices came furthest.
     rejected = tuple(sorted(rejected, key=lambda one: -len(one.option.slices)))
-    order = ("needs ", "not known in", "peak", "unknown", "price", "asks for", "a TPU")
+    order = (
+        "needs ",
+        " attention; known",
+        "no layout",
+        "not known in",
+        "peak",
+        "unknown",
+        "price",
+        "asks for",
+        "a TPU",
+    )
     for word in order:
         for rejection in rejected:
             if word in rejection.reason and not rejection.reason.startswith(("needs a ", "resources.")):

@@ -105,6 +105,43 @@ def test_a_reservation_without_a_name_is_planned_and_its_name_is_asked_for(plann
     assert any("resources.reservation will be named" in line for line in found.plan.assumptions)
 
 
+SINFO = """\
+#!{python}
+import sys, time
+time.sleep({s})
+form = next(word for word in sys.argv if word.startswith("--format="))[len("--format="):]
+node = dict(n="n1", R="gpu", T="idle", G="gpu:h100:8", c="96", m="1000000", f="(null)", l="infinite", a="up", s="1-8")
+for name, value in node.items():
+    form = form.replace("%" + name, value)
+print(form)
+"""
+
+
+def test_a_slurm_cluster_is_asked_what_it_has(planned, tmp_path, monkeypatch):
+    (tmp_path / "sinfo").write_text(SINFO.format(python=sys.executable, s=0))
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = planned("resources.device=cuda", "resources.hosts=1", backend="slurm")
+    assert {each.option.offer.location for each in found.outcome.candidates} == {"gpu"}
+    assert found.plan.chosen.accelerator == "H100" and found.plan.chosen.usd.p50 == 0
+    assert any("the cluster has 8 H100 in gpu as a3-" in line for line in found.plan.assumptions)
+
+
+def test_a_slurm_cluster_that_does_not_answer_leaves_an_assumption(planned, tmp_path, monkeypatch):
+    monkeypatch.setattr("muster.backends.slurm.LOOK_S", 0.2)
+    (tmp_path / "sinfo").write_text(SINFO.format(python=sys.executable, s=30))
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = planned("resources.device=cuda", "resources.hosts=1", backend="slurm")
+    [line] = [line for line in found.plan.assumptions if "the cluster was not asked" in line]
+    assert "0.2 s" in line and "an assumption" in line and found.plan.chosen.usd.p50 > 0
+
+
+def test_the_reason_is_the_machines_that_was_asked_for_and_no_tpus(planned):
+    with pytest.raises(NoPlanError, match="A100-80GB has no flash3 attention; known: flash2"):
+        planned("resources.accelerator=A100-80GB", "model.attention=flash_attention_3")
+
+
 def test_a_price_of_no_machine_is_not_used_and_that_is_said(planned):
     with_price, without = planned("resources.usd_per_host_hour=1"), planned()
     assert with_price.plan.chosen.usd == without.plan.chosen.usd

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from muster.config.spec import RunSpec
 from muster.core.errors import MusterError
 from muster.core.processes import processor_ticks
 from muster.core.typed_json import Record, Unreadable, decode, encode
+from muster.core.types import Offer
 from muster.plan.memory import CUDA, DeviceOverhead
 from muster.storage import run_registry
 
@@ -68,6 +70,10 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
         return _this_cpu(spec, home or run_registry.home())
     options = list(backends.get(spec.backend).market.rents(offers.catalogue(own_prices(home))))
     notes: list[str] = []
+    look = backends.get(spec.backend).market.look
+    if look is not None and spec.resources.machine is None and not tpu:
+        options, note = _of_cluster(spec, look, options)
+        notes.append(note)
     usd, machine = spec.resources.usd_per_host_hour, rows.machines().get(spec.resources.machine or "")
     if usd is not None and machine is not None:
         mode = spec.resources.provisioning_model
@@ -90,6 +96,30 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
         options = [option, *options] if option is not None else options
         notes += [note] if note else []
     return Hardware(options=options, notes=tuple(notes))
+
+
+def _of_cluster(
+    spec: RunSpec, look: Callable[[RunSpec], Sequence[Offer]], catalogue: list[Option]
+) -> tuple[list[Option], str]:
+    """(The cluster's machines, each as the catalogue's with its GPUs; what was learned), else the catalogue's."""
+    try:
+        offered = look(spec)
+    except MusterError as error:
+        return catalogue, f"the cluster was not asked ({error}): the machine of this plan is an assumption"
+    usd, source = _price_here(spec)
+    result, names = [], []
+    for offer in offered:
+        alike = (row for row in rows.machines().values() if row.accelerator == offer.accelerator)
+        machine = next((row for row in alike if row.count == offer.gpus_per_node), None)
+        if machine is not None:
+            price = offers.own_price(machine.name, "owned", offer.location, usd / machine.count, source)
+            option = offers.option(machine, rows.modes()["owned"], offer.location, price)
+            result.append(replace(option, offer=replace(option.offer, max_nodes=offer.max_nodes)))
+            names.append(f"{offer.gpus_per_node} {offer.accelerator} in {offer.location} as {machine.name}")
+    if not result:
+        seen = ", ".join(sorted({f"{each.gpus_per_node} {each.accelerator}" for each in offered})) or "no usable node"
+        return catalogue, f"the cluster has {seen}, which is not planned: the machine of this plan is an assumption"
+    return result, f"the cluster has {', '.join(sorted(set(names)))}; its network: resources.network_gb_s"
 
 
 def _these_gpus(spec: RunSpec) -> tuple[Option | None, str | None]:

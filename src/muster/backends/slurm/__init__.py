@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muster.backends.backend import Acceptance, Backend, Capabilities, Checks, Provisioning, RenderedFiles
+from muster.backends.backend import Acceptance, Backend, Capabilities, Checks, Market, Provisioning, RenderedFiles
 from muster.backends.protocols import Launcher
 from muster.backends.site import Site
 from muster.backends.slurm.run_file_rules import rules
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
-from muster.core.types import JobRequest
+from muster.core.types import JobRequest, Offer
 
 
 def _launcher() -> Launcher:
@@ -18,6 +18,18 @@ def _launcher() -> Launcher:
     from muster.backends.slurm.launcher import SlurmLauncher
 
     return SlurmLauncher()
+
+
+#: A plan waits no longer for a controller.
+LOOK_S = 5.0
+
+
+def _look(spec: RunSpec) -> Sequence[Offer]:
+    """The cluster's nodes as ``sinfo`` has them."""
+    from muster.backends.slurm.commands import Slurm
+    from muster.backends.slurm.launcher import SlurmLauncher
+
+    return SlurmLauncher(slurm=Slurm(timeout_s=LOOK_S)).offers(spec)
 
 
 def _script(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
@@ -69,6 +81,7 @@ BACKEND = Backend(
         image=lambda spec: spec.slurm.container.image if spec.slurm.container is not None else None,
         fixed_keys=("slurm",),
     ),
+    market=Market(look=_look),
     formats={"yaml": _script, "toolkit": _blueprint},
     provisioning=Provisioning(drain=_drain),
     acceptance=Acceptance(access=_access, rehearse=_rehearse, site=_site),

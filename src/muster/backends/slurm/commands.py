@@ -53,6 +53,7 @@ class Slurm:
 
     shell: Shell = field(default_factory=lambda: SystemShell(own_group=True))
     user: str = field(default_factory=lambda: str(os.getuid()))
+    timeout_s: float = TIMEOUT_S
 
     def nodes(self) -> list[dict[str, str]]:
         """A row per node and partition: node, partition, state, gres, cpus, memory, features, limit, up, size."""
@@ -201,7 +202,7 @@ class Slurm:
 
     def _run(self, *argv: str, env: Mapping[str, str] | None = None, stdin: str | None = None) -> Completed:
         try:
-            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, stdin=stdin, timeout_s=TIMEOUT_S)
+            return self.shell.run(argv, env={**_ENVIRONMENT, **(env or {})}, stdin=stdin, timeout_s=self.timeout_s)
         except BackendError as error:
             if "not found" in str(error):
                 raise BackendError(

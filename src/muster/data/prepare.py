@@ -34,7 +34,6 @@ from muster.data.cache import (
     translated,
 )
 from muster.data.chat.engine import ChatRules
-from muster.data.chat.template import writes_date
 from muster.data.sequences import SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
@@ -230,7 +229,7 @@ def _chat_template(tokenizer_source: Path | TrainedTokenizer | None, template: C
 def _today(run_dir: Path, chat_template: str) -> str:
     """The date that a chat template may write: the one in the run's id, which is the same on all hosts and at each
     resume; without a run that of the first preparation."""
-    if not writes_date(chat_template):
+    if "strftime_now" not in chat_template:
         return _NO_DATE
     if dated := _DATE.search(run_registry.existing_id(run_dir) or ""):
         return "-".join(dated.groups())

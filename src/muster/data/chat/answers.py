@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from muster.core.typed_json import Json
 from muster.core.typed_json import JsonObject as Row
-from muster.data.chat.rows import REASONING, NotWritten, RowRefusal, reasoning_of
+from muster.data.chat.rows import REASONING, NotWritten, RowRefusal, reasoning_of, with_words
 from muster.data.chat.template import Span, Template, TemplateRefusal
 
 Options = Mapping[str, Json]
 #: Digits have no case, are not stripped, escaped, quoted or split; of one width none is part of another.
 _BASE, _WIDTH, _LEAVES = 86753090, 8, 1000
+_WORDS = {"content", "tool_calls", *REASONING}
 _OPENS = re.compile(r"(?:<(?!/)([a-z_]+)>|\[(?!/)([A-Z_]+)\])\s*$")
 _BLOCK = re.compile(r"<([a-z_]+)>\s*</\1>\s*|\[([A-Z_]+)\]\s*\[/\2\]\s*")
 
@@ -89,7 +90,7 @@ class AnswerFinder:
     _endings: dict[tuple[str, str, bool], tuple[str, str] | None] = field(default_factory=dict)
 
     def find(self, messages: Sequence[Row], tools: Sequence[Json], turn: int, options: Options) -> Answer:
-        """The answer in turn ``turn``. Raises RowRefusal, TemplateRefusal."""
+        """The answer in turn ``turn``. Raises RowRefusal."""
         history, answer = messages[:turn], messages[turn]
         full = self.template.render(messages[: turn + 1], tools, options, prompt=False)
         base = self._unused_base(full)
@@ -159,8 +160,8 @@ class AnswerFinder:
         begin = _span(answered, marked[-1][1])
         if begin is None:
             raise NotWritten("the chat template does not write an assistant's turn")
-        header = asked[_end(asked, before) :]
-        material = answered[_end(answered[: begin[0]], before) : begin[0]]
+        header = asked[(_span(asked, before) or (0, 0))[1] :]
+        material = answered[(_span(answered[: begin[0]], before) or (0, 0))[1] : begin[0]]
         if not one.prompt.endswith(header) or not one.shown[:first].endswith(material):
             raise RowRefusal("the chat template writes an answer's header differently by what was said before")
         begins, result = first - len(material), self._aligned(header, material, messages[-1])
@@ -230,7 +231,8 @@ class AnswerFinder:
         text = f"{one.base}{10**_WIDTH - 1}"
         message: dict[str, Json] = {"role": role, "content": text}
         if role == "tool":
-            message |= {"name": "f", "tool_call_id": _call_id(one.marked)}
+            ids = (call["id"] for call in _calls(one.marked) if "id" in call)
+            message |= {"name": "f", "tool_call_id": next(ids, "call00001")}
         turns = [*one.messages[: one.number], one.marked, message]
         try:
             return self.template.render(turns, one.tools, one.options, prompt=False).partition(text)[0]
@@ -256,49 +258,21 @@ class AnswerFinder:
 
 
 def _with_sentinels(message: Row, base: int, number: int) -> tuple[Row, list[str], list[str]]:
-    """A turn whose texts are sentinels; these; and those of its calls' names, which must be written.
-
-    Empty texts stay, because templates test for them, and so does what is not text.
-    """
+    """A turn whose words are sentinels; these; and those of its calls' names, which must be written."""
     names: list[str] = []
 
-    def replaced(value: Json) -> Json:
-        if isinstance(value, str):
-            if not value:
-                return value
-            names.append(f"{base}{number * _LEAVES + len(names):0{_WIDTH}}")
-            return names[-1]
-        if isinstance(value, dict):
-            return {key: replaced(item) for key, item in value.items()}
-        return [replaced(item) for item in value] if isinstance(value, list) else value
+    def named(words: str) -> Json:
+        names.append(f"{base}{number * _LEAVES + len(names):0{_WIDTH}}")
+        return names[-1]
 
-    result = dict(message)
-    if isinstance(thought := message.get(REASONING[0]), str) and thought:
-        sentinel = replaced(thought)
-        result.update({name: sentinel for name in REASONING if name in message})
-    result["content"] = replaced(message.get("content", ""))
-    if "content" not in message:
-        del result["content"]
-    called: list[str] = []
-    calls: list[Json] = []
-    for call in _calls(message):
-        inner = call.get("function") if isinstance(call.get("function"), dict) else call
-        assert isinstance(inner, dict)
-        function = {**inner, "name": replaced(inner.get("name")), "arguments": replaced(inner.get("arguments"))}
-        called += [str(function["name"])] if function["name"] else []
-        calls.append(function if inner is call else {**call, "function": function})
-    if calls:
-        result["tool_calls"] = calls
-    return result, names, called
+    result = with_words(message, named, _WORDS)
+    inner = [call.get("function", call) for call in _calls(result)]
+    return result, names, [str(each["name"]) for each in inner if isinstance(each, dict) and each.get("name")]
 
 
 def _calls(message: Row) -> list[Row]:
     calls = message.get("tool_calls")
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-
-
-def _call_id(message: Row) -> Json:
-    return next((call["id"] for call in _calls(message) if "id" in call), "call00001")
 
 
 def _span(text: str, names: Sequence[str]) -> Span | None:
@@ -307,11 +281,6 @@ def _span(text: str, names: Sequence[str]) -> Span | None:
     if not present:
         return None
     return min(map(text.find, present)), max(text.rfind(name) + len(name) for name in present)
-
-
-def _end(text: str, names: Sequence[str]) -> int:
-    span = _span(text, names)
-    return span[1] if span else 0
 
 
 def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:

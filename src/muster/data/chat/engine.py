@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from muster.core.errors import UsageError
 from muster.core.typed_json import Json
 from muster.core.typed_json import JsonObject as Row
 from muster.data.chat.answers import Answer, AnswerFinder, Options
-from muster.data.chat.masks import ChatText, ChatTokenizer, Document, Masker, any_of
+from muster.data.chat.masks import ChatText, ChatTokenizer, Document, Learned, Masker, any_of
 from muster.data.chat.rows import (
     Conversation,
     NotWritten,
@@ -24,11 +25,10 @@ from muster.data.chat.rows import (
     conversation,
     reasoning_of,
     row_error,
-    with_content,
     without_reasoning,
 )
 from muster.data.chat.structures import Differs, Structures
-from muster.data.chat.template import Span, Template, TemplateRefusal
+from muster.data.chat.template import Span, Template
 
 #: Variables by which templates take whether the model thinks before it answers.
 _THINKING = ("enable_thinking", "thinking")
@@ -85,11 +85,8 @@ class ChatReport:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ChatReport:
-        first = value["first"]
-        return cls(
-            changes=Counter(value["changes"]), refused=Counter(value["refused"]), empty=value["empty"],
-            first=(first[0], first[1]) if first else None, stops=set(value["stops"]),
-        )  # fmt: skip
+        first, counts = value["first"], (Counter(value["changes"]), Counter(value["refused"]))
+        return cls(*counts, (first[0], first[1]) if first else None, value["empty"], set(value["stops"]))
 
 
 class ChatEngine:
@@ -112,7 +109,8 @@ class ChatEngine:
         )
         self._masker, self._control = Masker(encoder), any_of(encoder.special_tokens)
         self._named = frozenset(stops)
-        self._structures = Structures(self.template, self._texts)
+        odd = re.compile(f"{self._control.pattern}|<think>")
+        self._structures = Structures(self.template, odd, self._texts)
         # What ends a plain answer ends one that calls tools: `</tool_call>` may be a special token, too.
         if (plain := self.plain_stop()) and plain not in stops:
             self._finder = replace(self._finder, stops=(*stops, plain))
@@ -129,9 +127,9 @@ class ChatEngine:
         )
         result: list[list[Document]] = []
         for index, row in enumerate(texts):
-            encoded = [next(encodings) for _ in row]
+            own = [next(encodings) for _ in row]
             try:
-                result.append(self._masker.documents(row, encoded, report.stops))
+                result.append(self._masker.documents(row, own, report.stops))
             except RowRefusal as refusal:
                 result.append([])
                 _refuse(report, str(refusal), first_row + index)
@@ -141,16 +139,13 @@ class ChatEngine:
         """A row's conversation as it is rendered. Raises UsageError, RowRefusal."""
         changes = Counter() if changes is None else changes
         found = conversation(row, changes, text_arguments=self.template.arguments_are_text)
-        turns = found.messages
-        special = sum(self._control.search(str(turn.get("content"))) is not None for turn in turns)
-        changes["texts with special tokens of the tokenizer, which stay what they are"] += special
-        for role in [str(turn["role"]) for turn in turns if not self.template.writes(str(turn["role"]))]:
-            changes[f"turns of role {role!r}, which the chat template does not write"] += 1
         if self.template.needs_content:
-            turns = with_content(turns)
+            found = found._replace(messages=[{"content": "", **turn} for turn in found.messages])
         if self._rules.thinking == "off":
+            turns = found.messages
             turns = [without_reasoning(turn, changes) if turn["role"] == "assistant" else turn for turn in turns]
-        return found._replace(messages=turns, has_special=special > 0)
+            found = found._replace(messages=turns)
+        return found
 
     def plain_stop(self) -> str | None:
         """The token that ends the answer to a question; None: the template refuses them, or nothing ends it."""
@@ -162,14 +157,14 @@ class ChatEngine:
 
     def answer(self, found: Conversation, turn: int) -> tuple[Answer, Options]:
         """The answer in turn ``turn``, and the template's options it is asked with. Raises RowRefusal."""
-        first: Exception | None = None
+        first: RowRefusal | None = None
         for options in self._options(found.messages[turn]):
             try:
                 return self._finder.find(found.messages, found.tools, turn, options), options
-            except (RowRefusal, TemplateRefusal) as error:
+            except RowRefusal as error:
                 first = first or error
         assert first is not None
-        raise _as_refusal(first)
+        raise first
 
     def _options(self, answer: Row) -> list[Options]:
         """Options to try, in order: what the row shows, then the template's own default."""
@@ -189,13 +184,19 @@ class ChatEngine:
         except RowRefusal as refusal:
             _refuse(report, str(refusal), index)
             return []
-        report.changes += changes
+        if changes:
+            report.changes.update(changes)
         report.empty += not texts
         return texts
 
     def _texts(self, found: Conversation, changes: Counter[str]) -> list[ChatText]:
         """The documents of a conversation; none: no answer says anything. Raises RowRefusal."""
         roles, train_on = self._rules.roles, self._rules.train_on
+        for message in found.messages:
+            if self._control.search(str(message.get("content"))):
+                changes["texts with special tokens of the tokenizer, which stay what they are"] += 1
+            if not self.template.writes(role := str(message["role"])):
+                changes[f"turns of role {role!r}, which the chat template does not write"] += 1
         trained = [
             turn for turn, message in enumerate(found.messages)
             if message["role"] in roles and turn not in found.untrained
@@ -206,28 +207,22 @@ class ChatEngine:
         if train_on == "all":
             return [self._all(found, saying)]
         others = [turn for turn in saying if found.messages[turn]["role"] != "assistant"]
-        answers, refusal = self._answers(found, [turn for turn in saying if turn not in others], changes)
-        if refusal is not None and not answers and not others:
-            raise refusal
-        changes["empty answers, not learned"] += sum(
-            found.messages[turn]["role"] == "assistant" for turn in set(trained) - set(saying)
-        )
-        for answer in answers:
-            for change, applies in self._remarks(answer).items():
-                changes[change] += applies
+        answers = self._answers(found, [turn for turn in saying if turn not in others], changes, required=not others)
+        if empty := sum(found.messages[turn]["role"] == "assistant" for turn in set(trained) - set(saying)):
+            changes["empty answers, not learned"] += empty
         if others or not answers:
             text = self._whole(found)
             spans = tuple(self._turn_span(found, turn, text) for turn in others)
             covered = [each for each in answers if text.startswith(each.prompt + each.text)]
             left = [each for each in answers if each not in covered]
-            return [ChatText(text, tuple(covered), spans), *_covers(left)]
-        return _covers(answers)
+            return [ChatText(text, self._learned(covered), spans), *self._covers(left)]
+        return self._covers(answers)
 
     def _answers(
-        self, found: Conversation, turns: Sequence[int], changes: Counter[str]
-    ) -> tuple[list[Answer], RowRefusal | None]:
-        """The answers in these turns that the template writes as they are asked for, and why the last other one is
-        not."""
+        self, found: Conversation, turns: Sequence[int], changes: Counter[str], *, required: bool
+    ) -> list[Answer]:
+        """The answers in these turns that the template writes as they are asked for. Raises RowRefusal: one is
+        ``required``, and there is none."""
         answers, refused = [], None
         for turn in turns:
             try:
@@ -237,47 +232,56 @@ class ChatEngine:
                 changes[f"answers left out: {refusal}"] += 1
                 if isinstance(refusal, NotWritten):
                     break
-        return answers, refused
+        if refused is not None and required and not answers:
+            raise refused
+        for answer in answers:
+            asked = answer.prompt[answer.prompt.rfind("<think>") :]
+            remarks = {
+                "answers whose reasoning the template does not write": answer.drops_reasoning,
+                "answers end with a token that no config names as an end": answer.stop not in self._named,
+                "answers after an empty think block, which is the prompt's": _EMPTY_BLOCK.fullmatch(asked),
+                "answers learn an empty think block first": _EMPTY_BLOCK.match(answer.text),
+            }
+            changes.update(remark for remark, applies in remarks.items() if applies)
+        return answers
 
-    def _remarks(self, answer: Answer) -> dict[str, bool]:
-        return {
-            "answers whose reasoning the template does not write": answer.drops_reasoning,
-            "answers end with a token that no config names as an end": answer.stop not in self._named,
-            "answers after an empty think block, which is the prompt's": bool(
-                _EMPTY_BLOCK.fullmatch(answer.prompt[answer.prompt.rfind("<think>") :])
-            ),
-            "answers learn an empty think block first": bool(_EMPTY_BLOCK.match(answer.text)),
-        }
+    def _learned(self, answers: Sequence[Answer]) -> tuple[Learned, ...]:
+        return tuple(
+            Learned(
+                self._masker.last_special(each.prompt), len(each.prompt),
+                len(each.prompt + each.text), each.stop, each.marked,
+            )
+            for each in answers
+        )  # fmt: skip
+
+    def _covers(self, answers: Sequence[Answer]) -> list[ChatText]:
+        """The fewest documents that hold all answers: one that another begins with is part of it."""
+        result: list[ChatText] = []
+        left = list(answers)
+        while left:  # a later turn's text is the longer one
+            last = left[-1]
+            text = last.prompt + last.text
+            inside = [each for each in left if text.startswith(each.prompt + each.text)]
+            left = [each for each in left if each not in inside]
+            result.append(ChatText(text + last.rest, self._learned(inside)))
+        return result[::-1]
 
     def _all(self, found: Conversation, saying: Sequence[int]) -> ChatText:
         """The whole conversation, with the stop token where it ends with an answer."""
-        text = self._whole(found)
+        text, stop = self._whole(found), ""
         if saying and saying[-1] == len(found.messages) - 1:
-            try:
+            with suppress(RowRefusal):  # a text that is learned whole needs no prompt
                 last = self.answer(found, saying[-1])[0]
-            except RowRefusal:  # a text that is learned whole needs no prompt
-                return ChatText(text, spans=((0, len(text)),))
-            if (last.prompt + last.text).startswith(text):
-                text = last.prompt + last.text
-            return ChatText(text, spans=((0, len(text)),), stop=last.stop)
-        return ChatText(text, spans=((0, len(text)),))
+                stop, ended = last.stop, last.prompt + last.text
+                text = ended if ended.startswith(text) else text
+        return ChatText(text, spans=((0, len(text)),), stop=stop)
 
-    def _whole(self, found: Conversation) -> str:
-        try:
-            return self.template.render(found.messages, found.tools, {}, prompt=False)
-        except TemplateRefusal as error:
-            raise _as_refusal(error) from error
+    def _whole(self, found: Conversation, count: int | None = None) -> str:
+        return self.template.render(found.messages[:count], found.tools, {}, prompt=False)
 
     def _turn_span(self, found: Conversation, turn: int, text: str) -> Span:
         """What a turn of another role adds to ``text``, up to its end token. Raises RowRefusal."""
-        try:
-            texts = [
-                self.template.render(found.messages[:count], found.tools, {}, prompt=False) if count else ""
-                for count in (turn, turn + 1)
-            ]
-        except TemplateRefusal as error:
-            raise _as_refusal(error) from error
-        before, after = texts
+        before, after = self._whole(found, turn) if turn else "", self._whole(found, turn + 1)
         for token in self._finder.special:
             place = after.rfind(token, len(before))
             if place >= 0 and not after[place + len(token) :].strip():
@@ -300,20 +304,6 @@ def ending_token(encoder: ChatTokenizer) -> str | None:
     return ChatEngine(encoder, ChatRules()).plain_stop()
 
 
-def _covers(answers: Sequence[Answer]) -> list[ChatText]:
-    """The fewest documents that hold all answers: one that another begins with is part of it."""
-    texts = [each.prompt + each.text for each in answers]
-    result: list[ChatText] = []
-    taken: set[int] = set()
-    for number in reversed(range(len(answers))):  # a later turn's text is the longer one
-        if number in taken:
-            continue
-        inside = [other for other in range(number + 1) if other not in taken and texts[number].startswith(texts[other])]
-        taken.update(inside)
-        result.append(ChatText(texts[number] + answers[number].rest, tuple(answers[other] for other in inside)))
-    return result[::-1]
-
-
 def _says_something(message: Row) -> bool:
     return any(
         value.strip() if isinstance(value, str) else value
@@ -326,10 +316,3 @@ def _refuse(report: ChatReport, reason: str, index: int) -> None:
     report.refused[reason] += 1
     if report.first is None or index < report.first[0]:
         report.first = (index, reason)
-
-
-def _as_refusal(error: Exception) -> RowRefusal:
-    if isinstance(error, TemplateRefusal):
-        return RowRefusal(f"the chat template refuses a conversation: {error}")
-    assert isinstance(error, RowRefusal)
-    return error

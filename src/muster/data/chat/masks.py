@@ -7,12 +7,10 @@ tokenised alone: of the joint text a token may lie across the border, which gene
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from muster.data.chat.answers import Answer
 from muster.data.chat.rows import RowRefusal
 from muster.data.chat.template import Span
 
@@ -37,12 +35,25 @@ class ChatTokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
 
+class Learned(NamedTuple):
+    """An answer in the text of a document, as characters of it."""
+
+    special: int
+    """Where the last special token of its prompt begins; -1: its prompt has none."""
+    start: int
+    """Where its prompt ends."""
+    end: int
+    """Behind its stop token."""
+    stop: str
+    marked: tuple[Span, ...] = ()
+    """What ``{% generation %}`` marks of it; empty: all is learned."""
+
+
 class ChatText(NamedTuple):
     """One document as text."""
 
     text: str
-    answers: tuple[Answer, ...] = ()
-    """Learned ones, whose prompt and text it begins with."""
+    answers: tuple[Learned, ...] = ()
     spans: tuple[Span, ...] = ()
     """Characters that are learned besides: turns of other roles, or everything."""
     stop: str = ""
@@ -54,52 +65,60 @@ class Masker:
 
     def __init__(self, encoder: ChatTokenizer) -> None:
         self._encoder = encoder
-        self._encoded: dict[str, list[int]] = {}
+        self._headers: dict[str, list[int]] = {}
+        self._ids: dict[str, int] = {}
 
     def documents(self, texts: Sequence[ChatText], encodings: Sequence[Any], stops: set[int]) -> list[Document]:
         """The documents of one row, whose ``texts`` were tokenised as ``encodings``; the ids that end its answers are
         added to ``stops``. Raises RowRefusal."""
         documents: list[Document] = []
-        for each, encoding in zip(texts, encodings, strict=True):
+        for (text, answers, spans, last_stop), encoding in zip(texts, encodings, strict=True):
             ids: list[int] = encoding.ids
             mask = bytearray(len(ids))
-            for begin, end in each.spans:
+            for begin, end in spans:
                 _learn(mask, encoding.offsets, begin, end)
-            if each.stop:
-                stops.add(self._id(each.stop))
-            length = 0 if each.answers else len(ids)
-            for answer in each.answers:
-                stop = self._id(answer.stop)
+            if last_stop:
+                stops.add(self._id(last_stop))
+            length = 0 if answers and not spans else len(ids)
+            for answer in answers:
+                stop = self._ids.get(answer.stop) or self._id(answer.stop)
                 stops.add(stop)
-                start = self._prompt_tokens(answer.prompt, ids, encoding)
-                last = encoding.char_to_token(len(answer.prompt) + len(answer.text) - 1)
+                start = self._prompt_tokens(text, answer, ids, encoding)
+                last = encoding.char_to_token(answer.end - 1)
                 if start is None or last is None or ids[last] != stop:
-                    documents.append(self._apart(answer, stop))
+                    documents.append(self._apart(text[: answer.start], text[answer.start : answer.end], stop))
                     continue
-                length = len(ids) if answer is each.answers[-1] else last + 1
+                length = len(ids) if spans or answer is answers[-1] else last + 1
                 if answer.marked:
                     for begin, end in answer.marked:
                         _learn(mask, encoding.offsets, begin, end)
                     mask[last] = 1
                 else:
                     mask[start : last + 1] = b"\1" * (last + 1 - start)
-            if length or each.spans:
-                length = len(ids) if each.spans else length
-                documents.append((ids[:length], mask[:length]))
+            if length:
+                documents.append((ids, mask) if length == len(ids) else (ids[:length], mask[:length]))
         return documents
 
-    def _prompt_tokens(self, prompt: str, ids: list[int], encoding: Any) -> int | None:
+    def last_special(self, text: str) -> int:
+        """Where the last special token of ``text`` begins; -1: it has none."""
+        return max((each.start() for each in self._cutting.finditer(text)), default=-1)
+
+    def _prompt_tokens(self, text: str, answer: Learned, ids: list[int], encoding: Any) -> int | None:
         """How many of ``ids`` are the prompt's, where it is tokenised alone to the same ids; else None.
 
         Special tokens cut a text before anything else, so ids up to the last of them do not depend on what follows.
         """
-        for last in deque(self._cutting.finditer(prompt), maxlen=1):
-            place = encoding.char_to_token(last.start())
-            if place is not None and ids[place] == self._encoder.fast.token_to_id(last[0]):
-                tail = self._encode(prompt[last.end() :])
-                if ids[place + 1 : place + 1 + len(tail)] == tail:
-                    return int(place) + 1 + len(tail)
-        alone = self._encoder.encode([prompt])[0]
+        if answer.special >= 0:
+            header = text[answer.special : answer.start]
+            tokens = self._headers.get(header)
+            if tokens is None:
+                if len(self._headers) > 10_000:
+                    self._headers.clear()
+                tokens = self._headers[header] = self._encoder.encode([header])[0]
+            place = encoding.char_to_token(answer.special)
+            if place is not None and ids[place : place + len(tokens)] == tokens:
+                return int(place) + len(tokens)
+        alone = self._encoder.encode([text[: answer.start]])[0]
         return len(alone) if ids[: len(alone)] == alone else None
 
     @cached_property
@@ -111,18 +130,10 @@ class Masker:
         ]  # fmt: skip
         return any_of(plain)
 
-    def _encode(self, text: str) -> list[int]:
-        """Ids of the end of a prompt: a handful of texts in most templates."""
-        if text not in self._encoded:
-            if len(self._encoded) > 10_000:
-                self._encoded.clear()
-            self._encoded[text] = self._encoder.encode([text])[0]
-        return self._encoded[text]
-
-    def _apart(self, answer: Answer, stop: int) -> Document:
+    def _apart(self, asked: str, text: str, stop: int) -> Document:
         """Prompt and answer tokenised apart, because one token would lie across their border. Raises RowRefusal."""
-        prompt, whole = self._encoder.encode([answer.prompt, answer.prompt + answer.text])
-        ids = [*prompt, *self._after(answer.text)]
+        prompt, whole = self._encoder.encode([asked, asked + text])
+        ids = [*prompt, *self._after(text)]
         if ids[-1] != stop or self._text_of(ids) != self._text_of(whole):
             raise RowRefusal("the tokenizer cannot write an answer after its prompt without changing the text")
         mask = bytearray(len(prompt)) + b"\1" * (len(ids) - len(prompt))
@@ -143,6 +154,7 @@ class Masker:
         result = self._encoder.fast.token_to_id(stop)
         if result is None:
             raise RowRefusal(f"the token that ends an answer, {stop!r}, is not in the vocabulary")
+        self._ids[stop] = int(result)
         return int(result)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import NamedTuple
 
 from muster.core.errors import UsageError
@@ -30,8 +31,9 @@ _ALIASES = {
 _SHAREGPT = {"human", "gpt", "function_call", "observation"}
 #: One field under three names, the one that templates read first (as in transformers).
 REASONING = ("reasoning_content", "thinking", "reasoning")
-_PLAIN = {"role", "content"}
 _TEXT_PARTS = {None, "text", "input_text", "output_text"}
+#: Fields by which data sets say whether a turn is learned.
+_WEIGHTS = ("weight", "train", "training", "loss")
 _INLINE = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
@@ -63,8 +65,8 @@ class Conversation(NamedTuple):
     tools: list[Json]
     untrained: frozenset[int]
     """Turns that the row says are context: ``weight: 0``, ``train: false``."""
-    has_special: bool = False
-    """Special tokens of the tokenizer are part of its words."""
+    tools_text: str = ""
+    """``tools`` as JSON."""
 
 
 def conversation(row: Row, changes: Counter[str], *, text_arguments: bool = False) -> Conversation:
@@ -77,13 +79,48 @@ def conversation(row: Row, changes: Counter[str], *, text_arguments: bool = Fals
         RowRefusal: something in it cannot be written by a template.
     """
     turns = _turns(row, changes)
-    return Conversation(
-        messages=[_turn(turn, changes, text_arguments) for turn in turns],
-        tools=_tools(row, changes),
-        untrained=frozenset(
-            [place for place, turn in enumerate(turns) if isinstance(turn, dict) and _is_context(turn)]
-        ),
-    )
+    tools, text = _tools(row, changes) if row.get("tools") else ([], "")
+    messages: list[Row] = []
+    untrained: frozenset[int] = frozenset()
+    for place, turn in enumerate(turns):
+        if (
+            isinstance(turn, dict) and len(turn) == 2
+            and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
+        ):  # fmt: skip
+            messages.append(turn)
+            continue
+        messages.append(_turn(turn, changes, text_arguments))
+        weights = {
+            str(turn[name]).lower() for name in _WEIGHTS if isinstance(turn, dict) and turn.get(name) is not None
+        }
+        if weights & {"0", "0.0", "false"}:
+            untrained |= {place}
+        elif not weights <= {"1", "1.0", "true"}:
+            changes["turns of another weight than 0 and 1, which count whole"] += 1
+    return Conversation(messages, tools, untrained, text)
+
+
+def with_words(message: Row, words: Callable[[str], Json], fields: Collection[str] = ()) -> Row:
+    """The turn with ``words(text)`` in the place of each text but its role; empty ones stay: templates test for them.
+
+    All names of the reasoning get one text. ``fields``: only these are changed, and names and arguments of calls.
+    """
+    kept = {"role", "type", "id"} if fields else {"role", "type"}
+
+    def replaced(value: Json, name: str) -> Json:
+        if isinstance(value, str):
+            return words(value) if value and name not in kept else value
+        if isinstance(value, dict):
+            return {key: replaced(item, name if name == "arguments" else key) for key, item in value.items()}
+        return [replaced(item, name) for item in value] if isinstance(value, list) else value
+
+    thought = replaced(message.get(REASONING[0]), REASONING[0])
+    result: dict[str, Json] = {}
+    for name, value in message.items():
+        result[name] = (
+            thought if name in REASONING else value if fields and name not in fields else replaced(value, name)
+        )
+    return result
 
 
 def reasoning_of(message: Row) -> str:
@@ -93,11 +130,6 @@ def reasoning_of(message: Row) -> str:
         return value
     inline = _INLINE.match(str(message.get("content") or ""))
     return inline[1] if inline else ""
-
-
-def with_content(messages: Sequence[Row]) -> list[Row]:
-    """The turns with empty text where there is no content, for templates that cannot do without."""
-    return [{"content": "", **message} for message in messages]
 
 
 def without_reasoning(message: Row, changes: Counter[str]) -> Row:
@@ -132,12 +164,17 @@ def spoken(row: Row) -> list[tuple[str, str]]:
 
 
 def _turns(row: Row, changes: Counter[str]) -> list[Json]:
-    name = next((name for name in CHAT_COLUMNS if name in row), CHAT_COLUMNS[0])
+    name = next((name for name in CHAT_COLUMNS if row.get(name)), CHAT_COLUMNS[0])
     turns = row.get(name)
     if isinstance(turns, str) and (turns := _parsed(turns)) is not None:
         changes["conversations given as JSON text"] += 1
     if not isinstance(turns, list) or not turns:
         raise UsageError(f"column {name!r} must be a list with at least one turn")
+    first, system = turns[0], row.get("system")
+    roles = {first.get("role"), first.get("from")} if isinstance(first, dict) else set()
+    if isinstance(system, str) and system.strip() and "system" not in roles:
+        changes["system texts of a column of their own put first"] += 1
+        return [{"role": "system", "content": system}, *turns]
     return turns
 
 
@@ -151,18 +188,18 @@ def _parsed(text: str) -> Json:
 
 
 def _turn(turn: Json, changes: Counter[str], text_arguments: bool) -> Row:
-    if isinstance(turn, dict) and turn.keys() == _PLAIN and turn["role"] in ROLES and isinstance(turn["content"], str):
-        return {**turn}
-    if not isinstance(turn, dict) or not ({"role", "from"} & {*turn}):
-        raise UsageError(f"a chat turn needs 'role' and 'content', got {str(turn)[:80]}")
-    if not {"content", "value", "tool_calls", *REASONING} & {*turn}:
+    spoken_in = {"content", "value", "tool_calls", *REASONING}
+    if not isinstance(turn, dict) or not ({"role", "from"} & {*turn} and spoken_in & {*turn}):
         raise UsageError(f"a chat turn needs 'role' and 'content', got {str(turn)[:80]}")
     message: dict[str, Json] = {name: value for name, value in turn.items() if value is not None}
     if "value" in turn and "content" not in turn:
         message["content"] = message.pop("value", None)
     message["role"] = _role(message, changes, is_sharegpt="role" not in turn)
-    for name in ("from", "weight", "train", "training"):
+    for name in ("from", *_WEIGHTS):
         message.pop(name, None)
+    if isinstance(function := message.pop("function_call", None), dict) and not message.get("tool_calls"):
+        message["tool_calls"] = [{"type": "function", "function": function}]
+        changes["function_call read as a call of a tool"] += 1
     if message.get("tool_calls"):
         message["tool_calls"] = _calls(message["tool_calls"], changes, text_arguments)
     else:
@@ -179,7 +216,8 @@ def _turn(turn: Json, changes: Counter[str], text_arguments: bool) -> Row:
     if isinstance(thought, list):
         thought = _content(thought, changes)
     if thought is not None:
-        return {"thinking": thought, **message, "reasoning_content": thought}
+        all_of_it = dict.fromkeys({*REASONING} & {*message}, thought)
+        return {"thinking": thought, **message, **all_of_it, "reasoning_content": thought}
     return message
 
 
@@ -253,20 +291,21 @@ def _without_nulls(value: Json, changes: Counter[str]) -> Json:
     return kept
 
 
-def _tools(row: Row, changes: Counter[str]) -> list[Json]:
-    """The JSON schemas of the chat's functions: a list, or (for columns of one type) its JSON text."""
-    tools = row.get("tools") or []
+def _tools(row: Row, changes: Counter[str]) -> tuple[list[Json], str]:
+    """The JSON schemas of the chat's functions, a list or (for columns of one type) its JSON text; and that text."""
+    tools = row["tools"]
     try:
-        if isinstance(tools, str):
-            tools = json.loads(tools) or []
-        if not isinstance(tools, list):
-            raise UsageError(f"column 'tools' must be a list, got {type(tools).__name__}")
-        return [_without_nulls(json.loads(tool) if isinstance(tool, str) else tool, changes) for tool in tools]
-    except ValueError as error:
+        text = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
+        result, nulls = _schemas(text)
+    except (TypeError, ValueError) as error:
         raise UsageError(f"column 'tools' is not JSON: {error}") from error
+    changes += nulls
+    return result, text
 
 
-def _is_context(turn: Json) -> bool:
-    if not isinstance(turn, dict) or turn.keys() == _PLAIN:
-        return False
-    return turn.get("weight") in (0, False) or turn.get("train") is False or turn.get("training") is False
+@lru_cache(maxsize=256)
+def _schemas(text: str) -> tuple[list[Json], Counter[str]]:
+    tools, nulls = json.loads(text) or [], Counter[str]()
+    if not isinstance(tools, list):
+        raise UsageError(f"column 'tools' must be a list, got {type(tools).__name__}")
+    return [_without_nulls(json.loads(tool) if isinstance(tool, str) else tool, nulls) for tool in tools], nulls

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from muster.core.errors import UsageError, install_command
 from muster.core.typed_json import Json
 from muster.core.typed_json import JsonObject as Row
+from muster.data.chat.rows import RowRefusal
 from muster.data.chat.traced import joined
 
 #: Noncharacters of Unicode around what ``{% generation %}`` marks: no text has them.
@@ -27,7 +28,7 @@ _FOLLOWED = {"trim", "string", "tojson", "length", "count", "default", "d", "lis
 _FOLLOWED |= {"replace", "lower", "upper", "selectattr", "rejectattr", "map"}
 
 
-class TemplateRefusal(Exception):
+class TemplateRefusal(RowRefusal):
     """The template raised: its own message, or what went wrong in it."""
 
 
@@ -44,6 +45,7 @@ class Template:
         except ImportError as error:
             raise UsageError("chat templates need jinja2", hint=install_command("train")) from error
         self.text, self._variables, self.today = text, dict(variables), today
+        self.has_marks = "endgeneration" in text
         self._written = dict.fromkeys(("user", "assistant", "tool"), True)
         try:
             self._plain = _compiled(text, today, marks=False)
@@ -51,16 +53,25 @@ class Template:
             raise UsageError(f"the chat template cannot be read: {error}") from error
 
     def render(
-        self, messages: Sequence[Row], tools: Sequence[Json], options: Mapping[str, Json], *, prompt: bool
-    ) -> str:
+        self, messages: Sequence[Row], tools: Sequence[Json], options: Mapping[str, Json], *, prompt: bool,
+        marks: bool = False,
+    ) -> str:  # fmt: skip
         """The text of ``messages``; with ``prompt`` up to where the assistant's answer begins. Raises
         TemplateRefusal."""
-        return self._rendered(self._plain, messages, tools, options, prompt=prompt)
+        try:
+            text = (self._with_marks if marks else self._plain).render(
+                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt,
+                **{**self._variables, **options},
+            )  # fmt: skip
+            return "".join((text,))  # plain text, traced or not
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise TemplateRefusal(f"the chat template refuses a conversation: {reason}") from error
 
     def marked(self, messages: Sequence[Row], tools: Sequence[Json], options: Mapping[str, Json]) -> list[Span]:
         """What ``{% generation %}`` blocks wrote in the text of ``messages``. Raises TemplateRefusal."""
         spans, place, start = [], 0, 0
-        for character in self._rendered(self._with_marks, messages, tools, options, prompt=False):
+        for character in self.render(messages, tools, options, prompt=False, marks=True):
             if character == _OPEN:
                 start = place
             elif character == _CLOSE:
@@ -116,10 +127,6 @@ class Template:
         return self._written[role]
 
     @cached_property
-    def has_marks(self) -> bool:
-        return "endgeneration" in self.text
-
-    @cached_property
     def arguments_are_text(self) -> bool:
         """Whether calls of tools must hold their arguments as JSON text: an object makes the template raise."""
         return not self._takes_call({"a": "b"}, {"content": ""}) and self._takes_call('{"a": "b"}', {"content": ""})
@@ -144,28 +151,6 @@ class Template:
     @cached_property
     def _with_marks(self) -> Any:
         return _compiled(self.text, self.today, marks=True)
-
-    def _rendered(
-        self,
-        compiled: Any,
-        messages: Sequence[Row],
-        tools: Sequence[Json],
-        options: Mapping[str, Json],
-        *,
-        prompt: bool,
-    ) -> str:
-        try:
-            text = compiled.render(
-                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt,
-                **{**self._variables, **options},
-            )  # fmt: skip
-            return "".join((text,))  # plain text, traced or not
-        except Exception as error:
-            raise TemplateRefusal(" ".join(str(error).split())[:200]) from error
-
-
-def writes_date(text: str) -> bool:
-    return "strftime_now" in text
 
 
 def _compiled(text: str, today: str, *, marks: bool) -> Any:

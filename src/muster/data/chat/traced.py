@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import methodcaller
+from typing import Any
 
 Call = tuple[str, tuple[object, ...]]
 """A method and its arguments."""
@@ -29,8 +30,14 @@ class Trace:
             self._asked[words.leaf, words.trims, (name, args)] = answer
 
     def questions(self) -> list[tuple[int, Question, object]]:
-        """Number of the words, what is asked of them, the answer."""
-        return [(leaf, _question((*trims, call)), answer) for (leaf, trims, call), answer in self._asked.items()]
+        """Number of the words, what is asked of them, the answer. (Words are never empty or blanks alone.)"""
+        return [
+            (leaf, _question((*trims, call)), answer)
+            for (leaf, trims, call), answer in self._asked.items()
+            if not (
+                call == ("__bool__", ()) and all("".join(map(str, args)).isspace() or not args for _, args in trims)
+            )
+        ]
 
 
 def _question(calls: tuple[Call, ...]) -> Question:
@@ -90,37 +97,26 @@ def joined(parts: Iterable[str]) -> str:
     return traced if len(parts) == 1 else Traced.of("".join(parts), traced.trace, -1)
 
 
-def _asks(name: str) -> Callable[..., object]:
-    def method(self: Traced, *args: object) -> object:
-        answer: object = getattr(str, name)(self, *args)
-        self.trace.add(self, name, args, answer)
-        return answer
+def _recorded(name: str, kind: str) -> Callable[..., object]:
+    """The method ``name``, which ``asks`` for something, ``cuts`` at the ends, or does something ``else``."""
 
-    return method
-
-
-def _cuts(name: str) -> Callable[..., object]:
-    def method(self: Traced, *args: str) -> str:
-        self.trace.is_known &= self.leaf >= 0
-        return Traced.of(getattr(str, name)(self, *args), self.trace, self.leaf, (*self.trims, (name, args)))
-
-    return method
-
-
-def _does(name: str) -> Callable[..., object]:
-    def method(self: Traced, *args: object, **kwargs: object) -> object:
-        self.trace.is_known = False
-        return getattr(str, name)(self, *args, **kwargs)
+    def method(self: Traced, *args: Any, **kwargs: object) -> object:
+        answer: object = getattr(str, name)(self, *args, **kwargs)
+        if kind == "asks":
+            self.trace.add(self, name, args, answer)
+            return answer
+        self.trace.is_known &= kind == "cuts" and self.leaf >= 0
+        return Traced.of(str(answer), self.trace, self.leaf, (*self.trims, (name, args))) if kind == "cuts" else answer
 
     return method
 
 
 _OPERATORS = ("hash", "len", "getitem", "mod", "mul", "lt", "le", "gt", "ge", "format")
 _KINDS = {
-    **dict.fromkeys([name for name in dir(str) if not name.startswith("_")], _does),
-    **dict.fromkeys([f"__{name}__" for name in _OPERATORS], _does),
-    **dict.fromkeys(("__contains__", "__eq__", "__ne__", "startswith", "endswith"), _asks),
-    **dict.fromkeys(("strip", "lstrip", "rstrip"), _cuts),
+    **dict.fromkeys([name for name in dir(str) if not name.startswith("_")], "else"),
+    **dict.fromkeys([f"__{name}__" for name in _OPERATORS], "else"),
+    **dict.fromkeys(("__contains__", "__eq__", "__ne__", "startswith", "endswith"), "asks"),
+    **dict.fromkeys(("strip", "lstrip", "rstrip"), "cuts"),
 }
 for _name, _kind in _KINDS.items():
-    setattr(Traced, _name, _kind(_name))
+    setattr(Traced, _name, _recorded(_name, _kind))

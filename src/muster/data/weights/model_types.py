@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from muster.core.flops import experts_key
 from muster.core.typed_json import JsonObject, at
 
 #: What ``muster.train.model.conversion`` undoes while weights are read.
@@ -14,14 +13,6 @@ _NOT_TRAINED = {
     **dict.fromkeys(("mllama", "emu3"), "has a text model that transformers does not load again by itself"),
     "blt": "reads bytes in patches that a second model finds",
 }
-
-
-def not_for_dora(config: JsonObject) -> str | None:
-    """Why ``model.lora.dora`` is not possible with this ``config.json``; None: nothing is against it."""
-    if (method := at(config, "quantization_config", "quant_method")) is not None:
-        return f"is not computed for weights quantised by {method}"
-    experts = experts_key(config)
-    return experts and f"is for dense linear layers, and the model has experts ({experts})"
 
 
 def untrained(config: JsonObject) -> tuple[str, str] | None:

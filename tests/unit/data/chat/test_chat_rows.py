@@ -93,7 +93,10 @@ def test_a_conversation_as_json_text():
     assert as_text.messages == found.messages and changes == {"conversations given as JSON text": 1}
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize("mark", [
+    {"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False},
+    {"weight": "0"}, {"train": "false"}, {"loss": False},
+])  # fmt: skip
 def test_turns_that_are_context(mark):
     found, _ = ordered(
         QUESTION, {"role": "assistant", "content": "A", **mark}, {"role": "assistant", "content": "B", "weight": 1}
@@ -128,3 +131,25 @@ def test_what_is_no_conversation(row, message):
 def test_what_a_tokenizer_is_trained_on():
     row = {"conversations": [{"from": "human", "value": "a"}, {"from": "narrator", "value": "b"}]}
     assert spoken(row) == [("user", "a")]
+
+
+def test_weights_that_are_neither_0_nor_1_are_counted():
+    found, changes = ordered(QUESTION, {"role": "assistant", "content": "A", "weight": 0.5})
+    assert not found.untrained and changes == {"turns of another weight than 0 and 1, which count whole": 1}
+
+
+def test_a_system_text_in_a_column_of_its_own():
+    found, changes = ordered(QUESTION, system="Be kind.")
+    assert found.messages == [{"role": "system", "content": "Be kind."}, QUESTION] and changes.total() == 1
+    own = {"role": "system", "content": "Own."}
+    assert ordered(own, QUESTION, system="Be kind.")[0].messages == [own, QUESTION]
+
+
+def test_the_older_form_of_a_call():
+    turn = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    found, changes = ordered(turn)
+    assert arguments_of(found) == {"a": 1} and changes["function_call read as a call of a tool"] == 1
+
+
+def test_of_two_columns_the_one_with_turns_is_taken():
+    assert conversation({"messages": None, "conversations": [QUESTION]}, Counter()).messages == [QUESTION]

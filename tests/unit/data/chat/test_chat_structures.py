@@ -1,5 +1,7 @@
 """Rows that share a structure: put together from it, they are what the template writes of each."""
 
+import dataclasses
+import json
 import random
 from pathlib import Path
 
@@ -37,6 +39,44 @@ def odd_rows(count):
         return {"messages": turns}
 
     return [row() for _ in range(count)]
+
+
+SCHEMA = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+TOOLS = json.dumps([{"type": "function", "function": SCHEMA}])
+
+
+def rows_with_calls(count):
+    rng = random.Random(8)
+
+    def row(number):
+        arguments = {
+            "x": rng.choice(ODD),
+            "type": rng.choice(ODD),
+            "n": rng.choice((1, 2.5, None)),
+            "y": {"z": ["a", rng.choice(ODD)]},
+        }
+        call = {
+            "id": f"call{number:05}",
+            "type": "function",
+            "function": {"name": rng.choice("fg"), "arguments": arguments},
+        }
+        turns = [
+            {"role": "user", "content": rng.choice(ODD)},
+            {"role": "assistant", "content": rng.choice((None, "Calls.", rng.choice(ODD))), "tool_calls": [call]},
+            {"role": "tool", "content": rng.choice(ODD), "tool_call_id": call["id"], "name": "f"},
+            {"role": "assistant", "content": rng.choice(ODD)},
+        ]
+        return {"messages": turns, "tools": rng.choice((TOOLS, None))}
+
+    return [row(number) for number in range(count)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_of_tools_give_what_rendering_each_row_gives(name, opened):
+    folder, rows = opened(name)[1], rows_with_calls(200)
+    documents, report = engine(folder, exact=False).documents(rows)
+    expected, exact_report = engine(folder, exact=True).documents(rows)
+    assert documents == expected and report.to_json() == exact_report.to_json()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,10 +137,7 @@ def test_a_structure_whose_text_differs_is_rendered_in_full_from_its_first_row(o
         structure = learned(found, leaves)
         structure.questions.clear()
         skeleton = structure.skeletons[0]
-        shorter = (*skeleton.literals[:-1], skeleton.literals[-1][:-1])
-        structure.skeletons[:] = [
-            type(skeleton)(shorter, skeleton.slots, skeleton.answers, skeleton.spans, skeleton.stop)
-        ]
+        structure.skeletons[:] = [dataclasses.replace(skeleton, form=skeleton.form[:-1])]
         return structure
 
     monkeypatch.setattr(made._structures, "_learned", wrong)

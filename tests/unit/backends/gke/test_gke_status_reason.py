@@ -411,3 +411,39 @@ def test_a_node_that_is_about_to_be_taken():
     assert seen([SUPERVISOR, *GPUS[:2]], nodes=[node("cpu-1"), node("gpu-0"), taken])[1] == (
         "running: 2 hosts and the supervisor; node termination announced: host-1 (node gpu-1)"
     )
+
+
+def _reserved(reason, message, *more):
+    rows = [{"type": "QuotaReserved", "status": "False", "reason": reason, "message": message}, *more]
+    return {"metadata": {"name": "w"}, "status": {"conditions": rows}}
+
+
+def test_an_admission_that_was_refused_after_quota_is_no_admission():
+    second = {
+        "type": "Admitted",
+        "status": "False",
+        "reason": "SecondPassFailed",
+        "message": "insufficient unused quota",
+    }
+    workload = _reserved("", "", {"type": "QuotaReserved", "status": "True"}, second)
+    assert explain(ClusterSnapshot(jobset=JOBSET, workload=workload)).sentence == (
+        "waiting for Kueue quota: insufficient unused quota"
+    )
+
+
+@pytest.mark.parametrize(("reason", "message", "start"), [
+    ("Pending", 'pod set host: topology "t" allows to fit only 1 out of 2 pod(s)', "waiting for nodes that are close"),
+    ("ExceedsMaxQuota", "Workload requests 24, the ClusterQueue can provide at most 16", "Kueue can never admit"),
+])  # fmt: skip
+def test_no_quota_is_not_always_the_obstacle(reason, message, start):
+    found = explain(ClusterSnapshot(jobset=JOBSET, workload=_reserved(reason, message)))
+    assert found.sentence.startswith(start) and message in found.sentence
+
+
+def test_a_container_that_crashes_again_and_again_is_named():
+    crashed = {
+        "name": "fetch", "restartCount": 6, "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        "lastState": {"terminated": {"exitCode": 127, "reason": "StartError"}},
+    }  # fmt: skip
+    found = explain(ClusterSnapshot(jobset=STARTED, pods=[pod(phase="Pending", initContainerStatuses=[crashed])]))
+    assert "container fetch crashes again and again (exit code 127, StartError; 6 times)" in found.sentence

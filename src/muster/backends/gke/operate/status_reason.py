@@ -78,11 +78,18 @@ def _queued(snapshot: ClusterSnapshot) -> Explanation | None:
         return _waiting("waiting for Kueue to evaluate the run")
     if _true(reserved):
         return None
-    message = _words(reserved)
+    return _unreserved(text(reserved, "reason"), _words(reserved))
+
+
+def _unreserved(reason: str, message: str) -> Explanation:
+    """Why Kueue gives the run no quota, or no nodes, by the condition's reason and message."""
     if any(words in message for words in CLAIMS_REFUSED):
         return _waiting(f"Kueue never admits the run, which asks for devices by claims: {message}", CLAIMS_HINT)
+    if "topology" in message and "allows to fit" in message:
+        hint = "fewer resources.hosts, or wait until nodes of one topology domain are free"
+        return _waiting(f"waiting for nodes that are close enough together: {message}", hint)
     kind, message = judge(message)
-    if kind == "too large":
+    if kind == "too large" or reason == "ExceedsMaxQuota":
         hint = "fewer resources.hosts, or a larger nominalQuota of the cluster queue"
         return _waiting(f"Kueue can never admit the run, which is larger than its queue: {message}", hint)
     if kind == "not covered":
@@ -94,7 +101,7 @@ def _queued(snapshot: ClusterSnapshot) -> Explanation | None:
     if kind == "other nodes":
         hint = "the queue's flavours are for other nodes: resources.queue, or muster up RUN.yaml"
         return _waiting(f"Kueue cannot admit the run to the nodes of its queue: {message}", hint)
-    if reserved.get("reason") != "Inadmissible":
+    if reason != "Inadmissible":
         hint = "another run uses it, or the cluster queue's nominalQuota is too small"
         return _waiting(f"waiting for Kueue quota: {message}", hint)
     if "inactive" in message or "stopped" in message:
@@ -135,6 +142,8 @@ def _checked(snapshot: ClusterSnapshot) -> Explanation | None:
             return _waiting(f"Kueue cannot ask DWS for nodes: {message}", "Kueue's role, or a quota of the namespace")
         asked = f": {message}" if message else " (no request to DWS yet)"
         return _waiting(f"quota is reserved; waiting for admission check {name}{asked}")
+    if admitted is not None and (message := text(admitted, "message")):
+        return _unreserved(text(admitted, "reason"), message)
     return None
 
 

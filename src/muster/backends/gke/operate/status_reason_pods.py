@@ -8,7 +8,7 @@ from typing import NamedTuple
 from muster.backends.gke.operate.evictions import Explanation
 from muster.backends.gke.operate.locate import host_number
 from muster.backends.google.refusals import Cause, of_text
-from muster.core.typed_json import JsonObject, child, children, text
+from muster.core.typed_json import JsonObject, child, children, text, whole
 from muster.core.types import JobState
 
 Manifest = JsonObject
@@ -162,6 +162,11 @@ def _container_trouble(container: JsonObject) -> Trouble | None:
     if reason in _CONFIG:
         reason_text = f"its container cannot be created ({reason}: {short(message)})"
         return Trouble(45, reason_text, "a Secret or ConfigMap that the pod names is missing")
+    if reason == "CrashLoopBackOff":
+        ended, name = child(container, "lastState", "terminated"), text(container, "name")
+        code = f"exit code {whole(ended, 'exitCode')}, {text(ended, 'reason', default='no reason given')}"
+        reason_text = f"its container {name} crashes again and again ({code}; {whole(container, 'restartCount')} times)"
+        return Trouble(42, reason_text, f"kubectl logs POD -c {name} --previous shows why")
     return None
 
 

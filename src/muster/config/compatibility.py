@@ -37,6 +37,8 @@ FEATURES = (
     Feature("split_backward", "parallelism.pp_schedule", "pp_schedule: interleaved"),
     Feature("local_steps", "training.local_steps", "local_steps: 0"),
     Feature("experts", "model", "a model without experts"),
+    Feature("dora", "model.lora.dora", "dora: false"),
+    Feature("quantised", "model.source", "a folder in bfloat16"),
 )
 BY_NAME = {feature.name: feature for feature in (*AXES, *FEATURES)}
 
@@ -76,6 +78,9 @@ REFUSALS = (
     ),
     Refusal("cp", "experts", "not built", "their auxiliary loss is a product of means over whole sequences"),
     Refusal("pp", "experts", "not built", "no mixture is known to start in the middle of its layers"),
+    Refusal("dora", "tp", "not built", "each row of a weight has one length, and tp splits rows"),
+    Refusal("dora", "experts", "not built", "it is computed for dense linear layers alone"),
+    Refusal("dora", "quantised", "not built", "the length of a row is of weights that were not rounded"),
     Refusal("float8", "lora", "not built", "adapters' matrices are too narrow"),
     Refusal("float8", "tp", "not built", "the two were never tried together"),
     Refusal("float8", "pp", "not built", "the two were never tried together"),

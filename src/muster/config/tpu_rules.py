@@ -11,6 +11,17 @@ from muster.core.errors import Problem
 HINT = "backend: gke, or local on a TPU machine of your own"
 
 
+#: Dense decoders that ``muster.train_jax`` computes.
+_ON_TPUS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+
+
+def not_on_tpus(kind: object) -> tuple[str, str] | None:
+    """Why TPUs do not train a model of this type, and what to do; None: they do."""
+    if kind in _ON_TPUS:
+        return None
+    return f"model: device tpu trains {', '.join(_ON_TPUS)}; this is {kind}", "resources.device: cuda"
+
+
 def not_submitted(spec: RunSpec) -> Problem | None:
     """Why ``spec`` may be rendered and no more; None: it may be submitted."""
     able = BACKENDS.get(spec.backend).capabilities

@@ -20,7 +20,7 @@ from muster.core.errors import Problem
 from muster.core.flops import TIED_BY_DEFAULT, experts_key
 from muster.core.layout import FAMILIES, ranks_of
 from muster.core.redact import secret_word
-from muster.core.typed_json import JsonObject
+from muster.core.typed_json import JsonObject, at
 
 #: ``recovery.baseline_steps`` begin after REFERENCE_AFTER steps of the run; the first of them are not counted.
 REFERENCE_AFTER, REFERENCE_SETTLE = 10, 3
@@ -102,8 +102,6 @@ def _model(spec: RunSpec) -> Iterator[Problem]:
         )
     if model.lora is not None and model.lora.targets == []:
         yield Problem("model.lora.targets", "is empty: nothing would train", hint="all-linear")
-    if model.lora is not None and model.lora.dora and spec.parallelism.tp > 1:
-        yield Problem("model.lora.dora", "needs whole rows of weights, which parallelism.tp splits", hint="tp: 1")
     if model.lora is not None and spec.trains_embeddings and {"embed_tokens", "lm_head", "wte"} & {*model.lora.targets}:
         yield Problem(
             "model.lora.targets",
@@ -134,9 +132,8 @@ def config_problems(spec: RunSpec, config: JsonObject, *, key: str) -> Iterator[
         yield Problem(key, f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         yield Problem(key, f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
-    if experts_key(config) is not None:
-        yield from combinations(spec, experts=True)
-    elif spec.parallelism.pp > 1:
+    yield from combinations(spec, model_features(config))
+    if experts_key(config) is None and spec.parallelism.pp > 1:
         yield from stage_problems(spec, config)
     longest = spec.training.sequence_length
     if isinstance(context, int) and longest > context:
@@ -232,8 +229,10 @@ def used_features(spec: RunSpec) -> dict[str, str]:
     ``compile: auto`` asks for nothing; ``dp_shard: -1`` may be any number.
     """
     training, axes = spec.training, spec.parallelism
+    lora = spec.model.lora if spec.model is not None else None
     settings = {
-        "lora": "model.lora" if spec.model is not None and spec.model.lora is not None else None,
+        "lora": "model.lora" if lora is not None else None,
+        "dora": "model.lora.dora" if lora is not None and lora.dora else None,
         "float8": training.precision if training.precision in FLOAT8 else None,
         "compile": "training.compile" if training.compile is True else None,
         "packing": "data.packing" if spec.data is not None and spec.data.packing else None,
@@ -245,14 +244,24 @@ def used_features(spec: RunSpec) -> dict[str, str]:
     return sizes | {name: text for name, text in settings.items() if text is not None}
 
 
-def combinations(spec: RunSpec, *, experts: bool = False) -> Iterator[Problem]:
-    """What cannot be combined with any model; ``experts``: with those of a mixture. Of a trainer on TPUs
+def model_features(config: JsonObject) -> dict[str, str]:
+    """As ``used_features``: those of a model with this ``config.json``."""
+    method = at(config, "quantization_config", "quant_method")
+    found = {
+        "experts": "a mixture of experts" if experts_key(config) else "",
+        "quantised": f"weights quantised by {method}" if method else "",
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def combinations(spec: RunSpec, of_model: Mapping[str, str] | None = None) -> Iterator[Problem]:
+    """What cannot be combined with any model; ``of_model``: with these features of it. Of a trainer on TPUs
     ``tpu_rules`` says it."""
     if spec.resources.device == "tpu" or spec.command is not None:
         return
-    used = used_features(spec) | ({"experts": "a mixture of experts"} if experts else {})
+    used = {**used_features(spec), **(of_model or {})}
     for refusal in refusals_of(used):
-        if experts and "experts" not in (refusal.refused, refusal.other):
+        if of_model is not None and not {refusal.refused, refusal.other} & of_model.keys():
             continue
         subject = "" if used[refusal.refused] == refusal.key else f"{used[refusal.refused]} "
         text = f"{subject}does not go with {used[refusal.other]}: {refusal.reason}"

@@ -56,7 +56,7 @@ def layouts(work: Workload, option: Option, num_nodes: int, pins: Pins) -> Itera
     cp, pp = pins.axes.get("cp", 1), pins.axes.get("pp", 1)  # never chosen, only taken as given
     world, rest = divmod(num_nodes * option.offer.gpus_per_node, cp * pp)
     for tp in _divisors(option.offer.gpus_per_node) if not rest and pp <= work.shape.layers else ():
-        if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp or work.dora):
+        if tp > 1 and (work.shape.heads % tp or work.shape.kv_heads % tp):
             continue
         data, rest = divmod(world, tp)
         if rest:

@@ -80,7 +80,7 @@ class Workload:
         """What of it restricts the layout: names of ``config.compatibility``."""
         used = {
             "lora": self.lora_rank, "exact": self.exact, "float8": self.float8, "local_steps": self.local_steps,
-            "split_backward": self.weights_apart, "experts": self.shape.experts,
+            "split_backward": self.weights_apart, "experts": self.shape.experts, "dora": self.dora,
         }  # fmt: skip
         return {name for name, value in used.items() if value}
 

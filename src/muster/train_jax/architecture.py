@@ -9,13 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from muster.config.tpu_rules import not_on_tpus
 from muster.core.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: model_type -> what is particular to the family.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 ACTIVATIONS = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -53,10 +52,8 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
         UsageError: a family or a setting that the JAX model does not compute.
     """
     family = config.model_type
-    if family not in FAMILIES:
-        raise UsageError(
-            f"model: device tpu trains {', '.join(FAMILIES)}; this is {family}", hint="resources.device: cuda"
-        )
+    if (reason := not_on_tpus(family)) is not None:
+        raise UsageError(reason[0], hint=reason[1])
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in ACTIVATIONS:
         raise UsageError(f"model: activation {activation} is not computed on device tpu", hint=", ".join(ACTIVATIONS))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from muster.app.inspect.status import spec_of
 from muster.app.planning.source_run import source_run
 from muster.catalog import rows
 from muster.config.spec import Model, RunSpec, TrainedTokenizer
-from muster.config.tpu_rules import not_submitted
-from muster.config.validation import combinations, heads_problems
+from muster.config.tpu_rules import not_on_tpus, not_submitted
+from muster.config.validation import combinations, heads_problems, model_features
 from muster.core.errors import Problem, UsageError
 from muster.core.flops import ModelShape
 from muster.core.typed_json import JsonObject, parse_object
-from muster.data.weights.model_types import not_for_dora, untrained
+from muster.data.weights.model_types import untrained
 
 
 def unfit(spec: RunSpec) -> list[Problem]:
@@ -30,10 +31,11 @@ def _type_problem(spec: RunSpec) -> Problem | None:
     config = _config_here(spec.model) if spec.model is not None else None
     if spec.model is None or config is None:
         return None
-    if (reason := untrained(config)) is None:
-        lora = spec.model.lora
-        why = not_for_dora(config) if lora is not None and lora.dora else None
-        return None if why is None else Problem("model.lora.dora", why, hint="dora: false")
+    reason = untrained(config)
+    if spec.resources.device == "tpu":
+        reason = reason or not_on_tpus(config.get("model_type"))
+    if reason is None:
+        return None
     key = "model.source" if spec.model.source else "model.config"
     return Problem(key, reason[0].removeprefix("model: "), hint=reason[1])
 
@@ -51,14 +53,14 @@ def _config_here(model: Model) -> JsonObject | None:
 
 
 def layout_problems(spec: RunSpec) -> list[Problem]:
-    """Why the layout cannot be, with a model whose shape is known here: heads that tp does not divide, experts."""
-    try:
+    """Why the layout cannot be, with a model that is known here: heads that tp does not divide, experts."""
+    features = model_features((spec.model and _config_here(spec.model)) or {})
+    tp, heads = spec.parallelism.tp, list[Problem]()
+    with suppress(UsageError):  # unknown here; its hosts will see
         shape = shape_of(spec)
-    except UsageError:  # unknown here; its hosts will see
-        return []
-    mixed = combinations(spec, experts=True) if shape.experts is not None else ()
-    tp = spec.parallelism.tp
-    return [*(heads_problems(tp, shape.heads, shape.kv_heads) if tp > 1 else ()), *mixed]
+        features |= {"experts": "a mixture of experts"} if shape.experts is not None else {}
+        heads += heads_problems(tp, shape.heads, shape.kv_heads) if tp > 1 else ()
+    return [*heads, *combinations(spec, features)]
 
 
 def shape_of(spec: RunSpec) -> ModelShape:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from muster.config.spec import Model, RunSpec
+from muster.config.validation import combinations, model_features
 from muster.core.errors import UsageError, first_line
 from muster.core.flops import ModelShape
-from muster.data.weights.model_types import not_for_dora, untrained
+from muster.data.weights.model_types import untrained
 from muster.train.distributed.device_mesh import Meshes
 from muster.train.distributed.pipeline_order import Schedule
 from muster.train.distributed.stage_link import StageLink
@@ -299,8 +300,8 @@ def read_config(spec: RunSpec, folder: Path | None, vocab_size: int) -> PreTrain
         )
     if (reason := untrained(json.loads(config.to_json_string(use_diff=False)))) is not None:
         raise UsageError(reason[0], hint=reason[1])
-    if spec.model.lora is not None and spec.model.lora.dora and (why := not_for_dora(config.to_dict())) is not None:
-        raise UsageError(f"model.lora.dora {why}", hint="dora: false")
+    for problem in combinations(spec, model_features(config.to_dict())):
+        raise UsageError(f"{problem.key} {problem.message}", hint=problem.hint)
     if hasattr(config, "quantization_config"):  # of a folder that is dequantised as it is read
         del config.quantization_config
     result: PreTrainedConfig = config

@@ -37,6 +37,12 @@ LENGTHS, ROW = (1, 7, 19, 30), 64
 VOCABULARY = 100
 #: Routers that draw at random in training are compared in evaluation mode.
 RANDOM = ("phimoe",)
+#: One of each kind: attention, masks, caps, norms, mixtures, states, shared and odd layers, towers.
+COVERING = (
+    *("llama", "gemma2", "gemma3", "gemma4_text", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi3"),
+    *("cohere2", "granite", "olmo2", "glm4", "nemotron", "minicpm3", "deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss"),
+    *("llama4_text", "qwen3_next", "jamba", "mamba2", "falcon_h1", "lfm2", "zamba2", "doge"),
+)
 
 
 @dataclass(frozen=True)

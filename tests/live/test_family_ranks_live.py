@@ -4,18 +4,12 @@ import json
 import multiprocessing
 
 import pytest
-from every_family import families
+from every_family import COVERING, families
 from family_ranks import main
 from thorough import usually
 
 pytestmark = pytest.mark.live
 
-#: One of each kind: attention, masks, caps, norms, mixtures, states, shared and odd layers, towers.
-COVERING = (
-    *("llama", "gemma2", "gemma3", "gemma4_text", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi3"),
-    *("cohere2", "granite", "olmo2", "glm4", "nemotron", "minicpm3", "deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss"),
-    *("llama4_text", "qwen3_next", "jamba", "mamba2", "falcon_h1", "lfm2", "zamba2", "doge"),
-)
 NAMES = (usually(0, nightly=1) and tuple(families())) or COVERING
 RANKS = 2
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 AXIS_NAMES = [axis.name for axis in AXES]
 #: What one process computes as well, on a CPU.
-TRAINED = ("lora", "compile", "packing", "exact")
+TRAINED = ("lora", "dora", "compile", "packing", "exact")
 PAIRS = [(one.name, other.name) for one, other, refused in cells() if refused is None]
 CELLS = [(dict.fromkeys({*pair} & {*AXIS_NAMES}, 2), [*({*pair} - {*AXIS_NAMES})]) for pair in PAIRS
          if pair[1] in (*AXIS_NAMES, *TRAINED)]  # fmt: skip
@@ -48,8 +48,8 @@ def spec_of(cache_dir: Path, sizes: dict[str, int], *features: str) -> dict[str,
         model__config__head_dim=8, data__packing="packing" in features, training__exact="exact" in features,
         training__compile="compile" in features, parallelism={"dp_shard": 1, **sizes},
     )  # fmt: skip
-    if "lora" in features:
-        spec["model"]["lora"] = {"rank": 4}
+    if {"lora", "dora"} & {*features}:
+        spec["model"]["lora"] = {"rank": 4, "dora": "dora" in features}
     return spec
 
 

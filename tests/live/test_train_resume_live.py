@@ -7,16 +7,30 @@ from typing import Any
 import pytest
 from trainranks import Outcome, Script, run_attempt, small
 
+from muster.checkpoint.shards import ShardReader, read_tensor
+from muster.checkpoint_format.reader import open_checkpoint
+from muster.config.spec import RunSpec
 from muster.protocol.ranks import Command
+from muster.train.export.sources import choose_checkpoint
 
 pytestmark = pytest.mark.live
 
 STEPS = 8
 #: Another number of ranks sums in another order (``test_train_equivalence_live`` states what that moves).
 LAYOUT_TOLERANCE = 5e-6
+#: With a bias for each expert, a buffer that follows the load.
+MIXTURE = {
+    "model_type": "deepseek_v3", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 256, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 VARIANTS = {
     "plain": {},
     "lora": {"model__lora": {"rank": 4, "dropout": 0.1}},
+    "dora": {"model__lora": {"rank": 4, "dropout": 0.1, "dora": True}},
+    "mixture": {"model__config": MIXTURE},
     "accumulation": {"training__global_batch_size": 8},
 }
 
@@ -63,6 +77,11 @@ def test_resume_to_the_bit_after_a_kill_in_mid_step(
     assert sorted(resumed.losses) == [5, 6, 7, 8]
     same(whole, resumed, range(5, STEPS + 1))
     assert resumed.state_hash == whole.state_hash
+    if variant == "mixture":
+        last = choose_checkpoint(RunSpec.model_validate(spec), tmp_path / "broken", None)
+        reader = ShardReader(open_checkpoint(last))
+        (name,) = [name for name in reader.shapes() if name.endswith("e_score_correction_bias")]
+        assert read_tensor(reader, name).any(), "it is saved, and was moved"
 
 
 @pytest.mark.parametrize("variant, moment", [("plain", "data"), ("plain", "marker"), ("lora", "marker")])

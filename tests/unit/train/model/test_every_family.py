@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from every_family import DOCS, check, families, line, spec
+from every_family import COVERING, DOCS, check, families, line, spec
 from fakes.small_model import process_group
+from thorough import usually
 
 from muster.app.planning.model_shape import unfit
 from muster.core.errors import UsageError
@@ -21,7 +22,11 @@ def _alone():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("family", families())
+#: All of them at night.
+NAMES = (usually(0, nightly=1) and tuple(families())) or COVERING
+
+
+@pytest.mark.parametrize("family", NAMES)
 def test_it_trains_is_exported_and_reloaded_as_transformers_computes_it(family, tmp_path):
     result = check(family, tmp_path)
     assert result.loss < 1e-4 and result.gradient < 1e-3 and result.lora < 1e-4 and result.exported < 1e-4, result
@@ -42,6 +47,12 @@ def test_others_are_refused_in_one_line(family):
     assert "\n" not in str(caught.value)
     [problem] = unfit(spec({"model_type": family}))
     assert problem.key == "model.config" and problem.message.startswith(family), "nor planned or submitted"
+
+
+def test_a_family_that_tpus_do_not_train_is_not_submitted():
+    run = spec({"model_type": "mixtral", "num_local_experts": 4})
+    [problem] = unfit(run.model_copy(update={"resources": run.resources.model_copy(update={"device": "tpu"})}))
+    assert problem.key == "model.config" and "this is mixtral" in problem.message
 
 
 def test_a_folder_of_another_quantisation_is_not_submitted(tmp_path):

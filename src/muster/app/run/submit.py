@@ -190,7 +190,8 @@ def _begin(
 
 def _check_file_systems(spec: RunSpec, path: Path) -> None:
     """Raise UsageError where leases, fences or commits cannot be written in the run's folder or its checkpoints'."""
-    run_registry.make_folder(path.parent)
+    if not path.parent.exists():  # in one that exists, /tmp for example, the run's folder alone is ours
+        run_registry.make_folder(path.parent)
     checkpoints = spec.checkpoint_uri(path)
     named = (path, uris.local_path(checkpoints)) if uris.is_local(checkpoints) else (path,)
     for folder in {folder if folder.is_dir() else folder.parent for folder in named}:

@@ -289,6 +289,14 @@ def test_a_submit_that_is_refused_leaves_no_folder_and_no_lock(paper: Paper, tmp
     assert not (tmp_path / "new").exists()
 
 
+def test_a_run_in_a_folder_that_all_may_write_in_is_its_owners_alone(paper: Paper, tmp_path: Path):
+    """As below /tmp."""
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all").chmod(0o1777)
+    run = submitted(f"run_dir={tmp_path}/all/run").run
+    assert run.path.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("refused", ["rendered", "started"])
 def test_a_submit_that_fails_leaves_the_user_s_own_empty_folder(paper: Paper, tmp_path: Path, refused: str):
     mine = tmp_path / "mine"

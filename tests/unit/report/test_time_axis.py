@@ -61,3 +61,15 @@ def test_an_event_that_comes_late_is_no_boot():
         pen.files[name][3], wall_ns=pen.files[name][3].wall_ns + 3600 * SECOND
     )  # clock stepped
     assert [timed.t_ns // SECOND for timed in fold(pen.files).events] == [0, 3, 5, 6]
+
+
+@pytest.mark.parametrize("set_by_s", [-3600, 3600])
+def test_a_rank_that_comes_late_after_the_clock_was_set_is_no_boot(set_by_s):
+    """Its steps were placed an hour before the others: the report of a whole run ended at the step of that moment."""
+    pen = Pen(random.Random(0))
+    for number, seconds in enumerate((0, 4, 8, 7, 9, 12)):
+        detail = {"phase": "start"} if number else {"pid": 1, "ranks": 1}
+        pen.add("h", seconds * SECOND, "phase" if number else "agent.started", detail=detail)
+    (events,) = pen.files.values()
+    events[2:] = [replace(event, wall_ns=event.wall_ns + set_by_s * SECOND) for event in events[2:]]
+    assert [timed.t_ns // SECOND for timed in fold(pen.files).events] == [0, 4, 7, 8, 9, 12]

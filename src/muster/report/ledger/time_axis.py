@@ -26,6 +26,8 @@ from muster.report.ledger.file_log import FileLog, Ints, StepColumns
 _SAME_CLOCK_NS = 20_000_000
 #: Offsets of one host that differ by more belong to different boots.
 _SAME_BOOT_NS = 1_000_000_000
+#: By which a rank's event may be written after a later one.
+_LATE_NS = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -180,11 +182,12 @@ def _joined(log: FileLog, name: str) -> Ints:
 
 def _boots(mono: Ints, wall: Ints) -> list[int]:
     """Where a file's events have to be cut: its machine was booted there, or another machine went on writing it: the
-    monotonic clock fell, and the wall clock did not. (Events of ranks that come late fall behind by both.)"""
+    monotonic clock fell, by more than a rank's event comes late, and the wall clock did not fall with it. (A wall clock
+    that is set differs as well, and no monotonic clock falls then.)"""
     cuts, ahead = [0], wall - mono
     while True:
         begin = cuts[-1]
-        fell = mono[begin:] < np.maximum.accumulate(mono[begin:])
+        fell = mono[begin:] < np.maximum.accumulate(mono[begin:]) - _LATE_NS
         found = np.flatnonzero(fell & (np.abs(ahead[begin:] - ahead[begin]) > _SAME_BOOT_NS))
         if not len(found):
             return cuts

@@ -31,8 +31,8 @@ NCCL_TESTS = typer.Option(
 def check(
     target: str | None = typer.Argument(
         None,
-        metavar="[RUN.yaml|RUN]",
-        help="A run file: hold this machine against the one that it names. A live run: look at its hosts as it runs.",
+        metavar="[RUN.yaml|RUN|FILE]",
+        help="A run file: what it names is expected. A live run: look at its hosts. A captured output: judge it.",
     ),
     captures: str | None = typer.Option(
         None, "--from", metavar="DIR", help="Captured outputs instead of this machine: a folder, or one file."
@@ -57,6 +57,8 @@ def check(
         raise api.UsageError(
             "--reach, --largest-mib and --nccl-tests go with --network", hint="muster check --network --host ..."
         )
+    if captures is None and target is not None and use_case.is_capture(target):
+        captures, target = target, None
     if captures is not None and (passive or raw):
         raise api.UsageError("--passive and --raw look at this machine, and --from does not", hint="leave one out")
     if hosts and captures is None:

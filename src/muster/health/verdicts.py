@@ -7,7 +7,7 @@ run, or whose report was cut, is *incomplete* and is never taken for healthy.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 
 
@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 _ORDER = tuple(Verdict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One fact and what follows from it. Texts are for people; empty where there is nothing to say."""
 
@@ -40,6 +40,7 @@ class Finding:
     verdict: Verdict
     message: str
     """One sentence: what is wrong (or was measured), with its value."""
+    _: KW_ONLY
     host: str = ""
     gpu: int | None = None
     evidence: str = ""

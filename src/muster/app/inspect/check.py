@@ -28,7 +28,7 @@ from muster.health.machine.expected import Expected, expected_of
 from muster.health.machine.fleet import compare_hosts
 from muster.health.machine.judge import judge_machine
 from muster.health.machine.report import is_probe, of_own_gpus, read_probe
-from muster.health.recognise import recognise
+from muster.health.recognise import kind_of, recognise
 from muster.health.verdicts import Finding, Verdict, exit_code, worst
 from muster.probe.programs import command, output_of
 from muster.protocol.client import CheckHosts
@@ -120,7 +120,16 @@ def check_machine(run_file: str | None = None, *, passive: bool = False) -> Chec
 
 def is_run(target: str) -> bool:
     """Whether it names a run rather than a run file."""
-    return not Path(target).is_file() and Path(target).suffix not in (".yaml", ".yml")
+    return not Path(target).is_file() and not is_run_file(target)
+
+
+def is_run_file(target: str) -> bool:
+    return Path(target).suffix in (".yaml", ".yml")
+
+
+def is_capture(target: str) -> bool:
+    """Whether it names a file of a known form."""
+    return Path(target).is_file() and not is_run_file(target) and bool(kind_of(Path(target).read_bytes()))
 
 
 def check_run(reference: str) -> Checked:

@@ -1,12 +1,13 @@
 """Captured files, each recognised by its content, not by its name: evidence of a hang, rank by rank.
 
-A rank's number is the last number in the file's name (``_dump_12.json``, ``rank-3.stack``, ``nccl_trace_rank_0``).
+A rank's number stands after the word (``rank-3.stack``, ``rank3/trace.json``); else it is the last short number in the
+file's name (``_dump_12.json``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from muster.core.typed_json import Unreadable
@@ -31,7 +32,7 @@ def evidence_of(files: Iterable[tuple[str, bytes]]) -> Evidence:
     found = _Found()
     for name, content in files:
         try:
-            _add(found, name, content)
+            _add(found, name, content.removeprefix(b"\xef\xbb\xbf"))
         except ValueError as error:  # Unreadable; a number of thousands of digits
             found.missing.append(f"{name}: {error}")
     if found.foreign:
@@ -43,15 +44,12 @@ def evidence_of(files: Iterable[tuple[str, bytes]]) -> Evidence:
 
 def _add(found: _Found, name: str, content: bytes) -> None:
     if content[:1] == b"\x80" or (content.lstrip()[:1] == b"{" and re.search(rb'"(entries|pg_status)"', content)):
-        recorder = flight_recorder.parse(content)
-        _put(found, name, lambda one: replace(one, recorder=recorder))
+        _put(found, name, recorder=flight_recorder.parse(content))
     elif _STACK.search(content):
-        threads = stacks.parse(content.decode(errors="replace"))
-        _put(found, name, lambda one: replace(one, threads=threads))
+        _put(found, name, threads=stacks.parse(content.decode(errors="replace")))
     elif _STAT.match(content) or _STATUS.match(content):
         parse = process_state.parse_stat if _STAT.match(content) else process_state.parse_status
-        state = parse(content.decode(errors="replace"))
-        _put(found, name, lambda one: replace(one, process=state))
+        _put(found, name, process=parse(content.decode(errors="replace")))
     elif b"Job summary" in content and b"Communicators" in content:
         found.ras = ras.parse(content.decode(errors="replace"))
         if not found.ras.complete:
@@ -60,9 +58,13 @@ def _add(found: _Found, name: str, content: bytes) -> None:
         found.foreign.append(name)
 
 
-def _put(found: _Found, name: str, changed: Callable[[RankEvidence], RankEvidence]) -> None:
-    numbers = re.findall(r"\d+", name.rpartition("/")[2])
+def _put(found: _Found, name: str, **part: object) -> None:
+    numbers = re.findall(r"rank\D?(\d{1,6})(?!\d)", name, re.IGNORECASE)
+    numbers = numbers or re.findall(r"(?<!\d)\d{1,6}(?!\d)", name.rpartition("/")[2])
     if not numbers:
         raise Unreadable("its rank is not known: the file's name has no number")
     rank = int(numbers[-1])
-    found.ranks[rank] = changed(found.ranks.get(rank, RankEvidence(rank=rank)))
+    before = found.ranks.get(rank, RankEvidence(rank=rank))
+    if "recorder" in part and before.recorder is not None:
+        raise Unreadable(f"another file is of rank {rank}, too: keep those of one moment")
+    found.ranks[rank] = replace(before, **part)  # type: ignore[arg-type]

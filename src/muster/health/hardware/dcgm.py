@@ -21,7 +21,7 @@ _TEXT = re.compile(
     re.MULTILINE,
 )
 _REFUSED = re.compile(r"^Error: .*|.*(?:Unable to complete diagnostic|Health watches not enabled).*", re.MULTILINE)
-_END = re.compile(r"^[ \t]*\+-{10,}\+?-{20,}\+[ \t]*(?:\n(?![ \t]*(?:\||\+=))|\Z)", re.MULTILINE)
+_END = re.compile(r"^[ \t]*\+[-=]{10,}\+?[-=]{20,}\+[ \t]*(?:\n(?![ \t]*(?:\||\+=))|\Z)", re.MULTILINE)
 _ROW = re.compile(r"^\s*\|(?: (.*?)\s*\|)? (.*?)\s*\|\s*$")
 _RESULT = re.compile(
     r"(?:(GPU|NvSwitch|Switch|CPU|\w+?) ?(\d+): )?(Pass|Fail|Warn|Skip|Not Run)\b(?: - (?:All|\w+?s?: ?([\d, ]+)))?"
@@ -73,18 +73,16 @@ def judge_dcgm(captured: str) -> list[Finding]:
                 results += [*_diag_json(part), *_health_json(part)]
         else:
             results = list(_table(captured))
-            missing = missing or ("" if _END.search(captured.partition("+====")[2]) else "the table has no end")
+            missing = missing or ("" if _END.search(captured) else "the table has no end")
     except (Unreadable, ValueError, TypeError) as error:
         missing = missing or str(error)
     bad = [one for one in results if one.verdict is not Verdict.HEALTHY]
     findings = [_finding(one) for one in bad if one.what != _OVERALL or len(bad) == 1]
     passed = {one.what for one in results if one.status in ("Pass", "Healthy")}
     if missing or not (findings or passed):
-        message = f"dcgmi: {missing or 'no test has run'}"
-        findings.append(Finding(check="gpu.dcgm", verdict=Verdict.INCOMPLETE, message=message))
+        findings.append(Finding("gpu.dcgm", Verdict.INCOMPLETE, f"dcgmi: {missing or 'no test has run'}"))
     elif not findings:
-        message = f"dcgmi: {', '.join(sorted(passed)[:8])}: nothing found"
-        findings.append(Finding(check="gpu.dcgm", verdict=Verdict.HEALTHY, message=message))
+        findings.append(Finding("gpu.dcgm", Verdict.HEALTHY, f"dcgmi: {', '.join(sorted(passed)[:8])}: nothing found"))
     return findings
 
 

@@ -116,25 +116,16 @@ def judge_kernel_log(
         faults = tuple(fault for fault in faults if fault.time_s is None or fault.time_s >= not_before_s)
     findings = [finding_of(one, gpus=numbers) for one in _incidents(judge_bursts(faults, own))]
     findings += judge_events(log, not_before_s)
-    if log.mismatch:
-        findings.append(
-            Finding(
-                check="driver.version",
-                verdict=Verdict.DRAIN,
-                evidence=log.mismatch,
-                message="the driver's library and kernel module are of different versions: restart the host",
-            )
-        )
     if log.unread:
-        message = "a line of the driver's errors holds no number"
-        findings.append(Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, message=message, evidence=log.unread))
-    if not findings and (log.cut or not log.lines):
-        message = "the last line of the kernel log has no end" if log.lines else "the kernel log is empty"
-        findings.append(Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, message=message))
-    elif not findings:
-        message = f"no Xid in {log.lines} lines of the kernel log, and nothing else that is known"
-        findings.append(Finding(check="gpu.xid", verdict=Verdict.HEALTHY, message=message))
-    return findings
+        what = "a line of the driver's errors holds no number"
+        findings.append(Finding("gpu.xid", Verdict.INCOMPLETE, what, evidence=log.unread))
+    if findings:
+        return findings
+    if log.cut or not log.lines:
+        what = "the last line of the kernel log has no end" if log.lines else "the kernel log is empty"
+        return [Finding("gpu.xid", Verdict.INCOMPLETE, what)]
+    what = f"no Xid in {log.lines} lines of the kernel log, and nothing else that is known"
+    return [Finding("gpu.xid", Verdict.HEALTHY, what)]
 
 
 def _incidents(bursts: Iterable[Burst]) -> list[Burst]:
@@ -334,8 +325,4 @@ def _weight(one: Judged) -> tuple[bool, int]:
     return one.decides, _gravity(one.verdict)
 
 
-def _gravity(verdict: Verdict) -> int:
-    return _ORDER[verdict]
-
-
-_ORDER = {verdict: place for place, verdict in enumerate(Verdict)}
+_gravity = tuple(Verdict).index

@@ -9,7 +9,8 @@ from muster.health.hardware.kernel_log import Family
 from muster.health.verdicts import Finding, Verdict
 
 _ACTIVE = re.compile(r"^\s*Active: (\S+)(?: \((.*?)\))?(?= |$)(.*\n)?", re.MULTILINE)
-_VERSION = re.compile(r"[Ff]abric ?[Mm]anager version(?: is)? ?: ?(\d+(?:\.\d+)+)\b")
+_VERSION = re.compile(r"[Ff]abric ?[Mm]anager version(?: is)?(?: ?:)? ?(\d+(?:\.\d+)+)\b")
+_BEGIN = re.compile(rf"{_VERSION.pattern}|: Starting .*fabric ?manager", re.IGNORECASE)
 _LOG = re.compile(r"^\[\w{3} \d\d \d{4} [\d:]{8}\] \[[A-Z]+\]|\bnv-fabricmanager\[\d+\]:", re.MULTILINE)
 _SWITCH = re.compile(r"detected NVSwitch (non-)?fatal error (\d{1,9})")
 _SOURCE = "NVIDIA Fabric Manager user guide"
@@ -17,19 +18,21 @@ _RESTART = "systemctl restart nvidia-fabricmanager"
 #: Of a switch's links: all GPUs of the host (user guide, D.5).
 _RESET = f"nvidia-smi --gpu-reset; {_RESTART}"
 #: (a line, what it means, its verdict), the first that fits; lines of the newest start (leptonai/gpud, fabric-manager).
+_SEVERE = r"\[(?:ERROR|CRITICAL|FATAL)\].*"
 _LINES = (
     (r"don't match with any supported system topology", "NVSwitches are missing", Verdict.REPLACE),
     (r"version.*(?:mismatch|don't match|doesn't match)", "its version is not the driver's", Verdict.DRAIN),
     (r"failed to find the GPU handle", "a GPU has left the NVLink fabric", Verdict.DRAIN),
-    (r"\[ERROR\].*(?i:nvlink|trunk|access link|training|lane)", "NVLinks of the fabric failed", Verdict.DRAIN),
-    (r"\[ERROR\].*(?i:failed to initialize|abort|fatal)", "the fabric manager failed", Verdict.DRAIN),
+    (_SEVERE + r"(?i:nvlink|trunk|access link|training|lane)", "NVLinks of the fabric failed", Verdict.DRAIN),
+    (_SEVERE + r"(?i:failed to initialize|abort|fatal|in a failed state)", "the fabric manager failed", Verdict.DRAIN),
     (r"NV_WARN_NOTHING_TO_DO", "it found no NVSwitch, and none may be needed here", Verdict.NOTE),
-    (r"\[ERROR\]|failed! Exit code", "the fabric manager wrote errors", Verdict.NOTE),
+    (_SEVERE + r"|\[WARN(?:ING)?\]|failed! Exit code", "the fabric manager wrote errors or warnings", Verdict.NOTE),
+    (r"(?i)fabric ?manager.*: Failed with|: Failed to start .*fabric ?manager", "it has failed", Verdict.DRAIN),
 )
 
 
 def is_fabric_manager(text: str) -> bool:
-    named = r"nvidia-fabricmanager\.service|[Uu]nit nvidia-fabricmanager|NV_WARN_NOTHING_TO_DO|fabric ?manager version"
+    named = r"unit nvidia-fabricmanager|NV_WARN_NOTHING_TO_DO|fabric ?manager(?:[. ]service| version)"
     return bool(_LOG.search(text) or re.search(named, text, re.IGNORECASE))
 
 
@@ -39,8 +42,9 @@ def judge_fabric_manager(text: str, *, driver: str = "") -> list[Finding]:
     Without it, GPUs behind NVSwitch answer CUDA error 802, "system not yet initialized" (NVIDIA Fabric Manager guide).
     """
     active, version = _ACTIVE.search(text), [*_VERSION.finditer(text)]
-    found = _of_log(text[version[-1].start() :] if version else text)
-    idle = bool(found) and all("no NVSwitch" in one.message for one in found)
+    newest = text[max((one.start() for one in _BEGIN.finditer(text)), default=0) :]
+    idle = "NV_WARN_NOTHING_TO_DO" in newest
+    found = [one for one in _of_log(newest) if not (idle and one.verdict.faulty)]
     if re.search(r"could not be found|Loaded: not-found", text):
         message = "no fabric manager is installed: none is needed without NVSwitch"
         found.append(_finding(Verdict.NOTE, message))

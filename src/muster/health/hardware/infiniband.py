@@ -87,12 +87,10 @@ def read_ibstat(text: str) -> Ports:
                 physical=_field(body, "Physical state"), rate=_rate(_field(body, "Rate")),
                 link_layer=_field(body, "Link layer"),
             )  # fmt: skip
-            if one.link_layer not in ("InfiniBand", "Ethernet"):
-                missing = missing or f"port {number} of {adapter} has no end"
-            elif not (one.state and one.physical):
-                missing = missing or f"port {number} of {adapter} has no state"
-                continue
-            ports.append(one)
+            if one.link_layer not in ("InfiniBand", "Ethernet") or not (one.state and one.physical):
+                missing = missing or f"port {number} of {adapter} is not whole"
+            else:
+                ports.append(one)
     if not text.endswith(("\n", "InfiniBand", "Ethernet")):
         missing = missing or "the last line is cut"
     return Ports(ports=tuple(ports), source="ibstat", missing=missing or ("" if ports else "there is no port in it"))
@@ -154,8 +152,7 @@ def judge_ports(
     """
     out: list[Finding] = []
     if found.missing:
-        message = f"{found.source}: {found.missing}"
-        out.append(Finding(check="net.port", verdict=Verdict.INCOMPLETE, message=message))
+        out.append(Finding("net.port", Verdict.INCOMPLETE, f"{found.source}: {found.missing}"))
     if expected is not None:
         working = [port for port in found.ports if port.up and (rate is None or (port.rate or 0) >= rate)]
         if len(working) < expected and not found.missing:

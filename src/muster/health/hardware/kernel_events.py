@@ -79,15 +79,16 @@ def judge_events(log: KernelLog, not_before_s: float | None = None) -> list[Find
 
 
 def _event(message: KernelMessage) -> tuple[EventRow, Mapping[str, str]] | None:
+    lowered = message.text.lower()
     for row, pattern in _rows():
-        if row.has in message.text and (match := pattern.search(message.text)):
-            groups = dict.fromkeys((name.rstrip("0123456789") for name in pattern.groupindex), "that is not named")
-            groups |= {
-                name.rstrip("0123456789"): " ".join(value.split())
-                for name, value in match.groupdict("").items()
-                if value
+        if row.has.lower() in lowered and (match := pattern.search(message.text)):
+            named = {
+                name.rstrip("0123456789"): " ".join(value.split()) for name, value in match.groupdict().items() if value
             }
-            return row, {**groups, "where": _where(match.groupdict(""))}
+            groups = (
+                dict.fromkeys((name.rstrip("0123456789") for name in pattern.groupindex), "that is not named") | named
+            )
+            return row, {**groups, "where": _where(named)}
     return None
 
 

@@ -1,4 +1,4 @@
-"""The GPU driver's error lines in a kernel log: Xid (GPU), SXid (NVSwitch), "fallen off the bus", version mismatch.
+"""The GPU driver's error lines in a kernel log: Xid (GPU), SXid (NVSwitch) and "fallen off the bus".
 
 Reads what ``/dev/kmsg``, ``dmesg`` (plain, ``-T``, ``--time-format iso``, ``-x``), ``journalctl -k`` (short, iso,
 monotonic) and syslog files hold. Old drivers print ``Xid (0000:03:00): 14`` without ``PCI:``.
@@ -68,8 +68,6 @@ class KernelLog:
     faults: tuple[KernelFault, ...]
     messages: tuple[KernelMessage, ...] = ()
     boots: int = 1
-    mismatch: str = ""
-    """A line that says that library and kernel module are of different versions."""
     unread: str = ""
     """A line that begins as an error's but holds no number."""
     cut: bool = False
@@ -80,18 +78,20 @@ class KernelLog:
 #: More than any record of the kernel's (CONSOLE_EXT_LOG_MAX) with its prefixes.
 _LONGEST = 16384
 _KMSG = re.compile(r"(\d+),\d+,(\d+),[^;]*;")
-_SINCE_BOOT = re.compile(r"(?:<\d+>)?\[ *(\d+\.\d+)(?: <[^>]*>)?\](?:\[ *[CT]\d+\])? ?")
+_SINCE_BOOT = re.compile(r"(?:<\d+>)?\[ *(\d+\.\d+)(?: <[^>]*>)?\](?: ?\[ *[CT]\d+\])? *")
 _LOCAL = re.compile(r"\[(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})\] ?")
 _ISO = re.compile(
     r"(?:\w{3} )?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z|[+-]\d\d:?\d\d| UTC)?(?: (?:GMT|[A-Z]{1,4}T))? +"
 )
-_SHORT = re.compile(r"(\w{3} +\d+ \d\d:\d\d:\d\d)(?:\.(\d+))? +")
-#: Levels, the facility, a host and the kernel's name, times since the line before, and the file that grep names.
+_SHORT = re.compile(r"(?:\w{3} )?(?:\d{4} )?(\w{3} +\d+ \d\d:\d\d:\d\d)(?:\.(\d+))?(?: \d{4})? +")
+#: Levels, the facility, a host and the kernel's name, times since the line before, the file that grep names, a quoted
+#: or numbered line, and a record in JSON (journalctl, Cloud Logging).
 _UNTIMED = re.compile(
-    r"<\d+>\d? ?|(?:kern|user|daemon|syslog) *:\w+ *: ?|(?:\S+ )?kernel(?:\[\d+\])?(?:: ?| - - - )"
+    r"<\d+>\d? ?|(?:kern|user|daemon|syslog) *:\w+ *: ?|(?:\S+ ){0,2}kernel(?:\[\d+\])?(?:: ?| - - - )"
     r"|\[(?:[A-Z][a-z]{2}\d\d \d\d:\d\d| *\+[\d.]+)\] ?"
     r"|message repeated \d+ times: \[ ?|[\w.-]+ (?=NVRM: |nvidia-nvswitch\d)"
     r"|[\w./-]+(?:\.(?:log|txt)|dmesg|syslog|messages)(?:\.\d+)?:(?:\d+:)?"
+    r'|> ?|\d+[:\t] *(?=[\[<A-Z])|[\w.-]+ *\| *(?=[\[<])|(?:\{.*?)?"(?:MESSAGE|message|textPayload)" *: *"'
 )
 
 _PCI = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-9a-fA-F])?"
@@ -103,7 +103,6 @@ _LOOSE = re.compile(rf"(?:NVRM: |\b)(S?Xid) \((?:PCI:)?({_PCI})\): (\d+)(?![\w.]
 _BEGINS = re.compile(r"NVRM: Xid\b|nvidia-nvswitch\d+: SXid\b")
 _OFF_THE_BUS = re.compile(r"NVRM: (.*fallen off the bus.*)")
 _GPU_NAMED = re.compile(rf"NVRM: .*\bGPU (?:at PCI:)?({_PCI})")
-_MISMATCH = re.compile(r"NVRM: API mismatch:")
 _BOOT = re.compile(r"Linux version \d|-- Boot [0-9a-f]{32}")
 _PID = re.compile(r"\bpid='?(\d+)")
 _PROCESS = re.compile(r"\bname=([^,]+)")
@@ -151,7 +150,7 @@ def read_kernel_log(text: str) -> KernelLog:
         elif fault is not None:
             faults.append(fault)
     return KernelLog(
-        faults=tuple(faults), messages=tuple(messages), boots=reader.boot + 1, mismatch=reader.mismatch,
+        faults=tuple(faults), messages=tuple(messages), boots=reader.boot + 1,
         unread=unread or reader.unread, cut=cut, lines=sum(bool(line.strip()) for line in lines),
     )  # fmt: skip
 
@@ -161,7 +160,6 @@ class KernelLogReader:
 
     def __init__(self) -> None:
         self.boot = 0
-        self.mismatch = ""
         self.unread = ""
         self.message: KernelMessage | None = None
         """Of the line that was read last."""
@@ -185,8 +183,6 @@ class KernelLogReader:
         self.message = KernelMessage(text=message, line=line.strip(), time_s=time_s, clock=clock, boot=self.boot)
         if reset := _RESET.match(message):
             self.note_reset(pci_address(reset[1] or ""))
-        if _MISMATCH.match(message):
-            self.mismatch = line.strip()
         named = _GPU_NAMED.match(message)
         if named:
             self._named = pci_address(named[1])

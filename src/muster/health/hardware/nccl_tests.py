@@ -92,8 +92,7 @@ def judge_nccl_tests(table: NcclTable) -> list[Finding]:
             Finding(check="net.busbw", verdict=Verdict.INCOMPLETE, message=message, evidence=table.failure[:300])
         )
     elif table.missing:
-        message = f"the output of nccl-tests is not whole: {table.missing}"
-        out.append(Finding(check="net.busbw", verdict=Verdict.INCOMPLETE, message=message))
+        out.append(Finding("net.busbw", Verdict.INCOMPLETE, f"the output of nccl-tests is not whole: {table.missing}"))
     wrong = table.wrong_values or sum(row.wrong or 0 for row in table.rows)
     if wrong:
         message = f"{wrong} wrong values in {table.collective or 'a collective'}: a GPU or link corrupts data silently"

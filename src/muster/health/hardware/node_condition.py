@@ -32,8 +32,7 @@ def judge_nodes(captured: str, own: OwnNumbers) -> list[Finding]:
         nodes = [found] if text(found, "kind") == "Node" else children(found, "items")
         return [_judge(node, own) for node in nodes if text(node, "kind") == "Node"]
     except (Unreadable, ValueError, TypeError) as error:
-        message = f"the nodes' JSON is not whole: {error}"
-        return [Finding(check="gpu.xid", verdict=Verdict.INCOMPLETE, message=message)]
+        return [Finding("gpu.xid", Verdict.INCOMPLETE, f"the nodes' JSON is not whole: {error}")]
 
 
 def numbers_in(reason: str) -> tuple[int, ...]:

@@ -282,9 +282,10 @@ _FIRST = re.compile(
     r"\|\s*(?P<pci_bus_id>[0-9A-Fa-f]{4,8}:\S+)\s+\S+\s*\|\s*(?P<ecc_errors_uncorrected_volatile_total>\S.*?)\s*\|"
 )
 _SECOND = re.compile(
-    r"^\|\s*(?P<fan>\S+)\s+(?P<temperature_gpu>\S+)\s+(?P<pstate>\S+)\s+(?P<power>\S+)\s*/\s*\S+\s*"
+    r"^\|\s*(?P<fan>\S+)\s+(?P<temperature_gpu>\S+)\s+(?P<pstate>\S+)\s+(?P<power>\S.*?)\s*/\s*\S+\s*"
     r"\|\s*(?P<memory_used>\S+)\s*/\s*\S+\s*\|\s*\S+\s+(?P<compute_mode>\S.*?)\s*\|"
 )
+_INSTANCE = re.compile(r"^\|\s+(\d+)\s+\S+\s+\S+\s+\d+\s+\|.*\|\s*\d+\s+(\d+)\s*\|")
 _USE = re.compile(r"^\|\s+\d+\s+(?:\S+\s+\S+\s+)?(\d+)\s+[CGM+]+\s+(\S+)\s+.*\|$")
 _REFUSED = re.compile(
     r"^.*(?:NVIDIA-SMI has failed|Failed to initialize NVML|No devices were found|couldn't communicate with).*",
@@ -313,6 +314,11 @@ def read_table(text: str) -> GpuReport:
             gpus[-1]["pstate"] = "ERR!"
         elif gpus and "mig_mode_current" not in gpus[-1] and re.match(r"^\|\s+\|\s+\|\s*\S+\s*\|$", line):
             gpus[-1]["mig_mode_current"] = line.rstrip("| \r").rpartition("|")[2].strip(" *")
+        elif (match := _INSTANCE.match(line)) and match[
+            2
+        ] != "0":  # errors of an instance: the GPU's own cell says "On"
+            for one in (one for one in gpus if one["index"] == match[1]):
+                one["ecc_errors_uncorrected_volatile_total"] = match[2]
         elif gpus and (match := _USE.match(line)):
             gpus[0][f"processes/process_id#{match[1]}"] = match[1]
     refused, version = _REFUSED.search(text), _VERSIONS.search(text)

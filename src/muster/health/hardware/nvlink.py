@@ -71,8 +71,7 @@ def judge_links(report: LinkReport) -> list[Finding]:
     """
     out: list[Finding] = []
     if report.missing:
-        message = f"nvidia-smi nvlink: {report.missing}"
-        out.append(Finding(check="gpu.nvlink", verdict=Verdict.INCOMPLETE, message=message))
+        out.append(Finding("gpu.nvlink", Verdict.INCOMPLETE, f"nvidia-smi nvlink: {report.missing}"))
     shown = [one for one in report.gpus if one.gb_s]
     active = {one.gpu: sum(speed > 0 for speed in one.gb_s.values()) for one in shown}
     if len(shown) > 1 and not any(active.values()):

@@ -116,8 +116,7 @@ def _gpus(report: MachineReport, expected: int | None, source: str, idle: bool) 
         else:
             measured = {line.rung for line in report.lines if not line.failed}
             looked = [word for name, word in _LOOKED.items() if name in measured]
-            text = f"no GPU here: {', '.join(looked)} looked at"
-            yield Finding(check="gpu.count", verdict=Verdict.HEALTHY, message=text, value="0")
+            yield Finding("gpu.count", Verdict.HEALTHY, f"no GPU here: {', '.join(looked)} looked at", value="0")
 
 
 _LOOKED = {"matmul": "processor", "settings": "memory and limits", "disk": "disk", "loopback": "loopback"}
@@ -140,7 +139,8 @@ def _kernel_log(lines: KernelLines, report: MachineReport, own: OwnNumbers) -> l
     gpus = report.gpus.gpus if report.gpus else ()
     numbers = {gpu.address: gpu.index for gpu in gpus if gpu.index is not None}
     whole = report.gpus is not None and not report.gpus.missing  # then an old mismatch of versions is resolved
-    log = replace(log, lines=max(1, lines.lines), cut=False, mismatch="" if whole else log.mismatch)
+    messages = tuple(one for one in log.messages if not (whole and "API mismatch" in one.text))
+    log = replace(log, lines=max(1, lines.lines), cut=False, messages=messages)
     found = judge_kernel_log(log, gpus=numbers, own=own, not_before_s=lines.now_s - RECENT_S)
     content = {gpu.index for gpu in gpus if gpu.recovery_action == "None"}
     found = [_over(one) if one.verdict is Verdict.RESET and one.gpu in content else one for one in found]
@@ -193,12 +193,8 @@ def _settings(found: Settings, *, needs_locked: bool) -> Iterator[Finding]:
     if found.clock_source and found.clock_source not in _GOOD_CLOCKS:
         yield note(f"slow clock source {found.clock_source}", found.clock_source, "tsc or kvm-clock")
     gib = f"{found.memory_available_bytes / 2**30:,.1f} of {found.memory_bytes / 2**30:,.1f} GiB of memory free"
-    yield Finding(
-        check="machine.memory",
-        verdict=Verdict.HEALTHY,
-        message=f"{found.processors} processors, {gib}",
-        value=str(found.memory_available_bytes),
-    )
+    available = str(found.memory_available_bytes)
+    yield Finding("machine.memory", Verdict.HEALTHY, f"{found.processors} processors, {gib}", value=available)
 
 
 # ------------------------------------------------------------ speeds and bits

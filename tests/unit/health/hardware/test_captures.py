@@ -167,9 +167,9 @@ def test_lines_of_sound_machines_that_look_like_faults():
 BAD_TABLES = [
     (("|                    0 |", "|                    3 |"), "reset", "uncorrectable"),
     (("On  | 00000000:2A", "Off | 00000000:2A"), "note", "persistence"),
-    (("|             Disabled |", "|              Enabled |"), "drain", "MIG"),
+    (("|             Disabled |", "|              Enabled |"), "note", "MIG"),
     (("N/A   29C    P0              69W", "ERR!  ERR!   P0             ERR!"), "reset", "cannot read"),
-    (("Default |", "E. Process |"), "drain", "Exclusive_Process"),
+    (("Default |", "E. Process |"), "note", "Exclusive_Process"),
 ]  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def test_the_xml_of_nvidia_smi_is_the_same_report():
     assert only(OTHER + smi_xml().replace("\n", "\r\n"), "gpu").verdict is Verdict.HEALTHY
     for name, value, verdict in (
         ("remapped_row_pending", "Yes", "reset"), ("remapped_row_failure", "Yes", "replace"), ("dram_uncorrectable", "2", "reset"),
-        ("clocks_event_reason_hw_thermal_slowdown", "Active", "drain"), ("current_mig", "Enabled", "drain"),
+        ("clocks_event_reason_hw_thermal_slowdown", "Active", "drain"), ("current_mig", "Enabled", "note"),
         ("current_link_width", "8x", "drain"), ("gpu_recovery_action", "Reset", "reset"), ("fabric_state", "In Progress", "drain"),
         ("row_remapper_histogram_none", "1 bank(s)", "replace"), ("gpu_temp_tlimit", "2 C", "note"), ("uuid", "ERR!", "reset"),
     ):  # fmt: skip

@@ -87,7 +87,7 @@ class Edge:
     # ------------------------------------------------------------ events
 
     def start(self, *, watchdog: int | None, ignore_term: bool) -> None:
-        """SIGTERM and SIGINT are notices; ``ignore_term``: SIGTERM is left to the supervisor (Slurm)."""
+        """SIGTERM and SIGINT are notices; ``ignore_term``: SIGTERM is ignored, the supervisor handles it (Slurm)."""
         self.pool.wake_on_signals()
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._on_signal)

@@ -89,7 +89,7 @@ class Copy:
             return None
 
     def _claimed(self) -> bool:
-        """Whether it is ours to copy: no host does, or the one that did has been silent for five minutes."""
+        """Claim the copy. False: another host copies, and has renewed its claim within five minutes."""
         uri = uris.join(self.uri, CLAIM)
         try:
             stored = self.store.get(uri)

@@ -148,7 +148,7 @@ def test_who_waits_long_enough_is_taken_back_before_the_next_is_asked(market):
     assert result.spec.backend == "vertex" and len(market.jobs) == 1, "the last one is waited for by nobody"
     assert not market.machines and not market.gce.secrets.versions
     assert list(run_registry.registry()) == [(result.run.run_id, result.run.path)]
-    assert any(line.startswith("taken back: ") for line in market.said) and market.gce.clock.monotonic_ns() >= 120e9
+    assert any(line.startswith("cancelled: ") for line in market.said) and market.gce.clock.monotonic_ns() >= 120e9
 
 
 def test_one_folder_for_all_places_is_refused_where_one_may_be_left(market):

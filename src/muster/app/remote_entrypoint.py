@@ -55,7 +55,7 @@ def answer(run: RunDir, question: ToPod) -> FromPod:
 
 def _events(run: RunDir) -> Path:
     """The folder with everybody's events; where the home does not answer, those that were brought before. Damage in the
-    home is reported on standard error; where its place is known, a line that is no event stands there."""
+    home is reported on standard error; where its place is known, a line that is no event takes its place."""
     home = open_home(run.path)
     if home.is_folder:
         return run.events

@@ -136,7 +136,7 @@ def submit_to_first(
         found = _watched(result, patience_s, clock)
         if not _moves_on(found):
             return result
-        tell(f"taken back: {found.reason}")
+        tell(f"cancelled: {found.reason}")
         refused.append(f"{way.place}: {found.reason}")
         stop.down(result.run.run_id)  # raises where something is left: two requests would be under way
         remove.remove(remove.removal(result.run.run_id))

@@ -130,7 +130,7 @@ class Acceptance:
     """What a preflight and an acceptance (``muster accept``) look at before they train; None: there is no such look."""
 
     access: Callable[[RunSpec, JobRequest], Sequence[str]] | None = None
-    """What stands in the way of this request, in sentences, asked without sending it: limits, quota, when it would
+    """What would prevent this request, in sentences, asked without sending it: limits, quota, when it would
     start. Raises the place's refusal. None: a cluster's ``look`` may say."""
     rehearse: Rehearse | None = None
     """None: a preflight would not be cheaper than the run."""

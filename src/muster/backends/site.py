@@ -58,7 +58,7 @@ class Site(Protocol):
         ...
 
     def held(self, spec: RunSpec, wait: Wait) -> AbstractContextManager[Mapping[str, HeldHost]]:
-        """A run's hosts with their accelerators and nothing on them, by name; given back at the end."""
+        """A run's hosts with their accelerators and nothing on them, by name; released at the end."""
         ...
 
     def python(self, spec: RunSpec) -> str:

@@ -35,7 +35,7 @@ def preflight(
 
 FOLDER = typer.Option(Path("acceptance"), "--output", help="Folder for the record.")
 KEY = typer.Option(None, "--sign", metavar="KEY", help="Sign the record with this SSH key.")
-REHEARSAL = typer.Option(None, "--rehearsal", help="What stands for the place, where it is not the place itself.")
+REHEARSAL = typer.Option(None, "--rehearsal", help="What replaces the real place in a rehearsal.")
 
 
 def accept(

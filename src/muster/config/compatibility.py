@@ -51,7 +51,7 @@ class Refusal:
     """Whose key a message names."""
     other: str
     kind: Kind
-    """What stands in the way: the mathematics, a library, or that nothing of ours does it yet."""
+    """Why it is refused: the mathematics, a library, or that it is not implemented."""
     reason: str
 
     @property
@@ -100,5 +100,5 @@ def splits_adapters(rank: int, *, tp: int, shards: int) -> bool:
 
 
 def refusals_of(used: Collection[str]) -> list[Refusal]:
-    """What stands against using these (names of features) together."""
+    """Why these features (by name) cannot be used together."""
     return [each for each in REFUSALS if each.refused in used and each.other in used]

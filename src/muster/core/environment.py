@@ -44,8 +44,8 @@ VARIABLES = (
     ),
     Variable("MUSTER_RUN_DIR", "That run's folder.", "back ends, for every process of a run"),
     Variable("MUSTER_HOST", "Name of the host of an agent.", "the Slurm back end"),
-    Variable("MUSTER_BLOCK", "Block (racks with a network of their own) that a host stands in.", PLACED),
-    Variable("MUSTER_RACK", "Rack that a host stands in: copies of its state leave it.", PLACED),
+    Variable("MUSTER_BLOCK", "Block (racks with a network of their own) of a host.", PLACED),
+    Variable("MUSTER_RACK", "Rack of a host: copies of its state leave it.", PLACED),
     Variable("MUSTER_PART", "Number of a requeued job's part.", "the Slurm back end"),
     Variable(
         "MUSTER_BIND", "Address on which the supervisor and the agents listen.",

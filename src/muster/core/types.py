@@ -32,7 +32,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology(Record):
-    """Where a host stands, as far as its labels say: what one fault may take together with it."""
+    """A host's place, as far as its labels say: what one fault may take together with it."""
 
     block: Annotated[str, "racks with a network of their own; empty: unknown"] = ""
     rack: Annotated[str, "hosts that share power and a switch; its name counts within the block; empty: unknown"] = ""

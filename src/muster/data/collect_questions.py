@@ -37,7 +37,7 @@ class Collected:
     left_out: Counter[str] = field(default_factory=Counter)
     """By reason."""
     first: str = ""
-    """The first of them: where it stands, and why."""
+    """The first of them: where it is, and why."""
 
 
 def collect(opened: OpenedSource, recipe: Recipe, number: int, held_rows: Iterable[int] | None) -> Collected:
@@ -81,7 +81,7 @@ def left_out_why(by_source: Sequence[Collected]) -> str:
 
 
 def located(opened: OpenedSource, error: UsageError, index: int, heldout: bool = False) -> UsageError:
-    """``error`` of a row, with where that row stands."""
+    """``error`` of a row, with the row's place."""
     return UsageError(f"{opened.locate(index, heldout)}: {error}", hint=error.hint)
 
 

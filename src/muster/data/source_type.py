@@ -33,7 +33,7 @@ class OpenedSource:
     heldout_rows: Callable[[], Iterator[Row]] | None = None
     """None: the source has no held-out part of its own."""
     locate: Callable[[int, bool], str] = lambda index, heldout: f"row {index + 1}"
-    """(a row's number from 0, whether of ``heldout_rows``) -> where it stands, for messages: ``file:line``."""
+    """(a row's number from 0, whether of ``heldout_rows``) -> its place, for messages: ``file:line``."""
     expected_rows: int | None = None
     read: Meter | None = None
     """How much of its files the rows given out so far took."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """From harmless to grave; ``INCOMPLETE`` stands outside that order (see ``worst``)."""
+    """From harmless to grave; ``INCOMPLETE`` is outside that order (see ``worst``)."""
 
     HEALTHY = "healthy"
     APP = "app"  # the user's program or a library: never held against a host

@@ -16,7 +16,7 @@ Model FLOP utilisation is an outcome, never an input. What is modelled:
   (the trainer begins a unit's when its gradient is final);
 * with each doubling of the machines a little more: a step waits for its slowest rank.
 
-TPUs: useful operations at the planned MFU of the chip (``accelerators.yaml``), which stands for recomputation and
+TPUs: useful operations at the planned MFU of the chip (``accelerators.yaml``), which includes recomputation and
 memory traffic too; what sharding exposes, the update and snapshots are added as above.
 
 A collective of S bytes over n ranks takes S (n-1)/n / bus bandwidth (all-gather, reduce-scatter), twice that as

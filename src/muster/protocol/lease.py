@@ -22,11 +22,11 @@ class LeaseRecord(Record):
 
     version: Version
     term: Annotated[Count, "rises by one with each holder"]
-    address: Annotated[Address | None, "where it listens; None: it was given back"]
-    pid: Annotated[Count, "0: it was given back"]
+    address: Annotated[Address | None, "where it listens; None: released"]
+    pid: Annotated[Count, "0: released"]
     machine: str
     boot_id: str
-    expires_wall_ns: Annotated[Int64, "0: it was given back"]
+    expires_wall_ns: Annotated[Int64, "0: released"]
     expires_mono_ns: Annotated[Int64, "by the holder's monotonic clock"]
     checksum: Annotated[Count, "CRC-32 of the rest as JSON with sorted keys; 0: not stated"] = 0
 
@@ -47,7 +47,7 @@ class HomeStatus(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EndRecord(Record):
-    """``end.json`` of a home in a bucket, written before the lease is given back: this allocation's run is over, and a
+    """``end.json`` of a home in a bucket, written before the lease is released: this allocation's run is over, and a
     supervisor that is started again for the same job and submission ends with ``exit_code`` at once."""
 
     job: Annotated[str, "the back end's own name for it (a JobSet)"]

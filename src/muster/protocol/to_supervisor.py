@@ -81,7 +81,7 @@ class EvidenceReady(Record):
     ranks: Annotated[tuple[str, ...], "of each rank: health.hang.evidence.RankEvidence as JSON"] = ()
     ras: Annotated[str, "the report of NCCL's RAS, from the host of rank 0"] = ""
     missing: Annotated[tuple[str, ...], "what of the host could not be captured, a sentence each"] = ()
-    exited: Annotated[Count | None, "the rank that has exited; None: the run stands still"] = None
+    exited: Annotated[Count | None, "the rank that has exited; None: the run hangs"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

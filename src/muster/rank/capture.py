@@ -1,4 +1,4 @@
-"""What this process does, reported by a separate thread while the main thread stands still."""
+"""What this process does, reported by a separate thread while the main thread hangs."""
 
 from __future__ import annotations
 

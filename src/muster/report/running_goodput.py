@@ -41,7 +41,7 @@ class RunningGoodput:
     _held: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Host -> (since when, its ranks)."""
     _rank_ns: int = 0
-    """Of hosts that were given back."""
+    """Of hosts that were released."""
     _any_since_ns: int = 0
     _any_ns: int = 0
     """In which any host was held, up to when none was."""

@@ -75,7 +75,7 @@ class VirtualHost:
     boots: int = 0
     joined: bool = False
     held_since_ns: int | None = 0
-    """Paid for since; None: given back."""
+    """Paid for since; None: released."""
 
     def list_snapshots(self) -> tuple[SnapshotCopy, ...]:
         """Its snapshots as an agent reports them."""

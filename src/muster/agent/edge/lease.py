@@ -11,7 +11,7 @@ from muster.protocol.values import Address
 
 
 def read(run_dir: Path, *, me: str) -> LeaseRecord | None:
-    """None: there is none that can be read. One without an address was given back: the last supervisor ended of its own
+    """None: there is none that can be read. One without an address was released: the last supervisor ended of its own
     will, which is the end of the run. ``me``: who reads it.
 
     Raises OtherVersion: that supervisor is of another version.

@@ -1,1 +1,1 @@
-"""What the ranks of a host do when a run stands still, captured before they are ended."""
+"""What the ranks of a host do when a run hangs, captured before they are ended."""

@@ -1,4 +1,4 @@
-"""What the GPU driver's errors mean for this host: bursts, what stands, what asks for a reset. Pure."""
+"""What the GPU driver's errors mean for this host: bursts, what is still true, what asks for a reset. Pure."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class KernelFaults:
         return fault
 
     def note_reset(self) -> None:
-        """A reset ends the burst, and what was reported of it stands no longer."""
+        """A reset ends the burst, and clears what was reported of it."""
         self.standing = None
         self.reader.note_reset()
         self._close()

@@ -133,7 +133,7 @@ class Rank:
 
 @dataclass
 class Gathering:
-    """What the ranks do while the run stands still, or when another one has exited."""
+    """What the ranks do while the run hangs, or when another one has exited."""
 
     attempt: int
     limit_s: float

@@ -83,7 +83,7 @@ def compare(references: Sequence[str]) -> Compared:
 
 
 def _runs_of(reference: str) -> list[str]:
-    """A sweep stands for its best trials."""
+    """A sweep is compared by its best trials."""
     found = sweeps.best_runs(reference, MOST_OF_SWEEP)
     return [reference] if found is None else found
 

@@ -116,7 +116,7 @@ class Watcher:
         return view
 
     def _ask(self) -> None:
-        """The supervisor's own word, where one answers; without one the back end's stands."""
+        """The supervisor's own status, where one answers; else the back end's."""
         self.view.phase = None
         live = None if self.view.ended else self._live()
         if live:

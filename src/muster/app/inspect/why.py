@@ -1,4 +1,4 @@
-"""Why a run stopped or stands still: the culprit of its incidents, or of a folder of captures."""
+"""Why a run stopped or hangs: the culprit of its incidents, or of a folder of captures."""
 
 from __future__ import annotations
 

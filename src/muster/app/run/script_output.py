@@ -35,7 +35,7 @@ class ScriptOutput:
         self._tails: dict[str, _Tail] = {name: _Tail(position=size) for name, size, _ in self._files()}
 
     def look(self, *, last: bool = False) -> list[str]:
-        """The lines that have come. ``last``: with what stands after the last line's end."""
+        """The lines that have come. ``last``: with the unfinished last line."""
         found: list[str] = []
         for name, size, rank in self._files():
             tail = self._tails.setdefault(name, _Tail())

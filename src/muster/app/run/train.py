@@ -141,7 +141,7 @@ def _interrupted_by_term() -> Iterator[None]:
 def _clear(launcher: Launcher, handle: JobHandle) -> None:
     """The agents leave by themselves; one that does not, or not before Ctrl-C, is ended."""
     until = time.monotonic() + LEAVE_S
-    with contextlib.suppress(KeyboardInterrupt), _interrupted_by_term():  # the run has ended: its verdict stands
+    with contextlib.suppress(KeyboardInterrupt), _interrupted_by_term():  # the run has ended: its verdict is final
         while time.monotonic() < until and launcher.remaining(handle):
             time.sleep(0.05)
     if launcher.remaining(handle):

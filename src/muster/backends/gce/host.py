@@ -168,7 +168,7 @@ class Fate(enum.Enum):
     SUPERSEDED = enum.auto()
     """The run lives in a later submission, which has asked for machines."""
     OVER = enum.auto()
-    """It was taken back, or has ended."""
+    """It was cancelled, or has ended."""
 
 
 def fate(machine: Machine, store: Store) -> Fate:
@@ -201,7 +201,7 @@ def leave(
         AccessError, Unreachable: Google does not say what there is, or does not let us.
     """
     superseded = found is Fate.SUPERSEDED
-    say(f"the run of this machine {'has a later submission' if superseded else 'was taken back, or is over'}: it goes")
+    say(f"the run of this machine {'has a later submission' if superseded else 'was cancelled, or is over'}: exiting")
     if machine.role == HOST:
         subprocess.run(["systemctl", "poweroff"], stdin=subprocess.DEVNULL, check=False)
         return 1

@@ -66,7 +66,7 @@ class Placement:
 
     @property
     def least_hosts(self) -> int:
-        """With fewer a request has failed, and gives back what it got."""
+        """With fewer a request has failed, and releases what it got."""
         return self.spec.resources.min_hosts or self.spec.resources.hosts
 
     @property

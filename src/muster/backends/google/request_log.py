@@ -33,7 +33,7 @@ class Request(Record):
     count: Count = 0
     """Machines of a Compute Engine request."""
     replaces: bool = False
-    """It stands for hosts that were lost: any number of them is welcome."""
+    """It replaces hosts that were lost: any number of them is welcome."""
     state: str = ASKED
     name: str = ""
     """What answers for it, once known: the custom job, or the operation of a bulk request."""

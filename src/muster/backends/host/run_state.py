@@ -99,7 +99,7 @@ class RunState:
         return pid is not None and self.held_by() == pid
 
     def current_lease(self) -> LeaseRecord | None:
-        """As it stands, in force or not; None: there is none that anybody could use. Raises as the store."""
+        """The record, in force or not; None: there is none that can be read. Raises as the store."""
         found = self._stored_lease()
         return found[0] if found is not None else None
 

@@ -1,4 +1,4 @@
-"""What stands in a run's way on a cluster, asked of Slurm without submitting anything."""
+"""What prevents a run on a cluster, asked of Slurm without submitting anything."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ class SshLauncher(BucketLauncher[Placement]):
 
 
 def _task(one: FarFacts) -> str:
-    """How a host stands to the run that was asked for."""
+    """A host's relation to the requested run."""
     return "running" if one.processes else "idle"
 
 

@@ -15,7 +15,7 @@ class Parallelism(Section):
     layout that the plan finds to be the fastest that fits."""
 
     auto: bool = False
-    """What ``parallelism: auto`` stands for. The layout is chosen when the run starts, and said."""
+    """The meaning of ``parallelism: auto``: the layout is chosen when the run starts, and logged."""
     dp_replicate: Positive = 1
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     tp: Positive = 1

@@ -31,7 +31,7 @@ class HostAllocated(Detail):
 @dataclass(frozen=True, kw_only=True)
 class HostPlaced(Detail):
     kind: ClassVar = "host.placed"
-    doc: ClassVar = "Where it stands, as its labels say: at first, and after another machine took its name."
+    doc: ClassVar = "Its place in the network, by its labels: at first, and after another machine took its name."
     place: Annotated[Topology, "its block and rack"]
 
 

@@ -42,7 +42,7 @@ class Damage:
     """Counted from 1; 0: the file as a whole."""
     reason: str
     places: int = 1
-    """How many it stands for."""
+    """How many it represents."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
@@ -141,7 +141,7 @@ class EventReader:
         while line is not None:
             later = next(lines, None)
             repeated = place.has_yielded(line)
-            if repeated and not place.repeats and place.is_new(line):  # it stands for those after it
+            if repeated and not place.repeats and place.is_new(line):  # it represents those after it
                 self._report(name, line.number, "it is there a second time")
             whole = not repeated and self._judge(name, place, place.last, line, (after, later))
             place.take(line, repeated)

@@ -49,7 +49,7 @@ def read_rows(path: Place, meter: Meter | None = None) -> Iterator[Row]:
 
 
 def locate(files: Sequence[Place], index: int) -> str:
-    """Where row ``index`` (from 0) of several files stands: ``file:line`` (of .jsonl), ``file, row N``."""
+    """Where row ``index`` (from 0) of several files is: ``file:line`` (of .jsonl), ``file, row N``."""
     places = (place for path in files for place, _ in _placed_rows(path, None))
     return next(itertools.islice(places, index, None), f"row {index + 1}")
 

@@ -1,1 +1,1 @@
-"""Why a run stands still: captures of one moment read as values, and the rank that the others wait for."""
+"""Why a run hangs: captures of one moment read as values, and the rank that the others wait for."""

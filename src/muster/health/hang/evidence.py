@@ -1,4 +1,4 @@
-"""What was captured of a run that stands still, and what follows from it."""
+"""What was captured of a run that hangs, and what follows from it."""
 
 from __future__ import annotations
 

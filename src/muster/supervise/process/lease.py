@@ -36,7 +36,7 @@ LOOK_S = 0.5
 
 @dataclass
 class LeaseKeeper:
-    """Takes, renews and gives back the lease at ``uri``. ``hold`` and ``renew`` are thread-safe."""
+    """Acquires, renews and releases the lease at ``uri``. ``hold`` and ``renew`` are thread-safe."""
 
     store: Store
     uri: str

@@ -1,7 +1,7 @@
 """Traces of steps of a process that trains: no restart, no changed bit.
 
 A profiler (``Recorder``) records what the process does between a step's begin and another's end; nothing that is
-computed depends on it. While a trace is written the rank stands still, and the others wait for it in their next sum.
+computed depends on it. While a trace is written the rank is blocked, and the others wait for it in their next sum.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _results(groups: Sequence[Bucket], shape: Sequence[int], dtype: torch.dtype,
 
 
 def _scatter(into: Tensor | None, part: Tensor, bucket: Bucket) -> Tensor:
-    """The inverse of ``_gather``; values in padding are dropped. Returns ``into``, or what stands for it."""
+    """The inverse of ``_gather``; values in padding are dropped. Returns ``into``, or its replacement."""
     flat = part.transpose(1, 2).flatten(0, 1)
     if into is None:
         return flat.contiguous()

@@ -33,7 +33,7 @@ class Stage:
     chunks: tuple[range, ...]
     """The layers of each chunk."""
     lists: tuple[nn.ModuleList, ...]
-    """Of each chunk, where there are several: its layers, and what stands for the others."""
+    """Of each chunk, where there are several: its layers, and placeholders for the others."""
     tied: str | None
     """The parameter that embedding and head share, if this stage holds it: for one of them, or in a V for both."""
     elsewhere: frozenset[str]

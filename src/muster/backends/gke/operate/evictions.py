@@ -43,7 +43,7 @@ EVICTED: Mapping[str, _Reason] = {
         "Kueue's gates TASFailedNodeReplacement and ...FailFast do it; muster up sets them on its clusters",
     ),
     "FlavorMigration": _Reason("moved to nodes of another kind by Kueue; queued again"),
-    "EvictedOnManagerCluster": _Reason("taken back by the cluster that manages this one; queued again"),
+    "EvictedOnManagerCluster": _Reason("evicted by the cluster that manages this one; queued again"),
 }
 """Reason of Kueue's condition ``Evicted`` -> sentence, hint."""
 DEACTIVATED: Mapping[str, _Reason] = {

@@ -77,7 +77,7 @@ class Submission:
         """The Secrets of the tokens and of the run file's ``secrets`` (``values``), then the objects.
 
         The token's Secret is marked with a digest of the request, and owns the rest. So the same request twice is one
-        job; what arrives after the run was taken back has an owner that is gone, and Kubernetes removes it (but for a
+        job; what arrives after the run was cancelled has an owner that is gone, and Kubernetes removes it (but for a
         Secret of the token itself, which stays until the next submission or ``down``); and what arrives after the run
         was submitted again changes nothing, since all are created, not applied.
 
@@ -146,7 +146,7 @@ class Submission:
 
 
 def taken_back(cluster: Cluster, jobset: JsonObject) -> bool:
-    """Whether it is going, or will: its submission was taken back, and with it the Secret that it belongs to. An
+    """Whether it is going, or will: its submission was cancelled, and with it the Secret that it belongs to. An
     account that may not read Secrets gets False."""
     try:
         return bool(text(jobset, "metadata", "deletionTimestamp")) or _orphaned(cluster, jobset)

@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("role", choices=["host", "supervisor"])
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--host", default="")
-    parser.add_argument("--node-labels", action="store_true", help="learn from the node's labels where it stands")
+    parser.add_argument("--node-labels", action="store_true", help="learn the node's place from its labels")
     parser.add_argument("--leave-after-s", type=float, default=0.0, help="save then, and queue the rest; 0: never")
     parser.add_argument("--requeue", metavar="NAMESPACE/JOBSET", help="what to queue the rest of the run after")
     parser.add_argument("--at-most", type=int, default=0, help="allocations in all; 0: as many as it takes")

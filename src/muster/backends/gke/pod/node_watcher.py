@@ -40,7 +40,7 @@ def condition_of(node: JsonObject) -> NodeCondition:
 
 
 def look(node: str, connect: Callable[[], Cluster]) -> NodeCondition:
-    """One look; what stands in its way is its ``problem``."""
+    """One look; ``problem``: why it failed."""
     try:
         found = connect().get({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}})
     except (MusterError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Where this pod's node stands: its topology labels, as the API server has them. The downward API gives no node's."""
+"""The place of this pod's node: its topology labels, as the API server has them. The downward API gives no node's."""
 
 from __future__ import annotations
 

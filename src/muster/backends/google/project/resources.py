@@ -106,7 +106,7 @@ class RestResource(Resource):
     """Values of ``status`` of a finished one; empty: it has no status."""
     broken: tuple[str, ...] = ()
     patience_s: float | None = None
-    """What takes longer to make is taken back, and called a lack of capacity; None: it is waited for."""
+    """A creation that takes longer is undone, and reported as a lack of capacity; None: it is waited for."""
     runs_as: str | None = None
     """The service account of its machines: one that was made just now may not be known everywhere yet."""
     operations: str | None = None

@@ -75,6 +75,7 @@ def plan(
     out: str | None = typer.Option(None, "--out", help="Write the plan to a .json file, for train and submit."),
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with cost against time."),
     all_offers: bool = typer.Option(False, "--all", help="Show every offer that was not taken."),
+    no_calibration: bool = typer.Option(False, "--no-calibration", help="Without the figures of your own runs."),
     places: str | None = typer.Option(None, "--backends", metavar="A,B", help="Compare places: gke,vertex,gce."),
     devices: str | None = typer.Option(None, "--devices", metavar="A,B", help="GPU or TPU? Compare: gpu,tpu."),
 ) -> None:
@@ -87,12 +88,15 @@ def plan(
 
     if places is not None and devices is not None:
         raise api.UsageError("--backends and --devices compare different things: give one")
+    if no_calibration and (places or devices):
+        raise api.UsageError("--no-calibration is of one plan: give it without --backends and --devices")
     if places is not None or devices is not None:
         _compared(run_file, overrides or [], places, devices, fastest=fastest, json=json)
         return
     if out is not None and not out.endswith(".json"):
         raise api.UsageError(f"--out {out}: a plan's name ends in .json, by which train and submit know it")
-    result = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=why or json or html is not None)
+    reasons = why or json or html is not None
+    result = use_case.plan(run_file, overrides or [], fastest=fastest, reasons=reasons, calibrated=not no_calibration)
     answer = dict(result.to_json())
     compared = None
     if trace:

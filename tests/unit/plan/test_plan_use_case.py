@@ -8,10 +8,16 @@ import pytest
 
 from muster.app.planning import plan as use_case
 from muster.app.planning import prices
-from muster.app.planning.calibrate import Entry, calibration_for
+from muster.app.planning.calibrate import Entry, calibration_for, keep
+from muster.backends.local.launcher import LocalLauncher
 from muster.cli.drawn import plan_table
 from muster.config.load import load
+from muster.core import resolved_file
+from muster.core.clock import SystemClock
 from muster.core.errors import AccessError, BackendError, NoPlanError, RunFileError, UsageError
+from muster.core.event_details.training import Step
+from muster.core.event_log import EventLog
+from muster.core.types import Offer
 from muster.plan.calibrate import calibrate
 from muster.plan.constants import DEFAULT
 from muster.plan.step_time import step_time
@@ -219,7 +225,7 @@ def test_a_kept_calibration_is_used_and_narrows_the_plan(run_file, home):
     after = planned(run_file, home, "resources.accelerator=H100").plan.chosen
     assert after.step_s > before.step_s
     spec = load(run_file, ["resources.accelerator=H100"]).spec
-    constants, sigma = calibration_for(home, spec, planned(run_file, home).work)
+    constants, sigma, _ = calibration_for(home, spec, planned(run_file, home).work)
     assert constants.efficiency == 0.4 and sigma == 0.05
 
 
@@ -230,3 +236,55 @@ def test_a_plan_says_that_it_was_calibrated_only_where_it_was(run_file, home):
         said[device] = " ".join(planned(run_file, home, f"resources.device={device}").plan.assumptions)
     assert "matrices at 65% of the measured matmul ceiling (not calibrated)" in said["cpu"]
     assert "matrices at 87% of the measured matmul ceiling (two runs on one H100" in said["auto"]
+
+
+def test_a_plan_says_how_far_off_the_last_one_was_and_leaves_it_out_where_asked(run_file, home):
+    home.mkdir()
+    entry = Entry(
+        accelerator="H100", parameters=8 * 10**9, lora=False, run_id="r-1", made="then", efficiency=0.4,
+        measured_step_s=1.0, predicted_step_s=0.8, steps=9, spread=0.0, off=-0.2, machine="a3-megagpu-8g",
+        layout={"dp_shard": 8}, memory_bytes=50 * 10**9, planned_memory_bytes=52 * 10**9, stall_share=0.02,
+    )  # fmt: skip
+    (home / "calibration.json").write_text(json.dumps([asdict(entry)]))
+    with_it = planned(run_file, home, "resources.accelerator=H100")
+    [line] = [line for line in with_it.plan.assumptions if line.startswith("calibrated by")]
+    assert line == (
+        "calibrated by r-1 on a3-megagpu-8g (dp_shard 8): its plan was off by -20% of a step, memory +4%, "
+        "stalls 2% of a step"
+    )
+    without = planned(run_file, home, "resources.accelerator=H100", calibrated=False)
+    assert without.plan.chosen.step_s < with_it.plan.chosen.step_s
+    assert not any(line.startswith("calibrated by") for line in without.plan.assumptions)
+
+
+@pytest.mark.parametrize(("environment", "entries"), [("", 1), ("true", 0)])
+def test_a_run_on_gpus_calibrates_the_next_plan_but_not_in_ci(
+    tmp_path, run_file, home, monkeypatch, environment, entries
+):
+    monkeypatch.setenv("MUSTER_HOME", str(home))
+    monkeypatch.setenv("CI", environment)
+    offer = Offer(
+        backend="local", machine="m", location="here", accelerator="NVIDIA H100 80GB HBM3", gpus_per_node=1,
+        gpu_memory_bytes=0, usd_per_node_hour=None, peak_flops_per_gpu=None, max_nodes=1, mode="owned",
+    )  # fmt: skip
+    monkeypatch.setattr(LocalLauncher, "offers", lambda self, spec: [offer])
+    given = ["backend=local", "resources.device=cuda", "resources.ranks_per_host=1", "model.lora={rank: 8}"]
+    spec = load(
+        run_file, [*given, "training.micro_batch_size=1", "data.sources=[{type: random}]"], environment=False
+    ).spec
+    run = tmp_path / "run"
+    (run / "events").mkdir(parents=True)
+    resolved_file.write(run, spec.model_dump_json())
+    log = EventLog("r-1", run / "events", "rank", 0, clock=SystemClock())
+    step = Step(
+        loss=1.0, grad_norm=1.0, learning_rate=1e-4, step_ns=20 * 10**9, tokens=64 * 4096, memory_bytes=30 * 10**9,
+        supervised_tokens=64 * 4096, padding_tokens=0, stall_ns=10**9,
+    )  # fmt: skip
+    for number in range(10):
+        log.append("step", detail=asdict(step), step=number, rank=0)
+    log.close()
+    keep(run, spec)
+    said = planned(run_file, home, "resources.accelerator=H100", "model.lora={rank: 8}").plan.assumptions
+    assert [line.split(":")[0] for line in said if line.startswith("calibrated by")] == [
+        "calibrated by r-1 on H100 (one rank)"
+    ] * entries

@@ -47,7 +47,7 @@ def compared(spec: RunSpec, home: Path | None = None) -> tuple[list[LayoutChoice
         raise UsageError("parallelism: auto is of Muster's trainer, and the run file has a `command`")
     work = workload(spec, shape_of(spec), steps=spec.training.steps or 1)
     found = hardware(spec, home)
-    constants, _ = calibration_for(home, spec, work)
+    constants, _, _ = calibration_for(home, spec, work)
     resources = spec.resources
     pins = Pins(
         gpus_per_node=resources.ranks_per_host if resources.device not in ("cpu", "tpu") else None,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from muster import backends
 from muster.app.planning.model_shape import shape_of
 from muster.catalog import offers, rows
+from muster.catalog.devices import accelerator_of
 from muster.catalog.offers import Option
 from muster.catalog.rows import Accelerator
 from muster.config.load import first_problem
 from muster.config.spec import RunSpec
-from muster.core import event_log, resolved_file
-from muster.core.errors import UsageError
+from muster.core import environment, event_log, resolved_file
+from muster.core.errors import MusterError, UsageError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.event_details.training import ModelReady, Step
 from muster.core.event_log import Damage
@@ -26,6 +29,7 @@ from muster.core.typed_json import JsonObject, Record, Unreadable, decode
 from muster.plan.calibrate import Calibration, calibrate
 from muster.plan.constants import DEFAULT, ON_CPU, Constants
 from muster.plan.cost import CALIBRATED_SIGMA, STEP_SIGMA
+from muster.plan.memory import CUDA, memory
 from muster.plan.workload import Setting, Workload, workload
 from muster.storage import run_registry
 
@@ -51,6 +55,25 @@ class Entry(Record):
     steps: int
     spread: float
     off: float
+    machine: str = ""
+    layout: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    """The most that torch held on the rank that reports; of an older entry unknown."""
+    planned_memory_bytes: int | None = None
+    stall_share: float = 0.0
+    """Of a step, held by snapshots and saves."""
+
+    @property
+    def sentence(self) -> str:
+        """How far off the plan was for this run."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.layout.items() if size > 1) or "one rank"
+        held = ""
+        if self.memory_bytes and self.planned_memory_bytes:
+            held = f", memory {self.planned_memory_bytes / self.memory_bytes - 1:+.0%}"
+        where = self.machine or self.accelerator
+        stalls = f", stalls {self.stall_share:.0%} of a step" if self.stall_share >= 0.005 else ""
+        off = f"{self.off:+.0%} of a step{held}{stalls}"
+        return f"calibrated by {self.run_id} on {where} ({axes}): its plan was off by {off}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +98,9 @@ class Calibrated:
         }
 
 
-def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrated:
-    """Fit to the steps of a run in ``run_dir`` and write the constant to ``<home>/calibration.json``.
+def calibrate_run(run_dir: str | Path, *, home: Path | None = None, accelerator: str | None = None) -> Calibrated:
+    """Fit to the steps of a run in ``run_dir`` and write the constant to ``<home>/calibration.json``. ``accelerator``:
+    what the driver calls the run's GPUs, where its file does not say.
 
     Raises:
         UsageError: the folder holds no run with steps, or they cannot be explained.
@@ -99,7 +123,7 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
         micro_batch_size=spec.training.micro_batch_size,
         activation_checkpointing=spec.training.activation_checkpointing,
     )
-    option = option_of(events, spec, layout)
+    option = option_of(events, spec, layout, accelerator)
     result = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), _shipped(spec))
     run_id = steps[0].run_id
     file = home / FILE
@@ -111,6 +135,10 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         **asdict(result),
         off=result.off,
+        machine=spec.resources.machine or "",
+        layout={axis: size for axis, size in layout.sizes.items() if size > 1},
+        **_memory(steps, work, setting, option),
+        stall_share=_stalls(steps),
     )
     kept = [row for row in _read(file) if row.run_id != run_id]
     run_registry.make_folder(home)
@@ -119,8 +147,21 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None) -> Calibrate
     return Calibrated(run_id=run_id, accelerator=name, path=file, calibration=result, damaged=tuple(damaged))
 
 
-def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[Constants, float]:
-    """Constants and the step time's uncertainty for a plan: calibrated on this chip, on another, or not at all.
+def keep(run_dir: Path, spec: RunSpec) -> None:
+    """Calibrate by a run on GPUs that has ended, where it can be; never in CI (the environment's ``CI``).
+
+    Runs on a CPU are asked for (``muster calibrate``): what else its cores do is in their steps.
+    """
+    if spec.model is None or environment.inherited().get("CI"):
+        return
+    with contextlib.suppress(MusterError, OSError):
+        [offer] = backends.get(spec.backend).launcher().offers(spec)
+        calibrate_run(run_dir, accelerator=offer.accelerator)
+
+
+def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[Constants, float, str | None]:
+    """Constants, the step time's uncertainty, and what they rest on for a plan: calibrated on this chip, on another, or
+    not at all (None).
 
     CPU runs do not speak for GPUs, nor those for a run on CPU.
     """
@@ -128,7 +169,7 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
     kept = _read((home or run_registry.home()) / FILE)
     entries = [row for row in kept if (row.accelerator not in rows.accelerators()) == on_cpu]
     if not entries:
-        return _shipped(spec), STEP_SIGMA
+        return _shipped(spec), STEP_SIGMA, None
     accelerator = "cpu" if on_cpu else (spec.resources.accelerator or "").lower()
 
     def distance(entry: Entry) -> tuple[bool, bool, float]:
@@ -137,7 +178,7 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
 
     best = min(entries, key=distance)
     sigma = CALIBRATED_SIGMA if best.accelerator.lower() == accelerator else OTHER_CHIP_SIGMA
-    return replace(_shipped(spec), efficiency=best.efficiency), sigma
+    return replace(_shipped(spec), efficiency=best.efficiency), sigma, best.sentence
 
 
 def _shipped(spec: RunSpec) -> Constants:
@@ -165,16 +206,17 @@ def shape_of_run(path: Path, spec: RunSpec, events: Iterable[Event]) -> ModelSha
     return shape
 
 
-def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout) -> Option:
+def option_of(events: Iterable[Event], spec: RunSpec, layout: Layout, accelerator: str | None = None) -> Option:
     """The hardware that ran, as something to plan with: a catalogue chip, or this CPU at its measured matmul rate."""
-    name = spec.resources.accelerator or ""
+    name = spec.resources.accelerator or accelerator or ""
     chip = next((chip_row for chip_row in rows.accelerators().values() if chip_row.name.lower() == name.lower()), None)
+    chip = chip or accelerator_of(name)
     machine = rows.machines().get(spec.resources.machine or "")
     if chip is not None and machine is not None:
         return offers.option(machine, rows.modes()["owned"], "here", None)
     ready = (event.read(ModelReady) for event in events if event.kind == ModelReady.kind)
     peak = next((detail.peak_flops for detail in ready if detail.peak_flops is not None), None)
-    if chip is None and peak is None:
+    if chip is None and (peak is None or spec.resources.device == "cuda"):
         raise UsageError(
             "the run does not say what it ran on, nor a measured matmul rate",
             hint="set resources.accelerator (for example H200) in its run file",
@@ -203,6 +245,22 @@ def _seconds(steps: Iterable[Event]) -> list[float]:
     if not by_step:
         raise UsageError("the run has no steps", hint="calibrate with a run of at least 6 steps")
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _memory(steps: Iterable[Event], work: Workload, setting: Setting, option: Option) -> dict[str, int]:
+    """What torch held at most, and what the plan has for it."""
+    seen = [held for event in steps if (held := event.read(Step).memory_bytes) is not None]
+    if not seen or option.accelerator.kind != "gpu":
+        return {}
+    device = replace(CUDA, capacity_bytes=option.offer.gpu_memory_bytes, context_bytes=0, fragmentation=0.0)
+    items = memory(work, setting, device).items
+    planned = sum(size for name, size in items.items() if name not in ("communicators", "standby"))
+    return {"memory_bytes": max(seen), "planned_memory_bytes": planned}
+
+
+def _stalls(steps: Iterable[Event]) -> float:
+    seen = [event.read(Step) for event in steps]
+    return sum(step.stall_ns or 0 for step in seen) / max(1, sum(step.step_ns for step in seen))
 
 
 def _read(path: Path) -> tuple[Entry, ...]:

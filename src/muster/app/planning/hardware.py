@@ -72,8 +72,8 @@ def hardware(spec: RunSpec, home: Path | None) -> Hardware:
     notes: list[str] = []
     look = backends.get(spec.backend).market.look
     if look is not None and spec.resources.machine is None and not tpu:
-        options, note = _of_cluster(spec, look, options)
-        notes.append(note)
+        options, learned = _of_cluster(spec, look, options)
+        notes.append(learned)
     usd, machine = spec.resources.usd_per_host_hour, rows.machines().get(spec.resources.machine or "")
     if usd is not None and machine is not None:
         mode = spec.resources.provisioning_model

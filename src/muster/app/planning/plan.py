@@ -30,7 +30,7 @@ from muster.core.errors import Problem as RunFileProblem
 from muster.core.typed_json import JsonObject, child, text, texts
 from muster.plan import bucket, plan_file
 from muster.plan import format as format
-from muster.plan.constants import DEFAULT
+from muster.plan.constants import DEFAULT, ON_CPU, Constants
 from muster.plan.cost import STEP_SIGMA
 from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
@@ -89,6 +89,7 @@ def plan(
     home: Path | None = None,
     environment: bool = True,
     device: str | None = None,
+    calibrated: bool = True,
 ) -> Planned:
     """The cheapest (or fastest) way to run ``run_file`` within its limits.
 
@@ -107,7 +108,8 @@ def plan(
         raise loaded.placed(RunFileError(wrong))
     work = workload(spec, shape_of(spec))
     found = hardware(spec, home)
-    problem = _problem(loaded, work, now, home, found)
+    kept = calibration_for(home, spec, work) if calibrated and spec.resources.device != "tpu" else None
+    problem = _problem(loaded, work, now, found, kept)
     outcome = search(problem)
     if impossible is not None or outcome.cheapest is None or outcome.fastest is None:
         message, hint = explain(problem, outcome)
@@ -131,7 +133,12 @@ def plan(
             fastest=plan_file.planned_way(work, outcome.fastest),
             frontier=frontier,
             rejected=rejected,
-            assumptions=(*assumptions(problem, here=here), *found.notes, *_of_place(loaded, work, chosen, environment)),
+            assumptions=(
+                *assumptions(problem, here=here),
+                *([kept[2]] if kept and kept[2] else ()),
+                *found.notes,
+                *_of_place(loaded, work, chosen, environment),
+            ),
             bucket=bucket.requests(chosen.num_nodes, chosen.option.offer.gpus_per_node) if _in_bucket(spec) else None,
             storage=tuple(_storage(spec, problem, chosen)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
@@ -280,10 +287,12 @@ def _works(candidate: Candidate) -> str:
     return f"the nearest plan that works: without that limit: {candidate.title}, {format.duration(cost.hours_p50)}{usd}"
 
 
-def _problem(loaded: Loaded, work: Workload, now: datetime, home: Path | None, found: Hardware) -> Problem:
+def _problem(
+    loaded: Loaded, work: Workload, now: datetime, found: Hardware, kept: tuple[Constants, float, str | None] | None
+) -> Problem:
     spec = loaded.spec
     tpus = spec.resources.device == "tpu"
-    constants, sigma = (DEFAULT, STEP_SIGMA) if tpus else calibration_for(home, spec, work)
+    constants, sigma = kept[:2] if kept else (ON_CPU if spec.resources.device == "cpu" else DEFAULT, STEP_SIGMA)
     constants = replace(constants, precision=spec.training.precision)
     return Problem(
         work=work,

@@ -104,6 +104,10 @@ def supervise(
                     _clear(launcher, handle)
                 finally:
                     shown = writer.close(code)
+    if intent.spec.resources.on_gpus:
+        from muster.app.planning import calibrate
+
+        calibrate.keep(intent.run.path, intent.spec)
     return Ended(run=intent.run, exit_code=code, shown=shown)
 
 

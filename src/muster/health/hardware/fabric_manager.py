@@ -23,6 +23,7 @@ _LINES = (
     (r"don't match with any supported system topology", "NVSwitches are missing", Verdict.REPLACE),
     (r"version.*(?:mismatch|don't match|doesn't match)", "its version is not the driver's", Verdict.DRAIN),
     (r"failed to find the GPU handle", "a GPU has left the NVLink fabric", Verdict.DRAIN),
+    (r"detected GPU fatal error", "a GPU of the fabric has a fatal error", Verdict.RESET),
     (_SEVERE + r"(?i:nvlink|trunk|access link|training|lane)", "NVLinks of the fabric failed", Verdict.DRAIN),
     (_SEVERE + r"(?i:failed to initialize|abort|fatal|in a failed state)", "the fabric manager failed", Verdict.DRAIN),
     (r"NV_WARN_NOTHING_TO_DO", "it found no NVSwitch, and none may be needed here", Verdict.NOTE),

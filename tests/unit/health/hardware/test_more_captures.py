@@ -128,6 +128,7 @@ NO_SWITCH = (
 FABRICS = [
     (FABRIC.format(4, "CRITICAL", "NVSwitch pci bus id 00000000:06:00.0 is in a failed state"), "drain"),
     (FABRIC.format(4, "WARNING", "not all NVLinks are in active state for GPU pci bus id 00000000:5B:00.0"), "note"),
+    (FABRIC.format(4, "ERROR", "detected GPU fatal error on GPU pci bus id 00000000:1B:00.0"), "reset"),
     (OLD + START + DONE, "healthy"),
     (FAILED, "drain"),
     (SYSTEMD.format(7, "Failed to start NVIDIA fabric manager service."), "drain"),

@@ -204,6 +204,11 @@ def _middle(module: ModelWithLoss, sequence_length: int) -> int:
 
 
 def _measured(module: ModelWithLoss, device: torch.device, lengths: tuple[int, int, int], gradients: bool) -> _Measured:
+    with _without_ties(module):
+        return _compared(module, device, lengths, gradients)
+
+
+def _compared(module: ModelWithLoss, device: torch.device, lengths: tuple[int, int, int], gradients: bool) -> _Measured:
     batches = probes(module, device, lengths)
     with evaluating(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         logits = [forward_pass(module, batch, want="logits") for batch in batches]
@@ -294,6 +299,22 @@ def _own_attention(module: ModelWithLoss) -> Iterator[None]:
     finally:
         module.attention = chosen
         module.model.set_attn_implementation(chosen.implementation)
+
+
+@contextmanager
+def _without_ties(module: ModelWithLoss) -> Iterator[None]:
+    """Noise in parameters that are one number, as zeros and ones before training: what they multiply would not show,
+    and a choice among equals is none. They get their number back, to the bit."""
+    held = [(part, part.flatten()[0].clone()) for part in (local(each.detach()) for each in module.parameters())
+            if part.is_floating_point() and part.numel() and bool(part.min() == part.max())]  # fmt: skip
+    random = torch.Generator().manual_seed(0)  # replicas draw the same
+    for part, _ in held:
+        part.add_(torch.randn(part.shape, generator=random).mul_(0.1).to(part))
+    try:
+        yield
+    finally:
+        for part, value in held:
+            part.fill_(value)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from fakes.small_model import CPU, LLAMA, build, spec_of
 
 from muster.core.errors import RunFailed
 from muster.train.data_feed.batch import make_batch
+from muster.train.distributed.reduce import local
 from muster.train.model import attention
 from muster.train.model.attention import Attention, attention_arguments, ways
+from muster.train.model.attention_isolation_check import prove_isolation
 from muster.train.model.model_with_loss import ModelWithLoss
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -73,3 +75,16 @@ def test_segments_are_told_where_kernels_take_them(monkeypatch):
     told = attention_arguments(batch, Attention("sdpa", "", way="segments"), SimpleNamespace(), torch.float32)
     assert told["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2, 3, 3]] and told["seq_idx"].dtype == torch.int32
     assert told["cu_seqlens"] is told["cu_seq_lens_q"] is batch.cu_seqlens
+
+
+def test_weights_that_are_one_number_do_not_hide_a_wrong_kernel(monkeypatch):
+    """As zeros before training: they are noise in the test, and themselves behind it."""
+    module = build(spec_of()).module
+    outputs = [local(weight.detach()) for name, weight in module.named_parameters() if "o_proj" in name]
+    for weight in outputs:
+        weight.zero_()
+    assert prove_isolation(module, CPU, sequence_length=32).unpacked is None
+    assert len(outputs) == 2 and not any(weight.any() for weight in outputs)
+    monkeypatch.setattr(attention, "document_attention", scaled)
+    with pytest.raises(RunFailed, match="attention document is not right for llama"):
+        prove_isolation(module, CPU, sequence_length=32)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from muster.app.planning.simulate import Asked, scenario_of
 from muster.cli.main import run
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "llama3-70b-text2sql.yaml")
@@ -152,3 +153,15 @@ def test_a_trace_of_no_real_times_is_refused(tmp_path, capsys, gap):
 def test_wrong_input_is_said_in_words(asked, words, capsys):
     assert run(["simulate", *QUICK, *asked]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_hosts_of_a_group_are_counted_by_every_axis_that_shares_it(tmp_path):
+    """2 stages of 8 shards with contexts of 2 are 32 ranks: 4 hosts of 8, of which each reads 2 micro-batches."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: staged\nbackend: gke\nmodel: {source: meta-llama/Llama-3.1-8B}\ndata: {sources: [{type: random}]}\n"
+        "training: {steps: 100, sequence_length: 4096, global_batch_size: 64, micro_batch_size: 1, compile: false}\n"
+        "parallelism: {dp_shard: 8, pp: 2, cp: 2}\nresources: {hosts: 4, ranks_per_host: 8, device: cuda}\n"
+    )
+    found = scenario_of(path, ["resources.machine=a3-megagpu-8g"], Asked(hosts=8, step_s=10.0))
+    assert found.quantum_hosts == 4 and found.data_ranks_per_host == 2

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from muster import backends
 from muster.app.planning.calibrate import calibration_for
-from muster.app.planning.hardware import Hardware, hardware
+from muster.app.planning.hardware import hardware
 from muster.app.planning.model_shape import shape_of, unfit
 from muster.app.planning.weights_fit import weights_problems
 from muster.catalog import rows
@@ -30,7 +30,7 @@ from muster.core.errors import Problem as RunFileProblem
 from muster.core.typed_json import JsonObject, child, text, texts
 from muster.plan import bucket, plan_file
 from muster.plan import format as format
-from muster.plan.constants import DEFAULT, ON_CPU, Constants
+from muster.plan.constants import DEFAULT, ON_CPU
 from muster.plan.cost import STEP_SIGMA
 from muster.plan.explanation import likelihood, why
 from muster.plan.layouts import Pins
@@ -107,9 +107,7 @@ def plan(
     if wrong := unfit(spec) or _chips(spec) or ([] if here else weights_problems(spec)):
         raise loaded.placed(RunFileError(wrong))
     work = workload(spec, shape_of(spec))
-    found = hardware(spec, home)
-    kept = calibration_for(home, spec, work) if calibrated and spec.resources.device != "tpu" else None
-    problem = _problem(loaded, work, now, found, kept)
+    problem, learned = _problem(loaded, work, now, home, calibrated=calibrated)
     outcome = search(problem)
     if impossible is not None or outcome.cheapest is None or outcome.fastest is None:
         message, hint = explain(problem, outcome)
@@ -133,12 +131,7 @@ def plan(
             fastest=plan_file.planned_way(work, outcome.fastest),
             frontier=frontier,
             rejected=rejected,
-            assumptions=(
-                *assumptions(problem, here=here),
-                *([kept[2]] if kept and kept[2] else ()),
-                *found.notes,
-                *_of_place(loaded, work, chosen, environment),
-            ),
+            assumptions=(*assumptions(problem, here=here), *learned, *_of_place(loaded, work, chosen, environment)),
             bucket=bucket.requests(chosen.num_nodes, chosen.option.offer.gpus_per_node) if _in_bucket(spec) else None,
             storage=tuple(_storage(spec, problem, chosen)),
             why=tuple(why(problem, outcome, chosen)) if reasons else (),
@@ -288,13 +281,16 @@ def _works(candidate: Candidate) -> str:
 
 
 def _problem(
-    loaded: Loaded, work: Workload, now: datetime, found: Hardware, kept: tuple[Constants, float, str | None] | None
-) -> Problem:
-    spec = loaded.spec
+    loaded: Loaded, work: Workload, now: datetime, home: Path | None, *, calibrated: bool
+) -> tuple[Problem, tuple[str, ...]]:
+    """What is searched, and what was learned of this user's machines and runs."""
+    spec, found = loaded.spec, hardware(loaded.spec, home)
     tpus = spec.resources.device == "tpu"
-    constants, sigma = kept[:2] if kept else (ON_CPU if spec.resources.device == "cpu" else DEFAULT, STEP_SIGMA)
+    constants, sigma, run = ON_CPU if spec.resources.device == "cpu" else DEFAULT, STEP_SIGMA, None
+    if calibrated and not tpus:
+        constants, sigma, run = calibration_for(home, spec, work)
     constants = replace(constants, precision=spec.training.precision)
-    return Problem(
+    problem = Problem(
         work=work,
         options=found.options,
         overhead=found.overhead,
@@ -305,6 +301,7 @@ def _problem(
         sigma=sigma,
         tpus=tpus,
     )
+    return problem, (*([run] if run else ()), *found.notes)
 
 
 def pins_of(loaded: Loaded) -> Pins:

@@ -184,9 +184,9 @@ def _scaled(spec: RunSpec, hosts: int | None) -> list[str]:
     batch = math.ceil(spec.training.global_batch_size * hosts / own)
     result = [f"resources.hosts={hosts}", f"training.global_batch_size={batch}", "resources.min_hosts=null"]
     result += [f"limits.{name}=null" for name in ("max_usd", "max_hours", "deadline")]
-    ranks = hosts * (spec.resources.ranks_per_host or 0)
-    if axes.dp_shard > 0 and ranks and ranks % (axes.dp_shard * axes.tp) == 0:
-        result.append(f"parallelism.dp_replicate={ranks // (axes.dp_shard * axes.tp)}")
+    ranks, replica = hosts * (spec.resources.ranks_per_host or 0), axes.dp_shard * axes.tp * axes.pp * axes.cp
+    if axes.dp_shard > 0 and ranks and ranks % replica == 0:
+        result.append(f"parallelism.dp_replicate={ranks // replica}")
     return result
 
 
@@ -222,10 +222,11 @@ def _groups(spec: RunSpec, hosts: int) -> tuple[int | None, int, int]:
     """(hosts of a sharded group, replicas, data ranks of a host): one rank represents a host in rehearsals."""
     per_host = spec.resources.ranks_per_host or (1 if spec.resources.device == "cpu" else 8)
     axes = spec.parallelism
-    data_ranks = max(1, per_host // axes.tp)
+    sharing = axes.tp * axes.pp * axes.cp  # ranks that work on the same micro-batch
+    data_ranks = max(1, per_host // sharing)
     if axes.dp_shard == -1:
         return None, axes.dp_replicate, data_ranks
-    group = axes.dp_shard * axes.tp
+    group = axes.dp_shard * sharing
     if group <= per_host:
         return 1, 1, data_ranks
     quantum = -(-group // per_host)

@@ -49,6 +49,7 @@ class SshHosts(Network):
     def __init__(self, directory: Path, hosts: int) -> None:
         self.dir = Path(directory)
         super().__init__([f"gpu{number}" for number in range(1, hosts + 1)])
+        self.variables: dict[str, str] = {}  # of every login
         self.home, self.login = self.dir / "user", self.dir / "login"  # and where each host shows its own
         self.env = {**os.environ, "HOME": str(self.home), "MINE": SECRET}
         for name in ("GLOO_SOCKET_IFNAME", "MUSTER_RUN_ID", "MUSTER_RUN_DIR", "MUSTER_MEMORY_DIR", "SSH_AUTH_SOCK"):
@@ -86,7 +87,8 @@ class SshHosts(Network):
         (folder / "sshd_config").write_text(
             f"ListenAddress {self.address(name)}\nHostKey {folder}/hostkey\nUsePAM no\nStrictModes no\n"
             f"AuthorizedKeysFile {home}/.ssh/authorized_keys\nPidFile none\nPermitRootLogin yes\n"
-            f"SetEnv HOME={self.login} MUSTER_HOME={self.login}/.muster\nPrintMotd yes\n"
+            f"SetEnv HOME={self.login} MUSTER_HOME={self.login}/.muster "
+            f"{' '.join(f'{key}={value}' for key, value in self.variables.items())}\nPrintMotd yes\n"
             f"LogLevel ERROR\nForceCommand {folder}/shell\nMaxSessions 1\n"
         )
         program(folder / "shell", f'bash\ncd {self.login} && . ./.bashrc; exec /bin/bash -c "$SSH_ORIGINAL_COMMAND"')

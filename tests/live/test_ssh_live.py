@@ -5,12 +5,16 @@ One run for all tests, in their order, since its start costs most: each test lea
 
 import contextlib
 import json
+import re
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+from fakes.gcs import GcsFake
 from slurm_runs import User, run_file
 from ssh_hosts import SECRET, SshHosts, ssh_is_missing
 from waiting import eventually
@@ -20,20 +24,22 @@ from muster.core.events import Event
 
 MISSING = ssh_is_missing()
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600), pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")]
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/ssh.md"
 SECRETS = ("token", "secrets.json", "start.json")
 
 
-def spec(name: str, *hosts: str):
-    venv, found = str(Path(sys.executable).parents[1]), run_file(resources__hosts=2, resources__ranks_per_host=1)
+def spec(name: str, *hosts: str, **changes: object):
+    venv = str(Path(sys.executable).parents[1])
+    found = run_file(resources__hosts=2, resources__ranks_per_host=1, checkpoint__every_steps=50, **changes)
     return found | {"name": name, "backend": "ssh", "ssh": {"hosts": hosts, "venv": venv}, "secrets": {"MINE": "env"}}
 
 
 class Run:
     """What its hosts have written, read from their disks: no command of ours is waited for."""
 
-    def __init__(self, user: User, hosts: SshHosts) -> None:
+    def __init__(self, user: User, hosts: SshHosts, spec: dict[str, object]) -> None:
         self.user, self.hosts = user, hosts
-        self.id = user.submit(spec("first", *hosts.names)).id
+        self.id = user.submit(spec).id
         self.seen: dict[Path, Watched] = {}
 
     def events(self, kind: str) -> list[Event]:
@@ -67,20 +73,33 @@ class Run:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    with SshHosts(tmp_path_factory.mktemp("h"), 3) as hosts:
-        yield hosts
+    hosts = SshHosts(tmp_path_factory.mktemp("h"), 3)
+    with GcsFake(host="0.0.0.0") as bucket:
+        hosts.variables["STORAGE_EMULATOR_HOST"] = hosts.env["STORAGE_EMULATOR_HOST"] = bucket.url_at(hosts.bridge)
+        with hosts:
+            yield hosts
+
+
+class Recorded(User):
+    """Knows which commands it ran."""
+
+    ran: ClassVar[set[str]] = set()
+
+    def muster(self, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        self.ran.add(" ".join([words[0], *(word for word in words if word in ("-f", "--from"))]))
+        return super().muster(*words, **more)
 
 
 @pytest.fixture(scope="module")
 def user(hosts):
-    return User(hosts, hosts.home)
+    return Recorded(hosts, hosts.home)
 
 
 @pytest.fixture(scope="module")
 def run(user, hosts):
     (user.home / "first.yaml").write_text(json.dumps(spec("first", *hosts.names)))
     assert "gpu3 at" in user.muster("up", "first.yaml").stdout
-    found = Run(user, hosts)
+    found = Run(user, hosts, spec("first", *hosts.names))
     found.wait_for_steps(3)
     return found
 
@@ -127,30 +146,29 @@ def test_a_host_that_was_lost_is_taken_in_again(hosts: SshHosts, user: User, run
     run.wait_for(lambda: hosts.processes(lost, "muster.backends.ssh.host"), "host program")
 
 
-def test_stop_needs_no_host_program(hosts: SshHosts, user: User, run: Run) -> None:
-    assert hosts.kill("gpu1", "muster.backends.ssh.host")
-    assert user.muster("exec", run.id, "--host", "2", "--", "hostname").stdout == "gpu3\n"
-    user.muster("stop", run.id)
-    assert json.loads(user.muster("status", run.id, "--json").stdout)["state"] == "stopped"
-
-
 def test_it_goes_on_from_the_copy_of_a_lost_home(hosts: SshHosts, user: User, run: Run) -> None:
-    saved = run.step()
-    user.muster("recover", run.id)
-    run.wait_for_steps(3)
-    marker = next(iter(run.home_on("gpu1").glob("checkpoints/commits/step-*.json"))).name
-    run.wait_for(lambda: (run.home_on("gpu2") / "checkpoints" / "commits" / marker).exists(), "copy")
-    refused = user.muster("recover", run.id, "--from", "gpu2", code=1).stderr
-    assert "gpu1 answers and has the home" in refused
+    def copied() -> set[int]:
+        return {int(path.stem[5:]) for path in run.home_on("gpu2").glob("checkpoints/commits/step-*.json")}
+
+    run.wait_for(copied, "checkpoint in the copy")
+    assert "gpu1 answers and has the home" in user.muster("recover", run.id, "--from", "gpu2", code=1).stderr
     hosts.kill_processes("gpu1")
     hosts.cut("gpu1")
-    assert "has no copy" in user.muster("recover", run.id, "--from", "gpu3", code=2).stderr
+    saved = max(copied())
     assert "the copy on gpu2 is" in user.muster("recover", run.id, "--from", "gpu2").stderr
     run.wait_for(lambda: run.trains_on() == {"gpu2", "gpu3"}, "attempt without the lost host")
     attempt = max(event.attempt for event in run.events("rank.started"))
     run.wait_for(lambda: [event for event in run.events("step") if event.attempt == attempt], "step of it")
-    first = min(event.step for event in run.events("step") if event.attempt == attempt)
+    first = min(event.step or 0 for event in run.events("step") if event.attempt == attempt)
     assert first > saved, "from the checkpoint in the copy"
+
+
+def test_stop_needs_no_host_program(hosts: SshHosts, user: User, run: Run) -> None:
+    assert hosts.kill("gpu2", "muster.backends.ssh.host")
+    assert user.muster("exec", run.id, "--host", "2", "--", "hostname").stdout == "gpu3\n"
+    assert ": stopped: " in user.muster("stop", run.id).stderr
+    assert "stopped" in user.muster("status", run.id).stdout
+    assert user.muster("logs", "-f", run.id).stdout, "to its end"
 
 
 def test_down_leaves_nothing(hosts: SshHosts, user: User, run: Run) -> None:
@@ -161,3 +179,7 @@ def test_down_leaves_nothing(hosts: SshHosts, user: User, run: Run) -> None:
     for name in hosts.names:
         assert not hosts.processes(name, run.id)
         assert not [path for path in (hosts.dir / name / "home").rglob("*") if path.name in SECRETS]
+    user.muster("down", "first.yaml")
+    assert not list(hosts.dir.glob("gpu*/home/.muster/ssh/env"))
+    page = set(re.findall(r"^\$ muster (\w+(?: -f)?)", PAGE.read_text(), re.MULTILINE))
+    assert page <= user.ran | {verb.partition(" ")[0] for verb in user.ran}, "what the page tells was run"

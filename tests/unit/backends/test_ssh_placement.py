@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from muster.backends.ssh.placement import place, rules
+from muster.backends.ssh.placement import notes, place, rules
 from muster.backends.ssh.store_server import Homes
 from muster.config.spec import RunSpec
 from muster.protocol.pipes import FarRefused, StoreCall
@@ -24,6 +24,20 @@ def spec(*hosts, needed=1, spares=0, run_dir=None):
 def test_what_is_no_host_never_reaches_ssh(host):
     with pytest.raises(ValidationError):
         spec(host)
+
+
+def test_hosts_in_a_file(tmp_path: Path):
+    def named(path: Path) -> list[str]:
+        given = {"name": "n", "backend": "ssh", "command": ["true"], "ssh": {"hosts": str(path)}}
+        return RunSpec.model_validate(given).ssh.hosts
+
+    (tmp_path / "hosts").write_text("gpu1\n\n# spares\nme@10.0.0.7:22  # the slow one\n")
+    assert named(tmp_path / "hosts") == ["gpu1", "me@10.0.0.7:22"]
+    (tmp_path / "bad").write_text("gpu1 -oProxyCommand=x\n")
+    with pytest.raises(ValidationError):
+        named(tmp_path / "bad")
+    with pytest.raises(ValidationError, match=r"cannot read .*none: No such file"):
+        named(tmp_path / "none")
 
 
 def test_hosts_as_ssh_takes_them(monkeypatch, tmp_path: Path):
@@ -52,6 +66,14 @@ def test_where_the_home_is():
     assert moved.filled_in(moved.spec).checkpoint.dir == "ssh://b/r-1/checkpoints"
     assert place(spec("a", run_dir="/shared/run"), "r-1").is_shared and not here.is_shared
     assert place(spec("a", run_dir="gs://bucket/run/"), "r-1").keeper is None
+
+
+def test_what_a_plan_says_of_a_lost_host():
+    (said,) = notes(spec("a", "b"), 1.0, None)
+    assert "on a: if it is lost the run stops, and muster recover RUN --from b continues from its copy" in said
+    assert "there is no copy" in next(notes(spec("a"), 1.0, None))
+    assert not [*notes(spec("a", "b", run_dir="gs://bucket/run"), 1.0, None)]
+    assert not [*notes(spec("a", "b", run_dir="/shared/run"), 1.0, None)]
 
 
 @pytest.mark.parametrize("key", ["other/x", "../x", "run/../../x", "/etc/passwd", "", "run/..", "."])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from muster.backends.backend import Backend, Capabilities, Checks, Provisioning
+from muster.backends.backend import Backend, Capabilities, Checks, Market, Provisioning
 from muster.backends.cluster import Cluster
 from muster.backends.protocols import Launcher
-from muster.backends.ssh.placement import rules
+from muster.backends.ssh.placement import notes, rules
 from muster.config.spec import RunSpec
 
 
@@ -32,6 +32,7 @@ BACKEND = Backend(
     launcher=_launcher,
     capabilities=Capabilities(ships_code=True),
     checks=Checks(rules=rules, fixed_keys=("ssh",)),
+    market=Market(notes=notes),
     provisioning=Provisioning(cluster=_cluster),
     move=_move,
 )

@@ -3,7 +3,7 @@ from it."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
 import threading
 from dataclasses import dataclass, field
@@ -37,7 +37,6 @@ class HomeCopy:
     home: str
     folder: Path
     store: Store = field(default_factory=open_store)
-    _changing: set[str] = field(default_factory=set)
     _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -51,14 +50,14 @@ class HomeCopy:
             self._thread.join(LAST_S)
 
     def _keep(self) -> None:
-        said, rounds = "", 2  # once the run has ended: a JSON file is copied in the second
-        while rounds:
-            rounds -= self._stopped.wait(EVERY_S)
+        said, ended = "", False
+        while not ended:
+            ended = self._stopped.wait(EVERY_S)
             try:
                 self.once()
                 said = ""
             except FileNotFoundError:  # it was removed while the round went on
-                self._changing.clear()
+                pass
             except (MusterError, OSError) as error:
                 if str(error) != said:
                     say(f"the copy of the run's home is not up to date: {error}")
@@ -66,19 +65,26 @@ class HomeCopy:
 
     def once(self) -> None:
         """One round. Raises FileNotFoundError, MusterError, OSError: it is not whole."""
-        read = {name: self.store.get(uris.join(self.home, name)).data for name in self._changing}
-        there = {uri[len(self.home) + 1 :]: size for uri, size in self.store.list(self.home).items()}
+        read = dict[str, bytes]()
+        for name, size in self._listed(self.home).items():
+            if name.endswith(".json") and size <= CHANGING_BYTES:
+                with contextlib.suppress(FileNotFoundError):
+                    read[name] = self.store.get(uris.join(self.home, name)).data
+        there, here = self._listed(self.home), self._listed(str(self.folder))
         if RUN_ID not in there:
             raise BackendError(f"no run is in {self.home}")
-        here = {os.path.relpath(path, self.folder): size for path, size in self.store.list(str(self.folder)).items()}
-        self._changing = {name for name, size in there.items() if name.endswith(".json") and size <= CHANGING_BYTES}
-        for name in there.keys() - self._changing:
-            if here.get(name) != there[name]:
+        for name, size in there.items():
+            if here.get(name) != size and not (name.endswith(".json") and size <= CHANGING_BYTES):
                 uri, path = uris.join(self.home, name), str(self.folder / name)
                 with blobs.reading(uri) as source, blobs.writing(path) as file:
                     shutil.copyfileobj(source, file, STORE_BYTES)
         for name in read.keys() & there.keys():
             self.store.put(str(self.folder / name), read[name])
-        for name in here.keys() - there.keys():
-            (self.folder / name).unlink(missing_ok=True)
+        old, new = (any("/commits/step-" in name for name in names) for names in (here, read.keys() & there.keys()))
+        if new or not old:  # else an older checkpoint is all that there is here
+            for name in here.keys() - there.keys():
+                (self.folder / name).unlink(missing_ok=True)
         (self.folder / COPIED).touch(0o600)
+
+    def _listed(self, root: str) -> dict[str, int]:
+        return {uri[len(root) + 1 :]: size for uri, size in self.store.list(root).items()}

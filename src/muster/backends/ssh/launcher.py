@@ -130,7 +130,7 @@ class SshLauncher(BucketLauncher[Placement]):
             raise
         (local / DOWN).unlink(missing_ok=True)
         self.record(local, run_id, int(number))
-        return self.handle(run_id, local, placement.hosts[0], _doubts(placement, answers, run_id))
+        return self.handle(run_id, local, placement.hosts[0], _doubts(placement, facts, answers, run_id))
 
     def move(self, run_id: str, host: str) -> str:
         """Let the copy of the run's home on ``host`` be its home, and end what works for the run; how old the copy is.
@@ -309,17 +309,12 @@ def _code_dir(home: str, run_id: str) -> str:
     return f"{home}/.muster/ssh/runs/{run_id}"
 
 
-def _doubts(placement: Placement, answers: Mapping[str, object], run_id: str) -> Sequence[str]:
+def _doubts(
+    placement: Placement, facts: Mapping[str, FarFacts], answers: Mapping[str, object], run_id: str
+) -> Sequence[str]:
     """What a person who submits should know."""
-    silent = [host for host in placement.hosts[1:] if host not in answers]
-    found = [f"{host} does not answer and is left out" for host in silent]
-    found += [
-        f"{host}: {one}" for host, facts in answers.items() if isinstance(facts, FarFacts) for one in facts.doubts
-    ]
+    found = [f"{host} does not answer and is left out" for host in placement.hosts if host not in facts]
+    found += [f"{host}: {one}" for host, each in facts.items() for one in each.doubts]
     found += [f"left out: {answer}" for answer in answers.values() if isinstance(answer, MusterError)]
-    if placement.keeper is not None and not placement.is_shared:
-        able = [host for host, one in answers.items() if isinstance(one, FarFacts)]
-        copy = f"muster recover {run_id} --from {able[0]} continues from its copy" if able else "there is no copy"
-        lost = f"the run's home is on {placement.keeper}: if it is lost the run stops, and {copy}"
-        found.append(f"{lost} (run_dir: gs://BUCKET/RUN, or a folder that hosts share, outlives it)")
-    return found
+    copier = next((host for host in answers), None)  # the first of the others, if it was started
+    return [*found, *placement.risks(copier if isinstance(answers.get(copier or ""), FarFacts) else None, run_id)]

@@ -36,6 +36,13 @@ class Placement:
         """All, with the keeper first."""
         return sorted(self.spec.ssh.hosts, key=lambda host: host != self.keeper)
 
+    def risks(self, copier: str | None, run_id: str = "RUN") -> Iterator[str]:
+        """What the loss of a host may cost. ``copier``: the host that keeps a copy of the home."""
+        if self.keeper is not None and not self.is_shared:
+            copy = f"muster recover {run_id} --from {copier} continues from its copy" if copier else "there is no copy"
+            lost = f"the run's home is on {self.keeper}: if it is lost the run stops, and {copy}"
+            yield f"{lost} (run_dir: gs://BUCKET/RUN, or a folder that hosts share, outlives it)"
+
     def filled_in(self, spec: RunSpec) -> RunSpec:
         """``spec`` as hosts read it: checkpoints go to the home unless it says otherwise."""
         directory = spec.checkpoint.uri(self.home)
@@ -47,6 +54,11 @@ def place(spec: RunSpec, run_id: str, home: str | None = None) -> Placement:
     given = spec.run_dir
     first = given.rstrip("/") if given and is_remote(given) else f"ssh://{spec.ssh.hosts[0]}/{run_id}"
     return Placement(spec=spec, home=home or first)
+
+
+def notes(spec: RunSpec, _step_s: float, _usd_per_hour: float | None) -> Iterator[str]:
+    """What a plan says of the place."""
+    yield from place(spec, "RUN").risks(next(iter(spec.ssh.hosts[1:]), None))
 
 
 def rules(spec: RunSpec) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ the run's token. Anywhere else they go through the user's own ``ssh``. ``backend
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import io
 import os
@@ -181,7 +182,8 @@ class SshFiles:
         return [{"name": name, "type": "directory"} for name in _repeated(path, "folders").sizes]
 
     def find(self, path: str, *, detail: Literal[True]) -> Mapping[str, Mapping[str, int]]:
-        return {uri: {"size": size} for uri, size in opened().list(path).items()}
+        host = uris.bucket_and_key(path)[0]
+        return {f"ssh://{host}/{key}": {"size": size} for key, size in _repeated(path, "list").sizes.items()}
 
     def rm(self, path: str, *, recursive: bool) -> None:
         _repeated(path, "remove_tree")
@@ -227,11 +229,10 @@ class _Writing(io.RawIOBase):
 
 
 def _repeated(uri: str, verb: StoreVerb, data: bytes = b"", *, start: int = 0, stop: int = 0) -> StoreAnswer:
-    """A call that may be made twice, and is where the first had no answer. Raises as ``SshStore.call``."""
-    try:
+    """A call that may be made twice, and is where the first had no answer. As ``SshStore.call``."""
+    with contextlib.suppress(BusyError):
         return opened().call(uri, verb, data, start=start, stop=stop)
-    except BusyError:
-        return opened().call(uri, verb, data, start=start, stop=stop)
+    return opened().call(uri, verb, data, start=start, stop=stop)
 
 
 def _connected(host: str) -> Connection:

@@ -3,8 +3,8 @@
 Each seed is a run and one to five faults (``tests/live/trials.py``). One line of JSON a seed is added to
 ``benchmarks/STRIKES.jsonl``; ``--resume`` leaves out those that it holds of this commit, ``--report`` prints its table
 and runs nothing. The same seed is the same trial, but what meets at one moment differs: ``--seeds 75,146 --times 10``
-repeats each. Seeds from 1000 on are runs with two pipeline stages, and from 2000 on a rendezvous store is a target.
-Exit code 1 where a run was not survived: its folder stays.
+repeats each. Seeds from 1000 on are runs with two pipeline stages, from 2000 on a rendezvous store is a target, too,
+and from 3000 on the machine loses its power. Exit code 1 where a run was not survived: its folder stays.
 """
 
 from __future__ import annotations

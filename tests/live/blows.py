@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import resource
 import signal
 import socket
@@ -209,3 +210,24 @@ class Disks:
         for full, disk in self._full.items():  # what was to be freed while it was away
             if full not in self._filled and full.is_relative_to(folder):
                 disk.free()
+
+
+def lose_power(folder: Path, synced: Path, amount: float) -> str:
+    """Leave of each file what had reached the disk by its last fsync (``synced``: see ``weather.cpp``), and of the rest
+    nothing, a part, zeros or all; what was never synced may be gone. Names that a folder's fsync made stay. Returns the
+    event files that lost something, as ``verdict.judge`` reads them."""
+    dice, cut = random.Random(amount), []
+    sizes = {int(inode): int(size) for inode, size in map(str.split, synced.read_text().splitlines())}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
+        size, kept = path.stat().st_size, sizes.get(path.stat().st_ino)
+        if kept is not None and kept >= size:
+            continue
+        how, at = dice.choice(("cut", "cut", "zeroed", "kept")), dice.choice((kept or 0, dice.randint(kept or 0, size)))
+        if kept is None and how == "kept":
+            path.unlink()
+        elif how != "kept":
+            os.truncate(path, at)
+            os.truncate(path, size if how == "zeroed" else at)
+        if path.parent.name == "events":
+            cut.append(f"events/{path.name} of {size} bytes, {how} at {at}")
+    return ") (".join(cut or ["no event file lost anything"])

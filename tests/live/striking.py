@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 import trials
 import verdict
-from blows import Disks, Later, Skipped, damage, strike_process
+import weather
+from blows import Disks, Later, Skipped, damage, lose_power, strike_process
 from cluster import spec_of
 from trials import Strike, Trial
 from verbs import MUSTER, Shell
@@ -115,6 +116,9 @@ class Driven:
             made.mkdir(mode=0o700)
         self.shell.env |= {"MUSTER_MEMORY_DIR": str(self.memory), "TMPDIR": str(self.temporary)}
         self.shell.env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # its default is in TMPDIR
+        if any(strike.kind == "power" for strike in trial.strikes):
+            library, synced = weather.build(folder), str(folder / "synced")
+            self.shell.env |= {"LD_PRELOAD": str(library), "MUSTER_WEATHER_SYNCED": synced}
         self.run_id, self._until, self._looked = "", time.monotonic() + TRIAL_S, 0.0
         self.traces, self.later = verdict.Traces(), Later()
         self.disks = Disks()
@@ -230,6 +234,12 @@ class Driven:
                 said = strike_process(strike, pids[int(strike.amount * 1000) % len(pids)], self.later)
             elif strike.kind in trials.OF_A_FILE:
                 said = damage(strike, self.dir, self.folder / "data", self.later)
+            elif strike.kind == "power":
+                processes.send(self.traces.living(self.run_id), signal.SIGKILL)
+                self.traces.settle(self.run_id)
+                shutil.rmtree(self.memory)
+                self.memory.mkdir(mode=0o700)
+                said = lose_power(self.folder / "disk", self.folder / "synced", strike.amount)
             elif strike.kind == "verbs":
                 said = self._verbs(trials.VERBS[strike.target])
             elif strike.kind == "disk full":

@@ -145,6 +145,8 @@ class Trial:
 STAGED_FROM = 1000
 #: From here on a rendezvous store is a target as well, and no run has stages.
 STORES_FROM = 2000
+#: From here on the machine loses its power instead, once or twice.
+POWER_FROM = 3000
 
 
 def draw(seed: int) -> Trial:
@@ -157,6 +159,8 @@ def draw(seed: int) -> Trial:
     exact = replicas > 1 or dice.random() < 0.5
     steps = sorted(dice.randrange(2, LAST) for _ in range(dice.choice((1, 1, 2, 2, 3, 4, 5))))
     strikes = tuple(_strike(dice, step, hosts + spares, processes) for step in steps)
+    if seed >= POWER_FROM:  # the target says which files cannot be complete: ``verdict.judge``
+        strikes = tuple(Strike(step, "power", "host log", 0, dice.random()) for step in steps[:2])
     return Trial(seed, hosts, spares, replicas, exact, strikes, stages=2 if STAGED_FROM <= seed < STORES_FROM else 1)
 
 
@@ -207,6 +211,7 @@ MAY_END = {
     ("term", "keeper"): ("preempted", "the same, of a host, with none to replace it"),
     ("term", "agent"): ("preempted", "the same: an agent passes on what its host is told"),
     ("verbs", "stop and recover"): ("stopped", "stop was typed"),
+    ("power", "host log"): ("failed", "nothing of it lives, and nobody wrote how it ended"),
     ("verbs", "stop twice"): ("stopped", "stop was typed"),
     ("verbs", "stop and submit"): ("stopped", "stop was typed"),
 }

@@ -39,6 +39,7 @@ FEATURES = (
     Feature("experts", "model", "a model without experts"),
     Feature("dora", "model.lora.dora", "dora: false"),
     Feature("quantised", "model.source", "a folder in bfloat16"),
+    Feature("objective", "training.objective", "objective: null"),
 )
 BY_NAME = {feature.name: feature for feature in (*AXES, *FEATURES)}
 
@@ -81,6 +82,9 @@ REFUSALS = (
     Refusal("dora", "tp", "not built", "each row of a weight has one length, and tp splits rows"),
     Refusal("dora", "experts", "not built", "it is computed for dense linear layers alone"),
     Refusal("dora", "quantised", "not built", "the length of a row is of weights that were not rounded"),
+    Refusal("objective", "cp", "not built", "the log-probability of an answer is summed within one rank"),
+    Refusal("objective", "experts", "not built", "their auxiliary loss is weighted by tokens, the objective by rows"),
+    Refusal("objective", "local_steps", "not built", "the two were never tried together"),
     Refusal("float8", "lora", "not built", "adapters' matrices are too narrow"),
     Refusal("float8", "tp", "not built", "the two were never tried together"),
     Refusal("float8", "pp", "not built", "the two were never tried together"),

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from muster.config.backends import BACKENDS
+from muster.config.objectives import OBJECTIVES, ObjectiveTraits
 from muster.config.sections.gce import Gce
 from muster.config.sections.notify import Notify
 from muster.config.sections.outer import Outer
@@ -153,6 +154,29 @@ class Optimizer(Section):
         return OPTIMIZERS.get(self.name)
 
 
+class Objective(Section):
+    """What is learned from rows of preferences, in the place of the next token."""
+
+    name: Annotated[str, MemberOf(OBJECTIVES)]
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly a difference of log-probabilities counts; ipo: its tau."""
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero"] = "sigmoid"
+    """Of dpo: what is made of the difference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Of dpo with loss sigmoid or robust: share of the pairs whose order is taken to be wrong."""
+    gamma: Annotated[float, Field(ge=0)] = 0.5
+    """Of simpo: by how much the better answer should be ahead."""
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Of kto: what a good answer counts."""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Of kto: what a bad answer counts."""
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """What is known of the objective ``name``."""
+        return OBJECTIVES.get(self.name)
+
+
 #: Layers are compiled once, in tens of seconds; shorter runs do not gain that back.
 COMPILE_PAYS_AFTER_STEPS = 50
 
@@ -178,6 +202,9 @@ class Training(Section):
     micro_batch_size: Positive = 1
     """Sequences a rank holds at once."""
     seed: NotNegative = 0
+    objective: Annotated[str, MemberOf(OBJECTIVES)] | Objective | None = None
+    """Learn from preferences (rows with a better and a worse answer): its name, or a mapping with its settings.
+    Default: learn the next token."""
     optimizer: Optimizer = Optimizer()
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool | Literal["auto"] = "auto"
@@ -205,6 +232,16 @@ class Training(Section):
     state_hash_every_steps: NotNegative = 0
     """Hash the whole training state every N steps, into one number that is equal in any layout; 0: never."""
     profile: Profile = Profile()
+
+    @property
+    def preference(self) -> Objective | None:
+        """The objective with its settings; None: the next token."""
+        return Objective(name=self.objective) if isinstance(self.objective, str) else self.objective
+
+    @property
+    def preference_rows(self) -> Literal["pairs", "labelled"] | None:
+        """What the objective learns from; None: the next token."""
+        return None if self.preference is None else self.preference.traits.rows
 
     def compiles_on(self, device: str) -> bool:
         """Whether to compile on this type of device, as far as the run file decides that."""

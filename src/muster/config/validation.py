@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from muster.config.compatibility import refusals_of, splits_adapters
 from muster.config.sections import notify
 from muster.config.sections.section import Section
-from muster.config.spec import RunSpec, TrainedTokenizer
+from muster.config.spec import Data, RunSpec, TrainedTokenizer
 from muster.config.tpu_rules import tpu_rules
 from muster.core.errors import Problem
 from muster.core.flops import TIED_BY_DEFAULT, experts_key
@@ -32,7 +32,8 @@ def problems(spec: RunSpec) -> list[Problem]:
     """What cannot work together, on any machine."""
     result: list[Problem] = []
     for rule in (
-        _whole, _model, _data, _training, _numerics, tpu_rules, _parallelism, _evaluation, _places, _recovery, _limits,
+        _whole, _model, _data, _training, _objective, _numerics, tpu_rules, _parallelism, _evaluation, _places,
+        _recovery, _limits,
     ):  # fmt: skip
         result += rule(spec)
     return [*result, *notify.problems(spec.notify, spec.secrets)]
@@ -195,6 +196,41 @@ def _training(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("training.optimizer.betas", f"item {index} must be in [0, 1), got {beta}")
 
 
+def _objective(spec: RunSpec) -> Iterator[Problem]:
+    objective, data, key = spec.training.preference, spec.data, "training.objective"
+    if objective is None:
+        return
+    read = objective.traits.settings
+    for name in sorted(objective.model_fields_set - {"name", *read}):
+        text = f"is not read by {objective.name}"
+        yield Problem(f"{key}.{name}", text, hint=f"{objective.name} reads {', '.join(read)}")
+    if objective.label_smoothing and objective.loss not in ("sigmoid", "robust"):
+        yield Problem(f"{key}.label_smoothing", f"is not read by loss: {objective.loss}", hint="sigmoid or robust")
+    if spec.model is not None and spec.model.lora is not None and spec.model.lora.dropout:
+        text = f"changes the log-probabilities that {objective.name} compares"
+        yield Problem("model.lora.dropout", text, hint="dropout: 0")
+    if spec.resources.device == "tpu":
+        yield Problem(key, "device tpu learns the next token alone", hint="objective: null")
+    if data is not None:
+        yield from _preference_data(data, objective.name)
+
+
+def _preference_data(data: Data, name: str) -> Iterator[Problem]:
+    """What of ``data`` does not go with the objective ``name``."""
+    for index, source in enumerate(data.sources):
+        place = f"data.sources.{index}"
+        if source.makes_rows or source.is_tokenized:
+            yield Problem(f"{place}.type", f"{source.type} has no preferences, which {name} learns from")
+        elif source.format is not None or source.template is not None:
+            text = f"does not go with training.objective: {name}, whose rows are known by their columns"
+            yield Problem(f"{place}.{'format' if source.format else 'template'}", text, hint="remove it")
+    if data.train_on != "completions":
+        yield Problem("data.train_on", f"{name} compares answers alone", hint="completions")
+    if data.on_overlong != "drop":
+        text = f"{name} drops pairs that are too long: a cut answer is not the one that was judged"
+        yield Problem("data.on_overlong", text, hint="drop")
+
+
 def _numerics(spec: RunSpec) -> Iterator[Problem]:
     training, model = spec.training, spec.model
     if model is not None and model.trained_dtype == "bfloat16" and model.dtype == "float32":
@@ -239,6 +275,7 @@ def used_features(spec: RunSpec) -> dict[str, str]:
         "exact": "training.exact" if training.exact else None,
         "split_backward": axes.pp_schedule if axes.splits_backward else None,
         "local_steps": "training.local_steps" if training.local_steps else None,
+        "objective": f"training.objective {training.preference.name}" if training.preference else None,
     }
     sizes = {name: f"{name} = {size}" for name, size in axes.axes.items() if size != 1}
     return sizes | {name: text for name, text in settings.items() if text is not None}

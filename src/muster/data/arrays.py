@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 Int32s: TypeAlias = NDArray[np.int32]
 Int64s: TypeAlias = NDArray[np.int64]
 Bytes: TypeAlias = NDArray[np.uint8]
+Float32s: TypeAlias = NDArray[np.float32]
 
 
 def release(array: NDArray[Any]) -> None:

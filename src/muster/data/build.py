@@ -13,24 +13,27 @@ from typing import NoReturn
 
 import numpy as np
 
-from muster.config.spec import Data, RunSpec
+from muster.config.spec import Data, Objective, RunSpec
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json, JsonObject
 from muster.data import collect_questions, mixture
 from muster.data.arrays import Int64s
 from muster.data.cache import Progress
+from muster.data.chat import preferences
 from muster.data.chat.engine import ChatReport, ChatRules
 from muster.data.chat.rows import RowError, spoken
 from muster.data.collect_questions import located
-from muster.data.formats import Format, choose_format, prompt_and_completion, row_text
+from muster.data.formats import Format, choose_format, columns_of, prompt_and_completion, row_text
 from muster.data.packing import pack
 from muster.data.schedule import hashed_order
-from muster.data.sequences import write_store
+from muster.data.sequences import MISMATCHED, write_store
 from muster.data.source_type import OpenedSource, TokenRows
 from muster.data.spool import Spool
 from muster.data.tokenise import Recipe, Tokens, tokenise
 from muster.data.tokenizer import Encoder, check_vocabulary
 
+#: Formats of which a row's documents do not begin alike.
+_APART = ("text", "prompt_completion")
 _CHAT_HINT = "see `muster data` for what a chat template gets, and data.chat_template for another one"
 
 
@@ -70,10 +73,10 @@ def build(
     size = encoder.vocab_size if encoder else 0
     fitting = check_vocabulary(size - new_tokens, model_vocab, "the tokenizer")
     vocab_size = max(size, fitting)
-    length = spec.training.sequence_length
+    length, rows = spec.training.sequence_length, spec.training.preference_rows
     spool = Spool(spooled)
     try:
-        formats = [_format(opened, data) for opened in sources]
+        formats = [_format(opened, data, spec.training.preference) for opened in sources]
         train, heldout, questions = [], [], []
         recipes: list[Recipe | None] = [None] * len(sources)
         for number, (opened, format) in enumerate(zip(sources, formats, strict=True)):
@@ -81,12 +84,12 @@ def build(
                 parts = _token_parts(f"{number}", opened.token_rows(length, vocab_size), spool, data.heldout_fraction)
             else:
                 assert encoder is not None and format is not None
-                recipes[number] = recipe = Recipe(encoder.folder, format, opened.section.template, chat)
+                recipes[number] = recipe = Recipe(encoder.folder, format, opened.section.template, chat, rows)
                 parts, held_rows = _source(number, opened, recipe, data, spool, length, progress)
                 questions.append(collect_questions.collect(opened, recipe, number, held_rows))
             train.append(parts[0])
             heldout.append(parts[1])
-        stats = _write(folder, data, sources, train, heldout, formats, spool, encoder, length, progress)
+        stats = _write(folder, data, sources, train, heldout, formats, rows, spool, encoder, length, progress)
     finally:
         spool.close()
     stats["unknown_tokens"] = spool.unknown
@@ -112,13 +115,15 @@ def _learned_stops(parts: list[_Part]) -> list[int]:
     return sorted({stop for part in parts for stop in part.report.stops})
 
 
-def training_texts(opened: OpenedSource) -> Iterator[str]:
+def training_texts(opened: OpenedSource, objective: Objective | None = None) -> Iterator[str]:
     """A source's text for training a tokenizer. Prompts and completions come apart, as they will be tokenised."""
     format: Format | None = None
     for index, row in enumerate(opened.rows()):
         try:
-            format = format or choose_format(opened.section, [name for name in row if not name.startswith("_")])
-            if format == "text":
+            format = format or choose_format(opened.section, columns_of(row), objective)
+            if format == "preference":
+                texts = preferences.texts_of(row)
+            elif format == "text":
                 texts = [row_text(row)]
             elif format == "chat":  # with what chat templates write around the turns: role and line ends
                 texts = [part for role, text in spoken(row) for part in (f"{role}\n", text, "\n\n")]
@@ -129,7 +134,7 @@ def training_texts(opened: OpenedSource) -> Iterator[str]:
         yield from texts
 
 
-def _format(opened: OpenedSource, data: Data) -> Format | None:
+def _format(opened: OpenedSource, data: Data, objective: Objective | None) -> Format | None:
     """The source's format by its first row; None for rows of token ids."""
     if opened.token_rows is not None:
         return None
@@ -137,7 +142,7 @@ def _format(opened: OpenedSource, data: Data) -> Format | None:
     if first is None:
         raise UsageError(f"data source {opened.label} has no rows", hint="check its path, split and limit")
     try:
-        format = choose_format(opened.section, [name for name in first if not name.startswith("_")])
+        format = choose_format(opened.section, columns_of(first), objective)
     except UsageError as error:
         raise located(opened, error, 0) from error
     if data.on_overlong == "split" and format != "text":
@@ -159,7 +164,7 @@ def _source(
     if opened.heldout_rows is not None:
         held = _part(number, opened, True, recipe, data, spool, length, progress)
         return (train, held), None
-    kept, out, rows = mixture.hold_out(train.documents, data.heldout_fraction, parts_are_apart=recipe.format != "chat")
+    kept, out, rows = mixture.hold_out(train.documents, data.heldout_fraction, parts_are_apart=recipe.format in _APART)
     return (replace(train, documents=kept), _Part(documents=out, counts={}, rows=len(np.unique(out.rows)))), rows
 
 
@@ -179,13 +184,15 @@ def _part(
     counts = dict.fromkeys(mixture.COUNTS, 0)
     done = stops = 0
     report = ChatReport()
-    rule: mixture.Overlong = "drop" if recipe.format == "chat" else data.on_overlong  # the tail holds the answer
+    whole = recipe.format in ("chat", "preference")  # the tail holds the answer
+    rule: mixture.Overlong = "drop" if whole else data.on_overlong
 
     def take(tokens: Tokens, first_token: int) -> int:
         nonlocal stops
         found, more = mixture.cut(
             tokens.lengths, tokens.supervised, length=length, on_overlong=rule, first_token=first_token,
-            of_rows=np.repeat(np.arange(len(tokens.documents)), tokens.documents),
+            of_rows=np.repeat(np.arange(len(tokens.documents)), tokens.documents), seconds=tokens.seconds,
+            grades=tokens.grades, shares_room=recipe.rows == "labelled",
         )  # fmt: skip
         documents.append(replace(found, rows=found.rows + done))
         report.add(tokens.report)
@@ -279,6 +286,7 @@ def _write(
     train: list[_Part],
     heldout: list[_Part],
     formats: list[Format | None],
+    rows: preferences.Rows | None,
     spool: Spool,
     encoder: Encoder | None,
     length: int,
@@ -288,8 +296,9 @@ def _write(
     ids, mask = spool.arrays()
     pad_id = encoder.pad_id if encoder else 0
     weights = [opened.section.weight for opened in sources]
-    chosen = mixture.mix_rows([part.documents for part in train], weights, [format == "chat" for format in formats])
-    written = {}
+    by_row = [format not in (None, *_APART) for format in formats]
+    chosen = mixture.mix_rows([part.documents for part in train], weights, by_row)
+    written: dict[str, dict[str, int]] = {}
     for name, parts in (("train", chosen), ("heldout", [part.documents for part in heldout])):
         joined = mixture.joined(parts)
         if not len(joined):
@@ -298,11 +307,20 @@ def _write(
         count = len(joined)
         report = functools.partial(_packed, progress, count)
         report(0)
-        windows = pack(joined.lengths, length) if data.packing else iter([[[place] for place in range(count)]])
-        written[name] = write_store(
-            folder / name, windows=windows, ids=ids, supervised=mask, starts=joined.starts, lengths=joined.lengths,
-            pad_id=pad_id, length=length, progress=report,
-        )  # fmt: skip
+        sizes, lengths, seconds = joined.lengths, joined.lengths, joined.seconds
+        if rows == "labelled":
+            sizes, lengths, seconds = mixture.room(lengths, seconds), seconds - 1, np.zeros_like(seconds)
+        stores = [(folder / name, joined.starts, lengths, seconds)]
+        if rows == "labelled":
+            other = joined.lengths - joined.seconds
+            stores.append((folder / name / MISMATCHED, joined.starts + joined.seconds, other, seconds))
+        for place, begins, positions, second in stores:
+            windows = pack(sizes, length) if data.packing else iter([[[each] for each in range(count)]])
+            counts = write_store(
+                place, windows=windows, ids=ids, supervised=mask, starts=begins, lengths=positions, pad_id=pad_id,
+                length=length, progress=report, seconds=second, grades=None if rows is None else joined.grades,
+            )  # fmt: skip
+            written.setdefault(name, counts)
     return _stats(sources, train, heldout, list(map(len, chosen)), written)
 
 

@@ -47,7 +47,7 @@ def collect(opened: OpenedSource, recipe: Recipe, number: int, held_rows: Iterab
         UsageError: what the source names for scoring is missing, unreadable or does not fit a row.
     """
     found = Collected()
-    if recipe.format == "text" or opened.type.task is None:
+    if recipe.format in ("text", "preference") or opened.type.task is None:
         return found
     if held_rows is None:
         assert opened.heldout_rows is not None
@@ -94,7 +94,7 @@ def add_majority_answers(
         rows = (
             answered
             for opened, recipe in zip(sources, recipes, strict=True)
-            if opened.type.task == name and recipe is not None and recipe.format != "text"
+            if opened.type.task == name and recipe is not None and recipe.format not in ("text", "preference")
             for row in itertools.islice(opened.rows(), _BASELINE_ROWS)
             if (answered := _answered(row, opened, recipe)) is not None
         )

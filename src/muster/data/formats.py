@@ -12,12 +12,14 @@ from string import Formatter
 from typing import Literal, TypeGuard
 
 from muster.config.sections.sources import PromptTemplate, Source
+from muster.config.spec import Objective
 from muster.core.errors import UsageError
 from muster.core.typed_json import Json
+from muster.data.chat.preferences import layout_of
 from muster.data.chat.rows import CHAT_COLUMNS
 from muster.data.task import Row
 
-Format = Literal["chat", "prompt_completion", "text"]
+Format = Literal["chat", "prompt_completion", "text", "preference"]
 #: Key of a row of text that goes on in the next row: a file that was cut.
 CONTINUES = "_muster_continues"
 
@@ -40,12 +42,14 @@ class Document:
     """Append the end-of-sequence token (supervised if the last segment is)."""
 
 
-def choose_format(source: Source, columns: Sequence[str]) -> Format:
-    """The format that the run file names, or the one that the columns imply.
+def choose_format(source: Source, columns: Sequence[str], objective: Objective | None = None) -> Format:
+    """The format that the run file names, or the one that the columns imply; ``objective``: of the training.
 
     Raises:
         UsageError: the columns fit none, or not the one asked for.
     """
+    if _learns_preferences(source, columns, objective):
+        return "preference"
     needed: dict[str, tuple[str, ...]] = {"text": ("text",)}
     chat = next((name for name in CHAT_COLUMNS if name in columns), None)
     if chat is None:
@@ -69,6 +73,36 @@ def choose_format(source: Source, columns: Sequence[str]) -> Format:
         f"no known format fits the columns {_listed(columns)}",
         hint='give the source a template, for example {prompt: "Q: {question}\\nSQL:", completion: " {sql}"}',
     )
+
+
+def _learns_preferences(source: Source, columns: Sequence[str], objective: Objective | None) -> bool:
+    """Whether rows with these columns are preferences to learn. Raises UsageError: rows and objective do not fit."""
+    layout = layout_of(columns)
+    if objective is None:
+        if layout is None or source.format is not None or source.template is not None:
+            return False
+        raise UsageError(
+            f"the columns {_listed(columns)} are preferences, and training.objective is not set",
+            hint=f"training.objective: {'dpo' if layout.rows == 'pairs' else 'kto'}; or give the source a format or a "
+            "template, to learn one answer of each row by itself",
+        )
+    if layout is None:
+        raise UsageError(
+            f"training.objective {objective.name} learns from preferences, and the columns are {_listed(columns)}",
+            hint="rows need chosen and rejected, or (kto alone) prompt, completion and label; docs/preference.md",
+        )
+    if objective.traits.rows == "pairs" and layout.rows == "labelled":
+        raise UsageError(
+            f"training.objective {objective.name} learns from pairs, and rows with the columns {_listed(columns)} have "
+            "one answer each",
+            hint="objective: kto",
+        )
+    return True
+
+
+def columns_of(row: Row) -> list[str]:
+    """A row's columns, without what readers add."""
+    return [name for name in row if not name.startswith("_")]
 
 
 def prompt_and_completion(row: Row, template: PromptTemplate | None) -> tuple[str, str]:

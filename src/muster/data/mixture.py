@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.data.arrays import Bytes, Int64s
+from muster.data.arrays import Bytes, Float32s, Int64s
 from muster.data.schedule import hashed_order
 
 Overlong = Literal["drop", "split", "truncate"]
@@ -30,21 +30,30 @@ class Documents:
     """First token"""
     lengths: Int64s
     """Positions"""
+    seconds: Int64s = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Where a second document begins in the same range (preferences); 0: nowhere. None given: nowhere in any."""
+    grades: Float32s = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """Of preferences: by how much a pair's first answer is better, or whether an answer is good (1) or bad (-1)."""
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "grades"):
+            if len(array := getattr(self, name)) != len(self.rows):
+                object.__setattr__(self, name, np.zeros(len(self.rows), dtype=array.dtype))
 
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 
     def take(self, positions: Int64s | NDArray[np.bool_]) -> Documents:
-        return Documents(rows=self.rows[positions], starts=self.starts[positions], lengths=self.lengths[positions])
+        return Documents(**{each.name: getattr(self, each.name)[positions] for each in fields(self)})
 
 
 def joined(parts: Sequence[Documents]) -> Documents:
     """Those of all parts, in order."""
     if not parts:
-        return Documents(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
-    return Documents(
-        *(np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "starts", "lengths"))
-    )
+        none = np.zeros(0, dtype=np.int64)
+        return Documents(none, none, none)
+    names = [each.name for each in fields(Documents)]
+    return Documents(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 #: What is counted of rows: over-long ones by what became of them, ones without a token, ones whose answer is empty,
@@ -61,17 +70,21 @@ def cut(
     on_overlong: Overlong,
     first_token: int = 0,
     of_rows: Int64s | None = None,
+    seconds: Int64s | None = None,
+    grades: Float32s | None = None,
+    shares_room: bool = False,
 ) -> tuple[Documents, dict[str, int]]:
     """Rows of ``row_tokens[i]`` tokens, end to end from ``first_token`` of the token array on, as documents of at most
     ``length`` positions; and the ``COUNTS``. ``supervised``: the mask of these rows. ``of_rows``: the number of the
-    row that each is of, where several are of one.
+    row that each is of, where several are of one. ``seconds``, ``grades``: of each, as in ``Documents``;
+    ``shares_room``: a second document is stored in the first one's place of another store, so the longer one counts.
 
     A split row's parts share one token (the last target of one is the first input of the next), so no
     prediction is lost. Documents without a supervised target are left out.
     """
     row_starts = np.cumsum(row_tokens) - row_tokens
     positions = row_tokens - 1
-    long = positions > length
+    long = (positions if not shares_room or seconds is None else room(positions, seconds)) > length
     keep = positions >= 1
     parts = np.ones(len(row_tokens), dtype=np.int64)
     if on_overlong == "drop":
@@ -90,6 +103,8 @@ def cut(
     long_rows = np.unique(of_rows[long])
     shortened = np.isin(long_rows, of_rows[keep]) if on_overlong == "drop" else np.zeros(len(long_rows), dtype=bool)
     documents = Documents(rows=rows, starts=starts, lengths=lengths)
+    if seconds is not None and grades is not None:
+        documents = replace(documents, seconds=seconds[places], grades=grades[places])
     useful = targets(documents, supervised) > 0
     outcome = {"drop": "dropped", "truncate": "truncated", "split": "split"}[on_overlong]
     counts = {
@@ -101,6 +116,12 @@ def cut(
         "masked_rows": len(np.unique(rows)) - len(np.unique(rows[useful])),
     }
     return replace(documents, starts=starts + first_token).take(useful), counts
+
+
+def room(positions: Int64s, seconds: Int64s) -> Int64s:
+    """Positions that the longer of two documents takes which share a range."""
+    result: Int64s = np.maximum(seconds - 1, positions - seconds)
+    return result
 
 
 def targets(documents: Documents, supervised: Bytes) -> Int64s:

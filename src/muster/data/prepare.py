@@ -34,7 +34,7 @@ from muster.data.cache import (
     translated,
 )
 from muster.data.chat.engine import ChatRules
-from muster.data.sequences import SequenceStore
+from muster.data.sequences import MISMATCHED, SequenceStore
 from muster.data.source_type import OpenedSource, open_source
 from muster.data.task import TASKS
 from muster.data.text.templates import ChatTemplate
@@ -111,7 +111,7 @@ def prepare(spec: RunSpec, *, run_dir: Path, progress: Progress | None = None) -
         if not (ready / _NEW_TOKENS).is_file() or damage(ready):
             shutil.rmtree(kept)
             ready.mkdir(parents=True, exist_ok=True)
-            new = _tokenizer(tokenizer_source, template, sources, ready / "tokenizer", report)
+            new = _tokenizer(spec, tokenizer_source, template, sources, ready / "tokenizer", report)
             (ready / _NEW_TOKENS).write_text(str(new))
             seal(ready)
         encoder = None
@@ -182,7 +182,9 @@ def _refuse_without_questions(spec: RunSpec, stats: JsonObject) -> None:
 def _request(spec: RunSpec) -> str:
     """Identifies what the run file requests, without reading any data file."""
     data, model = _sections(spec)
-    return fingerprint([data.model_dump(mode="json"), model.model_dump(mode="json"), spec.training.sequence_length])
+    held: list[Json] = [data.model_dump(mode="json"), model.model_dump(mode="json"), spec.training.sequence_length]
+    rows = spec.training.preference_rows
+    return fingerprint(held if rows is None else [*held, rows])
 
 
 def _sections(spec: RunSpec) -> tuple[Data, Model]:
@@ -216,6 +218,7 @@ def _fingerprint(
             "sequence_length": spec.training.sequence_length,
             "data": data.model_dump(mode="json", exclude={"sources", "workers", "cache_dir", "chat_template"}),
             "chat_template": [template.text, *template.tokens] if template else None,
+            "rows": spec.training.preference_rows,
         }
     )
 
@@ -246,6 +249,7 @@ def _modules(sources: list[OpenedSource]) -> set[str]:
 
 
 def _tokenizer(
+    spec: RunSpec,
     tokenizer_source: Path | TrainedTokenizer | None,
     template: ChatTemplate | None,
     sources: list[OpenedSource],
@@ -257,7 +261,7 @@ def _tokenizer(
         return 0
     if isinstance(tokenizer_source, TrainedTokenizer):
         report("train tokenizer", 0, 0)
-        texts = (text for source in sources for text in build.training_texts(source))
+        texts = (text for source in sources for text in build.training_texts(source, spec.training.preference))
         train(lambda: texts, tokenizer_source, target, template.tokens if template else ())
     else:
         Encoder(tokenizer_source).save(target)
@@ -286,6 +290,9 @@ def _open(folder: Path, *, cached: bool, seconds: float) -> Prepared:
             meta = json.loads((place / "meta.json").read_text())
             train = SequenceStore(place / "train", on_damage)
             heldout = SequenceStore(place / "heldout", on_damage) if (place / "heldout").is_dir() else None
+            for store in (train, heldout):
+                if store is not None and (store.folder / MISMATCHED).is_dir():
+                    store.mismatched = SequenceStore(store.folder / MISMATCHED, on_damage)
         except (MusterError, OSError, ValueError) as error:
             if isinstance(error, OSError) and says_nothing(error):
                 raise

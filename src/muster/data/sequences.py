@@ -7,6 +7,7 @@ checksum of each sequence (XXH3-64), which is verified whenever it is read: a ru
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,10 +19,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from muster.core.errors import MusterError
-from muster.data.arrays import Bytes, Int32s, Int64s, release
+from muster.data.arrays import Bytes, Float32s, Int32s, Int64s, release
 from muster.data.cache import says_nothing
 
 UNSUPERVISED = -100
+#: Folder in a store with the one of mismatched answers.
+MISMATCHED = "mismatched"
 #: Positions gathered at once while writing: 4 MiB an array of int32.
 _BLOCK_POSITIONS = 1 << 20
 
@@ -41,18 +44,31 @@ class Sequence:
     tokens: int
     """Positions that are not padding."""
     supervised_tokens: int
+    grades: Float32s | None = None
+    """Of preferences, a number for each unit (a pair, or an answer); None: there are none."""
+    reference: Float32s | None = None
+    """The log-probability of each document before training, where it is known."""
+
+    @property
+    def documents(self) -> Int32s:
+        """Lengths of its documents, without the padding tail."""
+        return self.document_lengths[:-1] if self.tokens < len(self.input_ids) else self.document_lengths
+
+    @property
+    def weight(self) -> int:
+        """What it counts in a step's mean: its targets, or its units."""
+        return self.supervised_tokens if self.grades is None else len(self.grades)
 
     def cut(self, length: int) -> Sequence:
         """Without the padding behind ``length`` positions."""
         assert length >= self.tokens, f"{self.tokens} tokens do not fit in {length}"
         tail = [length - self.tokens] if length > self.tokens else []
-        documents = self.document_lengths[:-1] if self.tokens < len(self.input_ids) else self.document_lengths
         return replace(
             self,
             input_ids=self.input_ids[:length],
             labels=self.labels[:length],
             position_ids=self.position_ids[:length],
-            document_lengths=np.array([*documents, *tail], dtype=np.int32),
+            document_lengths=np.array([*self.documents, *tail], dtype=np.int32),
         )
 
 
@@ -63,6 +79,11 @@ class SequenceStore:
     """Batches are cut to their longest row, rounded up to a multiple of this; None: all are of ``sequence_length``."""
     highest_position: int | None = None
     """Positions in padding stop here: some rotary embeddings look at the highest one of a batch."""
+
+    reference: Float32s | None = None
+    """The log-probability of every document before training, in order."""
+    mismatched: SequenceStore | None = None
+    """Of labelled answers: at the place of each the answer of another row to the same prompt."""
 
     def __init__(self, folder: Path, on_damage: Callable[[], None] = lambda: None) -> None:
         """``on_damage`` is called before a damaged sequence is reported.
@@ -78,6 +99,14 @@ class SequenceStore:
             self._offsets = _map(self.folder / "document_offsets.npy", np.int64)
             self._tokens = _map(self.folder / "tokens.npy", np.int32)
             self._sums = _map(self.folder / "checksums.npy", np.uint64)
+            graded = (self.folder / "grades.npy").exists()
+            self._grades: Float32s | None = _map(self.folder / "grades.npy", np.float32) if graded else None
+            if self._grades is not None:
+                counts = np.diff(self._offsets) - (np.asarray(self._tokens) < self._inputs.shape[1])
+                self.firsts: Int64s = np.concatenate([[0], np.cumsum(counts)])
+                """The number of the first document of each sequence; behind them how many there are."""
+                if self.firsts[-1] not in (len(self._grades), 2 * len(self._grades)):
+                    raise ValueError(f"it has {self.firsts[-1]} documents and {len(self._grades)} grades")
             count = int(self.counts["sequences"])
             if self._inputs.shape != self._labels.shape or {
                 len(self._inputs), len(self._tokens), len(self._sums), len(self._offsets) - 1
@@ -136,8 +165,8 @@ class SequenceStore:
         for _ in range(2):  # what was only read wrongly is not removed
             lengths = np.array(self._lengths[self._offsets[index] : self._offsets[index + 1]])
             inputs, labels = np.array(self._inputs[index]), np.array(self._labels[index])
-            tokens = int(self._tokens[index])
-            if _sum(inputs, labels, lengths, tokens) == int(self._sums[index]):
+            tokens, grades = int(self._tokens[index]), self._grades_of(index)
+            if _sum(inputs, labels, lengths, tokens, grades) == int(self._sums[index]):
                 break
         else:
             self._on_damage()
@@ -145,7 +174,18 @@ class SequenceStore:
                 f"prepared data in {self.folder} is damaged: sequence {index} is not what was written",
                 hint="it is prepared again at the next start",
             )
-        return self._sequence(inputs, labels, lengths, tokens)
+        result = self._sequence(inputs, labels, lengths, tokens)
+        if grades is None:
+            return result
+        known = self.reference
+        part = None if known is None else known[self.firsts[index] : self.firsts[index + 1]]
+        return replace(result, grades=grades, reference=part)
+
+    def _grades_of(self, index: int) -> Float32s | None:
+        if self._grades is None:
+            return None
+        each = max(1, int(self.firsts[-1]) // max(1, len(self._grades)))
+        return np.array(self._grades[self.firsts[index] // each : self.firsts[index + 1] // each])
 
     def _sequence(self, inputs: Int32s, labels: Int32s, lengths: Int32s, tokens: int) -> Sequence:
         return Sequence(
@@ -184,12 +224,14 @@ class _ByDocument(SequenceStore):
         return self._sequence(inputs, labels, lengths, length)
 
 
-def _sum(inputs: Int32s, labels: Int32s, lengths: Int32s, tokens: int) -> int:
+def _sum(inputs: Int32s, labels: Int32s, lengths: Int32s, tokens: int, grades: Float32s | None = None) -> int:
     """XXH3-64 of one sequence, as it is in the files."""
     state = xxhash.xxh3_64()
     for array in (inputs, labels, lengths):
         state.update(np.ascontiguousarray(array, dtype="<i4").data)
     state.update(tokens.to_bytes(4, "little", signed=True))
+    if grades is not None:
+        state.update(np.ascontiguousarray(grades, dtype="<f4").data)
     return state.intdigest()
 
 
@@ -204,15 +246,20 @@ def write_store(
     pad_id: int,
     length: int,
     progress: Callable[[int], None] = lambda documents: None,
+    seconds: Int64s | None = None,
+    grades: Float32s | None = None,
 ) -> dict[str, int]:
     """Write one store; document d's tokens are ``ids[starts[d] : starts[d] + lengths[d] + 1]``.
+
+    ``seconds``: where it is above 0, this range is two documents, and the second one begins there. ``grades``: of
+    preferences, a number for each range.
 
     The last of these tokens is only ever a target, so a document takes ``lengths[d]`` positions. ``supervised``
     marks tokens that count as targets. ``windows``: document numbers of each sequence, some sequences at a time.
     ``progress``: called with the number of documents written. Returns the counts, which are stored with them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    small: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "sums", "lengths", "sizes")}
+    small: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "sums", "lengths", "sizes", "grades")}
     total_supervised = documents = 0
     block = max(1, _BLOCK_POSITIONS // length)
     # Written as files, not through a mapping: on a full disk a mapped write is a SIGBUS, a file write an error.
@@ -220,7 +267,7 @@ def write_store(
         for file in (inputs, labels):
             _write_header(file, 0, length)
         for bins in (window[at : at + block] for window in windows for at in range(0, len(window), block)):
-            written = _gathered(bins, ids, supervised, starts, lengths, pad_id, length)
+            written = _gathered(bins, ids, supervised, starts, lengths, pad_id, length, seconds, grades)
             for file, filled in ((inputs, written.inputs), (labels, written.labels)):
                 file.write(filled.tobytes())
             total_supervised += int((written.labels != UNSUPERVISED).sum())
@@ -230,7 +277,7 @@ def write_store(
             for array in (ids, supervised):
                 release(array)
             progress(documents)
-        joined = {name: np.concatenate(arrays) for name, arrays in small.items()}
+        joined = {name: np.concatenate(arrays) for name, arrays in small.items() if arrays}
         for file in (inputs, labels):
             file.seek(0)
             _write_header(file, len(joined["tokens"]), length)
@@ -248,19 +295,30 @@ class _Block:
     sizes: Int64s
     """Documents of each sequence, the padding tail included."""
     tokens: Int32s
+    grades: list[Float32s] | None = None
+    """Of each sequence."""
 
     def small(self) -> dict[str, NDArray[Any]]:
         """What there is one number of for each sequence or document."""
         parts = np.split(self.lengths, np.cumsum(self.sizes)[:-1])
-        sums = [_sum(*row) for row in zip(self.inputs, self.labels, parts, self.tokens.tolist(), strict=True)]
+        grades: Iterable[Float32s | None] = self.grades or itertools.repeat(None, len(parts))
+        sums = [_sum(*row) for row in zip(self.inputs, self.labels, parts, self.tokens.tolist(), grades, strict=True)]
         return {
             "tokens": self.tokens, "sums": np.array(sums, dtype=np.uint64), "lengths": self.lengths,
-            "sizes": self.sizes,
+            "sizes": self.sizes, **({} if self.grades is None else {"grades": np.concatenate(self.grades)}),
         }  # fmt: skip
 
 
 def _gathered(
-    bins: list[list[int]], ids: Int32s, supervised: Bytes, starts: Int64s, lengths: Int64s, pad_id: int, length: int
+    bins: list[list[int]],
+    ids: Int32s,
+    supervised: Bytes,
+    starts: Int64s,
+    lengths: Int64s,
+    pad_id: int,
+    length: int,
+    seconds: Int64s | None = None,
+    grades: Float32s | None = None,
 ) -> _Block:
     counts = np.array([len(each) for each in bins])
     documents = np.concatenate([np.asarray(each, dtype=np.int64) for each in bins])
@@ -272,6 +330,11 @@ def _gathered(
     inputs[rows, columns] = ids[source]
     source += 1
     labels[rows, columns] = np.where(supervised[source] != 0, ids[source], UNSUPERVISED)
+    graded = None if grades is None else np.split(grades[documents], np.cumsum(counts)[:-1])
+    if seconds is not None and (two := seconds[documents] > 0).any():
+        counts = np.add.reduceat(1 + two, np.cumsum(counts) - counts)
+        firsts = np.where(two, seconds[documents], sizes)
+        sizes = np.insert(firsts, np.flatnonzero(two) + 1, (sizes - firsts)[two])
     padded = used < length
     tails = (length - used)[padded]
     return _Block(
@@ -280,6 +343,7 @@ def _gathered(
         lengths=np.insert(sizes, np.cumsum(counts)[padded], tails).astype(np.int32),
         sizes=counts + padded,
         tokens=used.astype(np.int32),
+        grades=graded,
     )
 
 
@@ -296,6 +360,7 @@ def _finish(
     arrays: dict[str, NDArray[Any]] = {
         "document_lengths": joined["lengths"], "document_offsets": np.concatenate([[0], np.cumsum(joined["sizes"])]),
         "tokens": joined["tokens"], "checksums": joined["sums"],
+        **{name: joined[name] for name in ("grades",) if name in joined},
     }  # fmt: skip
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

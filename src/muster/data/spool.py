@@ -24,7 +24,7 @@ from muster.data.tokenise import Tokens
 
 _JOURNAL = "chunks.jsonl"
 #: File of a spool -> its numbers.
-_KINDS = {"ids": "<i4", "mask": "u1", "lengths": "<i8", "documents": "<i8"}
+_KINDS = {"ids": "<i4", "mask": "u1", "lengths": "<i8", "documents": "<i8", "seconds": "<i8", "grades": "<f4"}
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,13 @@ class _Chunk:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
+    def counts(self) -> tuple[int, ...]:
         """Elements in each file, in the order of ``_KINDS``."""
-        return self.tokens, self.tokens, self.documents, self.rows
+        return _elements(self.tokens, self.documents, self.rows)
+
+
+def _elements(tokens: int, documents: int, rows: int) -> tuple[int, ...]:
+    return tokens, tokens, documents, rows, documents, documents
 
 
 class Spool:
@@ -75,10 +79,10 @@ class Spool:
         """The chunks of ``part`` that an earlier process left, if the next ones are of that part."""
         while self._kept and self._kept[0].part == part:
             chunk = self._kept.popleft()
-            ids, supervised, lengths, documents = self._read(chunk)
+            ids, supervised, lengths, documents, seconds, grades = self._read(chunk)
             self._use(chunk)
             yield Tokens(
-                ids=ids, supervised=supervised, lengths=lengths, documents=documents,
+                ids=ids, supervised=supervised, lengths=lengths, documents=documents, seconds=seconds, grades=grades,
                 unknown=chunk.unknown, report=ChatReport.from_json(chunk.report),
             )  # fmt: skip
 
@@ -87,16 +91,14 @@ class Spool:
         if self._kept:
             self._kept.clear()
             self._cut()
+        given = (tokens.ids, tokens.supervised, tokens.lengths, tokens.documents, tokens.seconds, tokens.grades)
         arrays = tuple(
-            np.ascontiguousarray(array, dtype=kind)
-            for array, kind in zip(
-                (tokens.ids, tokens.supervised, tokens.lengths, tokens.documents), _KINDS.values(), strict=True
-            )
+            np.ascontiguousarray(array, dtype=kind) for array, kind in zip(given, _KINDS.values(), strict=True)
         )
         for file, array in zip(self._files.values(), arrays, strict=True):
             file.write(array.tobytes())
             file.flush()
-        ids, _, lengths, documents = map(len, arrays)
+        ids, _, lengths, documents, *_ = map(len, arrays)
         chunk = _Chunk(part, documents, lengths, ids, tokens.unknown, tokens.report.to_json(), _sum(arrays))
         self._journal.write(chunk.line())
         self._journal.flush()
@@ -124,14 +126,14 @@ class Spool:
 
     def _cut(self) -> None:
         """Shorten the files to what is in use."""
-        counts = (self.tokens, self.tokens, self._documents, self._rows)
+        counts = _elements(self.tokens, self._documents, self._rows)
         for (name, kind), count in zip(_KINDS.items(), counts, strict=True):
             self._files[name].truncate(count * np.dtype(kind).itemsize)
         self._journal.truncate(self._journal_bytes)
 
     def _read(self, chunk: _Chunk) -> tuple[NDArray[Any], ...]:
         """The arrays of the chunk that comes next. ValueError: the files are too short."""
-        starts = (self.tokens, self.tokens, self._documents, self._rows)
+        starts = _elements(self.tokens, self._documents, self._rows)
         read = []
         for (name, kind), start, count in zip(_KINDS.items(), starts, chunk.counts, strict=True):
             size = np.dtype(kind).itemsize

@@ -20,6 +20,7 @@ from functools import cached_property
 from multiprocessing import current_process, get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,11 +28,12 @@ from muster.config.sections.sources import PromptTemplate
 from muster.core.errors import MusterError, UsageError
 from muster.core.typed_json import Json
 from muster.data import formats
-from muster.data.arrays import Bytes, Int32s, Int64s
-from muster.data.chat.engine import ChatEngine, ChatReport, ChatRules
+from muster.data.arrays import Bytes, Float32s, Int32s, Int64s
+from muster.data.chat.engine import ChatEngine, ChatReport, ChatRules, refuse
 from muster.data.chat.masks import Document as Masked
-from muster.data.chat.rows import row_error
-from muster.data.formats import Document, Format
+from muster.data.chat.preferences import Preference, Rows, preference
+from muster.data.chat.rows import RowError, RowRefusal, row_error
+from muster.data.formats import Document, Format, Segment
 from muster.data.task import Row
 from muster.data.tokenizer import Encoder
 
@@ -51,6 +53,8 @@ class Recipe:
     format: Format
     template: PromptTemplate | None
     chat: ChatRules
+    rows: Rows | None = None
+    """Of preferences: what the objective learns from."""
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -72,9 +76,18 @@ class Tokens:
     """Tokens of each document"""
     documents: Int64s = field(repr=False)
     """Documents of each row"""
+    seconds: Int64s = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
+    """Of each document, as in ``mixture.Documents``"""
+    grades: Float32s = field(default_factory=lambda: np.zeros(0, dtype=np.float32), repr=False)
+    """Likewise"""
     unknown: int = 0
     """Tokens that are the unknown token."""
     report: ChatReport = field(default_factory=ChatReport)
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "grades"):
+            if len(array := getattr(self, name)) != len(self.lengths):
+                object.__setattr__(self, name, np.zeros(len(self.lengths), dtype=array.dtype))
 
 
 def tokenise(rows: Iterable[Row], recipe: Recipe, *, workers: int, first_row: int = 0) -> Iterator[Tokens]:
@@ -127,17 +140,17 @@ def tokenise_rows(rows: Sequence[Row], recipe: Recipe, *, first_row: int = 0) ->
     """One chunk, here. Raises RowError."""
     encoder = recipe.encoder
     report = ChatReport()
-    if recipe.format == "chat":
+    seconds, grades = [], []
+    if recipe.format == "preference":
+        units, counts = _preferences(rows, recipe, first_row, report)
+        result = [(unit.ids, unit.mask) for unit in units]
+        seconds, grades = [unit.second for unit in units], [unit.grade for unit in units]
+    elif recipe.format == "chat":
         by_row, report = recipe.chat_engine.documents(rows, first_row)
         result = list(itertools.chain.from_iterable(by_row))
         counts = list(map(len, by_row))
     else:
-        documents: list[Document] = []
-        for index, row in enumerate(rows):
-            try:
-                documents.append(formats.document(row, recipe.format, recipe.template, recipe.chat.train_on))
-            except UsageError as error:
-                raise row_error(error, first_row + index) from error
+        documents = _documents(rows, recipe, first_row)
         counts = [int(bool(document.segments)) for document in documents]
         report.empty = len(counts) - sum(counts)
         result = _by_segments([document for document in documents if document.segments], encoder)
@@ -149,9 +162,113 @@ def tokenise_rows(rows: Sequence[Row], recipe: Recipe, *, first_row: int = 0) ->
         supervised=supervised,
         lengths=np.array([len(row_ids) for row_ids, _ in result], dtype=np.int64),
         documents=np.array(counts, dtype=np.int64),
+        seconds=np.array(seconds, dtype=np.int64),
+        grades=np.array(grades, dtype=np.float32),
         unknown=0 if unknown is None else int((ids == unknown).sum()),
         report=report,
     )
+
+
+def _documents(rows: Sequence[Row], recipe: Recipe, first_row: int) -> list[Document]:
+    """Of rows that are no chats. Raises RowError."""
+    result: list[Document] = []
+    for index, row in enumerate(rows):
+        try:
+            result.append(formats.document(row, recipe.format, recipe.template, recipe.chat.train_on))
+        except UsageError as error:
+            raise row_error(error, first_row + index) from error
+    return result
+
+
+class _Unit(NamedTuple):
+    """Two documents that are kept together, end to end."""
+
+    ids: list[int]
+    mask: bytearray
+    second: int
+    grade: float
+
+
+def _preferences(
+    rows: Sequence[Row], recipe: Recipe, first_row: int, report: ChatReport
+) -> tuple[list[_Unit], list[int]]:
+    """Pairs, or answers each with the answer of the row before to the same prompt; and how many each row has."""
+    stated = _stated(rows, recipe, first_row, report)
+    answers: dict[int, list[Masked]] = {index: [] for index in stated}
+    for side in range(2):
+        left = {index: stated[index] for index in answers if side < len(stated[index].answers)}
+        for index, document in _answered(left, side, recipe, first_row, report).items():
+            if document is not None and side and _prompt(document) != _prompt(answers[index][0]):
+                refuse(report, "the chat template asks for the two answers by different prompts", first_row + index)
+                document = None
+            if document is None:
+                del answers[index]
+            else:
+                answers[index].append(document)
+    counts = [0] * len(rows)
+    units: list[_Unit] = []
+    before = list(answers.values())[-1:]
+    for index, own in answers.items():
+        others = own[1:]
+        if recipe.rows == "labelled":
+            others, before = _mismatched(own, before[0]), [own]
+        counts[index] = len(stated[index].grades)
+        for (ids, mask), (other, marked), grade in zip(own, others, stated[index].grades, strict=False):
+            marked[0] = 0  # no token is before it
+            units.append(_Unit(ids + other, mask + marked, len(ids), grade))
+    return units, counts
+
+
+def _stated(rows: Sequence[Row], recipe: Recipe, first_row: int, report: ChatReport) -> dict[int, Preference]:
+    """Row -> what it states; a row that states nothing is left out, and counted. Raises RowError."""
+    result: dict[int, Preference] = {}
+    chats = recipe.encoder.chat_template is not None
+    for index, row in enumerate(rows):
+        try:
+            result[index] = preference(row, recipe.rows or "pairs", report.changes, chats=chats)
+        except RowRefusal as refusal:
+            refuse(report, str(refusal), first_row + index)
+        except UsageError as error:
+            raise row_error(error, first_row + index) from error
+    return result
+
+
+def _answered(
+    stated: Mapping[int, Preference], side: int, recipe: Recipe, first_row: int, report: ChatReport
+) -> dict[int, Masked | None]:
+    """By row the document of the prompt and one answer; None: it is left out, and counted. Raises RowError."""
+    plain = {
+        index: Document((Segment(each.prompt, False), Segment(str(each.answers[side]), True)), ends=True)
+        for index, each in stated.items()
+        if isinstance(each.prompt, str)
+    }
+    by_text = _by_segments([*plain.values()], recipe.encoder)
+    result: dict[int, Masked | None] = dict(zip(plain, by_text, strict=True))
+    places = [index for index in stated if index not in plain]
+    if not places:
+        return result
+    try:
+        by_row, made = recipe.chat_engine.documents([stated[index].conversation(side) for index in places])
+    except RowError as error:
+        raise row_error(error, first_row + places[error.index]) from error
+    if made.first is not None:
+        made.first = (first_row + places[made.first[0]], made.first[1])
+    report.add(made)
+    return result | {index: found[-1] if found else None for index, found in zip(places, by_row, strict=True)}
+
+
+def _prompt(document: Masked) -> list[int]:
+    return document[0][: document[1].index(1)]
+
+
+def _mismatched(own: Sequence[Masked], others: Sequence[Masked]) -> list[Masked]:
+    """The prompts of one row's documents with the answers of another row's."""
+    result = []
+    for place, (ids, mask) in enumerate(own):
+        other, marked = others[min(place, len(others) - 1)]
+        begin, answer = mask.index(1), marked.index(1)
+        result.append((ids[:begin] + other[answer:], bytearray(begin) + marked[answer:]))
+    return result
 
 
 def _by_segments(documents: Sequence[Document], encoder: Encoder) -> list[Masked]:

@@ -40,6 +40,7 @@ from muster.train.distributed.reduce import (
 from muster.train.distributed.step_consensus import StepConsensus
 from muster.train.evaluation.evaluate import Evaluator
 from muster.train.evaluation.evaluated_model import EvaluatedModel, TorchModel
+from muster.train.evaluation.reference import References
 from muster.train.inputs import fetch_weights, open_data
 from muster.train.loop import update
 from muster.train.measurement.live_trace import Recorder, torch_profiler
@@ -126,8 +127,11 @@ def make_components(
         restored=context.restore is not None,
     )
     mixture = built.module.mixture
+    objective = built.module.objective
     if mixture is not None:
         groups.along = lambda: mixture.loads
+    elif objective is not None:
+        groups.along = lambda: objective.totals
     separated = separate(spec, prepared, built)
     spec, prepared = separated.spec, separated.prepared
     batch_schedule, last_step = schedule_of(spec, context, prepared)
@@ -168,10 +172,12 @@ def assemble(
     """Restore the state and open everything else that the loop needs in this world."""
     spec, device, prepared, state = components.spec, components.device, components.prepared, components.state
     run_dir, every, waits = Path(context.run_dir), spec.checkpoint.snapshot_every_steps, components.groups.waits
+    reference = References.of(spec, prepared, spec.checkpoint_uri(context.run_dir))
     extra = {"data_fingerprint": prepared.fingerprint, **schedule_extra(spec.training.optimizer, components.last_step)}
-    saves = open_saves(spec, context, state, world, extra=extra, agent=agent)
+    saves = open_saves(spec, context, state, world, extra=extra | reference.read(), agent=agent)
     phases.enter("restore")
     restore(spec, context, state, saves, world, agent)
+    saves.extra = extra | complete(reference, components, agent, world, phases)
     flops, source = components.peak or peak_flops(spec, device)
     announce(agent, world, prepared, components.built, flops, source, components.reports)
     peak = Peak(flops=flops, ranks=context.world_size)
@@ -186,6 +192,7 @@ def assemble(
         device=device,
         agent=agent,
         counts=components.meshes.is_first_of_data,
+        objective=components.built.module.objective,
     )
     return TrainingRun(
         spec=spec,
@@ -218,6 +225,19 @@ def assemble(
         pause_consensus=PauseConsensus(agent, replica_group(spec, context), waits),
         arrivals=arrivals_of(components, context),
         pipeline=pipeline_of(components),
+    )
+
+
+def complete(
+    reference: References, components: TrainerComponents, agent: AgentClient, world: World, phases: Phases
+) -> dict[str, str]:
+    """Compute what is missing of the reference; what a save says of it."""
+    if not reference.stores:
+        return {}
+    phases.enter("eval")
+    meshes, step, writes = components.meshes, components.state.step, world.rank == 0
+    return reference.make(
+        components.evaluated, components.groups, meshes, agent, components.device, step=step, writes=writes
     )
 
 

@@ -51,6 +51,7 @@ def update(run: TrainingRun, work: StepWork, rate: float) -> None:
     run.reducer.begin(micro_batches=work.micro_batches)
     if run.mixture is not None:
         run.mixture.begin_step(run.device)
+    run.begin_objective(work)
     losses = run_micro_batches(run, work)
     run.start_consensus(work)
     total, norm, fault = run.reducer.finish()

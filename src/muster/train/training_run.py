@@ -26,6 +26,7 @@ from muster.train.measurement.metrics import Pending, Phases, StepLog, StepTimes
 from muster.train.measurement.profiling import Collector, Profiler
 from muster.train.model.mixtures.load import EXPERT_FIGURES, Mixture
 from muster.train.model.model_with_loss import ModelWithLoss
+from muster.train.objectives.base import Objective
 from muster.train.optim.nonfinite import find_bad_micro_batch, not_finite_error
 from muster.train.optim.optimizer import ShardOptimizer
 from muster.train.pipeline import Pipeline
@@ -108,6 +109,20 @@ class TrainingRun:
         """The model's experts, where it has some."""
         return self.model.mixture if isinstance(self.model, ModelWithLoss) else None
 
+    @property
+    def objective(self) -> Objective | None:
+        """What is learned from preferences, if they are what is learned from."""
+        return self.model.objective if isinstance(self.model, ModelWithLoss) else None
+
+    def begin_objective(self, work: StepWork) -> None:
+        """The step's figures begin, and what its loss needs to know first is taken."""
+        if self.objective is None:
+            return
+        self.objective.begin(self.device)
+        others = [(part.index, part.mismatched) for part in work.rounds if part.mismatched is not None]
+        if others:
+            self.objective.look_at(self.evaluator.model.documents, others, self.evaluator.groups)
+
     def meet_replicas(self, *, after: int, last: bool = False) -> None:
         """With ``training.local_steps``: the meetings of the replicas that are due after that step. ``last``: of all
         that has moved."""
@@ -134,6 +149,8 @@ class TrainingRun:
         On CUDA without a snapshot the host does not wait here but in the next step's first round.
         """
         figures = () if self.mixture is None else self.mixture.figures().unbind()
+        if self.objective is not None and self.objective.totals is not None:
+            figures = self.objective.totals.unbind()
         self._advance(StepResult(work, losses, Pending((loss, norm, fault, *figures)), learning_rate))
 
     def record_skipped_step(self, work: StepWork, learning_rate: float) -> None:
@@ -227,6 +244,8 @@ class TrainingRun:
             extra |= self.hashes.event_detail(result.state_hash, agent, wait=wait_for_hash)
         if self.mixture is not None and result.numbers is not None:
             extra |= dict(zip(EXPERT_FIGURES, result.numbers.values()[3:], strict=True))
+        if self.objective is not None and result.numbers is not None:
+            extra |= {"units": result.work.units, **self.objective.figures(result.numbers.values()[3:])}
         if self.world.rank == 0 and (news := self.arrivals.take_news()):
             extra["pace"] = news
         step, rate = result.work.step, result.learning_rate

@@ -182,6 +182,9 @@ class JaxModel:
     def evaluating(self) -> AbstractContextManager[None]:
         return nullcontext()  # nothing of the model has a mode: dropout is refused
 
+    def documents(self, batch: Batch) -> Tensor:
+        raise NotImplementedError("tpu_rules refuse objectives")
+
     def loss(self, batch: Batch, *, chunk_tokens: int) -> Tensor:
         engine = self.engine
         rows = engine.training.micro_batch_size

@@ -107,7 +107,7 @@ def test_an_interrupted_preparation_goes_on_where_it_was(rows, make_spec, tmp_pa
     spec = make_spec([rows])
     trained = []
     train = build.training_texts
-    monkeypatch.setattr(build, "training_texts", lambda opened: trained.append(1) or train(opened))
+    monkeypatch.setattr(build, "training_texts", lambda *given: trained.append(1) or train(*given))
     with pytest.raises(KeyboardInterrupt):
         prepare(spec, run_dir=tmp_path / "run")
     assert [path.name[:6] for path in (tmp_path / "cache").iterdir()] == [".work-"]

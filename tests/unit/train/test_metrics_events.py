@@ -4,12 +4,14 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from muster.core.event_details.kinds import KINDS
 from muster.data.schedule import plan_step
-from muster.train.data_feed.batch_reader import StepWork, documents
+from muster.data.sequences import Sequence
+from muster.train.data_feed.batch_reader import StepWork
 from muster.train.distributed.arrivals import StepClock
 from muster.train.evaluation.evaluate import Verdict, summary
 from muster.train.measurement.metrics import Peak, Pending, Phases, StepLog, StepTimes
@@ -109,8 +111,9 @@ def test_pending_keeps_order_and_values() -> None:
 
 
 def test_the_padding_tail_is_no_document() -> None:
-    assert documents(SimpleNamespace(document_lengths=[3, 4, 5], tokens=7)) == [3, 4]  # type: ignore[arg-type]
-    assert documents(SimpleNamespace(document_lengths=[3, 4, 5], tokens=12)) == [3, 4, 5]  # type: ignore[arg-type]
+    ids, lengths = np.zeros(12, dtype=np.int32), np.array([3, 4, 5], dtype=np.int32)
+    for tokens, kept in ((7, [3, 4]), (12, [3, 4, 5])):
+        assert Sequence(ids, ids, ids, lengths, tokens, tokens).documents.tolist() == kept
 
 
 def test_accuracies_by_how_answers_were_judged() -> None:

@@ -98,6 +98,7 @@ def step_line(step: int | None, detail: training.Step, *, total: int | None = No
     parts = [count]
     if detail.loss is not None:
         parts.append(f"loss {detail.loss:7.4f}")
+    parts += _preference_parts(detail)
     if detail.skipped:
         parts.append("left out")
     if seconds > 0 and detail.tokens is not None:
@@ -120,6 +121,11 @@ def step_line(step: int | None, detail: training.Step, *, total: int | None = No
     while len(text := "  ".join(parts)) > LINE_WIDTH:
         parts.pop()
     return text
+
+
+def _preference_parts(detail: training.Step) -> list[str]:
+    accuracy = [] if detail.accuracy is None else [f"accuracy {detail.accuracy:4.0%}"]
+    return accuracy + ([] if detail.margin is None else [f"margin {detail.margin:7.4f}"])
 
 
 def short_time(seconds: float) -> str:
@@ -158,6 +164,8 @@ def eval_figures(detail: training.Eval) -> Iterator[tuple[str, str]]:
     """(label, figure) of those that the evaluation has, in the order of a table."""
     for label, value, form in (
         ("held-out loss", detail.loss, "{:.4f}"),
+        ("accuracy of pairs", detail.accuracy, "{:.3f}"),
+        ("margin", detail.margin, "{:.4f}"),
         ("execution accuracy", detail.execution_accuracy, "{:.3f}"),
         ("query match", detail.query_match, "{:.3f}"),
         ("majority baseline", detail.baseline_accuracy, "{:.3f}"),

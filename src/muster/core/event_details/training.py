@@ -64,7 +64,7 @@ class Step(Detail):
 
     kind: ClassVar = "step"
     doc: ClassVar = "An optimizer step was applied by every rank."
-    loss: Annotated[float | None, "mean over the step's supervised tokens, all ranks"]
+    loss: Annotated[float | None, "mean over the step's supervised tokens, or pairs of preferences, all ranks"]
     grad_norm: Annotated[float | None, "global norm before clipping"]
     learning_rate: Annotated[float | None, "as applied"]
     step_ns: Annotated[int, "wall time of the step, the previous step's end to this one's"]
@@ -87,6 +87,13 @@ class Step(Detail):
     expert_entropy: Annotated[float | None, "entropy of the experts' load over that of an even one, mean of layers"] = (
         None
     )
+    units: Annotated[int | None, "of preferences: pairs, or labelled answers, of the step"] = None
+    accuracy: Annotated[float | None, "of preferences: share of pairs whose better answer has the higher reward"] = None
+    margin: Annotated[float | None, "mean reward of better answers less that of worse ones"] = None
+    rewards_chosen: Annotated[float | None, "mean reward of better answers"] = None
+    rewards_rejected: Annotated[float | None, "mean reward of worse answers"] = None
+    logps_chosen: Annotated[float | None, "mean log-probability of better answers, summed over tokens"] = None
+    logps_rejected: Annotated[float | None, "mean log-probability of worse answers, summed over tokens"] = None
     skipped: Annotated[bool, "true: its update was left out on every rank; tokens are 0, loss and norm null"] = False
     skipped_tokens: Annotated[int | None, "tokens of the batch that was left out"] = None
     state_hash: Annotated[
@@ -146,13 +153,19 @@ class BaselineRate(Detail):
 class Eval(OpenDetail):
     kind: ClassVar = "eval"
     doc: ClassVar = "Held-out figures after `step`."
-    loss: Annotated[float | None, "held-out, mean per supervised token"] = None
+    loss: Annotated[float | None, "held-out, mean per supervised token, or pair of preferences"] = None
     execution_accuracy: Annotated[float | None, "share of questions whose rows equal the gold query's"] = None
     query_match: Annotated[float | None, "share of queries equal to gold after normalising"] = None
     questions: Annotated[int | None, "asked"] = None
     baseline_accuracy: Annotated[float | None, "majority-template baseline on the same questions"] = None
     duration_ns: Annotated[int | None, "time it took"] = None
     timeouts: Annotated[int | None, "queries stopped"] = None
+    accuracy: Annotated[float | None, "of preferences: share of pairs whose better answer has the higher reward"] = None
+    margin: Annotated[float | None, "mean reward of better answers less that of worse ones"] = None
+    rewards_chosen: Annotated[float | None, "mean reward of better answers"] = None
+    rewards_rejected: Annotated[float | None, "mean reward of worse answers"] = None
+    logps_chosen: Annotated[float | None, "mean log-probability of better answers, summed over tokens"] = None
+    logps_rejected: Annotated[float | None, "mean log-probability of worse answers, summed over tokens"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,7 @@ class ChatEngine:
                 result.append(self._masker.documents(row, own, report.stops))
             except RowRefusal as refusal:
                 result.append([])
-                _refuse(report, str(refusal), first_row + index)
+                refuse(report, str(refusal), first_row + index)
         return result, report
 
     def conversation(self, row: Row, changes: Counter[str] | None = None) -> Conversation:
@@ -182,7 +182,7 @@ class ChatEngine:
         except UsageError as error:
             raise row_error(error, index) from error
         except RowRefusal as refusal:
-            _refuse(report, str(refusal), index)
+            refuse(report, str(refusal), index)
             return []
         if changes:
             report.changes.update(changes)
@@ -312,7 +312,8 @@ def _says_something(message: Row) -> bool:
     )
 
 
-def _refuse(report: ChatReport, reason: str, index: int) -> None:
+def refuse(report: ChatReport, reason: str, index: int) -> None:
+    """Count a row that is left out."""
     report.refused[reason] += 1
     if report.first is None or index < report.first[0]:
         report.first = (index, reason)

@@ -28,7 +28,9 @@ COUNTS = (
     "step_ns", "tokens", "supervised_tokens", "padding_tokens", "data_wait_ns", "stall_ns", "memory_bytes",
     "snapshot_step", "peer_step", "comm_ns", "host_gap_ns", "compute_ns",
 )  # fmt: skip
-NUMBERS = ("loss", "grad_norm", "mfu", "expert_load_max", "expert_idle_share")
+#: Of preferences, in a step and in an evaluation.
+PREFERENCES = ("accuracy", "margin", "rewards_chosen", "rewards_rejected")
+NUMBERS = ("loss", "grad_norm", "mfu", "expert_load_max", "expert_idle_share", *PREFERENCES)
 _RECORD = struct.Struct(f"<{len(PLACED) + len(COUNTS)}q{len(NUMBERS)}d")
 _DTYPE = np.dtype([(name, "<i8") for name in (*PLACED, *COUNTS)] + [(name, "<f8") for name in NUMBERS])
 _BLOCK = 1 << 15

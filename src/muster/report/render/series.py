@@ -11,7 +11,7 @@ import numpy as np
 from muster.core.event_details.training import Eval
 from muster.core.typed_json import JsonObject
 from muster.report.ledger.categories import CATEGORIES
-from muster.report.ledger.file_log import UNKNOWN, known
+from muster.report.ledger.file_log import PREFERENCES, UNKNOWN, known
 from muster.report.ledger.fold import Ledger
 from muster.report.ledger.host_timeline import HostLane
 from muster.report.ledger.lineage import Steps
@@ -85,7 +85,10 @@ def _steps(ledger: Ledger) -> Columns:
         "tokens_per_s": known(rates.round(2)),
         "mfu": known(steps.numbers("mfu")[chosen]),
         "memory_bytes": [None if used == UNKNOWN else used for used in memory],
-        **{name: known(steps.numbers(name)[chosen]) for name in ("grad_norm", "expert_load_max", "expert_idle_share")},
+        **{
+            name: known(steps.numbers(name)[chosen])
+            for name in ("grad_norm", "expert_load_max", "expert_idle_share", *PREFERENCES)
+        },
     }
     for at in (np.flatnonzero(np.diff(steps.attempt[chosen])) + 1)[::-1].tolist():
         for name, column in columns.items():
@@ -113,15 +116,16 @@ def _thinned(steps: Steps) -> list[int]:
 
 
 def _evals(ledger: Ledger) -> Columns:
-    result: Columns = {"t": [], "step": [], "seen": [], "loss": [], "execution_accuracy": []}
+    figures = ("loss", "execution_accuracy", *PREFERENCES)
+    result: Columns = {name: [] for name in ("t", "step", "seen", *figures)}
     for timed in ledger.events:
         if timed.event.kind == Eval.kind:
             detail = timed.event.read(Eval)
             result["t"].append(_at(ledger, timed.t_ns))
             result["step"].append(timed.event.step)
             result["seen"].append(None if timed.event.step is None else _seen(ledger, timed.event.step))
-            result["loss"].append(detail.loss)
-            result["execution_accuracy"].append(detail.execution_accuracy)
+            for name in figures:
+                result[name].append(getattr(detail, name))
     return result
 
 

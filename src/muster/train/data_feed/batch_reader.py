@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -15,8 +16,8 @@ from muster.config.spec import Training
 from muster.core.batch_schedule import BatchSchedule
 from muster.core.errors import RunFailed
 from muster.data.schedule import MicroBatchRef, StepPlan, plan_step
-from muster.data.sequences import Sequence, SequenceStore
-from muster.train.data_feed.batch import Batch, batch_from, padding_batch
+from muster.data.sequences import SequenceStore
+from muster.train.data_feed.batch import Batch, batch_from, chosen_targets, padding_batch
 
 READ_AHEAD_STEPS = 2
 
@@ -30,7 +31,9 @@ class Round:
     sequences: tuple[int, ...]
     batch: Batch
     scale: float
-    """1 / the step's supervised tokens over all ranks; 0.0 for padding."""
+    """1 / the step's supervised tokens (of preferences: units) over all ranks; 0.0 for padding."""
+    mismatched: Batch | None = None
+    """Of labelled answers, each prompt with another one's."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ class StepWork:
     padding_rounds: int
     model_flops: float
     """By the CAUSAL convention; 0.0 on ranks other than 0."""
+    units: int = 0
+    """Of preferences, the step's."""
     own_tokens: int = 0
     """Of this rank's rounds, padding excluded."""
     replica_share: float = 1.0
-    """Of the step's supervised tokens, those of this rank's replica."""
+    """Of the step's supervised tokens (or units), those of this rank's replica."""
 
 
 def plan_work(
@@ -84,22 +89,16 @@ def plan_work(
         data_ranks=data_ranks,
     )
     chosen, padding_rows = [*chain(*plan.micro_batches)], plan.padding_rounds * training.micro_batch_size
-    lengths: list[int] = []
-    tokens_of: dict[int, int] = {}
-    supervised_of: dict[int, int] = {}
-    for index in chosen:
-        sequence = store[index]
-        tokens_of[index] = sequence.tokens
-        supervised_of[index] = int(sequence.supervised_tokens)
-        if count_flops is not None:
-            lengths += documents(sequence)
-    tokens, supervised = (sum(map(of.__getitem__, chosen)) for of in (tokens_of, supervised_of))
+    tokens_of, weight_of, supervised, learned, lengths = _counted(store, chosen)
+    objective = training.preference
+    tokens, weight = (sum(map(of.__getitem__, chosen)) for of in (tokens_of, weight_of))
     if supervised == 0:
-        text = f"step {step}: none of its {tokens} tokens is supervised"
-        raise RunFailed(text, hint="see `muster data` for the mask")
-    rounds = tuple(
-        make_round(one, store, training, device, supervised, static_shapes) for one in plan.for_rank(data_rank)
-    )
+        raise RunFailed(
+            f"step {step}: none of its {tokens} tokens is supervised", hint="see `muster data` for the mask"
+        )
+    prompts = weight / learned if objective is not None and objective.traits.learns_prompts else None
+    make = partial(make_round, static_shapes=static_shapes, learns_prompts=prompts)
+    rounds = tuple(make(one, store, training, device, weight) for one in plan.for_rank(data_rank))
     return StepWork(
         step=step,
         rounds=rounds,
@@ -110,9 +109,25 @@ def plan_work(
         padding_tokens=(len(chosen) + padding_rows) * training.sequence_length - tokens,
         padding_rounds=plan.padding_rounds,
         model_flops=count_flops(lengths) if count_flops is not None else 0.0,
+        units=weight if objective is not None else 0,
         own_tokens=sum(tokens_of[index] for one in rounds for index in one.sequences),
-        replica_share=supervised_of_replica(plan, supervised_of, data_rank, replica_ranks or data_ranks) / supervised,
+        replica_share=supervised_of_replica(plan, weight_of, data_rank, replica_ranks or data_ranks) / weight,
     )
+
+
+def _counted(store: SequenceStore, chosen: Iterable[int]) -> tuple[dict[int, int], dict[int, int], int, int, list[int]]:
+    """Tokens and weight of each of these sequences; of all of them the targets, the tokens that are predicted in better
+    conversations, and the documents' lengths."""
+    tokens_of, weight_of = {}, {}
+    supervised = learned = 0
+    lengths: list[int] = []
+    for index in chosen:
+        sequence = store[index]
+        tokens_of[index], weight_of[index] = sequence.tokens, sequence.weight
+        supervised += sequence.supervised_tokens
+        learned += chosen_targets(sequence)
+        lengths += sequence.documents.tolist()
+    return tokens_of, weight_of, supervised, learned, lengths
 
 
 def supervised_of_replica(plan: StepPlan, supervised_of: Mapping[int, int], data_rank: int, ranks: int) -> int:
@@ -129,20 +144,19 @@ def make_round(
     device: torch.device,
     supervised: int,
     static_shapes: bool,
+    learns_prompts: float | None = None,
 ) -> Round:
     """This rank's batch of one round; zero-weight padding where it has no micro-batch."""
     if micro_batch is None:
         size, width = training.micro_batch_size, training.sequence_length
         empty = padding_batch(size, width, device, static_shapes=static_shapes)
-        return Round(index=-1, sequences=(), batch=empty, scale=0.0)
-    batch = batch_from(store, micro_batch.sequences, device, static_shapes=static_shapes)
-    return Round(index=micro_batch.index, sequences=micro_batch.sequences, batch=batch, scale=1.0 / supervised)
-
-
-def documents(sequence: Sequence) -> list[int]:
-    """Document lengths without the padding tail, if there is one (the last)."""
-    lengths = [int(length) for length in sequence.document_lengths]
-    return lengths[:-1] if sum(lengths) > sequence.tokens else lengths
+        return Round(-1, (), empty, 0.0, None if store.mismatched is None else empty)
+    chosen = micro_batch.sequences
+    batch = batch_from(store, chosen, device, static_shapes=static_shapes, learns_prompts=learns_prompts)
+    other = None
+    if store.mismatched is not None:
+        other = batch_from(store.mismatched, chosen, device, static_shapes=static_shapes)
+    return Round(micro_batch.index, chosen, batch, 1.0 / supervised, other)
 
 
 class ReadAhead:

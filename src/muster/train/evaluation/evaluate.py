@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,10 +21,11 @@ from muster.data.questions import Question, heldout_questions, majority_baseline
 from muster.data.sequences import SequenceStore
 from muster.data.tokenizer import Encoder
 from muster.protocol.ranks import AgentClient
-from muster.train.data_feed.batch import batch_from, padding_batch
+from muster.train.data_feed.batch import Batch, chosen_targets, shared_batches
 from muster.train.distributed.process_setup import World
 from muster.train.distributed.reduce import ReduceGroups
 from muster.train.evaluation.evaluated_model import EvaluatedModel
+from muster.train.objectives.base import Objective
 
 #: Result rows shown with a sample.
 SHOWN_ROWS = 5
@@ -45,6 +46,7 @@ class Evaluator:
     agent: AgentClient
     counts: bool = True
     """False: another rank of the same context, or another stage, gives the same answers."""
+    objective: Objective | None = None
     _baselines: dict[int, float | None] = field(default_factory=dict)
 
     def run(self, step: int, *, final: bool = False) -> dict[str, float]:
@@ -54,9 +56,7 @@ class Evaluator:
         with self.model.evaluating():
             rows = self.spec.evaluation.num_sequences
             if rows and self.prepared.heldout is not None and len(self.prepared.heldout):
-                loss = self.heldout_loss(self.prepared.heldout, rows)
-                if loss is not None:
-                    detail["loss"] = loss
+                detail.update(self.heldout(self.prepared.heldout, rows))
             detail.update(self._answer(step, final=final))
         detail["duration_ns"] = time.monotonic_ns() - began
         if self.world.rank == 0:
@@ -64,28 +64,40 @@ class Evaluator:
         return detail
 
     @torch.no_grad()
-    def heldout_loss(self, store: SequenceStore, rows: int) -> float | None:
-        """Mean cross-entropy over the supervised tokens of the first ``rows`` sequences; None if there are none."""
-        training = self.spec.training
+    def heldout(self, store: SequenceStore, rows: int) -> dict[str, float]:
+        """The mean loss over the supervised tokens of the first ``rows`` sequences, or over their units and what was
+        measured of them; empty if there is nothing to learn there."""
+        training, objective = self.spec.training, self.objective
         chosen = range(min(rows, len(store)))
-        size = training.micro_batch_size
-        batches = [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
-        supervised = sum(int(store[index].supervised_tokens) for index in chosen)
-        if supervised == 0:
-            return None
-        losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
-        for first in range(0, len(batches), self.data_ranks):
-            index = first + self.data_rank
-            if index < len(batches):
-                batch = batch_from(store, batches[index], self.device, static_shapes=self.model.compiled)
-            else:
-                batch = padding_batch(size, training.sequence_length, self.device, static_shapes=self.model.compiled)
+        weight = sum(store[index].weight for index in chosen)
+        if weight == 0:
+            return {}
+        prompts = None
+        if objective is not None:
+            objective.begin(self.device)
+            if objective.traits.learns_prompts:
+                prompts = weight / sum(chosen_targets(store[index]) for index in chosen)
+            if store.mismatched is not None:
+                objective.look_at(self.model.documents, self._shared(store.mismatched, chosen), self.groups)
+        losses = torch.zeros(-(-len(chosen) // training.micro_batch_size), dtype=torch.float64, device=self.device)
+        for index, batch in self._shared(store, chosen, prompts):
             loss = self.model.loss(batch, chunk_tokens=training.loss_chunk_tokens)
-            if index < len(batches):
+            if index is not None:
                 losses[index] = loss.double()
             self.agent.progress()
         self.groups.sum_everywhere_(losses)  # each element comes from one rank, the others add zeros: exact
-        return math.fsum(losses.tolist()) / supervised
+        result = {"loss": math.fsum(losses.tolist()) / weight}
+        if objective is not None and objective.totals is not None:
+            result |= objective.figures(self.groups.sum_everywhere_(objective.totals).tolist())
+        return result
+
+    def _shared(
+        self, store: SequenceStore, chosen: Sequence[int], prompts: float | None = None
+    ) -> Iterator[tuple[int | None, Batch]]:
+        return shared_batches(
+            store, chosen, self.device, size=self.spec.training.micro_batch_size, rank=self.data_rank,
+            ranks=self.data_ranks, static_shapes=self.model.compiled, learns_prompts=prompts,
+        )  # fmt: skip
 
     def _answer(self, step: int, *, final: bool) -> dict[str, float]:
         """Generate answers to held-out questions and score them; the first few are emitted as samples."""

@@ -32,6 +32,10 @@ class EvaluatedModel(Protocol):
         """The sum of this rank's cross-entropies at supervised tokens; 0-d float32. 0 on all stages but the last."""
         ...
 
+    def documents(self, batch: Batch) -> Tensor:
+        """The log-probabilities of the answers of this rank's documents; none on all stages but the last."""
+        ...
+
     def objection(self) -> str | None:
         """Why nothing can be completed now; None: it can."""
         ...
@@ -66,6 +70,12 @@ class TorchModel:
         loss = forward_pass(self.module, batch, chunk_tokens=chunk_tokens, scale=1.0)
         reshard(self.module)
         return torch.zeros(()) if loss is None else loss
+
+    @torch.no_grad()
+    def documents(self, batch: Batch) -> Tensor:
+        result = forward_pass(self.module, batch, want="documents")
+        reshard(self.module)
+        return torch.zeros(0) if result is None else result
 
     def objection(self) -> str | None:
         return objection(self.module)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.core.errors import RunFailed, UsageError
 from muster.train.data_feed.batch import Batch, make_batch
@@ -321,10 +321,7 @@ def _without_ties(module: ModelWithLoss) -> Iterator[None]:
 def _without_draws(module: ModelWithLoss) -> Iterator[None]:
     """Training mode without dropout and routers' noise."""
     was_training = module.training
-    held = [
-        (part, name, value) for part in module.train().modules() for name, value in vars(part).items()
-        if isinstance(value, float) and _DRAWS.fullmatch(name)
-    ]  # fmt: skip
+    held = draws(module.train())
     for part, name, _ in held:
         setattr(part, name, 0.0)
     try:
@@ -333,6 +330,14 @@ def _without_draws(module: ModelWithLoss) -> Iterator[None]:
         for part, name, value in held:
             setattr(part, name, value)
         module.train(was_training)
+
+
+def draws(module: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """What draws at random in training, in which modules: attribute and value."""
+    return [
+        (part, name, value) for part in module.modules() for name, value in vars(part).items()
+        if isinstance(value, float) and _DRAWS.fullmatch(name)
+    ]  # fmt: skip
 
 
 def proven_before(module: ModelWithLoss, device: torch.device, file: Path) -> Proof | None:

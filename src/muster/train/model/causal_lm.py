@@ -40,13 +40,21 @@ from muster.train.model import (
 )
 from muster.train.model.activation_checkpointing import recompute
 from muster.train.model.attention import Attention, choose_attention
-from muster.train.model.attention_isolation_check import Proof, border, keep_proof, prove_isolation, proven_before
+from muster.train.model.attention_isolation_check import (
+    Proof,
+    border,
+    draws,
+    keep_proof,
+    prove_isolation,
+    proven_before,
+)
 from muster.train.model.attention_needs import needs_of
 from muster.train.model.compile import compile_layers, compiles
 from muster.train.model.loss import compiled_kernel
 from muster.train.model.mixtures import experts
 from muster.train.model.model_with_loss import ModelWithLoss
 from muster.train.model.sharding import WHOLE_BELOW, check_sharded, decoder_layers, shard, stays_whole
+from muster.train.objectives.base import make_objective
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -127,6 +135,8 @@ def build_model(
         if isolation.unpacked != module.unpacked or isolation.way != "positions":
             why = isolation.unpacked or f"documents are kept apart by {isolation.way}, not by attention alone"
             raise UsageError(f"parallelism.cp is not possible: {why}", hint="parallelism.cp: 1")
+    # Not before: the test looks at cross-entropy.
+    module.objective = make_objective(spec.training.preference, apart=isolation.alone or isolation.unpacked)
     module.train()
     return BuiltModel(
         module=module,
@@ -191,8 +201,10 @@ def laid_out(
     module = ModelWithLoss(model, attention, compute_dtype=compute_dtype, reshard_layers=reshard_layers)
     module.mixture = mixture
     module.needs, module.unpacked = needs, border(config.get_text_config(), spec.training.sequence_length)
-    if spec.data is not None and not spec.data.packing:
+    if spec.data is not None and not spec.data.packing and spec.training.objective is None:
         module.unpacked = "data.packing is false"
+    for part, name, _ in draws(model) if spec.training.objective is not None else ():
+        setattr(part, name, 0.0)  # a policy that draws at random differs from its reference before it has learned
     if mesh.stages is not None and mixture is not None and mixture.wants_logits:
         raise UsageError(
             "the auxiliary loss of experts is not summed over the stages of a pipeline",

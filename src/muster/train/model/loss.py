@@ -8,7 +8,7 @@ is from the Liger kernel (Hsu et al. 2024); this is plain PyTorch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,6 +33,8 @@ class LogitRule:
 
 #: Devices with a kernel that adds a product of half-precision matrices to a float32 sum.
 ADDS_IN_KERNEL = ("cuda",)
+#: What autograd hands a function.
+Context: TypeAlias = Any
 #: ``cross_entropy_and_gradient`` or something that does the same.
 Kernel: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -90,7 +92,7 @@ def chunked_cross_entropy(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any,
+        context: Context,
         hidden_TE: Tensor,
         weight_VE: Tensor,
         bias_V: Tensor | None,
@@ -106,9 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
         total = torch.zeros((), dtype=torch.float32, device=hidden_TE.device)
-        step = chunk_tokens or max(1, hidden_TE.shape[0])
-        for start in range(0, hidden_TE.shape[0], step):
-            part = slice(start, start + step)
+        for part in _chunks(hidden_TE, chunk_tokens):
             hidden = hidden_TE[part]
             linear = torch.nn.functional.linear(hidden, weight_VE, bias_V)
             loss, grad = kernel(linear, labels_T[part], scale, rule, gradient=wants_hidden or wants_weight)
@@ -129,10 +129,76 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(context: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(context: Context, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         # backward() usually starts with 1, but that is not guaranteed; a product costs one pass over each.
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in context.saved_tensors]
         return *grads, None, None, None, None, None
+
+
+def token_log_probs(
+    hidden_TE: Tensor,
+    weight_VE: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    *,
+    chunk_tokens: int,
+    rule: LogitRule,
+) -> Tensor:
+    """float32[T]: the log-probability of each label under ``rule(hidden @ weight.T + bias)``.
+
+    No logits are kept: the backward pass computes those of a chunk once more, as many products as keeping gradients of
+    the hidden states would take where the head trains.
+    """
+    log_probs: Tensor = _TokenLogProbs.apply(hidden_TE, weight_VE, bias_V, labels_T, chunk_tokens, rule)  # type: ignore[no-untyped-call]
+    return log_probs
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Context,
+        hidden_TE: Tensor,
+        weight_VE: Tensor,
+        bias_V: Tensor | None,
+        labels_T: Tensor,
+        chunk_tokens: int,
+        rule: LogitRule,
+    ) -> Tensor:
+        context.save_for_backward(hidden_TE, weight_VE, bias_V, labels_T)
+        context.chunk_tokens, context.rule = chunk_tokens, rule
+        result = torch.empty(hidden_TE.shape[0], dtype=torch.float32, device=hidden_TE.device)
+        for part in _chunks(hidden_TE, chunk_tokens):
+            logits = torch.nn.functional.linear(hidden_TE[part], weight_VE, bias_V).float() * rule.factor
+            if rule.cap is not None:
+                logits = torch.tanh(logits / rule.cap) * rule.cap
+            chosen = logits.gather(1, labels_T[part].unsqueeze(1)).squeeze(1)
+            result[part] = chosen - torch.logsumexp(logits, dim=1)
+        return result
+
+    @staticmethod
+    def backward(context: Context, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TE, weight_VE, bias_V, labels_T = context.saved_tensors
+        wants_hidden, wants_weight, wants_bias = context.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_TE) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
+        for part in _chunks(hidden_TE, context.chunk_tokens):
+            linear = torch.nn.functional.linear(hidden_TE[part], weight_VE, bias_V)
+            _, grad = cross_entropy_and_gradient(linear, labels_T[part], -grad_T[part], context.rule, gradient=True)
+            assert grad is not None
+            if grad_hidden is not None:
+                torch.mm(grad, weight_VE, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), hidden_TE[part])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        weight = None if grad_weight is None else grad_weight.to(weight_VE.dtype)
+        return grad_hidden, weight, None if grad_bias is None else grad_bias.to(bias_V.dtype), None, None, None
+
+
+def _chunks(hidden_TE: Tensor, chunk_tokens: int) -> Iterator[slice]:
+    step = chunk_tokens or max(1, hidden_TE.shape[0])
+    return (slice(start, start + step) for start in range(0, hidden_TE.shape[0], step))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -13,10 +13,11 @@ from muster.train.data_feed.batch import IGNORED, Batch
 from muster.train.model.attention import Attention, attention_arguments
 from muster.train.model.attention_needs import Needs
 from muster.train.model.context_parallel import Context
-from muster.train.model.loss import Kernel, LogitRule, chunked_cross_entropy, logit_rule
+from muster.train.model.loss import Kernel, LogitRule, chunked_cross_entropy, logit_rule, token_log_probs
 from muster.train.model.mixtures.load import Mixture
 from muster.train.model.pipeline_stage import Stage
 from muster.train.model.split_backward import LeftForLater
+from muster.train.objectives.base import Objective, values_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -69,6 +70,8 @@ class ModelWithLoss(nn.Module):
         """Its experts, where it has some."""
         self.context: Context | None = None
         """Where ranks share each sequence."""
+        self.objective: Objective | None = None
+        """What the loss is made of, in the place of cross-entropy."""
         self.needs: Needs | None = None
         """What it requires of an attention kernel."""
         self.unpacked: str | None = None
@@ -110,7 +113,8 @@ class ModelWithLoss(nn.Module):
         ``hidden``: what the part before gave; None in the first. ``chunk``: which of this stage's parts.
 
         ``loss``: 0-d fp32, ``scale`` times the summed cross-entropy. ``logits``: [B, S, V] fp32 as the loss sees them,
-        ``model_logits``: the same by transformers' own forward. ``next`` (of a ``Decoding``): [N, V] fp32.
+        ``model_logits``: the same by transformers' own forward. ``documents``: [D] fp32, the log-probabilities of the
+        batch's documents. ``next`` (of a ``Decoding``): [N, V] fp32.
         """
         if self.context is not None and isinstance(given, Batch):
             given = self.context.part_of(given)
@@ -136,6 +140,10 @@ class ModelWithLoss(nn.Module):
         if want == "model_logits" or not self.own_head:
             output, extra = self._run(self.model, given, hidden, scale, trains=trains)
             logits: Tensor = output.logits
+            if want == "documents" or (want == "loss" and self.objective is not None):
+                chosen = logits.flatten(0, 1).index_select(0, given.targets).float().log_softmax(-1)
+                labels = given.labels.flatten().index_select(0, given.targets).unsqueeze(1)
+                return self._of_documents(chosen.gather(1, labels).squeeze(1), given, scale, want)
             if want != "loss":
                 return logits.float().view(*given.input_ids.shape, -1)
             return _loss_of(logits, given, scale) + extra
@@ -146,17 +154,30 @@ class ModelWithLoss(nn.Module):
         if want == "logits":
             return torch.unflatten(self._logits(hidden), 0, given.input_ids.shape)
         # A token without a target contributes nothing, so its logits are not computed.
+        hidden = hidden.index_select(0, given.targets)
+        labels = given.labels.flatten().index_select(0, given.targets)
+        if want == "documents" or self.objective is not None:
+            log_probs = token_log_probs(
+                hidden, head.weight, head.bias, labels, chunk_tokens=chunk_tokens, rule=self.rule
+            )
+            return self._of_documents(log_probs, given, scale, want)
         loss: Tensor = chunked_cross_entropy(
-            hidden.index_select(0, given.targets),
+            hidden,
             head.weight,
             head.bias,
-            given.labels.flatten().index_select(0, given.targets),
+            labels,
             scale=scale,
             chunk_tokens=chunk_tokens,
             rule=self.rule,
             kernel=self.kernel,
         )
         return loss if self.mixture is None else loss + extra
+
+    def _of_documents(self, log_probs: Tensor, given: Batch, scale: float, want: str) -> Tensor:
+        assert self.objective is not None, "there is no objective that looks at documents"
+        if want == "documents":
+            return log_probs[:0] if given.units is None else values_of(log_probs, given.units).log_probs
+        return self.objective(log_probs, given, scale=scale)
 
     def _run(
         self, part: nn.Module, given: Batch, hidden: Tensor | None, scale: float, *, trains: bool

@@ -1,0 +1,1 @@
+"""Objectives on preferences: each a function of the documents' log-probabilities."""

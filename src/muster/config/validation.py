@@ -201,7 +201,9 @@ def _objective(spec: RunSpec) -> Iterator[Problem]:
     if objective is None:
         return
     read = objective.traits.settings
-    for name in sorted(objective.model_fields_set - {"name", *read}):
+    fields = type(objective).model_fields
+    changed = {name for name in fields if name != "name" and getattr(objective, name) != fields[name].default}
+    for name in sorted(changed - {*read}):
         text = f"is not read by {objective.name}"
         yield Problem(f"{key}.{name}", text, hint=f"{objective.name} reads {', '.join(read)}")
     if objective.label_smoothing and objective.loss not in ("sigmoid", "robust"):

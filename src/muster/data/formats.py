@@ -89,7 +89,7 @@ def _learns_preferences(source: Source, columns: Sequence[str], objective: Objec
     if layout is None:
         raise UsageError(
             f"training.objective {objective.name} learns from preferences, and the columns are {_listed(columns)}",
-            hint="rows need chosen and rejected, or (kto alone) prompt, completion and label; docs/preference.md",
+            hint="rows need chosen and rejected, or (kto alone) prompt, completion and label; docs/how-to/preference.md",
         )
     if objective.traits.rows == "pairs" and layout.rows == "labelled":
         raise UsageError(

@@ -277,7 +277,7 @@ def used_features(spec: RunSpec) -> dict[str, str]:
         "exact": "training.exact" if training.exact else None,
         "split_backward": axes.pp_schedule if axes.splits_backward else None,
         "local_steps": "training.local_steps" if training.local_steps else None,
-        "objective": f"training.objective {training.preference.name}" if training.preference else None,
+        "objective": getattr(training.preference, "name", None),
     }
     sizes = {name: f"{name} = {size}" for name, size in axes.axes.items() if size != 1}
     return sizes | {name: text for name, text in settings.items() if text is not None}

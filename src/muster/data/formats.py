@@ -65,7 +65,7 @@ def choose_format(source: Source, columns: Sequence[str], objective: Objective |
         return "prompt_completion"
     if chat is not None:
         return "chat"
-    if "prompt" in columns and "completion" in columns:
+    if {"prompt", "completion"} <= {*columns}:
         return "prompt_completion"
     if "text" in columns:
         return "text"
@@ -89,7 +89,7 @@ def _learns_preferences(source: Source, columns: Sequence[str], objective: Objec
     if layout is None:
         raise UsageError(
             f"training.objective {objective.name} learns from preferences, and the columns are {_listed(columns)}",
-            hint="rows need chosen and rejected, or (kto alone) prompt, completion and label; docs/how-to/preference.md",
+            hint="rows need chosen and rejected, or (kto) completion and label: docs/how-to/preference.md",
         )
     if objective.traits.rows == "pairs" and layout.rows == "labelled":
         raise UsageError(

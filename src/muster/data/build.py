@@ -159,7 +159,7 @@ def _source(
     train = _part(number, opened, False, recipe, data, spool, length, progress)
     if not len(train.documents):
         _refuse_empty(opened, train, length)
-    if recipe.format != "text" and recipe.chat.learns_answers and not train.stops:
+    if recipe.format != "text" and "assistant" in recipe.chat.roles and not train.stops:
         _refuse_endless(opened, recipe)
     if opened.heldout_rows is not None:
         held = _part(number, opened, True, recipe, data, spool, length, progress)

@@ -19,7 +19,7 @@ from muster.config.spec import Model, TrainedTokenizer
 from muster.core.errors import UsageError, install_command
 from muster.core.typed_json import Json, JsonObject, at
 from muster.data import hub
-from muster.data.chat.engine import ending_token
+from muster.data.chat.engine import ChatEngine, ChatRules
 from muster.data.text.templates import ChatTemplate, shipped_or_file
 from muster.data.text.vocabularies import SPECIAL, train_bpe, train_words
 
@@ -273,7 +273,7 @@ def install_template(folder: Path, template: ChatTemplate) -> int:
     (folder / "chat_template.jinja").write_text(template.text, encoding="utf-8")
     config.pop("chat_template", None)
     _write_json(folder / "tokenizer_config.json", config)
-    ending = ending_token(Encoder(folder))
+    ending = ChatEngine(Encoder(folder), ChatRules()).plain_stop()
     if ending is not None:
         _write_json(folder / "tokenizer_config.json", {**config, "eos_token": ending})
         roles = {f"{role}_token": name for role, name in encoder.special.items()}

@@ -48,10 +48,6 @@ class ChatRules:
     """Ids that end generation by the model's configs."""
 
     @property
-    def learns_answers(self) -> bool:
-        return "assistant" in self.roles
-
-    @property
     def roles(self) -> frozenset[str]:
         return frozenset({"assistant"} if isinstance(self.train_on, str) else self.train_on)
 
@@ -293,15 +289,6 @@ class ChatEngine:
                 "conversation, so they cannot be learned alone"
             )
         return len(before), len(after)
-
-
-def ending_token(encoder: ChatTokenizer) -> str | None:
-    """The token that ends an assistant's turn by the tokenizer's chat template; None: the template refuses a question
-    with its answer, or nothing ends it.
-
-    Raises UsageError where there is no template that can be read.
-    """
-    return ChatEngine(encoder, ChatRules()).plain_stop()
 
 
 def _says_something(message: Row) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 from muster.data.chat.rows import RowRefusal
@@ -134,7 +134,8 @@ class Masker:
         """Prompt and answer tokenised apart, because one token would lie across their border. Raises RowRefusal."""
         prompt, whole = self._encoder.encode([asked, asked + text])
         ids = [*prompt, *self._after(text)]
-        if ids[-1] != stop or self._text_of(ids) != self._text_of(whole):
+        text_of = partial(self._encoder.decode, skip_special=False)
+        if ids[-1] != stop or text_of(ids) != text_of(whole):
             raise RowRefusal("the tokenizer cannot write an answer after its prompt without changing the text")
         mask = bytearray(len(prompt)) + b"\1" * (len(ids) - len(prompt))
         return ids, mask
@@ -146,9 +147,6 @@ class Masker:
             return self._encoder.encode([text])[0]
         ids = self._encoder.encode(["\n" + text])[0]
         return ids[len(line) :] if ids[: len(line)] == line else self._encoder.encode([text])[0]
-
-    def _text_of(self, ids: Sequence[int]) -> str:
-        return self._encoder.decode(ids, skip_special=False)
 
     def _id(self, stop: str) -> int:
         result = self._encoder.fast.token_to_id(stop)

@@ -155,9 +155,8 @@ class Template:
 
 def _compiled(text: str, today: str, *, marks: bool) -> Any:
     result = _environment(today, marks=marks).from_string(text)
-    result.globals = dict(
-        result.globals
-    )  # each rendering copies them, and of a ChainMap that takes as long as the rest
+    # Each rendering copies them, and of a ChainMap that takes as long as the rest.
+    result.globals = dict(result.globals)
     return result
 
 

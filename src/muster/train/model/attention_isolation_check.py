@@ -204,17 +204,13 @@ def _middle(module: ModelWithLoss, sequence_length: int) -> int:
 
 
 def _measured(module: ModelWithLoss, device: torch.device, lengths: tuple[int, int, int], gradients: bool) -> _Measured:
-    with _without_ties(module):
-        return _compared(module, device, lengths, gradients)
-
-
-def _compared(module: ModelWithLoss, device: torch.device, lengths: tuple[int, int, int], gradients: bool) -> _Measured:
     batches = probes(module, device, lengths)
-    with evaluating(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        logits = [forward_pass(module, batch, want="logits") for batch in batches]
-        reference = forward_pass(module, batches[0], want="model_logits") if module.own_head else logits[0]
+    with _without_ties(module):
+        with evaluating(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            logits = [forward_pass(module, batch, want="logits") for batch in batches]
+            reference = forward_pass(module, batches[0], want="model_logits") if module.own_head else logits[0]
+        difference = _from_own(module, batches[0], lengths, gradients and module.stage is None)
     changes = measured_changes([output for output in logits if output is not None], reference, device, lengths)
-    difference = _from_own(module, batches[0], lengths, gradients and module.stage is None)
     changes = torch.cat([changes, difference[:1]])
     if dist.is_initialized():
         dist.all_reduce(changes, op=dist.ReduceOp.MAX)

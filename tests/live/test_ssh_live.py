@@ -183,3 +183,21 @@ def test_down_leaves_nothing(hosts: SshHosts, user: User, run: Run) -> None:
     assert not list(hosts.dir.glob("gpu*/home/.muster/ssh/env"))
     page = set(re.findall(r"^\$ muster (\w+(?: -f)?)", PAGE.read_text(), re.MULTILINE))
     assert page <= user.ran | {verb.partition(" ")[0] for verb in user.ran}, "what the page tells was run"
+
+
+@pytest.mark.soak
+def test_a_home_in_a_shared_folder_outlives_a_host(hosts: SshHosts, user: User) -> None:
+    """Another host's supervisor takes over by itself; the home is read through that host from then on."""
+    (user.home / "up.yaml").write_text(json.dumps(spec("up", *hosts.names)))
+    user.muster("up", "up.yaml")
+    found = Run(user, hosts, spec("shared", *hosts.names, run_dir=str(hosts.dir / "shared" / "run")))
+    found.wait_for_steps(3)
+    hosts.kill_processes("gpu1")
+    hosts.cut("gpu1")
+    found.wait_for(lambda: found.trains_on() == {"gpu2", "gpu3"}, "attempt under another supervisor")
+    found.wait_for_steps(3)
+    assert "is read through gpu2" in user.muster("recover", found.id, "--from", "gpu2").stderr
+    assert ": stopped: " in user.muster("stop", found.id).stderr
+    hosts.heal("gpu1")
+    hosts.boot("gpu1")
+    user.muster("down", found.id)
